@@ -1,0 +1,1 @@
+"""Pure transforms for training neural networks on PyTorch's torch.func."""

@@ -1,0 +1,59 @@
+"""Structure as a value: what two modules, losses or configurations have in common when they are "the same"."""
+
+import enum
+import functools
+import types
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+__all__ = ["fingerprint"]
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def fingerprint(thing: Any) -> Hashable:
+    """A hashable description of type, configuration and tensor shapes; values of tensors play no part.
+
+    Two separately built networks of one architecture have one fingerprint. Functions count by identity.
+    """
+    return _describe(thing, ())
+
+
+def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
+    if isinstance(thing, _PLAIN):
+        return (type(thing).__qualname__, thing)
+    if isinstance(thing, Tensor):
+        return ("Tensor", tuple(thing.shape), thing.dtype, thing.requires_grad)
+    if isinstance(thing, _BY_IDENTITY):
+        return thing
+    if isinstance(thing, weakref.ref):
+        return "weakref"
+    if id(thing) in above:
+        return ("seen", len(above) - above.index(id(thing)))
+    inside = (*above, id(thing))
+    if isinstance(thing, Mapping):
+        return ("map", tuple((str(key), _describe(value, inside)) for key, value in thing.items()))
+    if isinstance(thing, (list, tuple)):
+        return (type(thing).__qualname__, tuple(_describe(member, inside) for member in thing))
+    if isinstance(thing, (set, frozenset)):
+        return ("set", frozenset(_describe(member, inside) for member in thing))
+    if isinstance(thing, functools.partial):
+        return ("partial", _describe((thing.func, thing.args, thing.keywords), inside))
+    if isinstance(thing, types.MethodType):
+        return ("method", thing.__func__, _describe(thing.__self__, inside))
+    if isinstance(thing, nn.Module):
+        attributes = {k: v for k, v in vars(thing).items() if k not in _BOOKKEEPING}
+        return (type(thing), _describe(attributes, inside))
+    if hasattr(thing, "__dict__"):
+        return (type(thing), _describe(vars(thing), inside))
+    return thing if isinstance(thing, Hashable) else (type(thing), repr(thing))
+
+
+# Parts of nn.Module that say nothing about what it computes.
+_BOOKKEEPING = frozenset({"_version", "_compiled_call_impl", "call_super_init", "_is_full_backward_hook"})

@@ -1,0 +1,129 @@
+"""An algorithm: a pair of pure functions with a name, and what a pass may want to know about it."""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from purecompose.event import Event
+from purecompose.predicate import NEVER, Predicate, as_predicate
+from purecompose.schedule import Hparam, Schedule, collect
+from purecompose.state import State
+
+
+__all__ = ["Algorithm", "Apply", "Match", "Trait", "identity"]
+
+
+class Match(Protocol):
+    """Decides on the host, from static facts and shapes alone, whether the algorithm acts."""
+
+    def __call__(self, event: Event, state: State, /) -> bool: ...
+
+
+class Apply(Protocol):
+    """Makes the new state; may add an exit code for the trace."""
+
+    def __call__(self, event: Event, state: State, /) -> State | tuple[State, int]: ...
+
+
+class Trait(enum.Enum):
+    """What an algorithm says about itself, for passes and transforms that know no algorithm by name."""
+
+    SELECTS_EXAMPLES = "picks examples of the raw batch: comes first"
+    FUSES_LAYERNORM = "replaces layer norms by fused ones: comes last"
+    EDITS_LOSS = "replaces the loss value itself, not the targets: two of these do not compose"
+    CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes them anew"
+    MAY_LEAVE_UNUSED = "may leave parameters without a gradient"
+    SECOND_ORDER = "needs gradients of gradients"
+    REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A training method as data.
+
+    Args:
+        name: Names its slot in the state, its draws and its rows in plans and traces; unique in a step.
+        match: A predicate, or a function `(event, state) -> bool` of time and shapes.
+        apply: A function `(event, state) -> state`, or `-> (state, exit code)`. It must be pure; inside a step it
+            reads time from `state.clock` only.
+        traits: What passes and transforms should know.
+        runs_before: Names or traits of algorithms that must come later at every event both act on.
+        runs_after: The same, the other way round.
+        host: Runs outside compiled code, may read tensors' values and the timestamp, may change shapes.
+        config: The settings, for printing and for comparing with a checkpoint.
+
+    Raises:
+        TypeError, ValueError: A name that is not a non-empty string, a `match` or `apply` that cannot be called,
+            constraints that are neither names nor traits.
+
+    Example:
+        >>> from purecompose import on
+        >>> noise = Algorithm("noise", on(Event.BATCH_START), lambda event, state: state)
+        >>> noise
+        noise()
+    """
+
+    name: str
+    match: Match
+    apply: Apply
+    traits: frozenset[Trait] = frozenset()
+    runs_before: tuple[str | Trait, ...] = ()
+    runs_after: tuple[str | Trait, ...] = ()
+    host: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name={self.name!r}: an algorithm needs a name, a non-empty string")
+        if not callable(self.apply):
+            raise TypeError(f"{self.name}: apply={self.apply!r} cannot be called")
+        fixed = {
+            "match": as_predicate(self.match),
+            "traits": frozenset(self.traits),
+            "runs_before": _references(self.name, "runs_before", self.runs_before),
+            "runs_after": _references(self.name, "runs_after", self.runs_after),
+            "config": MappingProxyType(dict(self.config)),
+        }
+        for name, value in fixed.items():
+            object.__setattr__(self, name, value)
+        strangers = [trait for trait in self.traits if not isinstance(trait, Trait)]
+        if strangers:
+            raise TypeError(f"{self.name}: traits={strangers!r}: expected members of Trait")
+
+    @property
+    def predicate(self) -> Predicate:
+        """`match` as a predicate."""
+        return as_predicate(self.match)
+
+    @property
+    def hparams(self) -> tuple[Hparam, ...]:
+        """The named scalars among its settings."""
+        return collect(dict(self.config), Hparam)
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The schedules among its settings, which the step evaluates for it."""
+        return collect(dict(self.config), Schedule)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events at which it may act; for a plain `match` function all of them."""
+        return tuple(event for event in Event if self.predicate.at(event) != NEVER)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in self.config.items())
+        return f"{self.name}({settings})"
+
+
+def identity(name: str = "identity") -> Algorithm:
+    """The algorithm that never acts: the unit of composition."""
+    return Algorithm(name, NEVER, lambda event, state: state)
+
+
+def _references(owner: str, role: str, given: Any) -> tuple[str | Trait, ...]:
+    found = (given,) if isinstance(given, (str, Trait)) else tuple(given)
+    if not all(isinstance(reference, (str, Trait)) for reference in found):
+        raise TypeError(f"{owner}: {role}={given!r}: expected algorithms' names or traits")
+    return found

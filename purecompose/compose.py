@@ -1,0 +1,368 @@
+"""compose: a loop program and algorithms in, a training step out.
+
+The step is a fold. For each schedule (which algorithms act at which events) the program becomes one function
+once, with the algorithms in the order that the passes give them; a step looks its schedule up and runs it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, clock as clocks, tree
+from purecompose.algorithm import Algorithm
+from purecompose.clock import Clock
+from purecompose.event import Event
+from purecompose.forward import looking_for_draws
+from purecompose.gradient import Op, wants_outer_gradient
+from purecompose.loop import Node, Program, advance, build, walk
+from purecompose.matching import Matcher
+from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes
+from purecompose.predicate import NEVER
+from purecompose.state import Context, SealedTime, State, Static
+
+
+__all__ = ["ContractError", "Observe", "Step", "compose"]
+
+
+class ContractError(RuntimeError):
+    """An algorithm broke what every step keeps: the structure, shapes and dtypes of what outlives it."""
+
+
+class Observe(Protocol):
+    """Sees each application of an algorithm: the state before, the state after, the exit code it left."""
+
+    def __call__(
+        self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None, /
+    ) -> None: ...
+
+
+class _Compiled(NamedTuple):
+    """What a schedule comes to."""
+
+    run: Op
+    observed: Callable[[Observe], Op]
+    needs_later_clock: bool
+
+
+class Step:
+    """A training step: `step(state, batch) -> state`. Made by `compose`; immutable.
+
+    Attributes:
+        program: The loop program.
+        algorithms: The algorithms, in the order given.
+        passes: The passes that order them at each event.
+        microbatches: Into how many slices a batch is cut.
+    """
+
+    def __init__(
+        self, program: Program, algorithms: tuple[Algorithm, ...], passes: tuple[Pass, ...], microbatches: int
+    ) -> None:
+        self.program, self.algorithms, self.passes = program, algorithms, passes
+        self.microbatches = microbatches
+        self.events = tuple(dict.fromkeys(node for node, _ in walk(program) if isinstance(node, Event)))
+        self.has_advance = any(node is advance for node, _ in walk(program))
+        self.matcher = Matcher(algorithms, self.events)
+        self.outer_matcher = Matcher(algorithms, [event for event in Event if event not in self.events])
+        self._order = compose_passes(*passes)
+        self._wants_init = [a for a in algorithms if _needs_init(a)]
+        # Memory of what has been computed before; nothing here changes a result.
+        self._compiled: dict[int, _Compiled] = {}
+        self._checked: dict[int, Context] = {}
+        self._ready: Context | None = None
+
+    def __call__(self, state: State, batch: Any) -> State:
+        """The state after one batch; `state` and `batch` stay bit for bit as they were.
+
+        Raises:
+            RuntimeError: `init` has not been called for algorithms that need it.
+            MatchError: An algorithm's `match` wanted what is not known before the step.
+            ContractError: An algorithm changed a structure, shape or dtype that must last.
+        """
+        return self.finish(self.fold(state, batch))
+
+    def fold(self, state: State, batch: Any, observe: Observe | None = None) -> State:
+        """The fold over the program, without the clean-up at its end: outputs and batch are still there."""
+        context, now = state.static.context, state.static.timestamp
+        if context is not self._ready:
+            self._check_ready(context)
+        later = now.advance(batches.num_examples(batch), _num_tokens(batch)) if self.has_advance else now
+        bits = self.matcher.schedule(state, batch, now, later)
+        compiled = self._compiled.get(bits) or self._compile(bits)
+        rows = [clocks.read(now, context.schedules)]
+        if compiled.needs_later_clock:
+            rows.append(clocks.read(later, context.schedules))
+        start = state.replace(
+            static=Static(context, SealedTime(now, later)),
+            clock=Clock(torch.tensor(rows, dtype=torch.float64, device=state.device), 0, context.schedules),
+            batch=batch,
+            loss=None,
+            metrics={},
+        )
+        checked = self._checked.get(bits)
+        with nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad():
+            if observe is None and (checked is context or checked == context):
+                return compiled.run(start)
+            return self._run_checked(compiled, bits, start, observe)
+
+    def finish(self, state: State) -> State:
+        """The state as it is between steps: the time unsealed and advanced, the temporary fields gone."""
+        sealed = state.static.timestamp
+        assert isinstance(sealed, SealedTime)
+        return state.replace(
+            static=Static(state.static.context, sealed.opened(later=True)),
+            batch=None,
+            outputs=None,
+            grads=None,
+            clock=None,
+            first_example=None,
+            regrad=None,
+        )
+
+    def init(self, state: State) -> State:
+        """Fires `Event.INIT`: surgery and slots. Algorithms whose INIT is over are left out, so twice is once.
+
+        Raises:
+            ValueError: Two algorithms want different defaults for one hparam.
+        """
+        state = state.with_hparams(hparam for algorithm in self.algorithms for hparam in algorithm.hparams)
+        fresh = [a for a in self.algorithms if a.name not in state.context.initialised]
+        matched = self._matched_now(Event.INIT, state, fresh)
+        for algorithm in self.order(matched, Event.INIT):
+            result = algorithm.apply(Event.INIT, state)
+            state = _checked_result(result, algorithm, Event.INIT)[0]
+        context = state.context
+        schedules = [schedule for algorithm in fresh for schedule in algorithm.schedules]
+        changes = {
+            "initialised": tuple(dict.fromkeys([*context.initialised, *[a.name for a in fresh]])),
+            "schedules": tuple(dict.fromkeys([*context.schedules, *schedules])),
+        }
+        return state.replace(**changes)
+
+    def fire(self, event: Event | str, state: State) -> State:
+        """Lets the algorithms act at an event outside the program, such as EPOCH_END or EVAL_START.
+
+        Raises:
+            ValueError: The event is part of the program (or INIT, for which there is `init`).
+        """
+        event = Event(event)
+        if event in self.events or event is Event.INIT:
+            raise ValueError(f"{event} fires inside the step{' (init)' if event is Event.INIT else ''}")
+        matched = self.order(self._matched_now(event, state, self.algorithms), event)
+        if not matched:
+            return state
+        now, context = state.timestamp, state.context
+        rows = [clocks.read(now, context.schedules)]
+        clock = Clock(torch.tensor(rows, dtype=torch.float64, device=state.device), 0, context.schedules)
+        inner = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
+        for algorithm in matched:
+            inner = _application(algorithm, event)(inner)
+        return inner.replace(static=Static(inner.context, now), clock=None)
+
+    def order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+        """The order in which the passes let these algorithms act at an event."""
+        return self._order(matched, event)
+
+    def replace(self, **changes: Any) -> "Step":
+        """The step with another program, other algorithms, passes or microbatches."""
+        given = {
+            "loop": self.program,
+            "algorithms": self.algorithms,
+            "passes": self.passes,
+            "microbatches": self.microbatches,
+        }
+        return compose(**{**given, **changes})
+
+    def _matched_now(self, event: Event, state: State, among: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+        now = state.timestamp
+        bits = self.outer_matcher.schedule(state, None, now, now)
+        return self.outer_matcher.matched(bits, event, tuple(among))
+
+    def _compile(self, bits: int) -> _Compiled:
+        orders = {e: self.order(self.matcher.matched(bits, e, self.algorithms), e) for e in self.events}
+        needs_later = self.has_advance and any(orders[e] for e in self.events if e.sees_new_time)
+
+        def program(observe: Observe | None) -> Op:
+            def at(event: Event) -> Op | None:
+                ops = [_application(algorithm, event, observe) for algorithm in orders[event]]
+                return _in_turn(ops) if ops else None
+
+            return build(self.program, at, self.microbatches)
+
+        compiled = _Compiled(program(None), program, needs_later)
+        self._compiled[bits] = compiled
+        return compiled
+
+    def _run_checked(self, compiled: _Compiled, bits: int, start: State, observe: Observe | None) -> State:
+        """The first run of a schedule: watches for unkeyed draws, and checks what the step must keep."""
+        history: list[tuple[Algorithm, Event, State, State]] = []
+
+        def watch(algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
+            history.append((algorithm, event, before, after))
+            if observe is not None:
+                observe(algorithm, event, before, after, exit_code)
+
+        with looking_for_draws():
+            end = compiled.observed(watch)(start)
+        _check_contract(start, end, history)
+        self._checked[bits] = start.context
+        return end
+
+    def _check_ready(self, context: Context) -> None:
+        missing = [a.name for a in self._wants_init if a.name not in context.initialised]
+        if missing:
+            raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first")
+        self._ready = context
+
+    def __repr__(self) -> str:
+        return f"Step({', '.join(map(repr, self.algorithms)) or 'no algorithms'})"
+
+
+def compose(
+    loop: Iterable[Node],
+    algorithms: Iterable[Algorithm] = (),
+    *,
+    passes: Iterable[Pass] = DEFAULT_PASSES,
+    microbatches: int = 1,
+) -> Step:
+    """A training step from a loop program and algorithms.
+
+    Args:
+        loop: The program, such as `loop_events`; a plain list of events is one too.
+        algorithms: The methods; their order is their order of application, as far as the passes leave it so.
+        passes: What orders them at each event, applied from left to right.
+        microbatches: Into how many slices `Microbatches` cuts a batch.
+
+    Returns:
+        A function `(state, batch) -> state` with `init`, `fire` and `plan`.
+
+    Raises:
+        TypeError: Something in the program, among the algorithms or the passes is not of its kind.
+        ValueError: A name used twice, an event on the wrong side of `advance`, or fewer than one microbatch.
+
+    Example:
+        >>> from purecompose import loop_events
+        >>> compose(loop_events)
+        Step(no algorithms)
+    """
+    program, chosen = _as_program(loop), tuple(algorithms)
+    for algorithm in chosen:
+        if not isinstance(algorithm, Algorithm):
+            raise TypeError(f"{algorithm!r} is no Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
+    twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
+    if twice:
+        raise ValueError(f"the name {twice[0]!r} is used twice; give one of them another: mixup(..., name='other')")
+    ordering = tuple(passes)
+    for one_pass in ordering:
+        if not callable(one_pass):
+            raise TypeError(f"{one_pass!r} is no pass; a pass is a function (algorithms, event) -> algorithms")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(f"microbatches={microbatches!r}: expected a positive number of slices")
+    return Step(program, chosen, ordering, microbatches)
+
+
+def _as_program(loop: Iterable[Node]) -> Program:
+    program = tuple(Event(node) if isinstance(node, str) else node for node in loop)
+    is_later = False
+    for node, _ in walk(program):
+        is_later = is_later or node is advance
+        if isinstance(node, Event):
+            has_advance = any(other is advance for other, _ in walk(program))
+            if has_advance and node.sees_new_time != is_later:
+                side = "after" if node.sees_new_time else "before"
+                raise ValueError(f"{node} belongs {side} the program's advance")
+        elif not callable(node) and not hasattr(node, "body"):
+            raise TypeError(f"{node!r} is neither an event, a stage (a function State -> State), nor a scope")
+    return program
+
+
+def _application(algorithm: Algorithm, event: Event, observe: Observe | None = None) -> Op:
+    """One algorithm at one event, as a function of the state."""
+    apply = algorithm.apply
+
+    def op(state: State) -> State:
+        before = _unsealed(state, event) if algorithm.host else state
+        try:
+            after, exit_code = _checked_result(apply(event, before), algorithm, event)
+        except Exception as error:
+            error.add_note(f"in {algorithm.name} at {event}")
+            raise
+        if algorithm.host:
+            after = after.replace(static=Static(after.context, state.static.timestamp))
+        elif after.static is not before.static:
+            raise ContractError(
+                f"{algorithm.name} at {event} changed the static part (model, optimizer, time): only INIT and host "
+                "algorithms may"
+            )
+        if observe is not None:
+            observe(algorithm, event, state, after, exit_code)
+        return after
+
+    return op
+
+
+def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[State, int | None]:
+    exit_code = None
+    if isinstance(result, tuple) and len(result) == 2:
+        result, exit_code = result
+    if not isinstance(result, State):
+        raise ContractError(
+            f"{algorithm.name}: apply at {event} must return a State or (State, exit code), got "
+            f"{type(result).__name__}{' (is a return statement missing?)' if result is None else ''}"
+        )
+    return result, exit_code
+
+
+def _unsealed(state: State, event: Event) -> State:
+    sealed = state.static.timestamp
+    assert isinstance(sealed, SealedTime)
+    return state.replace(static=Static(state.context, sealed.opened(later=event.sees_new_time)))
+
+
+def _in_turn(ops: Sequence[Op]) -> Op:
+    def run(state: State) -> State:
+        for op in ops:
+            state = op(state)
+        return state
+
+    return ops[0] if len(ops) == 1 else run
+
+
+_LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
+
+
+def _check_contract(start: State, end: State, history: list[tuple[Algorithm, Event, State, State]]) -> None:
+    before, after = _specs(start), _specs(end)
+    if before == after:
+        return
+    path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
+    culprit = "the step itself"
+    for algorithm, event, old, new in history:
+        if _specs(old).get(path) != _specs(new).get(path):
+            culprit = f"{algorithm.name} at {event}"
+    raise ContractError(
+        f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: a step "
+        "keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
+    )
+
+
+def _specs(state: State) -> dict[str, str]:
+    found = {}
+    for name in _LASTING:
+        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items():
+            is_tensor = isinstance(leaf, Tensor)
+            found[f"{name}{path}"] = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
+    return found
+
+
+def _needs_init(algorithm: Algorithm) -> bool:
+    return algorithm.predicate.at(Event.INIT) != NEVER or bool(algorithm.hparams or algorithm.schedules)
+
+
+def _num_tokens(batch: Any) -> int:
+    """The tokens of a language batch: the size of its `input_ids`; other batches have none."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids.numel() if isinstance(ids, Tensor) else 0

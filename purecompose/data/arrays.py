@@ -1,0 +1,222 @@
+"""A data set held in memory, dealt out in an order that is a pure function of (key, epoch).
+
+    order(key, epoch) = permutation of 0 .. n-1 drawn at (key, "data order", epoch)
+    batch i of the epoch = the examples order[i * batch_size : (i + 1) * batch_size]
+
+So there is no loader state: whoever knows the key, the epoch and the batch can go on from there, and two runs
+with one key see the same batches on every device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose.random import Rng, key as make_key, permutation, salt
+
+
+__all__ = ["Arrays", "Split", "arrays", "split"]
+
+_ORDER = salt("data order")
+_SPLIT = salt("data split")
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Inputs and targets in memory, with the way they are cut into batches. Made by `arrays`.
+
+    Iterating it gives `(inputs, targets)` batches in the stored order, the form that evaluation takes;
+    `epoch` gives the keyed order for training. `len` counts batches per epoch.
+
+    Attributes:
+        inputs: shape `(num_examples, *rest)`, any dtype.
+        targets: shape `(num_examples, *rest)`, any dtype, on the same device.
+        batch_size: examples per batch; the last batch of an epoch may be smaller.
+        shuffle: whether `epoch` permutes; otherwise every epoch has the stored order.
+        drop_last: whether a smaller last batch is left out, in `epoch` and in plain iteration.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    batch_size: int
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        _check_paired("arrays", self.inputs, self.targets)
+        _check_count("arrays", "batch_size", self.batch_size, low=1)
+        if self.drop_last and self.batch_size > self.num_examples:
+            raise ValueError(
+                f"arrays: drop_last=True leaves no batch at all: batch_size={self.batch_size} (int) is more "
+                f"than the {self.num_examples} examples; lower batch_size or keep the last batch"
+            )
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in the set, those included that `drop_last` leaves out of an epoch."""
+        return self.inputs.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors, and so the batches, live."""
+        return self.inputs.device
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.num_examples, self.batch_size)
+        return full if self.drop_last or not rest else full + 1
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches in the stored order, as views of the data."""
+        return self._stored(0)
+
+    def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of one epoch, in the order that belongs to `(key, epoch)`.
+
+        Args:
+            key: the run's key, int64 of shape (2,), such as `state.key`. Not read when `shuffle` is off.
+            epoch: which epoch of the run, from 0.
+            start: the first batch to give, 0 to `len(self)`; those before it cost nothing.
+
+        Returns:
+            An iterator over `(inputs, targets)`. Shuffled batches are copies.
+
+        Raises:
+            TypeError: `epoch` or `start` is not an int.
+            ValueError: `epoch` is negative, or `start` is outside 0 to `len(self)`.
+
+        Example:
+            >>> from purecompose.random import key
+            >>> data = arrays(torch.arange(6.0), torch.arange(6), batch_size=4)
+            >>> whole = [targets for _, targets in data.epoch(key(0), epoch=3)]
+            >>> resumed = [targets for _, targets in data.epoch(key(0), epoch=3, start=1)]
+            >>> len(whole), torch.equal(whole[1], resumed[0]), sorted(torch.cat(whole).tolist())
+            (2, True, [0, 1, 2, 3, 4, 5])
+        """
+        # Checked here and not in the generator, whose body would wait for the first batch.
+        _check_count("Arrays.epoch", "epoch", epoch, low=0)
+        _check_count("Arrays.epoch", "start", start, low=0, high=len(self))
+        if not self.shuffle:
+            return self._stored(start)
+        return self._permuted(self.order(key, epoch), start)
+
+    def order(self, key: Tensor, epoch: int) -> Tensor:
+        """The keyed order of one epoch: int64 of shape `(num_examples,)`, on the data's device."""
+        rng = Rng(key=key.to(self.device), draw=_ORDER, example=0, batch=epoch)
+        return permutation(rng, self.num_examples)
+
+    def to(self, device: torch.device | str) -> "Arrays":
+        """The same set with its tensors on `device`."""
+        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
+
+    def _stored(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        inputs, targets = self.inputs.split(self.batch_size), self.targets.split(self.batch_size)
+        return zip(inputs[start : len(self)], targets[start : len(self)], strict=True)
+
+    def _permuted(self, order: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in order.split(self.batch_size)[start : len(self)]:
+            yield self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
+
+
+class Split(NamedTuple):
+    """Two parts of one data set, without an example in common."""
+
+    train_inputs: Tensor
+    """Shape `(num_examples - count, *rest)`."""
+    train_targets: Tensor
+    test_inputs: Tensor
+    """Shape `(count, *rest)`."""
+    test_targets: Tensor
+
+
+def arrays(
+    inputs: Tensor, targets: Tensor, batch_size: int, *, shuffle: bool = True, drop_last: bool = False
+) -> Arrays:
+    """Makes an in-memory data set that gives batches of `batch_size` examples.
+
+    Args:
+        inputs: shape `(num_examples, *rest)`.
+        targets: shape `(num_examples, *rest)`.
+        batch_size: examples per batch, at least 1.
+        shuffle: permute the order of each epoch by key; plain iteration never shuffles.
+        drop_last: leave out a last batch that is smaller than the others.
+
+    Raises:
+        TypeError: something other than tensors, or a batch size that is not an int.
+        ValueError: no examples, different numbers of inputs and targets, different devices, a batch size
+        below 1,
+            or `drop_last` with fewer examples than one batch.
+
+    Example:
+        >>> data = arrays(torch.zeros(10, 3), torch.zeros(10, dtype=torch.int64), batch_size=4)
+        >>> len(data), [tuple(inputs.shape) for inputs, _ in data]
+        (3, [(4, 3), (4, 3), (2, 3)])
+    """
+    return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last)
+
+
+def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> Split:
+    """Sets part of a data set aside, the same part for the same seed on every device.
+
+    Args:
+        inputs: shape `(num_examples, *rest)`.
+        targets: shape `(num_examples, *rest)`.
+        size: of the part set aside: a count (int), or a fraction of the examples (float in (0, 1), rounded).
+        seed: of the permutation that chooses.
+
+    Returns:
+        A `Split`; both parts are in permuted order.
+
+    Raises:
+        TypeError: something other than tensors, or a size that is neither int nor float.
+        ValueError: unpaired or empty data, or a size that leaves one of the two parts empty.
+
+    Example:
+        >>> parts = split(torch.arange(10.0), torch.arange(10), 0.2, seed=0)
+        >>> len(parts.train_targets), len(parts.test_targets)
+        (8, 2)
+    """
+    _check_paired("split", inputs, targets)
+    num_examples = inputs.shape[0]
+    if isinstance(size, bool) or not isinstance(size, int | float):
+        raise TypeError(f"split: expected size to be an int or a float, got {size!r} ({type(size).__name__})")
+    count = round(size * num_examples) if isinstance(size, float) and 0.0 < size < 1.0 else size
+    if not isinstance(count, int) or not 0 < count < num_examples:
+        raise ValueError(
+            f"split: expected size to be a count from 1 to {num_examples - 1} or a fraction in (0, 1) that "
+            f"leaves neither part of the {num_examples} examples empty, got {size!r} ({type(size).__name__})"
+        )
+    rng = Rng(key=make_key(seed).to(inputs.device), draw=_SPLIT, example=0, batch=0)
+    order = permutation(rng, num_examples)
+    held, kept = order[:count], order[count:]
+    return Split(inputs[kept], targets[kept], inputs[held], targets[held])
+
+
+def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:
+    for name, value in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{where}: expected {name} to be a tensor, got {value!r:.80} ({type(value).__name__})"
+            )
+        if value.ndim == 0:
+            raise ValueError(f"{where}: expected {name} with examples along the first axis, got a 0-d tensor")
+    if len(inputs) != len(targets):
+        raise ValueError(
+            f"{where}: {len(inputs)} inputs do not pair with {len(targets)} targets; "
+            f"their shapes are {tuple(inputs.shape)} and {tuple(targets.shape)}"
+        )
+    if len(inputs) == 0:
+        raise ValueError(f"{where}: expected at least one example, got inputs of shape {tuple(inputs.shape)}")
+    if inputs.device != targets.device:
+        raise ValueError(
+            f"{where}: inputs are on {inputs.device} and targets on {targets.device}; move one of them"
+        )
+
+
+def _check_count(where: str, name: str, value: int, *, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where}: expected {name} to be an int, got {value!r:.80} ({type(value).__name__})")
+    if value < low or (high is not None and value > high):
+        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{where}: expected {name} {wanted}, got {value} (int)")

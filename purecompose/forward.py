@@ -1,0 +1,105 @@
+"""One forward pass of a skeleton: tensors in place, randomness keyed, new buffers out."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import random
+from purecompose.model import Model, Skeleton
+from purecompose.random import modules
+
+
+__all__ = ["call_model", "looking_for_draws"]
+
+_LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
+
+
+@contextmanager
+def looking_for_draws() -> Iterator[None]:
+    """A scope in which every forward pass is watched for random functions that no key covers.
+
+    Watching costs more than a small network's forward, so a step does it once per schedule; in between a
+    skeleton remembers whether it ever drew anything.
+    """
+    token = _LOOKING.set(True)
+    try:
+        yield
+    finally:
+        _LOOKING.reset(token)
+
+
+def call_model(
+    model: Model,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Any,
+    *,
+    train: bool,
+    rng: Callable[[], random.Rng],
+    num_examples: int | None = None,
+    first_example: int | Tensor = 0,
+    precision: str = "fp32",
+) -> tuple[Any, dict[str, Tensor]]:
+    """Runs the network; nothing that is handed in changes.
+
+    Args:
+        model: The architecture.
+        params: All parameters by name.
+        buffers: All buffers by name.
+        inputs: One argument, a list of arguments, or a mapping of keyword arguments.
+        train: Whether modules are in training mode.
+        rng: Gives the place of the network's draws; called only if it draws.
+        num_examples: The batch's size, for draws per example.
+        first_example: The index of its first example in the whole batch.
+        precision: "fp32", or "bf16" for autocast.
+
+    Returns:
+        The outputs, and the buffers as the pass left them.
+
+    Raises:
+        KeyError: A tensor of the architecture is missing.
+        UnkeyedRandomError: The network uses a random function that no key can cover.
+    """
+    skeleton = model.skeleton(train)
+    # A forward pass writes into the buffers it is handed (batch norm's running statistics).
+    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    with ExitStack() as stack:
+        module = stack.enter_context(skeleton.bound(params, own))
+        if precision == "bf16":
+            device = next(iter(params.values())).device.type if params else "cpu"
+            stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
+        looking = _LOOKING.get() or skeleton.draws is None
+        if not looking and not skeleton.draws:
+            outputs = _call(module, inputs)
+        else:
+            outputs = _call_keyed(skeleton, inputs, rng(), num_examples, first_example, looking)
+        return outputs, skeleton.current_buffers() if own else own
+
+
+def _call_keyed(
+    skeleton: Skeleton,
+    inputs: Any,
+    rng: random.Rng,
+    num_examples: int | None,
+    first_example: int | Tensor,
+    looking: bool,
+) -> Any:
+    with ExitStack() as stack:
+        if looking:
+            stack.enter_context(modules.detect())
+        record = stack.enter_context(modules.keyed(rng, num_examples=num_examples, first_example=first_example))
+        outputs = _call(skeleton.module, inputs)
+    skeleton.draws = bool(skeleton.draws) or record.draws > 0
+    return outputs
+
+
+def _call(module: torch.nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    if isinstance(inputs, list):
+        return module(*inputs)
+    return module(inputs)

@@ -1,0 +1,110 @@
+"""Gradients, taken in one place, by two engines with one meaning.
+
+`torch.autograd.grad` over the functional call costs what an imperative loop costs, and serves when nobody
+differentiates the step itself. Under a transform of `torch.func`, or when a leaf asks for an outer gradient,
+`torch.func.grad_and_value` is used: there the first engine would be silently wrong for gradients of gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as torch_pytree
+
+from purecompose import batch as batches
+from purecompose.state import State
+
+
+__all__ = ["Op", "differentiate", "wants_outer_gradient"]
+
+Op: TypeAlias = Callable[[State], State]
+
+
+def wants_outer_gradient(state: State, batch: Any) -> bool:
+    """Whether somebody differentiates through the step: a transform is active, or a leaf requires a gradient."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [*state.params.values(), *state.hparams.values(), *state.buffers.values()]
+    if any(tensor.requires_grad for tensor in tensors):
+        return True
+    rest = (batch,) if not state.slots else (batch, state.slots)
+    return any(tensor.requires_grad for tensor in batches.tensors(rest))
+
+
+def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
+    """Runs the body and adds the gradients of its loss in the named parameters.
+
+    Args:
+        body: Sets `loss`, a 0-d tensor.
+        state: Supplies everything; its parameters and batch are those of the result.
+        names: The parameters to differentiate in, at least one.
+
+    Returns:
+        The body's state with `grads`, and a `loss` and `outputs` cut off from the graph unless the caller
+        differentiates through the step.
+
+    Raises:
+        ValueError: No parameter to differentiate in, or the loss is no scalar.
+    """
+    if not names:
+        raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
+    # A step turns grad mode off unless somebody differentiates through it.
+    is_differentiated = torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None
+    engine = _with_functorch if is_differentiated else _with_autograd
+    # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
+    with torch.enable_grad(), state.model.skeleton(train=True).held():
+        result, grads = engine(body, state, names)
+    if state.grads:
+        grads = {**state.grads, **grads}
+    return result.replace(params=state.params, batch=state.batch, grads=grads)
+
+
+def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
+    leaves = {name: state.params[name].detach().requires_grad_() for name in names}
+    result = body(state.replace(params={**state.params, **leaves}))
+    _check_loss(result.loss)
+    grads = torch.autograd.grad(result.loss, list(leaves.values()), materialize_grads=True)  # pyright: ignore
+    cut = result.replace(
+        loss=_detached(result.loss),
+        outputs=_detached(result.outputs),
+        buffers=_detached(result.buffers) if result.buffers else result.buffers,
+        slots=_detached(result.slots) if result.slots else result.slots,
+        metrics=_detached(result.metrics) if result.metrics else result.metrics,
+    )
+    return cut, dict(zip(names, grads, strict=True))
+
+
+def _with_functorch(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
+    statics: list[State] = []
+
+    def loss_of(leaves: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        result = body(state.replace(params={**state.params, **leaves}))
+        _check_loss(result.loss)
+        statics.append(result.replace(**dict.fromkeys(_CARRIED)))
+        return result.loss, {name: getattr(result, name) for name in _CARRIED}  # pyright: ignore
+
+    leaves = {name: state.params[name] for name in names}
+    grads, (_, carried) = torch.func.grad_and_value(loss_of, has_aux=True)(leaves)
+    # What a transform returns must come out through its result; the rest of the state was never inside.
+    return statics[0].replace(**carried), grads
+
+
+_CARRIED = ("loss", "outputs", "buffers", "slots", "metrics")
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch_pytree.tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(
+            f"Grad differentiates a scalar loss, got {shape}: its body must set state.loss (the stage `loss` does), "
+            "and the loss must reduce to a mean by default"
+        )

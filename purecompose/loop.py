@@ -1,0 +1,301 @@
+"""The loop as data: events, core stages and the scopes around them.
+
+A program is a tuple of events, stages and scopes; a training step is the fold over it. A stage is a pure function
+`State -> State`, so a plain function of that kind is a stage too. `Grad` differentiates the part of the program
+that it holds, `Microbatches` runs its part on slices of the batch.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from purecompose import batch as batches, losses
+from purecompose.event import Event
+from purecompose.gradient import Op, differentiate
+from purecompose.state import State
+
+
+__all__ = [
+    "Grad",
+    "Microbatches",
+    "Op",
+    "Program",
+    "Stage",
+    "Update",
+    "advance",
+    "eval_events",
+    "eval_forward",
+    "forward",
+    "loop_events",
+    "loss",
+    "predict_events",
+    "update",
+]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named core part of a program: a pure function of the state."""
+
+    name: str
+    fn: Op
+
+    def __call__(self, state: State) -> State:
+        return self.fn(state)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Update:
+    """The stage that moves the parameters by the optimizer; `update(wrt=pattern)` moves those that match alone."""
+
+    wrt: str | None = None
+
+    def __call__(self, *, wrt: str) -> "Update":
+        return Update(wrt)
+
+    def __repr__(self) -> str:
+        return "update" if self.wrt is None else f"update(wrt={self.wrt!r})"
+
+
+class _Scope:
+    """The shared part of scopes: a body of events, stages and further scopes."""
+
+    body: "Program"
+
+    def __init__(self, *body: "Node", **settings: Any) -> None:
+        object.__setattr__(self, "body", tuple(body))
+        for name, value in settings.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, init=False)
+class Grad(_Scope):
+    """Differentiates the loss that its body ends with, in the trainable parameters.
+
+    Args:
+        body: Events and stages, one of which sets `state.loss`.
+        wrt: A pattern (as in `fnmatch`) of parameter names; by default all that are trainable.
+
+    Changes of parameters and of the batch inside the body stay inside.
+    """
+
+    body: "Program"
+    wrt: str | None
+
+    def __init__(self, *body: "Node", wrt: str | None = None) -> None:
+        super().__init__(*body, wrt=wrt)
+
+
+@dataclass(frozen=True, init=False)
+class Microbatches(_Scope):
+    """Runs its body on slices of the batch, so that k slices give the gradient of the whole.
+
+    Args:
+        body: Events, stages and a `Grad`.
+        k: The number of slices; by default the step's `microbatches`.
+    """
+
+    body: "Program"
+    k: int | None
+
+    def __init__(self, *body: "Node", k: int | None = None) -> None:
+        if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
+            raise ValueError(f"Microbatches(k={k!r}): expected a positive number of microbatches")
+        super().__init__(*body, k=k)
+
+
+Node: TypeAlias = Event | Stage | Update | Grad | Microbatches | Op
+Program: TypeAlias = tuple[Node, ...]
+
+
+def _forward(state: State) -> State:
+    outputs, buffers = state.run_model(state.inputs, train=True)
+    return state.replace(outputs=outputs, buffers=buffers)
+
+
+def _eval_forward(state: State) -> State:
+    outputs, _ = state.run_model(state.inputs, train=False)
+    return state.replace(outputs=outputs)
+
+
+def _loss(state: State) -> State:
+    loss_fn = state.context.loss
+    targets = None if isinstance(loss_fn, losses.ModelLoss) else state.targets
+    return state.replace(loss=losses.evaluate_loss(loss_fn, state.outputs, targets))
+
+
+def _advance(state: State) -> State:
+    return state.replace(clock=state.clock.advanced()) if state.clock is not None else state
+
+
+forward = Stage("forward", _forward)
+"""Runs the network in training mode on the batch's input; sets `outputs` and `buffers`."""
+
+eval_forward = Stage("eval_forward", _eval_forward)
+"""Runs the network in evaluation mode on the batch's input; sets `outputs`."""
+
+loss = Stage("loss", _loss)
+"""Sets `loss`, 0-d, from `outputs` and the batch's target; mixtures are resolved here."""
+
+update = Update()
+"""Moves the parameters by the optimizer."""
+
+advance = Stage("advance", _advance)
+"""Moves the time by one batch: what follows sees the new time."""
+
+loop_events: Program = (
+    Event.AFTER_DATALOADER,
+    Event.BATCH_START,
+    Event.BEFORE_TRAIN_BATCH,
+    Microbatches(
+        Grad(
+            Event.BEFORE_FORWARD,
+            forward,
+            Event.AFTER_FORWARD,
+            Event.BEFORE_LOSS,
+            loss,
+            Event.AFTER_LOSS,
+            Event.BEFORE_BACKWARD,
+        ),
+        Event.AFTER_BACKWARD,
+    ),
+    Event.AFTER_TRAIN_BATCH,
+    update,
+    advance,
+    Event.BATCH_END,
+)
+"""One training step."""
+
+eval_events: Program = (
+    Event.EVAL_BATCH_START,
+    Event.EVAL_BEFORE_FORWARD,
+    eval_forward,
+    Event.EVAL_AFTER_FORWARD,
+    Event.EVAL_BATCH_END,
+)
+"""One batch of an evaluation."""
+
+predict_events: Program = (
+    Event.PREDICT_BATCH_START,
+    Event.PREDICT_BEFORE_FORWARD,
+    eval_forward,
+    Event.PREDICT_AFTER_FORWARD,
+    Event.PREDICT_BATCH_END,
+)
+"""One batch of a prediction."""
+
+
+def walk(program: Iterable[Node]) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+    """Every node of a program in order, with the scopes around it, outermost first."""
+    for node in program:
+        yield node, ()
+        if isinstance(node, _Scope):
+            yield from ((inner, (node, *around)) for inner, around in walk(node.body))
+
+
+def build(program: Iterable[Node], at: Callable[[Event], Op | None], microbatches: int) -> Op:
+    """The program as one function.
+
+    Args:
+        program: The nodes.
+        at: What to do at an event, or `None` for nothing.
+        microbatches: How many slices a `Microbatches` makes that does not say so itself.
+    """
+    ops = [op for node in program if (op := _build_node(node, at, microbatches)) is not None]
+
+    def run(state: State) -> State:
+        for op in ops:
+            state = op(state)
+        return state
+
+    return run
+
+
+def _build_node(node: Node, at: Callable[[Event], Op | None], microbatches: int) -> Op | None:
+    if isinstance(node, Event):
+        return at(node)
+    if isinstance(node, Update):
+        return lambda state: _update(state, node.wrt)
+    if isinstance(node, Grad):
+        body = build(node.body, at, microbatches)
+        return lambda state: differentiate(body, state, _matching(state.context.trainable, node.wrt))
+    if isinstance(node, Microbatches):
+        body = build(node.body, at, microbatches)
+        uses_loss = any(inner is loss for inner, _ in walk(node.body))
+        return _build_microbatches(body, node.k or microbatches, uses_loss)
+    return node  # a Stage, or any function State -> State
+
+
+def _build_microbatches(body: Op, k: int, uses_loss: bool) -> Op:
+    def run_once(state: State) -> State:
+        return body(state) if k == 1 else _run_sliced(body, state, k, uses_loss)
+
+    def run(state: State) -> State:
+        def regrad(params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+            again = run_once(state.replace(params=params))
+            if again.grads is None or again.loss is None:
+                raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
+            return again.grads, again.loss
+
+        return run_once(state).replace(batch=state.batch, regrad=regrad)
+
+    return run
+
+
+def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
+    """Runs the body on k slices and adds up loss and gradients, each slice weighted by the terms in its mean."""
+    current, offset = state, 0
+    weights, all_losses, all_grads = [], [], []
+    for part in batches.split(state.batch, k):
+        size = batches.num_examples(part)
+        first = offset if state.first_example is None else state.first_example + offset
+        start = current.replace(batch=part, first_example=first, grads=state.grads)
+        current = body(start)
+        weights.append(_num_terms(start, current) if uses_loss else size)
+        all_losses.append(current.loss)
+        all_grads.append(current.grads or {})
+        offset += size
+    total = sum(weights[1:], weights[0])
+    return current.replace(
+        batch=state.batch,
+        first_example=state.first_example,
+        loss=_weighted(all_losses, weights, total),
+        grads={name: _weighted([g[name] for g in all_grads], weights, total) for name in all_grads[0]},
+    )
+
+
+def _num_terms(before: State, after: State) -> int | Tensor:
+    loss_fn = before.context.loss
+    if isinstance(loss_fn, losses.ModelLoss):
+        return before.num_examples
+    return losses.num_terms(loss_fn, after.outputs, before.targets)
+
+
+def _weighted(values: list[Any], weights: list[Any], total: Any) -> Any:
+    shares = [losses.share_of_mean(value, weight, total) for value, weight in zip(values, weights, strict=True)]
+    return sum(shares[1:], shares[0]).to(values[0].dtype)
+
+
+def _update(state: State, wrt: str | None) -> State:
+    if state.grads is None:
+        raise RuntimeError("the program's update comes before any Grad: there are no gradients")
+    grads = state.grads
+    if wrt is not None:
+        grads = {name: grads[name] for name in _matching(tuple(grads), wrt)}
+    params, opt_state = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
+    return state.replace(params=params, opt_state=opt_state)
+
+
+def _matching(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:
+    if wrt is None:
+        return names
+    found = tuple(name for name in names if fnmatch.fnmatchcase(name, wrt))
+    if not found:
+        raise ValueError(f"wrt={wrt!r} matches no trainable parameter; there are {', '.join(names) or 'none'}")
+    return found

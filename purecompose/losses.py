@@ -1,0 +1,351 @@
+"""Losses, and how they meet mixed targets.
+
+A loss is any callable `(outputs, targets, reduction="mean")` with reduction "mean", "sum" or "none"; so
+`torch.nn.functional.cross_entropy` is one as it stands. The losses here are frozen dataclasses: two of one
+configuration are equal and hash alike, and a compiled step is found again.
+
+`evaluate_loss` is the loss stage. A `Mixture` it resolves in one of two ways, which for cross entropy agree,
+since that is linear in its targets:
+
+    soft targets          loss(outputs, sum_k w_k onehot(t_k))
+    interpolated losses   sum_k w_k loss(outputs, t_k)
+
+A loss may say what its mean divides by, so that microbatches add up to the batch: by a method
+`counted(outputs, targets)`, a bool tensor of the shape that reduction "none" gives, true where a position
+enters the mean (padding does not); or by a method `num_terms(outputs, targets)`, the number itself. A loss
+with neither is taken for a mean over all elements. Nothing here reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from purecompose.targets import Mixture, has_index_targets, num_examples, one_hot, per_row, wide_dtype
+
+
+__all__ = [
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "MeanSquaredError",
+    "Mixture",
+    "ModelLoss",
+    "binary_cross_entropy",
+    "check_loss",
+    "cross_entropy",
+    "evaluate_loss",
+    "has_index_targets",
+    "model_loss",
+    "mse",
+    "num_examples",
+    "num_terms",
+    "one_hot",
+    "per_example",
+    "share_of_mean",
+]
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Softmax cross entropy, -sum_c t_c log softmax(outputs)_c, of index and dense targets.
+
+    Called with outputs (N, C, ...), logits with classes in dim 1, and targets as indices (N, ...) or dense
+    (N, C, ...). The mean is over the positions that count: left out are indices equal to `ignore_index` and
+    dense rows of zeros, their dense form. Where nothing counts it is NaN, as torch's, and its gradient 0.
+
+    Raises:
+        TypeError, ValueError: as `has_index_targets`. An index of C or more raises torch's own error.
+
+    Example:
+        >>> outputs, targets = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([0, -100])
+        >>> round(cross_entropy(outputs, targets).item(), 4)
+        0.1269
+        >>> round(cross_entropy(outputs, one_hot(targets, outputs)).item(), 4)
+        0.1269
+    """
+
+    ignore_index: int = -100
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        if has_index_targets(outputs, targets):
+            indices = targets.long()
+            return F.cross_entropy(outputs, indices, ignore_index=self.ignore_index, reduction=reduction)
+        if outputs.ndim < 2:
+            raise ValueError(
+                f"expected outputs (N, C, ...), came shape {tuple(outputs.shape)}; keep the batch dim "
+                "(`outputs.unsqueeze(0)`), or use binary_cross_entropy for one logit per example"
+            )
+        if not targets.dtype.is_floating_point:
+            targets = targets.to(wide_dtype(outputs))
+        if reduction != "mean":
+            return F.cross_entropy(outputs, targets, reduction=reduction)
+        # torch divides by all rows; the index form, which this has to equal, by those that count.
+        total = F.cross_entropy(outputs, targets, reduction="sum")
+        return _mean_of(total, targets.any(dim=1).sum())
+
+    def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
+        """Bool, (N, ...): the positions that enter the mean; of a mixture, those where any term does."""
+        if not isinstance(targets, Mixture):
+            is_index = has_index_targets(outputs, targets)
+            return targets != self.ignore_index if is_index else targets.any(dim=1)
+        masks = []
+        for term, weight in zip(targets.targets, targets.weights, strict=True):
+            mask = self.counted(outputs, term)
+            masks.append(mask & per_row(weight != 0, mask))
+        return torch.stack(masks).any(dim=0)
+
+
+@dataclass(frozen=True)
+class MeanSquaredError:
+    """(outputs - targets)^2, averaged over all elements. Shapes must be equal: nothing broadcasts.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Example:
+        >>> mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [0.0]])).item()
+        5.0
+    """
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        if outputs.shape != targets.shape:
+            # torch broadcasts (N, 1) against (N,) to (N, N), with a warning at most.
+            raise ValueError(
+                f"expected targets of the outputs' shape {tuple(outputs.shape)}, came "
+                f"{tuple(targets.shape)}; reshape one of them (`targets.unsqueeze(1)` for outputs (N, 1))"
+            )
+        return F.mse_loss(outputs, targets, reduction=reduction)
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy:
+    """Sigmoid cross entropy of logits, averaged over all elements.
+
+    Targets have the outputs' shape, with values in [0, 1]; or they are class indices (N, ...) for outputs
+    (N, C, ...), C > 1, taken as one-hot. A negative index is an example of no class: it is not left out.
+
+    Raises:
+        TypeError, ValueError: as `has_index_targets` and `one_hot`.
+
+    Example:
+        >>> round(binary_cross_entropy(torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])).item(), 4)
+        0.6931
+    """
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        if has_index_targets(outputs, targets):
+            targets = one_hot(targets, outputs)
+        elif not targets.dtype.is_floating_point:
+            targets = targets.to(wide_dtype(outputs))
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction=reduction)
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The loss that the model computed itself: the outputs' entry or attribute `key`. Targets are not read.
+
+    A scalar is taken for a mean, and is all there is; losses per example, (N, ...), reduce in every way.
+    How many terms a scalar is the mean of is not known, so microbatches are weighted by examples.
+
+    Raises:
+        ValueError: the outputs carry no such tensor; "sum" or "none" of a scalar.
+
+    Example:
+        >>> model_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(4, 3)}, None).item()
+        2.0
+    """
+
+    key: str = "loss"
+
+    def __call__(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
+        del targets
+        loss = outputs.get(self.key) if isinstance(outputs, Mapping) else getattr(outputs, self.key, None)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"expected outputs that carry the model's loss as {self.key!r}, came "
+                f"{type(outputs).__name__} with {type(loss).__name__} there; let forward return it (many "
+                "models do so only when given the labels), or use another loss, such as losses.cross_entropy"
+            )
+        if loss.ndim:
+            return _reduce(loss, reduction)
+        if reduction != "mean":
+            raise ValueError(
+                f"the model's own loss is a scalar and has no reduction={reduction!r}; let the model return "
+                "losses per example, or use a loss of outputs and targets, such as losses.cross_entropy"
+            )
+        return loss
+
+
+cross_entropy = CrossEntropy()
+mse = MeanSquaredError()
+binary_cross_entropy = BinaryCrossEntropy()
+model_loss = ModelLoss()
+
+
+def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
+    """Raise early if this is no loss or, with `per_example`, one that cannot give losses per example.
+
+    Raises:
+        TypeError: not callable, a class in place of an instance, or no `reduction` parameter.
+    """
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise TypeError(
+            f'expected a loss, a callable (outputs, targets, reduction="mean"), came {loss_fn!r} '
+            f"({type(loss_fn).__name__}); use losses.cross_entropy, torch.nn.functional.cross_entropy, or an "
+            "instance where this is a class"
+        )
+    if per_example and (isinstance(loss_fn, ModelLoss) or not _takes_reduction(loss_fn)):
+        raise TypeError(
+            f'expected a loss that gives losses per example for reduction="none", came {loss_fn!r}, which '
+            "does not; use one of purecompose.losses, a function such as torch.nn.functional.cross_entropy "
+            "(in place of torch.nn.CrossEntropyLoss()), or give yours a `reduction` parameter"
+        )
+
+
+def evaluate_loss(
+    loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str = "mean"
+) -> Tensor:
+    """The loss of plain or mixed targets: what the loss stage differentiates and logs.
+
+    A mixture of one term is its plain target. Others become soft targets or, with `interpolate_loss`, a sum
+    of the terms' losses per example; the mean of that is over the positions the loss counts (see the module).
+    For "mean" the loss is called without `reduction`, so that a plain function of (outputs, targets) will do.
+
+    Raises:
+        TypeError: the loss cannot do what is asked (see `check_loss`); a mixture for a `ModelLoss`.
+    """
+    if not isinstance(targets, Mixture):
+        return _call_loss(loss_fn, outputs, targets, reduction)
+    if isinstance(loss_fn, ModelLoss):
+        raise TypeError(
+            "mixed targets cannot reach a loss that the model computed itself; use a loss of outputs and "
+            "targets, such as losses.cross_entropy, or leave out the method that mixes"
+        )
+    if len(targets.targets) == 1:
+        return _call_loss(loss_fn, outputs, targets.targets[0], reduction)
+    if not targets.interpolate_loss:
+        soft = targets.soft(outputs, ignore_index=getattr(loss_fn, "ignore_index", None))
+        return _call_loss(loss_fn, outputs, soft, reduction)
+    losses = _interpolated_losses(loss_fn, outputs, targets)
+    if reduction == "mean" and hasattr(loss_fn, "counted"):
+        return _mean_of(losses.sum(), num_terms(loss_fn, outputs, targets))
+    return _reduce(losses, reduction)
+
+
+def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:
+    """One loss per example, (N,): its mean over the example's positions, or those of them the loss counts.
+
+    An example in which nothing counts has loss 0.
+
+    Raises:
+        TypeError: the loss has no `reduction` parameter.
+        ValueError: what it gives for "none" has no leading dim of N.
+    """
+    losses = evaluate_loss(loss_fn, outputs, targets, "none")
+    _check_rows(loss_fn, losses, outputs, targets)
+    if losses.ndim == 1:
+        return losses
+    counted = getattr(loss_fn, "counted", None)
+    if counted is None:
+        return losses.flatten(1).mean(1)
+    return losses.flatten(1).sum(1) / counted(outputs, targets).flatten(1).sum(1).clamp(min=1)
+
+
+def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
+    """How many terms the loss's mean divides by: the weight of one microbatch among others.
+
+    The loss's own `num_terms(outputs, targets)` if it has one, else the number of positions it counts (0-d,
+    int64), else the number of examples. Not free: meant for steps of several microbatches.
+    """
+    if hasattr(loss_fn, "num_terms"):
+        return loss_fn.num_terms(outputs, targets)  # pyright: ignore[reportFunctionMemberAccess]
+    if hasattr(loss_fn, "counted"):
+        return loss_fn.counted(outputs, targets).sum()  # pyright: ignore[reportFunctionMemberAccess]
+    return num_examples(outputs, targets)
+
+
+def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:
+    """What a microbatch adds to the batch's mean: loss * terms / total. Summed over them it is the mean.
+
+    A microbatch in which nothing counts (its mean is NaN) adds zero, to the loss and to the gradients.
+
+    Counts given as tensors make the result float32 or wider, whatever the loss is.
+
+    Args:
+        loss: 0-d, the microbatch's mean.
+        terms: its `num_terms`.
+        total: the sum of `num_terms` over the microbatches.
+
+    Example:
+        >>> share_of_mean(torch.tensor(6.0), 1, 3).item()
+        2.0
+    """
+    if not isinstance(terms, Tensor) and not isinstance(total, Tensor):
+        return loss * (terms / total)
+    dtype = wide_dtype(loss)
+    terms = torch.as_tensor(terms, dtype=dtype, device=loss.device)
+    total = torch.as_tensor(total, dtype=dtype, device=loss.device)
+    return torch.where(terms > 0, loss * (terms / total.clamp(min=1)), 0)
+
+
+def _call_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str) -> Tensor:
+    if reduction == "mean":
+        return loss_fn(outputs, targets)
+    try:
+        return loss_fn(outputs, targets, reduction=reduction)
+    except TypeError:
+        # Signatures are read only now: that costs as much as a small loss does.
+        check_loss(loss_fn, per_example=True)
+        raise
+
+
+def _interpolated_losses(loss_fn: Callable[..., Tensor], outputs: Any, mixture: Mixture) -> Tensor:
+    total = None
+    for targets, weight in zip(mixture.targets, mixture.weights, strict=True):
+        losses = _call_loss(loss_fn, outputs, targets, "none")
+        _check_rows(loss_fn, losses, outputs, targets)
+        term = per_row(weight.to(wide_dtype(losses)), losses) * losses
+        total = term if total is None else total + term
+    assert total is not None, "a mixture has at least one term"
+    return total
+
+
+def _check_rows(loss_fn: object, losses: Tensor, outputs: Any, targets: Any) -> None:
+    expected = num_examples(outputs, targets)
+    if losses.ndim == 0 or losses.shape[0] != expected:
+        raise ValueError(
+            f'expected one loss for each of {expected} examples from {loss_fn!r} with reduction="none", came '
+            f'shape {tuple(losses.shape)}; keep the batch dim first and reduce nothing for "none"'
+        )
+
+
+def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:
+    # A module's __call__ takes anything; its forward tells.
+    inner = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(inner).parameters
+    except (TypeError, ValueError):  # some built-in functions have no signature: let them try
+        return True
+    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _mean_of(total: Tensor, count: int | Tensor) -> Tensor:
+    """total / count; where the count is zero, NaN with a gradient of zero (that of 0 / 0 is NaN)."""
+    count = torch.as_tensor(count, device=total.device)
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+
+
+def _reduce(losses: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f'expected reduction "mean", "sum" or "none", came {reduction!r}; choose one of them'
+        )
+    return losses.mean() if reduction == "mean" else losses.sum()

@@ -1,0 +1,223 @@
+"""Metrics as three pure functions: `init` an accumulator, `update` it by a batch, `compute` the value.
+
+Accumulators are sums over examples and their number, so that a metric does not depend on how the examples
+were cut into batches. They stay on the device: nothing is read back before the caller reads the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from purecompose.losses import check_loss, evaluate_loss, num_terms, share_of_mean
+from purecompose.targets import Mixture, has_index_targets, num_examples
+
+
+__all__ = ["Mean", "Metric", "accuracy", "as_metric", "from_function", "mean_loss", "top_k"]
+
+Device = torch.device | str | None
+
+
+class InitFn(Protocol):
+    """`init(device=None) -> acc`: the accumulator of no examples."""
+
+    def __call__(self, device: Device = None) -> Any: ...
+
+
+class UpdateFn(Protocol):
+    """`update(acc, outputs, targets) -> acc`: the accumulator with one more batch."""
+
+    def __call__(self, acc: Any, outputs: Any, targets: Any) -> Any: ...
+
+
+class ComputeFn(Protocol):
+    """`compute(acc) -> value`, 0-d; NaN of no examples."""
+
+    def __call__(self, acc: Any, /) -> Tensor: ...
+
+
+class Metric(NamedTuple):
+    """Three pure functions; the accumulator is any pytree of tensors.
+
+    Example:
+        >>> acc = accuracy.init()
+        >>> acc = accuracy.update(acc, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
+        >>> accuracy.compute(acc).item()
+        0.5
+    """
+
+    init: InitFn
+    update: UpdateFn
+    compute: ComputeFn
+
+
+class Mean(NamedTuple):
+    """The accumulator of the metrics here."""
+
+    total: Tensor
+    """0-d, the sum so far: int64, exact, for accuracies; else float64, or float32 on devices without it."""
+    number: Tensor
+    """0-d, int64: how many examples or positions counted so far."""
+
+    def value(self) -> Tensor:
+        """0-d, float: total / number; NaN where nothing counted."""
+        return self.total / self.number
+
+
+def top_k(k: int, *, ignore_index: int = -100) -> Metric:
+    """The share of positions whose class is among the k with the highest outputs.
+
+    Outputs are (N, C, ...), targets indices (N, ...), dense (N, C, ...) or a `Mixture`; of the last two the
+    class is the heaviest. Positions with a negative index, with `ignore_index`, or with a dense row of zeros
+    do not count. Which of equal outputs ranks first is torch's choice.
+
+    Args:
+        k: how many guesses are allowed, at least 1.
+        ignore_index: the index that stands for no class.
+
+    Raises:
+        ValueError: k below 1, at once; fewer than max(2, k) classes, at the first update.
+
+    Example:
+        >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
+        >>> metric.compute(metric.update(metric.init(), outputs, torch.tensor([1, 2]))).item()
+        0.5
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"top_k: expected k as an int of at least 1, came k={k!r} ({type(k).__name__})")
+
+    def init(device: Device = None) -> Mean:
+        return Mean(_zero(torch.int64, device), _zero(torch.int64, device))
+
+    def update(acc: Mean, outputs: Tensor, targets: Tensor | Mixture) -> Mean:
+        classes, counted = _classes(outputs, targets, ignore_index)
+        if outputs.shape[1] < max(2, k):
+            raise ValueError(
+                f"top_k: expected outputs (N, C, ...) with at least {max(2, k)} classes, came shape "
+                f"{tuple(outputs.shape)}; for one logit per example use a function: "
+                "`lambda outputs, targets: (outputs > 0) == targets`"
+            )
+        if k == 1:
+            hits = outputs.argmax(dim=1) == classes
+        else:
+            hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
+        return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
+
+    return Metric(init, update, Mean.value)
+
+
+accuracy = top_k(1)
+
+
+def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
+    """The loss of all batches as if they were one: each batch's mean weighted by its `losses.num_terms`.
+
+    That is by examples or, for a loss that tells what it counts, by those positions: tokens, not padding.
+
+    Raises:
+        TypeError: not a loss.
+
+    Example:
+        >>> metric = mean_loss(torch.nn.functional.mse_loss)
+        >>> acc = metric.update(metric.init(), torch.tensor([3.0]), torch.tensor([0.0]))
+        >>> metric.compute(metric.update(acc, torch.zeros(2), torch.zeros(2))).item()
+        3.0
+    """
+    check_loss(loss_fn)
+
+    def update(acc: Mean, outputs: Any, targets: Any) -> Mean:
+        loss = evaluate_loss(loss_fn, outputs, targets).detach().to(acc.total.dtype)
+        terms = num_terms(loss_fn, outputs, targets)
+        # Over a total of one the share is loss * terms, and zero where the batch has none to count.
+        return Mean(acc.total + share_of_mean(loss, terms, 1), acc.number + terms)
+
+    return Metric(_init_mean, update, Mean.value)
+
+
+def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
+    """The mean over examples of a plain function of (outputs, targets).
+
+    The function gives a value for each example, (N,) or (N, ...), averaged over the other dims; or a 0-d mean
+    of the batch, weighted by its number of examples. A `Mixture` reaches it as dense targets.
+
+    Raises:
+        TypeError: not callable, or it returns no tensor.
+        ValueError: what it returns is neither 0-d nor one row per example.
+
+    Example:
+        >>> metric = from_function(lambda outputs, targets: (outputs - targets).abs())
+        >>> metric.compute(metric.update(metric.init(), torch.tensor([1.0, 2.0]), torch.zeros(2))).item()
+        1.5
+    """
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(
+            f"expected a function (outputs, targets) -> tensor, came {fn!r} ({type(fn).__name__})"
+        )
+
+    def update(acc: Mean, outputs: Any, targets: Any) -> Mean:
+        if isinstance(targets, Mixture):
+            targets = targets.soft(outputs)
+        values, count = fn(outputs, targets), num_examples(outputs, targets)
+        _check_values(fn, values, count)
+        values = values.detach().to(acc.total.dtype)
+        rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
+        return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
+
+    return Metric(_init_mean, update, Mean.value)
+
+
+def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
+    """A metric as it is; a loss that tells its number of terms as `mean_loss`; a function by `from_function`.
+
+    Raises:
+        TypeError: none of these, or an object that accumulates by itself, as those of torchmetrics do.
+    """
+    if isinstance(value, Metric):
+        return value
+    if hasattr(value, "compute") and hasattr(value, "reset"):
+        raise TypeError(
+            f"expected a metric without state of its own, came {type(value).__name__}, which accumulates "
+            "inside; use its functional form (as in torchmetrics.functional), or write a Metric"
+        )
+    if not callable(value) or isinstance(value, type):
+        raise TypeError(
+            "expected a Metric or a function (outputs, targets) -> value per example, came "
+            f"{value!r} ({type(value).__name__}); see purecompose.metrics"
+        )
+    is_loss = hasattr(value, "counted") or hasattr(value, "num_terms")
+    return mean_loss(value) if is_loss else from_function(value)
+
+
+def _zero(dtype: torch.dtype, device: Device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+def _init_mean(device: Device = None) -> Mean:
+    # Single precision forgets examples after some millions; Apple's GPUs have nothing wider.
+    is_mps = device is not None and torch.device(device).type == "mps"
+    return Mean(_zero(torch.float32 if is_mps else torch.float64, device), _zero(torch.int64, device))
+
+
+def _classes(outputs: Tensor, targets: Tensor | Mixture, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The class of each position and whether it counts, both (N, ...)."""
+    if isinstance(targets, Mixture):
+        targets = targets.soft(outputs, ignore_index=ignore_index)
+    if has_index_targets(outputs, targets):
+        return targets, (targets >= 0) & (targets != ignore_index)
+    return targets.argmax(dim=1), targets.any(dim=1)
+
+
+def _check_values(fn: object, values: object, count: int) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(
+            f"expected a tensor from the metric {fn!r}, came {type(values).__name__}; return a 0-d tensor, "
+            "or one value for each example (a Python number would wait for the device)"
+        )
+    if values.ndim and values.shape[0] != count:
+        raise ValueError(
+            f"expected a 0-d tensor or {count} rows, one per example, from the metric {fn!r}, came shape "
+            f"{tuple(values.shape)}; keep the batch dim first or average over it"
+        )

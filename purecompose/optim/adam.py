@@ -1,0 +1,209 @@
+"""Adam and AdamW: steps scaled by running averages of the gradient and of its square."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose.optim.base import (
+    Groups,
+    OptState,
+    Value,
+    checked_flag,
+    checked_groups,
+    checked_scalar,
+    init_by_group,
+    read,
+    update_by_group,
+    wide_dtype,
+)
+from purecompose.optim.lists import add, lerp, maximum, multiply, root_plus, subtract_ratio, unbound
+from purecompose.schedule import Scalar, number
+
+
+__all__ = ["Adam", "adam", "adamw"]
+
+
+def adam(
+    lr: Scalar = 1e-3,
+    *,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: Scalar = 0.0,
+    amsgrad: bool = False,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> Adam:
+    """Adam, equal to `torch.optim.Adam`.
+
+    With g the gradient plus weight_decay * p, and t the number of the parameter's update, counted from 1::
+
+        m <- beta1 * m + (1 - beta1) * g
+        v <- beta2 * v + (1 - beta2) * g^2
+        p <- p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Each parameter counts its own updates, so that two players who share an optimizer, and parameters that are
+    thawed late, get the bias correction they would get alone.
+
+    Gradients flow through `update`, and stay finite where a gradient has been zero from the start (the
+    derivative of sqrt(v) is taken as 0 at v = 0).
+
+    Args:
+        lr: the learning rate, >= 0.
+        betas: decay of the two averages, each in [0, 1).
+        eps: added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0
+            there, and 0 / 0 follows where a gradient is 0 (as in torch).
+        weight_decay: the L2 penalty's factor, >= 0, added to the gradient.
+        amsgrad: divide by the root of the largest v so far.
+        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+            the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{"step": {name: 0-d float32}, "exp_avg": {name: tensor},
+        "exp_avg_sq": {name: tensor}}`, with amsgrad also `"max_exp_avg_sq"`; the tensors have the parameters'
+        shapes and dtypes. The parameters of one group lie on one device.
+
+    Raises:
+        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: a setting out of range.
+
+    Example:
+        >>> optimizer = adam(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> opt_state = optimizer.init(params)
+        >>> params, opt_state = optimizer.update({"w": torch.tensor([3.0, -0.5])}, opt_state, params)
+        >>> params["w"]
+        tensor([0.9000, 2.1000])
+
+    References:
+        Kingma and Ba, Adam: a method for stochastic optimization, 2015, arXiv:1412.6980.
+        Reddi, Kale, Kumar, On the convergence of Adam and beyond, 2018, arXiv:1904.09237 (amsgrad).
+    """
+    # Groups become tuples as they are checked.
+    return Adam(lr, betas, eps, weight_decay, amsgrad, False, groups)  # type: ignore[arg-type]
+
+
+def adamw(
+    lr: Scalar = 1e-3,
+    *,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: Scalar = 1e-2,
+    amsgrad: bool = False,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> Adam:
+    """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
+
+    The decay leaves the gradient alone: p <- p - lr * weight_decay * p, then Adam's move. It follows the
+    learning rate and its schedule. Arguments, state and errors are those of `adam`.
+
+    Example:
+        >>> params = {"w": torch.tensor([1.0])}
+        >>> optimizer = adamw(0.1, weight_decay=0.5)
+        >>> optimizer.update({"w": torch.tensor([0.0])}, optimizer.init(params), params)[0]["w"]
+        tensor([0.9500])
+
+    References:
+        Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
+    """
+    # Groups become tuples as they are checked.
+    return Adam(lr, betas, eps, weight_decay, amsgrad, True, groups)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """What `adam` and `adamw` make; see there."""
+
+    lr: Scalar = 1e-3
+    betas: tuple[Scalar, Scalar] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: Scalar = 0.0
+    amsgrad: bool = False
+    decoupled: bool = False
+    groups: Groups = ()
+
+    def __post_init__(self) -> None:
+        where = "adamw" if self.decoupled else "adam"
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise TypeError(
+                f"{where}: betas: expected two numbers, got {self.betas!r} ({type(self.betas).__name__})"
+            )
+        betas = tuple(
+            checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(self.betas)
+        )
+        object.__setattr__(self, "betas", betas)
+        for name in ("lr", "eps", "weight_decay"):
+            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"{where}: {name}"))
+        if not isinstance(self.eps, float):
+            raise TypeError(
+                f"{where}: eps: expected a plain number, got {self.eps!r} ({type(self.eps).__name__})"
+            )
+        checked_flag(self.amsgrad, f"{where}: amsgrad")
+        checked_flag(self.decoupled, f"{where}: decoupled")
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        for name, param in params.items():
+            if param.is_complex():
+                raise TypeError(
+                    f"adam: expected real parameters, got {name!r} of {param.dtype}; "
+                    "hold its real view (torch.view_as_real) as the parameter instead"
+                )
+        return init_by_group(self, params)
+
+    def update(
+        self,
+        grads: Mapping[str, Tensor],
+        opt_state: OptState,
+        params: Mapping[str, Tensor],
+        value: Value = number,
+    ) -> tuple[dict[str, Tensor], OptState]:
+        """One step; see `Optimizer.update`."""
+        return update_by_group(self, grads, opt_state, params, value)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
+
+    def fresh(self, slot: str, param: Tensor) -> Tensor:
+        if slot == "step":
+            return torch.zeros((), dtype=torch.float32, device=param.device)
+        return torch.zeros_like(param, requires_grad=False)
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        lr, beta1, beta2 = (read(scalar, value) for scalar in (self.lr, *self.betas))
+        if self.weight_decay != 0.0:
+            decay = read(self.weight_decay, value)
+            if self.decoupled:
+                params = add(params, params, -lr * decay)
+            else:
+                grads = add(grads, params, decay)
+
+        steps = [step + 1 for step in slots["step"]]
+        averages = lerp(slots["exp_avg"], grads, 1 - beta1)
+        squares = lerp(slots["exp_avg_sq"], multiply(grads, grads), 1 - beta2)
+        new_slots = {"step": steps, "exp_avg": averages, "exp_avg_sq": squares}
+        if self.amsgrad:
+            squares = new_slots["max_exp_avg_sq"] = maximum(slots["max_exp_avg_sq"], squares)
+
+        count = torch.stack(steps).to(wide_dtype(params))
+        # lr * (m / c1) / (sqrt(v / c2) + eps) with both corrections pulled out of the large tensors:
+        # (lr * root / c1) * m / (sqrt(v) + eps * root), where root = sqrt(c2).
+        root = _correction(beta2, count).sqrt()
+        rates = unbound(root * lr / _correction(beta1, count))
+        floors = unbound(root * self.eps)
+        return subtract_ratio(params, multiply(averages, rates), root_plus(squares, floors)), new_slots
+
+
+def _correction(beta: float | Tensor, count: Tensor) -> Tensor:
+    """1 - beta^count. By expm1, since 1 - 0.999 in float32 has lost half of its digits."""
+    if isinstance(beta, Tensor):
+        return -torch.expm1(count * beta.log())
+    return -torch.expm1(count * (math.log(beta) if beta > 0 else -math.inf))

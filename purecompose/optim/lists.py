@@ -1,0 +1,95 @@
+"""Arithmetic on lists of tensors, pair by pair: what the optimizers' rules are written in.
+
+Each function has two forms. One is torch's `_foreach` kernels: one call for all tensors, which is one launch
+on a GPU and about half the overhead on a CPU. The other is a plain loop, taken wherever something watches the
+operations: `_foreach` has no batching rules (under vmap it raises, torch 2.13), and its in-place kernels
+would spoil what autograd has saved. Tensors of one pair have one shape, except where a 0-d partner is named.
+"""
+
+# torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+
+__all__ = ["add", "is_plain", "lerp", "maximum", "multiply", "root_plus", "subtract_ratio", "unbound"]
+
+
+def is_plain() -> bool:
+    """Whether nothing differentiates or maps the operations that run now."""
+    return not torch.is_grad_enabled() and peek_interpreter_stack() is None
+
+
+def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tensor]:
+    """x + scale * y; `scale` is a number or a 0-d tensor.
+
+    Example:
+        >>> add([torch.ones(2)], [torch.tensor([1.0, 2.0])], -0.5)
+        [tensor([0.5000, 0.0000])]
+    """
+    if isinstance(scale, Tensor):
+        if not is_plain():
+            return [x + y * scale for x, y in zip(xs, ys, strict=True)]
+        sums = torch._foreach_mul(ys, scale)
+        torch._foreach_add_(sums, xs)
+        return list(sums)
+    if not is_plain():
+        return [torch.add(x, y, alpha=scale) for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_add(xs, ys, alpha=scale))
+
+
+def multiply(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+    """x * y; y may be 0-d, which leaves the dtype of x as it is."""
+    if not is_plain():
+        return [x * y for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_mul(xs, ys))
+
+
+def lerp(xs: list[Tensor], ys: list[Tensor], weight: float | Tensor) -> list[Tensor]:
+    """x + weight * (y - x); `weight` is a number or a 0-d tensor."""
+    if isinstance(weight, Tensor):
+        # torch.lerp with a tensor weight asks for one dtype, and so leaves out half-precision parameters.
+        return add(xs, add(ys, xs, -1.0), weight)
+    if not is_plain():
+        return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_lerp(xs, ys, weight))
+
+
+def maximum(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+    """The larger of x and y, element by element."""
+    if not is_plain():
+        return [torch.maximum(x, y) for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_maximum(xs, ys))
+
+
+def root_plus(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+    """sqrt(x) + y, where y is 0-d; the derivative of the root is taken as 0 at x = 0.
+
+    A pixel that is always black has a zero gradient in every step; the infinite slope of sqrt there, times
+    that zero, would make every hyper-gradient NaN.
+    """
+    if not is_plain():
+        zeros = [x == 0 for x in xs]
+        roots = [
+            torch.where(zero, 0, torch.where(zero, 1, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)
+        ]
+        return [root + y for root, y in zip(roots, ys, strict=True)]
+    roots = torch._foreach_sqrt(xs)
+    torch._foreach_add_(roots, ys)
+    return list(roots)
+
+
+def subtract_ratio(xs: list[Tensor], numerators: list[Tensor], denominators: list[Tensor]) -> list[Tensor]:
+    """x - numerator / denominator."""
+    if not is_plain():
+        return [x - a / b for x, a, b in zip(xs, numerators, denominators, strict=True)]
+    return list(torch._foreach_addcdiv(xs, numerators, denominators, value=-1))
+
+
+def unbound(x: Tensor) -> list[Tensor]:
+    """The elements of a vector as 0-d views of it."""
+    return list(x.unbind())

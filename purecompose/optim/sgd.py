@@ -1,0 +1,159 @@
+"""Stochastic gradient descent, with momentum, Nesterov's look-ahead, and weight decay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose.optim.base import (
+    Groups,
+    OptState,
+    Value,
+    checked_flag,
+    checked_groups,
+    checked_scalar,
+    init_by_group,
+    read,
+    update_by_group,
+    wide_dtype,
+)
+from purecompose.optim.lists import add, multiply, unbound
+from purecompose.schedule import Scalar, number
+
+
+__all__ = ["SGD", "sgd"]
+
+
+def sgd(
+    lr: Scalar,
+    *,
+    momentum: Scalar = 0.0,
+    dampening: Scalar = 0.0,
+    nesterov: bool = False,
+    weight_decay: Scalar = 0.0,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> SGD:
+    """Stochastic gradient descent, equal to `torch.optim.SGD`.
+
+    With g the gradient plus weight_decay * p, each parameter with a gradient moves by::
+
+        b <- momentum * b + (1 - dampening) * g       (b <- g in the parameter's first update)
+        p <- p - lr * b                               (Nesterov: p - lr * (g + momentum * b))
+
+    A setting that is the number 0 costs nothing: without momentum nothing is remembered.
+
+    Args:
+        lr: the learning rate, >= 0.
+        momentum: how much of the last buffer stays, >= 0.
+        dampening: how much of the gradient the buffer leaves out, >= 0.
+        nesterov: look ahead along the new buffer.
+        weight_decay: the L2 penalty's factor, >= 0, added to the gradient and so part of the momentum.
+        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+            the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{"momentum": {name: tensor}}`, of the parameters' shapes
+        and dtypes, and with dampening `{"step": {name: tensor}}`, 0-d float32 counts of updates.
+
+    Raises:
+        TypeError: a setting of the wrong kind, or an unknown option in a group.
+        ValueError: a setting out of range, or Nesterov without momentum or with dampening.
+
+    Example:
+        >>> optimizer = sgd(0.5, momentum=0.9)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> opt_state = optimizer.init(params)
+        >>> params, opt_state = optimizer.update({"w": torch.tensor([1.0, 0.0])}, opt_state, params)
+        >>> params["w"]
+        tensor([0.5000, 2.0000])
+
+    References:
+        Sutskever, Martens, Dahl and Hinton, On the importance of initialization and momentum in deep
+        learning, 2013.
+    """
+    # Groups become tuples as they are checked.
+    return SGD(lr, momentum, dampening, nesterov, weight_decay, groups)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD:
+    """What `sgd` makes; see there."""
+
+    lr: Scalar
+    momentum: Scalar = 0.0
+    dampening: Scalar = 0.0
+    nesterov: bool = False
+    weight_decay: Scalar = 0.0
+    groups: Groups = ()
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "momentum", "dampening", "weight_decay"):
+            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"sgd: {name}"))
+        checked_flag(self.nesterov, "sgd: nesterov")
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise ValueError(
+                "sgd: nesterov=True needs momentum > 0 and dampening=0, "
+                f"got momentum={self.momentum!r}, dampening={self.dampening!r}"
+            )
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        return init_by_group(self, params)
+
+    def update(
+        self,
+        grads: Mapping[str, Tensor],
+        opt_state: OptState,
+        params: Mapping[str, Tensor],
+        value: Value = number,
+    ) -> tuple[dict[str, Tensor], OptState]:
+        """One step; see `Optimizer.update`."""
+        return update_by_group(self, grads, opt_state, params, value)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        if self.momentum == 0.0:
+            return ()
+        return ("momentum",) if self.dampening == 0.0 else ("step", "momentum")
+
+    def fresh(self, slot: str, param: Tensor) -> Tensor:
+        if slot == "step":
+            return torch.zeros((), dtype=torch.float32, device=param.device)
+        return torch.zeros_like(param, requires_grad=False)
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        descent = -read(self.lr, value)
+        if self.weight_decay != 0.0:
+            grads = add(grads, params, read(self.weight_decay, value))
+        if self.momentum == 0.0:
+            return add(params, grads, descent), {}
+
+        momentum = read(self.momentum, value)
+        new_slots, inflow = {}, grads
+        if self.dampening != 0.0:
+            new_slots["step"], factors = _dampened(
+                slots["step"], read(self.dampening, value), wide_dtype(params)
+            )
+            inflow = multiply(grads, factors)
+        buffers = new_slots["momentum"] = add(inflow, slots["momentum"], momentum)
+        direction = add(grads, buffers, momentum) if self.nesterov else buffers
+        return add(params, direction, descent), new_slots
+
+
+def _dampened(
+    steps: list[Tensor], dampening: float | Tensor, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """New counts, and what each gradient is multiplied by: 1 in the first update, then 1 - dampening.
+
+    Buffers start at zero, so a full first gradient makes the first buffer that gradient, as in torch.optim.
+    The count is per parameter: one that is thawed late has its first update late.
+    """
+    started = (torch.stack(steps) > 0).to(dtype)
+    return [step + 1 for step in steps], unbound(1 - started * dampening)

@@ -1,0 +1,319 @@
+"""When an algorithm acts: predicates over events and time that combine with `&`, `|`, `~` and print.
+
+A predicate is a plain function `(event, state) -> bool` that also knows two things about itself: what is left
+of it once the event is known (`at`), and for how long its answer holds (`until`). So a training step asks again
+only when an answer may have changed. An ordinary function works in a predicate's place and is asked in every step.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from purecompose.event import Event
+from purecompose.time import Time, Timestamp, TimeUnit
+
+
+__all__ = [
+    "ALWAYS",
+    "Custom",
+    "NEVER",
+    "Predicate",
+    "after",
+    "as_predicate",
+    "before",
+    "between",
+    "epoch_ends",
+    "every",
+    "on",
+]
+
+
+class Predicate:
+    """The shared part of all predicates: the operators, and the most careful answers to `at` and `until`."""
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        """Whether it holds at this event, for a state (anything with a `timestamp`)."""
+        raise NotImplementedError
+
+    def at(self, event: Event) -> "Predicate":
+        """What remains of the predicate once the event is known."""
+        del event
+        return self
+
+    def until(self, timestamp: Timestamp) -> float:
+        """The batch count up to which (exclusive) the answer at `timestamp` holds, as long as the epoch lasts."""
+        return timestamp.batch + 1
+
+    def __and__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
+        return _both(self, as_predicate(other))
+
+    def __rand__(self, other: Callable[[Event, Any], bool]) -> "Predicate":
+        return _both(as_predicate(other), self)
+
+    def __or__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
+        return ~(~self & ~as_predicate(other))
+
+    def __ror__(self, other: Callable[[Event, Any], bool]) -> "Predicate":
+        return as_predicate(other) | self
+
+    def __invert__(self) -> "Predicate":
+        return _Not(self)
+
+
+@dataclass(frozen=True, repr=False)
+class _Constant(Predicate):
+    value: bool
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del event, state
+        return self.value
+
+    def until(self, timestamp: Timestamp) -> float:
+        del timestamp
+        return math.inf
+
+    def __invert__(self) -> Predicate:
+        return NEVER if self.value else ALWAYS
+
+    def __repr__(self) -> str:
+        return "always" if self.value else "never"
+
+
+ALWAYS: Predicate = _Constant(True)
+"""Holds at every event and time."""
+
+NEVER: Predicate = _Constant(False)
+"""Holds nowhere: what neutral settings match."""
+
+
+@dataclass(frozen=True, repr=False)
+class _On(Predicate):
+    events: frozenset[Event]
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del state
+        return event in self.events
+
+    def at(self, event: Event) -> Predicate:
+        return ALWAYS if event in self.events else NEVER
+
+    def __repr__(self) -> str:
+        return f"on({', '.join(event.name for event in Event if event in self.events)})"
+
+
+@dataclass(frozen=True, repr=False)
+class _And(Predicate):
+    first: Predicate
+    second: Predicate
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        return self.first(event, state) and self.second(event, state)
+
+    def at(self, event: Event) -> Predicate:
+        return _both(self.first.at(event), self.second.at(event))
+
+    def until(self, timestamp: Timestamp) -> float:
+        return min(self.first.until(timestamp), self.second.until(timestamp))
+
+    def __repr__(self) -> str:
+        return f"{self.first!r} & {self.second!r}"
+
+
+@dataclass(frozen=True, repr=False)
+class _Not(Predicate):
+    inner: Predicate
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        return not self.inner(event, state)
+
+    def at(self, event: Event) -> Predicate:
+        return ~self.inner.at(event)
+
+    def until(self, timestamp: Timestamp) -> float:
+        return self.inner.until(timestamp)
+
+    def __invert__(self) -> Predicate:
+        return self.inner
+
+    def __repr__(self) -> str:
+        inner = self.inner
+        if isinstance(inner, _And):
+            if isinstance(inner.first, _Not) and isinstance(inner.second, _Not):
+                return f"({~inner.first!r} | {~inner.second!r})"
+            return f"~({inner!r})"
+        return f"~{inner!r}"
+
+
+@dataclass(frozen=True, repr=False)
+class _From(Predicate):
+    """Holds from the first batch at which `time` is reached."""
+
+    time: Time
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del event
+        return state.timestamp.reached(self.time)
+
+    def until(self, timestamp: Timestamp) -> float:
+        turn = timestamp.run.in_batches(self.time)
+        if turn is None:
+            return timestamp.batch + 1
+        # Fractions round, so the neighbourhood of the turn is asked batch by batch.
+        if timestamp.batch > turn + 1:
+            return math.inf
+        return max(math.floor(turn) - 1, timestamp.batch + 1)
+
+    def __repr__(self) -> str:
+        return f"after({str(self.time)!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Every(Predicate):
+    interval: Time
+    in_epoch: bool
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        timestamp: Timestamp = state.timestamp
+        length = timestamp.run.in_batches(self.interval)
+        if length is None:
+            raise ValueError(
+                f"{self!r} cannot be counted in batches in this run: give State.create batches_per_epoch (and a "
+                "duration, for fractions of it), or give the interval in batches"
+            )
+        done = timestamp.batch_in_epoch if self.in_epoch else timestamp.batch
+        if self.in_epoch and event.sees_new_time and not done:
+            done = timestamp.run.batches_per_epoch or 0  # the epoch has just been closed
+        number = done if event.sees_new_time else done + 1
+        return math.floor(number / length) != math.floor((number - 1) / length)
+
+    def __repr__(self) -> str:
+        return f"every({str(self.interval)!r}{', in_epoch=True' if self.in_epoch else ''})"
+
+
+@dataclass(frozen=True, repr=False)
+class _EpochEnds(Predicate):
+    def __call__(self, event: Event, state: Any) -> bool:
+        timestamp: Timestamp = state.timestamp
+        length = timestamp.run.batches_per_epoch
+        if length is None:
+            raise ValueError(f"{self!r} needs to know the epoch's length: State.create(..., batches_per_epoch=...)")
+        if event.sees_new_time:
+            return timestamp.batch > 0 and timestamp.batch_in_epoch == 0
+        return timestamp.batch_in_epoch + 1 == length
+
+    def __repr__(self) -> str:
+        return "epoch_ends()"
+
+
+@dataclass(frozen=True, repr=False)
+class Custom(Predicate):
+    """A plain function `(event, state) -> bool`; its answer may depend on more than time."""
+
+    fn: Callable[[Event, Any], bool]
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        return bool(self.fn(event, state))
+
+    def __repr__(self) -> str:
+        return getattr(self.fn, "__qualname__", repr(self.fn))
+
+
+def on(*events: Event | str) -> Predicate:
+    """Holds at these events.
+
+    Raises:
+        ValueError: No event given, or a name that is none.
+
+    Example:
+        >>> on(Event.BATCH_END, "init")
+        on(INIT, BATCH_END)
+    """
+    if not events:
+        raise ValueError("on() needs at least one event")
+    return _On(frozenset(Event(event) for event in events))
+
+
+def after(time: float | Time | str) -> Predicate:
+    """Holds from this point of the run on, the point included.
+
+    Args:
+        time: A fraction of the run in [0, 1], or a time such as `"10ep"` or `"0.5dur"`.
+
+    Raises:
+        ValueError: A fraction out of range, or a time in seconds: wall-clock time is no part of a state.
+    """
+    return _From(_point(time))
+
+
+def before(time: float | Time | str) -> Predicate:
+    """Holds up to this point of the run, the point excluded; see `after`."""
+    return ~after(time)
+
+
+def between(start: float | Time | str, end: float | Time | str) -> Predicate:
+    """Holds from `start` (included) to `end` (excluded); see `after`.
+
+    Example:
+        >>> on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2)
+        on(AFTER_DATALOADER) & after('0.5dur') & ~after('0.9dur') & ~every('2ba')
+    """
+    return after(start) & before(end)
+
+
+def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
+    """Holds in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
+
+    It picks the same batches at events before and after the time advances.
+
+    Args:
+        interval: A number of batches, or a time in batches, epochs or fractions of the run. A fractional number
+            of batches picks those batches in which a multiple of it is passed.
+        in_epoch: Count from the start of each epoch instead of the start of the run.
+
+    Raises:
+        ValueError: An interval that is not positive, or in a unit that batches cannot count.
+    """
+    time = Time.of(interval, TimeUnit.BATCH)
+    if time.value <= 0:
+        raise ValueError(f"every({interval!r}): expected a positive interval")
+    if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):
+        raise ValueError(f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)")
+    return _Every(time, in_epoch)
+
+
+def epoch_ends() -> Predicate:
+    """Holds in the last batch of each epoch. Needs a run that knows its `batches_per_epoch`."""
+    return _EpochEnds()
+
+
+def as_predicate(match: Predicate | Callable[[Event, Any], bool]) -> Predicate:
+    """A predicate from a plain function `(event, state) -> bool`; a predicate comes back as it is.
+
+    Raises:
+        TypeError: Neither a predicate nor callable.
+    """
+    if isinstance(match, Predicate):
+        return match
+    if not callable(match):
+        raise TypeError(f"match={match!r}: expected a predicate or a function (event, state) -> bool")
+    return Custom(match)
+
+
+def _both(first: Predicate, second: Predicate) -> Predicate:
+    if NEVER in (first, second):
+        return NEVER
+    if first == ALWAYS:
+        return second
+    return first if second == ALWAYS else _And(first, second)
+
+
+def _point(time: float | Time | str) -> Time:
+    if isinstance(time, (int, float)) and not isinstance(time, bool):
+        if not 0 <= time <= 1:
+            raise ValueError(f"{time!r}: a plain number is a fraction of the run in [0, 1]; write '{time}ba' or the like")
+        return Time(float(time), TimeUnit.DURATION)
+    point = Time.of(time)
+    if point.unit is TimeUnit.SECOND:
+        raise ValueError(f"{str(point)!r}: wall-clock time is no part of a state; use fit(duration={str(point)!r})")
+    return point

@@ -1,0 +1,314 @@
+"""Draws: pure functions from a key and a shape to random numbers, each one call of Philox.
+
+Element e of a draw depends on (key, draw, e, example, batch) and on nothing else: not on the number of
+elements (a longer draw starts with the shorter one), and not on the number of examples. In a draw per
+example, of shape (n, *rest), e counts within `rest`. Integers, `uniform` on [0, 1) and `bernoulli` have equal
+bits on every device, in eager, compiled and under vmap; draws that take logarithms and cosines agree within a
+few last places.
+
+Every draw takes a key (int64 of shape (2,)) or an `Rng` first, makes its result on the key's device, and
+leaves torch's global generators alone. Two draws from one key read the same words: split it, or name the
+draws.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from purecompose.random.keys import Rng, as_rng, describe, fold_in, key, salt, split
+from purecompose.random.philox import WORD, philox_lanes
+
+
+__all__ = [
+    "Rng",
+    "Shape",
+    "bernoulli",
+    "bits",
+    "box_muller",
+    "check_float",
+    "element_words",
+    "fold_in",
+    "join53",
+    "key",
+    "normal",
+    "randint",
+    "salt",
+    "split",
+    "uniform",
+]
+
+Shape = int | Sequence[int]
+
+# Significant bits of a float, the hidden one included: with so many random bits uniform numbers are exact.
+_PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
+    """Random words: int64 of the given shape, uniform on [0, 2**32).
+
+    Args:
+        key: a key or an `Rng`.
+        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
+
+    Raises:
+        TypeError: what came is not a key or not a shape.
+        ValueError: a size is negative, or the first is not the number of examples.
+
+    Example:
+        >>> bits(key(0), 2).tolist()
+        [1713891541, 3781805453]
+    """
+    return element_words(key, shape, 1, "bits").squeeze(-1)
+
+
+def uniform(
+    key: Tensor | Rng,
+    shape: Shape,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Uniform numbers in [low, high): 53 random bits for float64, 24 for float32, 11 and 8 for the halves.
+
+    Args:
+        key: a key or an `Rng`.
+        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
+        low: least value, a host number; it is rounded to `dtype`.
+        high: upper bound, never returned, a host number.
+        dtype: float16, bfloat16, float32 or float64.
+
+    Raises:
+        TypeError: as `bits`, or `dtype` is not one of the four.
+        ValueError: as `bits`, or no number of `dtype` lies in [low, high), or the bounds do not fit in it.
+
+    Example:
+        >>> uniform(key(0), 2)
+        tensor([0.3990, 0.8805])
+    """
+    check_float(dtype, "uniform")
+    is_unit = low == 0.0 and high == 1.0
+    if not is_unit:
+        _check_bounds(low, high, dtype)
+    precision = _PRECISION[dtype]
+    if dtype == torch.float64:
+        unit = join53(element_words(key, shape, 2, "uniform")).to(dtype) * 2.0**-53
+    else:
+        words = element_words(key, shape, 1, "uniform").squeeze(-1)
+        unit = (words >> (32 - precision)).to(torch.float32) * 2.0**-precision
+    if is_unit:
+        return unit.to(dtype)
+    # Rounding may reach `high`: the open bound is worth a clamp.
+    return (low + (high - low) * unit).to(dtype).clamp(max=_greatest_below(high, dtype))
+
+
+def normal(
+    key: Tensor | Rng,
+    shape: Shape,
+    *,
+    mean: float | Tensor = 0.0,
+    std: float | Tensor = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Normal numbers by Box and Muller's transform.
+
+    They lie within 6.8 standard deviations of the mean, in float64 within 8.7.
+
+    Args:
+        key: a key or an `Rng`.
+        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
+        mean: a number or a tensor that broadcasts with the result; gradients flow to it.
+        std: as `mean`; not negative.
+        dtype: float16, bfloat16, float32 or float64; the halves are computed in float32.
+
+    Raises:
+        TypeError: as `bits`, or `dtype` is not one of the four.
+        ValueError: as `bits`, or `std` is a negative number.
+
+    Example:
+        >>> normal(key(0), (2, 3)).shape
+        torch.Size([2, 3])
+    """
+    check_float(dtype, "normal")
+    if not isinstance(std, Tensor) and not std >= 0:
+        raise ValueError(f"normal: expected std >= 0, got {std}")
+    sizes, lead, count = _layout(as_rng(key, "normal"), shape, "normal")
+    pairs = (*lead, (count + 1) // 2)
+    if dtype == torch.float64:
+        units = join53(element_words(key, pairs, 4, "normal").unflatten(-1, (2, 2))).to(dtype)
+        radius, angle = ((units + 0.5) * 2.0**-53).unbind(-1)
+    else:
+        units = element_words(key, pairs, 2, "normal").to(torch.float32)
+        radius, angle = ((units + 0.5) * 2.0**-32).unbind(-1)
+    standard = torch.stack(box_muller(radius, angle), dim=-1).flatten(-2)
+    standard = standard.narrow(-1, 0, count).reshape(sizes)
+    if isinstance(std, Tensor) or std != 1.0:
+        standard = standard * std
+    if isinstance(mean, Tensor) or mean != 0.0:
+        standard = standard + mean
+    return standard.to(dtype)
+
+
+def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) -> Tensor:
+    """Coin flips: True with probability `p`, in steps of 2**-32; 0 is never and 1 is always.
+
+    Args:
+        key: a key or an `Rng`.
+        p: a probability, or a tensor of them that broadcasts with `shape`. A tensor's values are not checked.
+        shape: sizes of the result; None for those of `p`.
+
+    Returns:
+        bool of the given shape.
+
+    Raises:
+        TypeError: as `bits`.
+        ValueError: as `bits`, or `p` is a number outside [0, 1].
+
+    Example:
+        >>> bernoulli(key(0), 0.5, 4).tolist()
+        [True, False, False, False]
+    """
+    if isinstance(p, Tensor):
+        # A power of two scales without rounding; the comparison of integers has the same bits everywhere.
+        threshold = (p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32).to(torch.int64)
+        sizes = p.shape if shape is None else shape
+    else:
+        if not 0 <= p <= 1:
+            raise ValueError(f"bernoulli: expected a probability in [0, 1], got p={p} ({type(p).__name__})")
+        threshold = int(p * 2**32)
+        sizes = () if shape is None else shape
+    return element_words(key, sizes, 1, "bernoulli").squeeze(-1) < threshold
+
+
+def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tensor) -> Tensor:
+    """Integers in [low, high), by multiplying 64 random bits with the range and keeping what passes 2**64.
+
+    No two values' probabilities differ by more than 2**-64.
+
+    Args:
+        key: a key or an `Rng`.
+        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
+        low: least value; an int, or an int64 tensor that broadcasts with `shape`. A tensor's values are not
+            checked.
+        high: upper bound, never returned; as `low`.
+
+    Returns:
+        int64 of the given shape.
+
+    Raises:
+        TypeError: as `bits`.
+        ValueError: as `bits`, or low >= high, or high - low >= 2**63.
+
+    Example:
+        >>> randint(key(0), 4, 0, 10).tolist()
+        [8, 6, 3, 0]
+    """
+    span = high - low
+    if not isinstance(span, Tensor) and not 0 < span < 2**63:
+        raise ValueError(f"randint: expected low < high, less than 2**63 apart, got low={low}, high={high}")
+    lower, upper = element_words(key, shape, 2, "randint").unbind(-1)
+    return low + _multiply_high(lower, upper, span)
+
+
+def element_words(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tensor:
+    """The words of a draw, `num` for each element, from one call of Philox.
+
+    Args:
+        key: a key or an `Rng`.
+        shape: sizes of the draw; for an `Rng` of n examples, (n, ...).
+        num: words for each element.
+        what: the draw's name, for errors.
+
+    Returns:
+        int64 words of shape (*shape, num).
+
+    Raises:
+        TypeError: as `bits`.
+        ValueError: as `bits`.
+    """
+    rng = as_rng(key, what)
+    sizes, lead, count = _layout(rng, shape, what)
+    count = count * num
+    blocks = (count + 3) // 4
+    element = torch.arange(blocks, dtype=torch.int64, device=rng.key.device)
+    example = rng.example & WORD
+    if lead and isinstance(example, Tensor):
+        example = example.unsqueeze(-1)
+    words = philox_lanes(element, rng.draw, example, rng.batch, rng.key)
+    return words.reshape(*lead, 4 * blocks).narrow(-1, 0, count).reshape(*sizes, num)
+
+
+def join53(words: Tensor) -> Tensor:
+    """53 random bits from each pair of words: int64 of shape (...) from (..., 2)."""
+    lower, upper = words.unbind(-1)
+    return (upper << 21) | (lower >> 11)
+
+
+def box_muller(radius: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent standard normals from two uniforms; `radius` in (0, 1], so no logarithm of 0."""
+    length = torch.sqrt(-2.0 * torch.log(radius))
+    turn = 2.0 * math.pi * angle
+    return length * torch.cos(turn), length * torch.sin(turn)
+
+
+def check_float(dtype: torch.dtype, what: str) -> None:
+    """Raise TypeError unless `dtype` is a float that draws are defined for; `what` names the draw."""
+    if dtype not in _PRECISION:
+        names = ", ".join(str(known) for known in _PRECISION)
+        raise TypeError(f"{what}: expected a dtype of {names}, got {dtype}")
+
+
+def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The sizes of a draw, those of its examples' dimension (or none), and the elements of one example."""
+    if not isinstance(shape, int | torch.SymInt | Sequence) or isinstance(shape, str):
+        raise TypeError(f"{what}: expected a shape, an int or a sequence of ints, got {describe(shape)}")
+    sizes = (shape,) if isinstance(shape, int | torch.SymInt) else tuple(shape)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+            raise TypeError(f"{what}: expected a shape of ints, got {describe(size)} in {shape}")
+        if size < 0:
+            raise ValueError(f"{what}: expected sizes >= 0, got shape {sizes}")
+    example = rng.example
+    if not isinstance(example, Tensor) or example.dim() == 0:
+        return sizes, (), math.prod(sizes)
+    if not sizes or sizes[0] != example.shape[0]:
+        raise ValueError(
+            f"{what}: expected shape[0] to be the number of examples, {example.shape[0]}, got shape {sizes}; "
+            "draw (n, ...), or take rng.per_example(None) for a draw about the whole batch"
+        )
+    return sizes, (sizes[0],), math.prod(sizes[1:])
+
+
+def _check_bounds(low: float, high: float, dtype: torch.dtype) -> None:
+    greatest = torch.finfo(dtype).max
+    if not low < high or max(-low, high, high - low) > greatest:
+        raise ValueError(
+            f"uniform: expected low < high within the range of {dtype}, got low={low}, high={high}"
+        )
+    if _greatest_below(high, dtype) < low:
+        raise ValueError(
+            f"uniform: no {dtype} number lies in [{low}, {high}); take wider bounds or a wider dtype"
+        )
+
+
+def _greatest_below(bound: float, dtype: torch.dtype) -> float:
+    """The greatest number of `dtype` below `bound`, by host arithmetic on the spacing of floats there."""
+    info = torch.finfo(dtype)
+    mantissa, exponent = math.frexp(bound)
+    if mantissa == 0.5:  # below a power of two the numbers lie twice as dense
+        exponent -= 1
+    least = info.smallest_normal * info.eps
+    spacing = least if bound == 0 else max(math.ldexp(1.0, exponent - _PRECISION[dtype]), least)
+    return (math.ceil(bound / spacing) - 1) * spacing
+
+
+def _multiply_high(lower: Tensor, upper: Tensor, span: int | Tensor) -> Tensor:
+    """The high 64 bits of the 128-bit product of the words (upper, lower) with `span`, unsigned."""
+    if isinstance(span, int) and span <= 2**31:  # no sum reaches 2**63: four operations in place of fourteen
+        return (upper * span + (lower * span >> 32)) >> 32
+    span_low, span_high = span & WORD, span >> 32
+    cross = upper * span_low + (lower * span_low >> 32 & WORD)
+    carry = lower * span_high + (cross & WORD)
+    return upper * span_high + (cross >> 32 & WORD) + (carry >> 32 & WORD)

@@ -1,0 +1,270 @@
+"""Random keys as data: make one, split it, fold a number into it, and name the place of a draw.
+
+A key is an int64 tensor of shape (2,), two words. A draw reads the Philox block at
+
+    counter = (element, draw, example, batch)
+
+and nothing else, so a draw can be repeated alone, by a rank, a microbatch or a resumed run, and no draw moves
+another. `Rng` holds a key and the last three numbers of that counter.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, reduce
+from hashlib import blake2s
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from purecompose.random.philox import WORD, philox_lanes
+
+
+__all__ = ["Rng", "as_rng", "describe", "fold_in", "key", "salt", "split"]
+
+
+def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Make a key from a seed.
+
+    Args:
+        seed: an integer in [0, 2**64). Seeds 0, 1, 2, ... give unrelated draws.
+        device: where the key lives, and with it every draw from it.
+
+    Returns:
+        int64 of shape (2,): the low and the high word of the seed.
+
+    Raises:
+        TypeError: the seed is not an integer.
+        ValueError: the seed does not fit in 64 bits.
+
+    Example:
+        >>> key(7)
+        tensor([7, 0])
+    """
+    number = _integer(seed, "key: seed")
+    if not 0 <= number < 2**64:
+        raise ValueError(f"key: expected a seed in [0, 2**64), got {seed}; take it modulo 2**64 yourself")
+    return torch.tensor([number & WORD, number >> 32], dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # tensors have no truth value to compare by
+class Rng:
+    """A key and a place: all that a draw depends on, besides its own elements.
+
+    Two draws from one `Rng` read the same words: give each its own name. Tensor fields are pytree leaves,
+    host numbers are part of the structure.
+
+    Args:
+        key: int64 of shape (2,).
+        draw: which draw this is, a 32-bit salt; a host number, or a 0-d int64 tensor.
+        example: 0 for draws about the whole batch; else the global indices of the examples in the batch,
+            int64 of shape (n,), or one such index, 0-d. Below 2**32.
+        batch: which batch of the run, a host number or a 0-d int64 tensor, below 2**32.
+
+    Example:
+        >>> from purecompose.random import uniform
+        >>> rng = Rng(key(0), batch=3).named("mixup")
+        >>> whole = uniform(rng.per_example(torch.arange(4)), (4, 2))
+        >>> torch.equal(uniform(rng.per_example(torch.arange(2, 4)), (2, 2)), whole[2:])
+        True
+    """
+
+    key: Tensor
+    draw: int | Tensor = 0
+    example: int | Tensor = 0
+    batch: int | Tensor = 0
+    _leaf_names: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names = tuple(name for name in _FIELDS if name == "key" or not isinstance(getattr(self, name), int))
+        object.__setattr__(self, "_leaf_names", names)
+
+    def named(self, name: str | int) -> "Rng":
+        """Another draw at the same place; a stable hash of this draw's salt and the name.
+
+        Siblings named by numbers in [0, 2**32) never share a salt; two other names do with chance 2**-32.
+        """
+        return replace(self, draw=_mix(self.draw, _name_word(name)))
+
+    def per_example(self, indices: Tensor | None) -> "Rng":
+        """Draws of shape (n, ...), row i for example `indices[i]`; with None, draws about the whole batch."""
+        if indices is None:
+            return replace(self, example=0)
+        if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() > 1:
+            raise TypeError(
+                "Rng.per_example: expected the examples' global indices, int64 of shape (n,), "
+                f"got {describe(indices)}; pass torch.arange(first, first + n)"
+            )
+        return replace(self, example=indices)
+
+
+@overload
+def split(key: Tensor, num: int = 2) -> Tensor: ...
+@overload
+def split(key: Rng, num: int = 2) -> list[Rng]: ...
+def split(key: Tensor | Rng, num: int = 2) -> Tensor | list[Rng]:
+    """Make `num` keys that are unrelated to each other and to the one they come from.
+
+    Splitting in more begins with the same keys: `split(key, 3)[:2]` equals `split(key, 2)`.
+
+    Args:
+        key: int64 of shape (2,), or an `Rng`.
+        num: how many.
+
+    Returns:
+        int64 of shape (num, 2); for an `Rng`, a list of `num` of them.
+
+    Raises:
+        TypeError: what came is not a key, or `num` is not an integer.
+        ValueError: `num` is negative.
+
+    Example:
+        >>> first, second = split(key(0))
+    """
+    if _integer(num, "split: num") < 0:
+        raise ValueError(f"split: expected num >= 0, got {num}")
+    if isinstance(key, Rng):
+        branch = key.named("split")
+        return [branch.named(index) for index in range(num)]
+    root = as_rng(key, "split").key
+    index = torch.arange(num, dtype=torch.int64, device=root.device)
+    return philox_lanes(index, _SPLIT, 0, 0, root)[:, :2]
+
+
+@overload
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor: ...
+@overload
+def fold_in(key: Rng, data: int | str) -> Rng: ...
+def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
+    """Make the key that belongs to `data`: `fold_in(key, epoch)`.
+
+    Args:
+        key: int64 of shape (2,), or an `Rng`, for which this is `named`.
+        data: an integer in [-2**63, 2**64), read modulo 2**64, or a 0-d int64 tensor; for an `Rng`, a name.
+
+    Returns:
+        int64 of shape (2,); for an `Rng`, an `Rng`.
+
+    Raises:
+        TypeError: what came is not a key, or `data` is not an integer.
+        ValueError: `data` does not fit in 64 bits.
+
+    Example:
+        >>> torch.equal(fold_in(key(0), 3), fold_in(key(0), torch.tensor(3)))
+        True
+    """
+    if isinstance(key, Rng):
+        if isinstance(data, Tensor):
+            raise TypeError(
+                f"fold_in: an Rng takes a str or an int as name, got {describe(data)}; fold it into its key"
+            )
+        return key.named(data)
+    root = as_rng(key, "fold_in").key
+    if isinstance(data, Tensor):
+        if data.dtype != torch.int64 or data.dim() != 0:
+            raise TypeError(f"fold_in: expected an int or a 0-d int64 tensor, got {describe(data)}")
+        return philox_lanes(data & WORD, _FOLD_IN, data >> 32 & WORD, 0, root)[:2]
+    number = _integer(data, "fold_in: data")
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"fold_in: expected an integer of 64 bits, got {number}")
+    return philox_lanes(number & WORD, _FOLD_IN, number >> 32 & WORD, 0, root)[:2]
+
+
+def salt(*names: str | int) -> int:
+    """The 32-bit salt of a chain of names: `Rng(key).named(a).named(b).draw == salt(a, b)`.
+
+    Example:
+        >>> Rng(key(0)).named("mixup").named(1).draw == salt("mixup", 1)
+        True
+    """
+    return reduce(_mix, map(_name_word, names), 0)
+
+
+def as_rng(key: Tensor | Rng, what: str) -> Rng:
+    """Check a key and give it a place: a bare key is a draw about a whole batch, numbered 0 throughout.
+
+    Args:
+        key: int64 of shape (2,), or an `Rng` of such a key.
+        what: the caller's name, for the error.
+
+    Raises:
+        TypeError: what came is not a key.
+    """
+    rng = key if isinstance(key, Rng) else Rng(key)
+    root = rng.key
+    if not isinstance(root, Tensor) or root.dtype != torch.int64 or root.shape != (2,):
+        raise TypeError(
+            f"{what}: expected a key, an int64 tensor of shape (2,), got {describe(root)}; "
+            "make one with key(seed), and use torch.func.vmap for many"
+        )
+    return rng
+
+
+def _mix(state: Any, word: int) -> Any:
+    """One step of MurmurHash3 and its finalizer, for ints and int64 tensors; one-to-one in each argument."""
+    hashed = ((state ^ word) * 5 + 0xE6546B64) & WORD
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & WORD
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & WORD
+    return hashed ^ (hashed >> 16)
+
+
+@lru_cache(maxsize=4096, typed=True)  # typed: True is no name, and equals 1
+def _name_word(name: str | int) -> int:
+    """A name as a word; small numbers are spread one-to-one so that siblings stay apart."""
+    if isinstance(name, str):
+        return int.from_bytes(blake2s(name.encode(), digest_size=4).digest(), "little")
+    number = _integer(name, "name of a draw")
+    if 0 <= number <= WORD:
+        return _mix(0x9E3779B9, number)
+    return _name_word(f"int {number}")
+
+
+def _integer(value: Any, what: str) -> int:
+    """`value` as an int; refuses bools, floats and tensors (whose value would be read from the device)."""
+    convert: Callable[[Any], int] = operator.index
+    if not isinstance(value, bool | Tensor):
+        try:
+            return convert(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{what}: expected an int, got {describe(value)}")
+
+
+def describe(value: Any) -> str:
+    """What came, for an error: a tensor by dtype and shape, all else by value and type."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+_SPLIT, _FOLD_IN = salt("split"), salt("fold_in")
+_FIELDS = ("key", "draw", "example", "batch")
+
+
+def _flatten(rng: Rng) -> tuple[list[Any], Any]:
+    hosts = tuple(None if name in rng._leaf_names else getattr(rng, name) for name in _FIELDS)
+    return [getattr(rng, name) for name in rng._leaf_names], (rng._leaf_names, hosts)
+
+
+def _flatten_with_keys(rng: Rng) -> tuple[list[Any], Any]:
+    leaves, context = _flatten(rng)
+    return [(_pytree.GetAttrKey(n), leaf) for n, leaf in zip(rng._leaf_names, leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: Any) -> Rng:
+    leaf_names, hosts = context
+    rng = Rng(**(dict(zip(_FIELDS, hosts, strict=True)) | dict(zip(leaf_names, leaves, strict=True))))
+    # A leaf stays one whatever it holds: vmap fills trees with plain zeros to spread its `in_dims`.
+    object.__setattr__(rng, "_leaf_names", leaf_names)
+    return rng
+
+
+_pytree.register_pytree_node(
+    Rng,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="purecompose.random.Rng",
+)

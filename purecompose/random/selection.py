@@ -1,0 +1,126 @@
+"""Draws of positions: permutations and choices.
+
+They are about a whole batch: the examples of an `Rng` are ignored, so that each microbatch sees the same
+order.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from purecompose.random.draws import element_words, join53, randint
+from purecompose.random.keys import Rng, as_rng, describe
+
+
+__all__ = ["choice", "permutation"]
+
+
+def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
+    """A random order, by a stable sort of 64-bit keys: the same bits on every device.
+
+    Args:
+        key: a key or an `Rng`; its examples are ignored.
+        n: how many positions to order, or a tensor whose rows (dimension 0) are put in a random order.
+
+    Returns:
+        int64 of shape (n,), a permutation of 0 to n - 1; or the tensor's rows in such an order.
+
+    Raises:
+        TypeError: what came is not a key, or `n` is not an int or a tensor.
+        ValueError: `n` is negative, or a tensor without dimensions.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> sorted(permutation(key(0), 5).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    if isinstance(n, Tensor):
+        if n.dim() == 0:
+            raise ValueError(
+                "permutation: expected a tensor with rows, got one without dimensions; pass int(n)"
+            )
+        return n.index_select(0, permutation(key, n.shape[0]).to(n.device))
+    _check_size(n, "permutation: n")
+    rng = as_rng(key, "permutation").per_example(None)
+    lower, upper = element_words(rng, n, 2, "permutation").unbind(-1)
+    # The upper word fills the sign bit too: the sort only needs all orders to be equally likely.
+    return torch.sort((upper << 32) | lower, stable=True).indices
+
+
+def choice(
+    key: Tensor | Rng,
+    n: int,
+    k: int,
+    p: Tensor | Sequence[float] | None = None,
+    *,
+    replace: bool = False,
+) -> Tensor:
+    """Choose `k` of `n` positions, in the order of drawing.
+
+    Without replacement, position i arrives after an exponential time of rate `p[i]` and the first k are
+    taken: the same law as drawing one by one with weights renormalised. A position of weight 0 comes last,
+    and is taken only if fewer than `k` others are there (with replacement: never).
+
+    Args:
+        key: a key or an `Rng`; its examples are ignored.
+        n: number of positions.
+        k: how many to choose.
+        p: weights of the positions, of length n, not negative, of any sum; None for equal ones. A tensor's
+            values are not checked. With weights the draw takes logarithms, and may differ between devices in
+            close calls.
+        replace: whether a position may be drawn again.
+
+    Returns:
+        int64 of shape (k,), positions in [0, n).
+
+    Raises:
+        TypeError: what came is not a key, or `n` or `k` is not an int.
+        ValueError: `n` or `k` is negative, more positions are asked than are there, or the weights do not
+        fit.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> sorted(choice(key(0), 5, 3, p=[0.0, 1.0, 0.0, 1.0, 1.0]).tolist())
+        [1, 3, 4]
+    """
+    _check_size(n, "choice: n")
+    _check_size(k, "choice: k")
+    if (k > n and not replace) or (k > 0 and n == 0):
+        raise ValueError(
+            f"choice: cannot choose k={k} of n={n} positions; choose fewer, or with replace=True of some"
+        )
+    rng = as_rng(key, "choice").per_example(None)
+    if p is None:
+        return randint(rng, k, 0, max(n, 1)) if replace else permutation(rng, n)[:k]
+    weights = _weights(p, n, k, replace, rng.key.device)
+    if not replace:
+        units = (join53(element_words(rng, n, 2, "choice")).to(torch.float64) + 0.5) * 2.0**-53
+        return torch.sort(-torch.log(units) / weights, stable=True).indices[:k]
+    totals = weights.cumsum(0)
+    units = join53(element_words(rng, k, 2, "choice")).to(torch.float64) * 2.0**-53
+    return torch.searchsorted(totals, units * totals[-1:], right=True).clamp(max=n - 1)
+
+
+def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device: torch.device) -> Tensor:
+    if not isinstance(p, Tensor):
+        values = [float(weight) for weight in p]
+        if not all(0 <= weight < math.inf for weight in values):
+            raise ValueError(f"choice: expected finite weights >= 0, got p={p}")
+        positive = sum(weight > 0 for weight in values)
+        if len(values) == n and positive < (min(k, 1) if replace else k):
+            raise ValueError(f"choice: cannot choose k={k}, only {positive} of the weights are above 0")
+        p = torch.tensor(values, dtype=torch.float64, device=device)
+    if p.shape != (n,):
+        raise ValueError(
+            f"choice: expected {n} weights, one for each position, got p of shape {tuple(p.shape)}"
+        )
+    return p.detach().to(device=device, dtype=torch.float64)
+
+
+def _check_size(size: int, what: str) -> None:
+    if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+        raise TypeError(f"{what}: expected an int, got {describe(size)}")
+    if size < 0:
+        raise ValueError(f"{what}: expected a number >= 0, got {size}")

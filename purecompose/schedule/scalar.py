@@ -1,0 +1,238 @@
+"""Scalars for optimizers and methods: numbers, named hyper-parameters, schedules, and products of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, TypeVar
+
+from torch import Tensor
+
+from purecompose.time import Timestamp
+
+
+__all__ = ["Hparam", "Product", "Scalar", "Schedule", "collect", "hparam", "number", "resolve", "scheduled"]
+
+T = TypeVar("T")
+
+
+class _Factor:
+    """Gives `*` to the scalars that are not plain numbers: the result is one flat Product."""
+
+    def __mul__(self, other: Scalar) -> Product:
+        return Product((*_factors(self), *_factors(other))) if _is_scalar(other) else NotImplemented
+
+    def __rmul__(self, other: Scalar) -> Product:
+        return Product((*_factors(other), *_factors(self))) if _is_scalar(other) else NotImplemented
+
+
+@dataclasses.dataclass(frozen=True)
+class Hparam(_Factor):
+    """A scalar that lives, under its name, as a 0-d tensor in `state.hparams`.
+
+    Members of a population may differ in it and gradients flow to it. `default` is the value that the state
+    starts with. Made by `hparam`.
+    """
+
+    name: str
+    default: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"hparam: expected a name, a string that is not empty, got {_shown(self.name)}")
+        object.__setattr__(self, "default", finite(self.default, f"hparam({self.name!r}): default"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(_Factor):
+    """A multiplier that moves with time: `schedule(timestamp) -> float`.
+
+    Made by `constant`, `linear`, `cosine`, or from a plain function by `scheduled`. Schedules of equal
+    settings are equal; those around a plain function are equal when the function is the same object.
+    """
+
+    fn: Callable[[Timestamp], float]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, Schedule) or not callable(self.fn):
+            raise TypeError(f"scheduled: expected a function (timestamp) -> float, got {_shown(self.fn)}")
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        """The multiplier at a point of the run.
+
+        Raises:
+            TypeError, ValueError: the function returned something else than a finite number.
+            UnitError: the schedule's times cannot be brought to one unit in this run.
+        """
+        value = self.fn(timestamp)
+        if type(value) is float and math.isfinite(value):
+            return value
+        return finite(value, f"{self!r}: value at batch {timestamp.batch}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(_Factor):
+    """The product of scalars, never nested: what `*` between numbers, hparams and schedules makes."""
+
+    factors: tuple[Scalar, ...]
+
+    def __post_init__(self) -> None:
+        for factor in self.factors:
+            if isinstance(factor, Product):
+                raise TypeError(
+                    f"Product: expected factors that are no products, got {factor!r}; multiply with *"
+                )
+            if not isinstance(factor, Hparam | Schedule):
+                finite(factor, "Product: factor")
+
+
+Scalar: TypeAlias = float | int | Hparam | Schedule | Product
+
+
+def hparam(name: str, default: float) -> Hparam:
+    """A named scalar to use in place of a constant, read from `state.hparams[name]` in every step.
+
+    Args:
+        name: its key in `state.hparams`.
+        default: the finite number that the state starts with.
+
+    Raises:
+        TypeError, ValueError: no name, or no finite number.
+    """
+    return Hparam(name, default)
+
+
+def scheduled(fn: Callable[[Timestamp], float]) -> Schedule:
+    """Make a schedule of a plain function of the timestamp.
+
+    The function runs on the host, outside traced code, and must return a finite number, not a tensor. Keep it
+    at module level: two lambdas are two schedules, even of the same text.
+
+    Example:
+        >>> halving = scheduled(lambda timestamp: 0.5**timestamp.epoch)
+        >>> halving(Timestamp(epoch=2))
+        0.25
+    """
+    return Schedule(fn)
+
+
+def resolve(
+    scalar: Scalar,
+    *,
+    hparams: Mapping[str, Tensor],
+    scheduled: Callable[[Schedule], float | Tensor],
+) -> float | Tensor:
+    """The value of a scalar in a running step.
+
+    Args:
+        scalar: a number, an hparam, a schedule or a product.
+        hparams: 0-d tensors by name, `state.hparams`.
+        scheduled: the value of a schedule at the step's time.
+
+    Returns:
+        A float for plain numbers, otherwise what the parts multiply to (0-d tensors in a step).
+
+    Raises:
+        KeyError: an hparam that `hparams` lacks.
+        TypeError: no scalar.
+
+    Example:
+        >>> import torch
+        >>> lr = 0.5 * hparam("lr", 0.1)
+        >>> resolve(lr, hparams={"lr": torch.tensor(3.0)}, scheduled=lambda schedule: 1.0)
+        tensor(1.5000)
+    """
+    if type(scalar) is float:  # by far the most frequent case, several times a step
+        return scalar
+    if isinstance(scalar, Schedule):
+        return scheduled(scalar)
+    if isinstance(scalar, Hparam):
+        if scalar.name not in hparams:
+            raise KeyError(
+                f"hparam {scalar.name!r} is not in state.hparams, which holds {sorted(hparams)}; "
+                "State.create or step.init(state) adds the ones that the optimizer and the algorithms name"
+            )
+        return hparams[scalar.name]
+    if isinstance(scalar, Product):
+        return math.prod(resolve(factor, hparams=hparams, scheduled=scheduled) for factor in scalar.factors)
+    return number(scalar)
+
+
+def number(scalar: Scalar) -> float:
+    """The value of a scalar outside any state: numbers as they are, hparams by their default.
+
+    Raises:
+        TypeError: a schedule (it has a value only at a time), or no scalar.
+
+    Example:
+        >>> number(2 * hparam("lr", 0.25))
+        0.5
+    """
+    if isinstance(scalar, Hparam):
+        return scalar.default
+    if isinstance(scalar, Product):
+        return math.prod(number(factor) for factor in scalar.factors)
+    if isinstance(scalar, Schedule):
+        raise TypeError(
+            f"{scalar!r} has a value only at a point of a run: call schedule(timestamp), or let the step "
+            "read it (where a function takes `value=`, pass one that calls purecompose.schedule.resolve)"
+        )
+    if not _is_scalar(scalar):
+        raise TypeError(
+            f"expected a number, an hparam, a schedule or a product of them, got {_shown(scalar)}"
+        )
+    return float(scalar)
+
+
+def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
+    """The distinct instances of `kind` inside a tree of dataclasses, tuples, lists and dicts.
+
+    Equal instances count once; the order is that of appearance. What else the tree holds is passed over, and
+    an instance that is found is not searched in turn.
+
+    Example:
+        >>> collect({"lr": 0.1 * hparam("lr", 1.0), "decay": (hparam("decay", 0.0),)}, Hparam)
+        (Hparam(name='lr', default=1.0), Hparam(name='decay', default=0.0))
+    """
+    found: dict[T, None] = {}
+    _collect(obj, kind, found)
+    return tuple(found)
+
+
+def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
+    if isinstance(obj, kind):
+        found.setdefault(obj)
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            _collect(getattr(obj, field.name), kind, found)
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            _collect(value, kind, found)
+    elif isinstance(obj, tuple | list):
+        for value in obj:
+            _collect(value, kind, found)
+
+
+def finite(value: object, where: str) -> float:
+    """The value as a float; `where` opens the message if it is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{where}: expected a number, got {_shown(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: expected a finite number, got {_shown(value)}")
+    return float(value)
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, _Factor):
+        return True
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _factors(value) -> tuple[Scalar, ...]:
+    return value.factors if isinstance(value, Product) else (value,)
+
+
+def _shown(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"

@@ -1,0 +1,436 @@
+"""The state: an immutable pytree that holds all that training knows.
+
+Between steps the state is the checkpoint: nothing else carries anything over. Its tensors are leaves; the model,
+the loss, the optimizer and the host's counters form one static part, whose equality leaves the counters out, so
+that states of different times and seeds map, stack and subtract.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import batch as batches, losses, model as models, random, tree
+from purecompose._fingerprint import fingerprint
+from purecompose.clock import Clock
+from purecompose.forward import call_model
+from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
+from purecompose.time import RunLength, Time, Timestamp
+
+
+__all__ = ["Context", "SealedTime", "State", "Static", "to_module"]
+
+T = TypeVar("T")
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What stays the same all through a run; equal to another by structure and configuration."""
+
+    model: models.Model
+    loss: Callable[..., Tensor]
+    optimizer: Any
+    frozen: frozenset[str] = frozenset()
+    """Parameters without gradient and update."""
+    precision: str = "fp32"
+    """"fp32", or "bf16" for a forward pass under autocast."""
+    input_key: batches.Key = 0
+    target_key: batches.Key = 1
+    initialised: tuple[str, ...] = ()
+    """The algorithms whose INIT event is over."""
+    schedules: tuple[Schedule, ...] = ()
+    """Everything that the clock evaluates."""
+    trainable: tuple[str, ...] = field(init=False)
+    """The parameters that have a gradient."""
+
+    def __post_init__(self) -> None:
+        names = tuple(name for name in self.model.param_names if name not in self.frozen)
+        object.__setattr__(self, "trainable", names)
+
+    def replace(self, **changes: Any) -> "Context":
+        """A context with these changes."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def _identity(self) -> Hashable:
+        keys = fingerprint((self.loss, self.input_key, self.target_key))
+        return self.model, self.optimizer, self.frozen, self.precision, self.initialised, keys
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Context) and self._identity == other._identity)
+
+    def __hash__(self) -> int:
+        return hash((self.model, self.optimizer, self.frozen, self.initialised))
+
+
+class SealedTime:
+    """Stands for the timestamp while a step runs, because a number read there would be baked into compiled code."""
+
+    __slots__ = ("_now", "_later")
+
+    def __init__(self, now: Timestamp, later: Timestamp) -> None:
+        """Keeps the time before and after the step for the host's own use."""
+        self._now, self._later = now, later
+
+    def opened(self, *, later: bool) -> Timestamp:
+        """The time before or after the step, for code that runs on the host."""
+        return self._later if later else self._now
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"timestamp.{name} was read inside a step, where it would be compiled in as a constant: read "
+            f"state.clock.{name if hasattr(Clock, name) else 'elapsed'} (a tensor), decide by time in `match`, or make "
+            "the algorithm a host one (host=True)"
+        )
+
+    def __repr__(self) -> str:
+        return "SealedTime()"
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """The static part of a state; the timestamp plays no part in its equality."""
+
+    context: Context
+    timestamp: Timestamp | SealedTime = field(compare=False)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class State:
+    """All that training knows, as an immutable pytree.
+
+    Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are no leaves.
+    """
+
+    params: dict[str, Tensor]
+    """Parameters by qualified name."""
+    buffers: dict[str, Tensor]
+    """Buffers by qualified name."""
+    opt_state: Any
+    """The optimizer's pytree."""
+    slots: dict[str, Any]
+    """What each algorithm remembers, by its name."""
+    hparams: dict[str, Tensor]
+    """Named scalars, 0-d float32."""
+    key: Tensor
+    """The run's root key, int64 of shape (2,)."""
+    static: Static
+    loss: Tensor | None = None
+    """The last step's loss, 0-d; reading its value waits for the device."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What algorithms report of the last step; nothing reads it back."""
+    batch: Any = None
+    """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
+    outputs: Any = None
+    """Inside a step: what the model returned."""
+    grads: dict[str, Tensor] | None = None
+    """Inside a step: the gradients of trainable parameters."""
+    clock: Clock | None = None
+    """Inside a step: the time, as tensors."""
+    first_example: Any = None
+    """Inside a step: the index in the whole batch of the microbatch's first example, 0-d int64 or `None` for 0."""
+    regrad: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], Tensor]] | None = None
+    """Inside a step, after its gradients: see `gradient`."""
+
+    @classmethod
+    def create(
+        cls,
+        net: nn.Module,
+        *,
+        loss: Callable[..., Tensor],
+        optimizer: Any,
+        key: int | Tensor = 0,
+        duration: Time | str | None = None,
+        batches_per_epoch: int | None = None,
+        iteration_length: Time | str | None = None,
+        input_key: batches.Key | None = None,
+        target_key: batches.Key = 1,
+        precision: str = "fp32",
+        device: torch.device | str | None = None,
+    ) -> "State":
+        """The state at the start of a run.
+
+        Args:
+            net: The network; it is copied and never touched. Parameters with `requires_grad=False` start frozen.
+            loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that computes
+                its own.
+            optimizer: A pure optimizer, such as `optim.sgd(0.1)`.
+            key: The run's seed, or its key (int64 of shape (2,)).
+            duration: The run's length, such as `"20ep"`; fractions of a run need one.
+            batches_per_epoch: The epoch's length in batches; without it nothing can be told in fractions of an epoch.
+            iteration_length: The length of an iteration, a group of epochs or tokens.
+            input_key: Names the model's input in a batch; by default the first member, or the whole batch for
+                `losses.model_loss`. See `purecompose.batch`.
+            target_key: Names the target.
+            precision: `"fp32"`, or `"bf16"` for a forward pass under autocast.
+            device: Where the state lives; by default where the network is.
+
+        Raises:
+            TypeError, ValueError: An argument of the wrong kind; the message names it and the remedy.
+        """
+        parts = models.from_module(net)
+        losses.check_loss(loss)
+        _check_optimizer(optimizer)
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+        if input_key is None:
+            input_key = batches.WHOLE if loss == losses.model_loss else 0
+        batches.check_key(input_key, "input_key")
+        batches.check_key(target_key, "target_key")
+        schedules = collect(optimizer, Schedule)
+        context = Context(
+            parts.model, loss, optimizer, parts.frozen, precision, input_key, target_key, schedules=schedules
+        )
+        run = RunLength(
+            None if duration is None else Time.of(duration),
+            batches_per_epoch,
+            None if iteration_length is None else Time.of(iteration_length),
+        )
+        where = device or next((t.device for t in (*parts.params.values(), *parts.buffers.values())), "cpu")
+        state = cls(
+            params=parts.params,
+            buffers=parts.buffers,
+            opt_state=optimizer.init({name: parts.params[name] for name in context.trainable}),
+            slots={},
+            hparams={},
+            key=random.key(key) if not isinstance(key, Tensor) else key,
+            static=Static(context, Timestamp(run=run)),
+        )
+        return state.with_hparams(collect(optimizer, Hparam)).to(where)
+
+    # Reading
+
+    @property
+    def context(self) -> Context:
+        """The static part without the time."""
+        return self.static.context
+
+    @property
+    def model(self) -> models.Model:
+        """The architecture."""
+        return self.static.context.model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self.static.context.optimizer
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The host's counters; sealed inside a step, where `clock` holds the time."""
+        return self.static.timestamp  # pyright: ignore[reportReturnType]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lives."""
+        return self.key.device
+
+    @property
+    def inputs(self) -> Any:
+        """The batch's input, by the state's `input_key`."""
+        return batches.get(self.batch, self.context.input_key)
+
+    @property
+    def targets(self) -> Any:
+        """The batch's target, by the state's `target_key`."""
+        return batches.get(self.batch, self.context.target_key)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples in the batch."""
+        return batches.num_examples(self.batch)
+
+    # Changing
+
+    def replace(self, **changes: Any) -> "State":
+        """A copy with other values in these fields; everything else is shared.
+
+        Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
+        `model`, `optimizer`, `frozen` and other names of `Context` the static part.
+
+        Raises:
+            TypeError: No field has that name.
+        """
+        successor = object.__new__(State)
+        values = successor.__dict__
+        values.update(self.__dict__)
+        if not changes.keys() <= _FIELDS:
+            changes = _translate(self, changes)
+        values.update(changes)
+        return successor
+
+    def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
+        """Adds named scalars that the state lacks, with their defaults; those it has keep their values.
+
+        Raises:
+            ValueError: Two defaults for one name.
+        """
+        known: dict[str, float] = {}
+        for hparam in wanted:
+            if known.setdefault(hparam.name, hparam.default) != hparam.default:
+                raise ValueError(f"hparam {hparam.name!r} has two defaults: {known[hparam.name]} and {hparam.default}")
+        new = {
+            name: torch.tensor(default, dtype=torch.float32, device=self.device)
+            for name, default in known.items()
+            if name not in self.hparams
+        }
+        return self.replace(hparams={**self.hparams, **new}) if new else self
+
+    def to(self, device: torch.device | str) -> "State":
+        """The state on another device; shared tensors stay where they already are."""
+        return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self)
+
+    # Using
+
+    def scalar(self, scalar: Scalar) -> float | Tensor:
+        """The value of a setting now: a number as it is, hparams and schedules as 0-d tensors.
+
+        Raises:
+            KeyError: An hparam that the state lacks, or a schedule that the step does not evaluate.
+            RuntimeError: A schedule outside a step.
+        """
+        if isinstance(scalar, (int, float)):
+            return scalar
+        return resolve(scalar, hparams=self.hparams, scheduled=self._scheduled)
+
+    def rng(self, name: str) -> random.Rng:
+        """Where draws called `name` come from: the run's key and the current batch.
+
+        The same name in the same batch gives the same draws; other names and other batches give unrelated ones.
+        """
+        batch = self.clock.batch if self.clock is not None else self.timestamp.batch
+        return random.Rng(self.key, draw=random.salt(name), example=0, batch=batch)
+
+    def example_rng(self, name: str) -> random.Rng:
+        """Like `rng`, for draws about single examples: a microbatch draws what the whole batch would have drawn."""
+        indices = torch.arange(self.num_examples, dtype=torch.int64, device=self.device)
+        if self.first_example is not None:
+            indices = indices + self.first_example
+        return self.rng(name).per_example(indices)
+
+    def gradient(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """The running step's gradient at other parameters: same batch, microbatches, algorithms and draws.
+
+        Its buffers, slots and metrics do not leak. For algorithms that need a second gradient, at
+        AFTER_TRAIN_BATCH.
+
+        Args:
+            params: All parameters by name.
+
+        Returns:
+            The gradients of the trainable parameters, and the loss (0-d).
+
+        Raises:
+            RuntimeError: No gradient has been taken yet in this step.
+        """
+        if self.regrad is None:
+            raise RuntimeError("state.gradient(params) works inside a step, at events after its gradient")
+        return self.regrad(params)
+
+    def forward(self, inputs: Any, *, train: bool = False) -> Any:
+        """The network's outputs for these inputs.
+
+        Args:
+            inputs: One argument, a list of arguments, or a mapping of keyword arguments.
+            train: Run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
+                Buffers that the pass changes (running statistics) are dropped either way.
+        """
+        return self.run_model(inputs, train=train, rng_name="state.forward")[0]
+
+    def run_model(self, inputs: Any, *, train: bool, rng_name: str = "forward") -> tuple[Any, dict[str, Tensor]]:
+        """The network's outputs, and the buffers as the pass leaves them. `rng_name` names its draws."""
+        context = self.context
+        return call_model(
+            context.model,
+            self.params,
+            self.buffers,
+            inputs,
+            train=train,
+            rng=lambda: self.rng(rng_name),
+            num_examples=_leading_dimension(inputs),
+            first_example=0 if self.first_example is None else self.first_example,
+            precision=context.precision,
+        )
+
+    def _scheduled(self, schedule: Schedule) -> Tensor:
+        if self.clock is None:
+            raise RuntimeError(f"{schedule!r} has a value inside a step only; call schedule(timestamp) to look at it")
+        return self.clock.scheduled(schedule)
+
+    def __repr__(self) -> str:
+        size = sum(tensor.numel() for tensor in self.params.values())
+        return (
+            f"State({self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(State))
+_TENSOR_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name not in ("static", "regrad"))
+_CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init) - _FIELDS
+
+
+def to_module(state: State) -> nn.Module:
+    """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties."""
+    return models.to_module(state.model, state.params, state.buffers)
+
+
+def _translate(state: State, changes: dict[str, Any]) -> dict[str, Any]:
+    """Changes under the convenient names as changes of fields."""
+    found = {name: changes.pop(name) for name in list(changes) if name in _FIELDS}
+    batch = found.get("batch", state.batch)
+    static = found.get("static", state.static)
+    for name, value in changes.items():
+        if name == "inputs":
+            batch = batches.put(batch, state.context.input_key, value)
+        elif name == "targets":
+            batch = batches.put(batch, state.context.target_key, value)
+        elif name == "timestamp":
+            static = Static(static.context, value)
+        elif name in _CONTEXT_FIELDS:
+            static = Static(static.context.replace(**{name: value}), static.timestamp)
+        else:
+            known = sorted({*_FIELDS, *_CONTEXT_FIELDS, "inputs", "targets", "timestamp"})
+            raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
+    if batch is not state.batch:
+        found["batch"] = batch
+    if static is not state.static:
+        found["static"] = static
+    return found
+
+
+def _flatten(state: State) -> tuple[tuple[str, ...], tuple[Any, ...], Hashable]:
+    values = state.__dict__
+    names = tuple(name for name in _TENSOR_FIELDS if values[name] is not None)
+    return names, tuple(values[name] for name in names), (state.static, state.regrad)
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> State:
+    state = object.__new__(State)
+    state.__dict__.update(_NO_FIELDS, static=static[0], regrad=static[1])
+    state.__dict__.update(zip(names, children, strict=True))
+    return state
+
+
+_NO_FIELDS = dict.fromkeys(_TENSOR_FIELDS)
+tree.register_node(State, _flatten, _unflatten)
+
+
+def _leading_dimension(inputs: Any) -> int | None:
+    """The examples in a model's inputs, for draws per example; `None` where the inputs do not say."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[0] if inputs.ndim else None
+    sizes = {leaf.shape[0] for leaf in batches.tensors(inputs) if leaf.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise TypeError(
+            f"optimizer={optimizer!r}: expected a pure optimizer with init and update, such as optim.sgd(0.1); "
+            "torch.optim's objects hold state of their own and do not fit"
+        )

@@ -1,0 +1,239 @@
+"""The forms targets come in, and `Mixture`: several weighted targets per example.
+
+Class targets are indices (N, ...) or dense (N, C, ...), told apart by shape. Mixing methods (MixUp, CutMix)
+give each example more than one target: a `Mixture` keeps them as terms, example i having target t_k[i] with
+weight w_k[i], where sum_k w_k[i] = 1. It becomes soft targets, sum_k w_k onehot(t_k), only if and when a loss
+wants those. No function here reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+
+
+__all__ = ["Mixture", "has_index_targets", "num_examples", "one_hot", "per_row", "wide_dtype"]
+
+
+def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
+    """Whether targets are class indices (True) or dense (False), told by their shapes.
+
+    Args:
+        outputs: (N, C, ...), classes in dim 1.
+        targets: indices (N, ...) of an integer dtype, or dense targets of the outputs' shape.
+
+    Raises:
+        TypeError: one of the two is not a tensor.
+        ValueError: the targets fit neither form.
+    """
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        raise TypeError(
+            f"expected outputs and targets as tensors, came {type(outputs).__name__} and "
+            f"{type(targets).__name__}; let the loss or the model's forward pick the tensor out (as in "
+            "`outputs.logits`), or use losses.model_loss where the model computes its own loss"
+        )
+    if targets.shape == outputs.shape:
+        return False
+    if outputs.ndim != targets.ndim + 1 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        raise ValueError(_misfit(outputs, targets))
+    if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
+        raise ValueError(
+            f"class indices need an integer dtype, came {targets.dtype} of shape {tuple(targets.shape)} "
+            f"for outputs of shape {tuple(outputs.shape)}; for indices use `targets.long()`, for values to "
+            "regress give targets the outputs' shape (`targets.unsqueeze(1)`)"
+        )
+    return True
+
+
+def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None) -> Tensor:
+    """Dense form of class indices, shaped like the outputs.
+
+    Negative indices, and `ignore_index`, become rows of zeros, which `losses.CrossEntropy` leaves out. An
+    index of C or more raises torch's own error on a CPU and trips torch's assertion on a GPU.
+
+    Args:
+        targets: (N, ...), integer dtype.
+        outputs: (N, C, ...), C at least 2; only shape, dtype and device are used.
+        ignore_index: one more index to leave out, such as 255 in segmentation.
+
+    Returns:
+        (N, C, ...), float32, or float64 if the outputs are: half precision would round the weights.
+
+    Raises:
+        TypeError, ValueError: as `has_index_targets`; targets are dense already; a single class.
+
+    Example:
+        >>> one_hot(torch.tensor([2, -100]), torch.zeros(2, 3)).tolist()
+        [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    """
+    if not has_index_targets(outputs, targets):
+        raise ValueError(
+            f"expected class indices with one dim less than the outputs, came shape {tuple(targets.shape)}, "
+            "the outputs' own; such targets are dense already and can be used as they are"
+        )
+    return _scatter_classes(
+        targets, torch.ones_like(targets, dtype=wide_dtype(outputs)), outputs, ignore_index
+    )
+
+
+def num_examples(outputs: Any, targets: Any) -> int:
+    """The leading dim of the first tensor in the targets, else in the outputs (pytrees allowed).
+
+    Raises:
+        ValueError: no tensor with a batch dim in either.
+    """
+    if isinstance(targets, Tensor) and targets.ndim:
+        return targets.shape[0]
+    for leaf in tree.leaves((targets, outputs)):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise ValueError(
+        f"expected a tensor with a batch dim, came targets ({type(targets).__name__}) and outputs "
+        f"({type(outputs).__name__}) without one; give the loss a method num_terms(outputs, targets)"
+    )
+
+
+def per_row(weight: Tensor, like: Tensor) -> Tensor:
+    """A weight per example, (N,), given the dims that let it multiply `like`, (N, ...), row by row."""
+    return weight[(...,) + (None,) * (like.ndim - 1)]
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 for a float64 tensor, else float32: weights and soft targets suffer in half precision."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Targets in several terms, with a weight per example. An immutable pytree that splits with the batch.
+
+    Attributes:
+        targets: one tensor (N, ...) a term: class indices, or dense targets of the outputs' shape.
+        weights: one tensor (N,) a term, float; over the terms they sum to 1.
+        interpolate_loss: mix the losses of the terms, not their targets. Static. Where mixings of one batch
+            differ in it, losses are interpolated: that is right for every loss, soft targets are not.
+
+    Example:
+        >>> mixture = Mixture.of(torch.tensor([0, 1])).mixed_with(torch.tensor([1, 0]), 0.25)
+        >>> mixture.soft(torch.zeros(2, 2)).tolist()
+        [[0.75, 0.25], [0.25, 0.75]]
+    """
+
+    targets: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    interpolate_loss: bool = False
+
+    @classmethod
+    def of(cls, targets: Tensor | Mixture) -> Mixture:
+        """One term of weight 1 (float32, or float64 if the targets are); a mixture comes back as it is.
+
+        Raises:
+            TypeError: not a tensor with a batch dim.
+        """
+        if isinstance(targets, Mixture):
+            return targets
+        if not isinstance(targets, Tensor) or targets.ndim == 0:
+            came = "a 0-d tensor" if isinstance(targets, Tensor) else type(targets).__name__
+            raise TypeError(
+                f"expected targets as a tensor with a leading batch dim, came {came}; "
+                "name the target inside the batch by its index, key or accessor"
+            )
+        return cls((targets,), (targets.new_ones(targets.shape[0], dtype=wide_dtype(targets)),))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Mixture:
+        """Apply `fn` to the targets of each term.
+
+        If `fn` is affine in dense targets, as label smoothing is, this equals `fn` of the mixed target.
+        """
+        return replace(self, targets=tuple(fn(targets) for targets in self.targets))
+
+    def mixed_with(
+        self, permutation: Tensor, weight: Tensor | float, interpolate_loss: bool = False
+    ) -> Mixture:
+        """Mix each example with a partner; this doubles the terms.
+
+        Args:
+            permutation: (N,), int64: the partner of example i is example permutation[i].
+            weight: of the partner, in [0, 1] (not checked); 0-d, or (N,) to differ by example.
+            interpolate_loss: see the class.
+
+        Raises:
+            ValueError: permutation or weight have the wrong shape.
+        """
+        batch = self.weights[0].shape
+        weight_shape = weight.shape if isinstance(weight, Tensor) else ()
+        if permutation.shape != batch or weight_shape not in ((), batch):
+            raise ValueError(
+                f"expected a permutation of shape {tuple(batch)} and a weight of shape () or {tuple(batch)}, "
+                f"came {tuple(permutation.shape)} and {tuple(weight_shape)}; draw them for the whole batch"
+            )
+        return Mixture(
+            self.targets + tuple(targets[permutation] for targets in self.targets),
+            tuple((1 - weight) * own for own in self.weights)
+            + tuple(weight * own[permutation] for own in self.weights),
+            self.interpolate_loss or interpolate_loss,
+        )
+
+    def soft(self, outputs: Tensor, *, ignore_index: int | None = None) -> Tensor:
+        """Dense targets sum_k w_k onehot(t_k), shaped like the outputs, float32 or float64.
+
+        An index that is negative or `ignore_index` adds nothing to its row.
+
+        Raises:
+            TypeError, ValueError: as `has_index_targets` and `one_hot`.
+        """
+        dtype = wide_dtype(outputs)
+        total = None
+        for targets, weight in zip(self.targets, self.weights, strict=True):
+            row_weight = per_row(weight.to(dtype), targets)
+            if has_index_targets(outputs, targets):
+                term = _scatter_classes(targets, row_weight.expand(targets.shape), outputs, ignore_index)
+            else:
+                term = row_weight * targets
+            total = term if total is None else total + term
+        assert total is not None, "a mixture has at least one term"
+        return total
+
+
+# Nothing is checked on the way back: transforms put placeholders, not tensors, where the leaves were.
+tree.register_node(
+    Mixture,
+    lambda mixture: (("targets", "weights"), (mixture.targets, mixture.weights), mixture.interpolate_loss),
+    lambda _, children, interpolate_loss: Mixture(*children, interpolate_loss=interpolate_loss),
+)
+
+
+def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_index: int | None) -> Tensor:
+    """Zeros of the outputs' shape with `values` at the classes `targets`; both of shape (N, ...)."""
+    if outputs.shape[1] < 2:
+        # With one logit per example, class 0 would become the target 1 and nothing would say so.
+        raise ValueError(
+            f"class indices need at least two classes, came outputs of shape {tuple(outputs.shape)}; for one "
+            "logit per example give targets of the outputs' shape (`targets.unsqueeze(1).float()`)"
+        )
+    ignored = targets < 0
+    if ignore_index is not None and ignore_index >= 0:
+        ignored = ignored | (targets == ignore_index)
+    # Scatter, not a comparison with arange: an index that is too large has to raise, not to give zeros.
+    # Each element is written at most once, so the result does not depend on the order of threads.
+    index = targets.long().masked_fill(ignored, 0).unsqueeze(1)
+    zeros = torch.zeros_like(outputs, dtype=values.dtype, requires_grad=False)
+    return zeros.scatter(1, index, values.masked_fill(ignored, 0).unsqueeze(1))
+
+
+def _misfit(outputs: Tensor, targets: Tensor) -> str:
+    hint = "check that the targets belong to these outputs"
+    if outputs.ndim > 2 and outputs.shape[:-1] == targets.shape:
+        hint = "classes belong in dim 1 (`outputs.transpose(1, 2)` for (N, length, C))"
+    elif outputs.ndim < 2:
+        hint = "outputs need a batch dim and a class dim (`outputs.unsqueeze(0)`)"
+    return (
+        "expected class indices (N, ...) or dense targets (N, C, ...) for outputs (N, C, ...), came targets "
+        f"of shape {tuple(targets.shape)} for outputs of shape {tuple(outputs.shape)}; {hint}"
+    )

@@ -1,0 +1,11 @@
+"""Training time: spans such as "90ep" or "0.5dur", the length of a run, and the point that a run has reached.
+
+All of it is host arithmetic on immutable values. The counters of a `Timestamp` are the only source of time in
+the library; whatever traced code sees of it (`state.clock`) is filled from here.
+"""
+
+from purecompose.time.timestamp import RunLength, Timestamp
+from purecompose.time.units import Time, TimeLike, TimeUnit, UnitError
+
+
+__all__ = ["RunLength", "Time", "TimeLike", "TimeUnit", "Timestamp", "UnitError"]

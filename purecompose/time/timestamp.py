@@ -1,0 +1,335 @@
+"""The length of a run, and the point that a run has reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from purecompose.time.units import Time, TimeLike, TimeUnit, is_number, snapped, whole
+
+
+__all__ = ["RunLength", "Timestamp"]
+
+
+# Above the classes, since the default of a field of Timestamp is made while the class is.
+def _positive(name: str, time: TimeLike | None) -> Time | None:
+    if time is None:
+        return None
+    try:
+        checked = Time.of(time)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+    if checked.value <= 0:
+        raise ValueError(f"{name}: expected a time > 0, got {checked}")
+    return checked
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class RunLength:
+    """How long a run is, and what is needed to count its times in batches.
+
+    Args:
+        duration: when the run is finished, in any unit but `dur`; None for never.
+        batches_per_epoch: batches in an epoch; None where the loader cannot tell.
+        iteration_length: epochs or tokens in an iteration; None for a run without iterations.
+
+    Raises:
+        TypeError, ValueError: a value that is not of this kind or not positive.
+    """
+
+    duration: Time | None = None
+    batches_per_epoch: int | None = None
+    iteration_length: Time | None = None
+
+    def __init__(
+        self,
+        duration: TimeLike | None = None,
+        batches_per_epoch: int | None = None,
+        iteration_length: TimeLike | None = None,
+    ) -> None:
+        object.__setattr__(self, "duration", _positive("duration", duration))
+        object.__setattr__(self, "iteration_length", _positive("iteration_length", iteration_length))
+        if self.duration is not None and self.duration.unit is TimeUnit.DURATION:
+            raise ValueError(
+                f"duration={self.duration}: a run cannot be a fraction of itself; write '20ep' or '500ba'"
+            )
+        if batches_per_epoch is not None:
+            batches_per_epoch = whole(batches_per_epoch, "batches_per_epoch")
+            if batches_per_epoch < 1:
+                raise ValueError(f"expected batches_per_epoch >= 1 or None, got {batches_per_epoch}")
+        object.__setattr__(self, "batches_per_epoch", batches_per_epoch)
+        length = self.iteration_length
+        if length is not None and length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN):
+            raise ValueError(f"expected an iteration_length in ep or tok, got {length}")
+
+    @functools.cached_property
+    def total_batches(self) -> float | None:
+        """The run's duration in batches; None without a duration or where it is not known."""
+        return None if self.duration is None else self.in_batches(self.duration)
+
+    def in_batches(self, time: TimeLike) -> float | None:
+        """A time as a number of batches from the start of the run.
+
+        Returns:
+            Batches, not rounded; None where it is not known (samples, tokens and seconds; epochs of unknown
+            length; a `dur` of a duration of these kinds).
+
+        Example:
+            >>> RunLength("4ep", batches_per_epoch=5).in_batches("0.25dur")
+            5.0
+        """
+        time = Time.of(time)
+        if time.unit is TimeUnit.BATCH:
+            return float(time.value)
+        if time.unit is TimeUnit.EPOCH and self.batches_per_epoch is not None:
+            return float(time.value * self.batches_per_epoch)
+        if time.unit is TimeUnit.ITERATION and self.iteration_length is not None:
+            if self.iteration_length.unit is TimeUnit.EPOCH:
+                return self.in_batches(time.value * self.iteration_length)
+        if time.unit is TimeUnit.DURATION and self.total_batches is not None:
+            return snapped(time.value * self.total_batches)
+        return None
+
+
+_COUNTERS = {
+    TimeUnit.ITERATION: "iteration",
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.SAMPLE: "sample",
+    TimeUnit.TOKEN: "token",
+    TimeUnit.SECOND: "total_wct",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timestamp:
+    """The point that a run has reached: what it has gone through so far, and the run's length. Immutable.
+
+    Samples and tokens are sums over ranks. The `*_wct` fields are seconds of wall-clock time; the training
+    step never moves them, since it reads no clock: they move only where a caller passes `duration`.
+    `timestamp < "5ep"` compares the counter of that unit.
+
+    Raises:
+        TypeError: a counter that is no int, a `*_wct` that is no number, a `run` that is no RunLength.
+        ValueError: a negative counter.
+
+    Example:
+        >>> Timestamp(run=RunLength("2ep", batches_per_epoch=3)).advance(samples=8)
+        Timestamp(batch=1, sample=8, batch_in_epoch=1, sample_in_epoch=8, run=RunLength(duration=Time(2, \
+TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
+    """
+
+    iteration: int = 0
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+    token: int = 0
+    epoch_in_iteration: int = 0
+    token_in_iteration: int = 0
+    batch_in_epoch: int = 0
+    sample_in_epoch: int = 0
+    token_in_epoch: int = 0
+    total_wct: float = 0.0
+    iteration_wct: float = 0.0
+    epoch_wct: float = 0.0
+    batch_wct: float = 0.0
+    run: RunLength = RunLength()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run, RunLength):
+            raise TypeError(f"run: expected a RunLength, got {self.run!r} ({type(self.run).__name__})")
+        for name, value in list(vars(self).items()):
+            if name != "run":
+                checked = _seconds(value, name) if name.endswith("_wct") else _count(value, name)
+                object.__setattr__(self, name, checked)
+
+    def __repr__(self) -> str:
+        changed = (
+            f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Timestamp, name)
+        )
+        return f"Timestamp({', '.join(changed)})"
+
+    def to_next_batch(self, samples: int = 0, tokens: int = 0, duration: float = 0.0) -> Timestamp:
+        """One batch later; `duration` is the batch's wall-clock time in seconds.
+
+        Raises:
+            ValueError: negative samples, tokens or duration.
+        """
+        if samples < 0 or tokens < 0 or duration < 0:
+            raise ValueError(
+                f"expected counts >= 0, got samples={samples}, tokens={tokens}, duration={duration}"
+            )
+        new, fields = self._copy()
+        fields["batch"] += 1
+        fields["batch_in_epoch"] += 1
+        fields["sample"] += samples
+        fields["sample_in_epoch"] += samples
+        if tokens:
+            fields["token"] += tokens
+            fields["token_in_epoch"] += tokens
+            fields["token_in_iteration"] += tokens
+        fields["batch_wct"] = duration
+        if duration:
+            fields["total_wct"] += duration
+            fields["iteration_wct"] += duration
+            fields["epoch_wct"] += duration
+        return new
+
+    def to_next_epoch(self, duration: float = 0.0) -> Timestamp:
+        """One epoch later: the in-epoch counters start at 0 again."""
+        duration = _seconds(duration, "duration")
+        new, fields = self._copy()
+        fields["epoch"] += 1
+        fields["epoch_in_iteration"] += 1
+        fields.update(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, epoch_wct=0.0, batch_wct=0.0)
+        fields["total_wct"] += duration
+        fields["iteration_wct"] += duration
+        return new
+
+    def to_next_iteration(self, duration: float = 0.0) -> Timestamp:
+        """One iteration later: the in-iteration and in-epoch counters start at 0 again."""
+        duration = _seconds(duration, "duration")
+        new, fields = self._copy()
+        fields["iteration"] += 1
+        fields.update(
+            epoch_in_iteration=0, token_in_iteration=0, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0
+        )
+        fields.update(iteration_wct=0.0, epoch_wct=0.0, batch_wct=0.0)
+        fields["total_wct"] += duration
+        return new
+
+    def advance(self, samples: int = 0, tokens: int = 0) -> Timestamp:
+        """The point after one more batch, into the next epoch and iteration where the run's lengths say so.
+
+        An iteration of tokens may end within an epoch. The data go on there, and so do the in-epoch counters.
+        """
+        new = self.to_next_batch(samples, tokens)
+        run = self.run
+        if run.batches_per_epoch is not None and new.batch_in_epoch >= run.batches_per_epoch:
+            return new.advance_epoch()
+        return new if run.iteration_length is None else new._roll_iteration(run.iteration_length)
+
+    def advance_epoch(self) -> Timestamp:
+        """The point after the end of an epoch, for loops where the loader alone can tell that it is over."""
+        new = self.to_next_epoch()
+        return new if self.run.iteration_length is None else new._roll_iteration(self.run.iteration_length)
+
+    def get(self, unit: TimeUnit | str) -> int | float:
+        """The counter of a unit; for `sec` the total wall-clock time in seconds.
+
+        Raises:
+            ValueError: `dur`, which is no counter.
+        """
+        unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
+        if unit is TimeUnit.DURATION:
+            raise ValueError("dur is no counter: timestamp.elapsed() is the fraction of the run gone by")
+        return getattr(self, _COUNTERS[unit])
+
+    def elapsed(self) -> float | None:
+        """The fraction of the run gone by; above 1 when training goes on, None for a run without a duration.
+
+        It moves with every batch where the duration can be counted in batches, otherwise with the counter of
+        the duration's unit (for epochs of unknown length, at their ends).
+        """
+        total = self.run.total_batches
+        if total is not None:
+            return self.batch / total
+        duration = self.run.duration
+        return None if duration is None else self.get(duration.unit) / duration.value
+
+    def reached(self, time: TimeLike) -> bool:
+        """Whether the run has come to this point, given in any unit but `sec`, `dur` included.
+
+        Raises:
+            ValueError: seconds, or a fraction of a run that has no duration or is limited in seconds.
+
+        Example:
+            >>> Timestamp(batch=5, run=RunLength("10ba")).reached("0.5dur")
+            True
+        """
+        time = Time.of(time)
+        unit, value, duration = time.unit, time.value, self.run.duration
+        if unit is TimeUnit.DURATION:
+            if duration is None:
+                raise ValueError(
+                    f"{time} is a fraction of a run that has no duration; State.create(duration=...) sets it"
+                )
+            total = self.run.total_batches
+            unit = duration.unit if total is None else TimeUnit.BATCH
+            value = snapped(value * (duration.value if total is None else total))
+        if unit is TimeUnit.SECOND:
+            raise ValueError(
+                f"{time}: wall-clock time is not part of the state, so no step can wait for it; "
+                "to stop a run after some seconds, use fit(duration='60sec')"
+            )
+        return self.get(unit) >= value
+
+    def is_finished(self) -> bool:
+        """Whether the run has come to its duration; never for a run without one."""
+        duration = self.run.duration
+        return duration is not None and self.get(duration.unit) >= duration.value
+
+    def replace(self, **changes: Any) -> Timestamp:
+        """A copy with other values in some fields.
+
+        Raises:
+            TypeError: a field that a timestamp does not have; otherwise as at construction.
+        """
+        for name in changes.keys() - vars(self).keys():
+            close = difflib.get_close_matches(name, vars(self)) or list(vars(self))
+            raise TypeError(f"a Timestamp has no field {name!r}; did you mean {', '.join(close)}?")
+        return dataclasses.replace(self, **changes)
+
+    def __lt__(self, other: Time | str) -> bool:
+        return self._ordered(operator.lt, other)
+
+    def __le__(self, other: Time | str) -> bool:
+        return self._ordered(operator.le, other)
+
+    def __gt__(self, other: Time | str) -> bool:
+        return self._ordered(operator.gt, other)
+
+    def __ge__(self, other: Time | str) -> bool:
+        return self._ordered(operator.ge, other)
+
+    def _ordered(self, compare: Callable, other: Time | str) -> bool:
+        if not isinstance(other, Time | str):
+            return NotImplemented
+        time = Time.of(other)
+        return compare(self.get(time.unit), time.value)
+
+    def _copy(self) -> tuple[Timestamp, dict[str, Any]]:
+        # A training step makes one of these; __init__, with its checks and fifteen guarded assignments, would
+        # cost ten times as much.
+        new = object.__new__(Timestamp)
+        fields = new.__dict__
+        fields.update(self.__dict__)
+        return new, fields
+
+    def _roll_iteration(self, length: Time) -> Timestamp:
+        done = self.epoch_in_iteration if length.unit is TimeUnit.EPOCH else self.token_in_iteration
+        if done < length.value:
+            return self
+        new, fields = self._copy()
+        fields["iteration"] += 1
+        fields.update(epoch_in_iteration=0, token_in_iteration=0, iteration_wct=0.0)
+        return new
+
+
+def _count(value: object, name: str) -> int:
+    count = whole(value, name)
+    if count < 0:
+        raise ValueError(f"{name}: expected a count >= 0, got {value}")
+    return count
+
+
+def _seconds(value: Any, name: str) -> float:
+    if not is_number(value):
+        raise TypeError(f"{name}: expected seconds, got {value!r} ({type(value).__name__})")
+    if not value >= 0:
+        raise ValueError(f"{name}: expected seconds >= 0, got {value!r}")
+    return float(value)

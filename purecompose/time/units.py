@@ -1,0 +1,264 @@
+"""Spans of training with a unit, such as "90ep", "0.5dur" or "1h30m"."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import numbers
+import operator
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any, TypeAlias
+
+
+__all__ = ["Time", "TimeLike", "TimeUnit", "UnitError"]
+
+_CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\s*", re.IGNORECASE | re.ASCII)
+# Exponents of at most three digits: "1e999999999sp" would otherwise be a number with a billion digits.
+_NUMBER_AND_UNIT = re.compile(
+    r"\s*(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?)\s*(?P<unit>[a-z]*)\s*",
+    re.IGNORECASE | re.ASCII,
+)
+
+
+class UnitError(RuntimeError):
+    """Two times of different units met in an operation that needs one unit."""
+
+
+class TimeUnit(enum.Enum):
+    """What a time counts. `TimeUnit(text)` finds a member by value or name, in any case."""
+
+    ITERATION = "iter"  # groups of epochs or tokens, of the length the run sets
+    EPOCH = "ep"
+    BATCH = "ba"  # optimisation steps
+    SAMPLE = "sp"  # summed over ranks
+    TOKEN = "tok"  # summed over ranks
+    DURATION = "dur"  # fraction of the run's duration
+    SECOND = "sec"  # wall-clock
+
+    @classmethod
+    def _missing_(cls, value: object) -> TimeUnit:
+        if not isinstance(value, str):
+            raise TypeError(f"expected a TimeUnit or the name of one, got {value!r} ({type(value).__name__})")
+        for unit in cls:
+            if value.lower() in (unit.value, unit.name.lower()):
+                return unit
+        raise ValueError(f"no unit of time is called {value!r}; there are {_UNITS}")
+
+
+_UNITS = ", ".join(unit.value for unit in TimeUnit)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Time:
+    """A span of training: a value and a unit, as in `Time(5, "ep")` or `Time.parse("5ep")`.
+
+    The value is an int, and a float for `dur` alone. Sums, differences, remainders and order are defined
+    within one unit; a bare number takes the unit of the time beside it and a string is parsed. `time / time`
+    is a `dur`, `time * dur` keeps the unit of the time, and what must be whole again is cut toward zero.
+    Equality is plain: values of different units, strings and numbers are unequal, so that what holds times
+    can be compared. A time of value 0 is false.
+
+    Raises:
+        TypeError: a value that is not whole, in another unit than `dur`.
+        ValueError: an unknown unit, or a `dur` that is not finite.
+        UnitError: (from operators) two different units.
+
+    Example:
+        >>> Time.parse("2ep") * 1.5, str(Time(1, "ep") / Time(4, "ep"))
+        (Time(3, TimeUnit.EPOCH), '0.25dur')
+    """
+
+    value: int | float
+    unit: TimeUnit
+
+    def __init__(self, value: float, unit: TimeUnit | str) -> None:
+        unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
+        object.__setattr__(
+            self, "value", _fraction(value) if unit is TimeUnit.DURATION else whole(value, unit)
+        )
+        object.__setattr__(self, "unit", unit)
+
+    @classmethod
+    def parse(cls, text: str) -> Time:
+        """Read "90ep", "3e4tok", "0.5dur" or "1h20m40s" (seconds), in any case, with blanks around the parts.
+
+        Raises:
+            ValueError: a text of neither form, or without a unit.
+            TypeError: a number that is not whole, as in "1.5ep"; or not a string.
+
+        Example:
+            >>> Time.parse("1h30m"), Time.parse("4_000 tok")
+            (Time(5400, TimeUnit.SECOND), Time(4000, TimeUnit.TOKEN))
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"expected a string such as '90ep', got {text!r} ({type(text).__name__})")
+        if match := _CLOCK.fullmatch(text):
+            hours, minutes, seconds = (int(part or 0) for part in match.groups())
+            return cls(3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND)
+        match = _NUMBER_AND_UNIT.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"cannot read the time {text!r}; write a number and a unit ({_UNITS}) or '1h20m40s'"
+            )
+        if not match["unit"]:
+            raise ValueError(f"the time {text!r} has no unit; add one of {_UNITS}, as in '5ep'")
+        unit = TimeUnit(match["unit"])
+        if unit is TimeUnit.DURATION:
+            return cls(float(match["number"]), unit)
+        number = Decimal(match["number"])
+        if number != number.to_integral_value():
+            raise TypeError(f"{text!r}: expected a whole number of {unit.value}; only dur can be a fraction")
+        return cls(int(number), unit)
+
+    @classmethod
+    def of(cls, time: TimeLike | float, default_unit: TimeUnit | str | None = None) -> Time:
+        """A time from a Time, a string, a pair (value, unit), or a number of `default_unit`.
+
+        Raises:
+            TypeError: none of these, or a number without a `default_unit`.
+
+        Example:
+            >>> Time.of("5ep") == Time.of((5, "ep")) == Time.of(5, "ep")
+            True
+        """
+        if isinstance(time, Time):
+            return time
+        if isinstance(time, str):
+            return cls.parse(time)
+        if isinstance(time, tuple) and len(time) == 2:
+            return cls(*time)
+        if default_unit is not None and is_number(time):
+            return cls(time, default_unit)  # pyright: ignore[reportArgumentType]
+        hint = f"; give it a unit, as in '{time}ep' or '{time}ba'" if is_number(time) else ""
+        raise TypeError(
+            f"expected a Time or a string such as '90ep', got {time!r} ({type(time).__name__}){hint}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Time({self.value!r}, {self.unit})"
+
+    def __str__(self) -> str:
+        return f"{self.value}{self.unit.value}"
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+    def __lt__(self, other: TimeLike | float) -> bool:
+        return self._ordered(operator.lt, "<", other)
+
+    def __le__(self, other: TimeLike | float) -> bool:
+        return self._ordered(operator.le, "<=", other)
+
+    def __gt__(self, other: TimeLike | float) -> bool:
+        return self._ordered(operator.gt, ">", other)
+
+    def __ge__(self, other: TimeLike | float) -> bool:
+        return self._ordered(operator.ge, ">=", other)
+
+    def __add__(self, other: TimeLike | float) -> Time:
+        return self._combined(operator.add, "+", other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: TimeLike | float) -> Time:
+        return self._combined(operator.sub, "-", other)
+
+    def __rsub__(self, other: TimeLike | float) -> Time:
+        return self._combined(lambda mine, theirs: theirs - mine, "-", other)
+
+    def __mod__(self, other: TimeLike | float) -> Time:
+        return self._combined(operator.mod, "%", other)
+
+    def __mul__(self, other: TimeLike | float) -> Time:
+        if is_number(other):
+            return self._scaled(other)
+        if not isinstance(other, Time | str):
+            return NotImplemented
+        other = Time.of(other)
+        if other.unit is TimeUnit.DURATION:
+            return self._scaled(other.value)
+        if self.unit is TimeUnit.DURATION:
+            return other._scaled(self.value)
+        raise UnitError(f"{self} * {other}: one of two times that are multiplied must be a fraction (dur)")
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: TimeLike | float) -> Time:
+        if is_number(other):
+            if isinstance(self.value, int) and isinstance(other, int):  # exact, also beyond 2**53
+                quotient = abs(self.value) // abs(other)
+                return Time(quotient if (self.value < 0) == (other < 0) else -quotient, self.unit)
+            return self._like(self.value / other)  # pyright: ignore[reportOperatorIssue]
+        if not isinstance(other, Time | str):
+            return NotImplemented
+        return Time(self.value / self._same_unit("/", Time.of(other)).value, TimeUnit.DURATION)
+
+    def __neg__(self) -> Time:
+        return Time(-self.value, self.unit)
+
+    def __pos__(self) -> Time:
+        return self
+
+    def _like(self, value: float) -> Time:
+        exact = self.unit is TimeUnit.DURATION or isinstance(value, int)
+        return Time(value if exact else int(snapped(value)), self.unit)
+
+    def _scaled(self, factor: Any) -> Time:
+        return self._like(self.value * factor)
+
+    def _ordered(self, compare: Callable, sign: str, other: TimeLike | float) -> bool:
+        if not (is_number(other) or isinstance(other, Time | str)):
+            return NotImplemented
+        return compare(self.value, self._same_unit(sign, Time.of(other, self.unit)).value)
+
+    def _combined(self, combine: Callable, sign: str, other: TimeLike | float) -> Time:
+        if not (is_number(other) or isinstance(other, Time | str)):
+            return NotImplemented
+        return Time(combine(self.value, self._same_unit(sign, Time.of(other, self.unit)).value), self.unit)
+
+    def _same_unit(self, sign: str, other: Time) -> Time:
+        if other.unit is not self.unit:
+            raise UnitError(
+                f"{self} {sign} {other}: {self.unit.value} and {other.unit.value} cannot be converted "
+                "without a run; write both in one unit, or ask Timestamp.reached or RunLength.in_batches"
+            )
+        return other
+
+
+TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a real number; a bool is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def whole(value: object, what: TimeUnit | str) -> int:
+    """The value as an int; a float is refused, whole or not, and the message names what was counted."""
+    name = what.value if isinstance(what, TimeUnit) else what
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
+    return operator.index(value)  # pyright: ignore[reportArgumentType]
+
+
+def _fraction(value: object) -> float:
+    if not is_number(value):
+        raise TypeError(f"dur: expected a number, got {value!r} ({type(value).__name__})")
+    if not math.isfinite(fraction := float(value)):  # pyright: ignore[reportArgumentType]
+        raise ValueError(f"dur: expected a finite number, got {value!r}")
+    return fraction
+
+
+def snapped(value: float) -> float:
+    """The nearest whole number where only rounding kept `value` from it: 0.07 * 100 is 7.000000000000001."""
+    nearest = round(value)
+    return float(nearest) if math.isclose(value, nearest, rel_tol=1e-15) else value

@@ -1,0 +1,186 @@
+"""Pytree helpers in the library's namespace.
+
+Two registries see every node of the library: torch's own, because `torch.func` knows no other, and
+optree's under the namespace `"purecompose"`, because it is fast and names key paths well. Dictionaries keep
+their insertion order in both, so both give the same leaves in the same order.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils import _pytree as torch_pytree
+
+
+__all__ = [
+    "NAMESPACE",
+    "map",
+    "leaves",
+    "leaves_with_paths",
+    "structure",
+    "flatten",
+    "unflatten",
+    "register_node",
+    "equal",
+    "diff",
+    "global_norm",
+]
+
+NAMESPACE = "purecompose"
+
+# optree sorts dictionaries unless its namespace is told otherwise; the setting holds for the whole process.
+_settings = ExitStack()
+_settings.enter_context(optree.dict_insertion_ordered(True, namespace=NAMESPACE))
+
+T = TypeVar("T")
+
+
+def register_node(
+    cls: type[T],
+    flatten: Callable[[T], tuple[tuple[str, ...], tuple[Any, ...], Hashable]],
+    unflatten: Callable[[tuple[str, ...], Iterable[Any], Any], T],
+) -> None:
+    """Makes `cls` an inner node for `torch.func` and for optree.
+
+    Args:
+        cls: The class.
+        flatten: Gives the children's names, the children and what is static (hashable).
+        unflatten: Builds an instance from names, children and static part.
+    """
+
+    def torch_flatten(node: T) -> tuple[list[Any], Any]:
+        names, children, static = flatten(node)
+        return list(children), (names, static)
+
+    def torch_flatten_with_keys(node: T) -> tuple[list[tuple[Any, Any]], Any]:
+        names, children, static = flatten(node)
+        keys = [torch_pytree.GetAttrKey(name) for name in names]
+        return list(zip(keys, children, strict=True)), (names, static)
+
+    def optree_flatten(node: T) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+        names, children, static = flatten(node)
+        return children, (names, static), names
+
+    torch_pytree.register_pytree_node(
+        cls,
+        torch_flatten,
+        lambda children, context: unflatten(context[0], children, context[1]),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=torch_flatten_with_keys,
+    )
+    optree.register_pytree_node(
+        cls,  # pyright: ignore[reportArgumentType]
+        optree_flatten,  # pyright: ignore[reportArgumentType]
+        lambda context, children: unflatten(context[0], children, context[1]),  # pyright: ignore
+        path_entry_type=optree.GetAttrEntry,
+        namespace=NAMESPACE,
+    )
+
+
+def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:  # noqa: A001
+    """Applies `fn` to corresponding leaves; `None` is a leaf."""
+    return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves, in insertion order; `None` is a leaf."""
+    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves and the structure that `unflatten` needs."""
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def unflatten(treespec: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
+    """The inverse of `flatten`."""
+    return optree.tree_unflatten(treespec, leaves)
+
+
+def structure(tree: Any) -> optree.PyTreeSpec:
+    """The structure without the leaves; structures compare with `==`."""
+    return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def leaves_with_paths(tree: Any) -> dict[str, Any]:
+    """The leaves by key path.
+
+    Example:
+        >>> leaves_with_paths({"a": 1, "b": (2, 3)})
+        {"['a']": 1, "['b'][0]": 2, "['b'][1]": 3}
+    """
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return {accessor.codify(""): leaf for accessor, leaf in zip(accessors, found, strict=True)}
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether structure, shapes, dtypes and every bit agree (NaN equals NaN, 0.0 differs from -0.0)."""
+    return next(iter(_differences(first, second)), None) is None
+
+
+def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
+    """Says in words where two trees differ, at most `limit` lines, pairing leaves by key path.
+
+    Example:
+        >>> diff({"a": torch.zeros(2)}, {"a": torch.ones(2)})
+        ["['a']: 2 of 2 elements differ, first at 0: 0.0 and 1.0"]
+    """
+    return list(itertools.islice(_differences(first, second), limit))
+
+
+def global_norm(tree: Any) -> Tensor:
+    """The Euclidean norm of all tensor leaves together, a 0-d tensor (0 for an empty tree)."""
+    tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    if not tensors:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in tensors]))
+
+
+def _differences(first: Any, second: Any) -> Iterable[str]:
+    ours, theirs = leaves_with_paths(first), leaves_with_paths(second)
+    yield from (f"{path}: only in the first" for path in ours if path not in theirs)
+    yield from (f"{path}: only in the second" for path in theirs if path not in ours)
+    for path, leaf in ours.items():
+        if path in theirs and (said := _leaf_difference(leaf, theirs[path])):
+            yield f"{path}: {said}"
+
+
+def _leaf_difference(first: Any, second: Any) -> str:
+    if first is second:
+        return ""
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return "" if type(first) is type(second) and first == second else f"{first!r} and {second!r}"
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
+        return f"{_describe(first)} and {_describe(second)}"
+    unequal = _bits(first) != _bits(second)
+    if first.is_complex():
+        unequal = unequal.any(-1)
+    if first.is_floating_point() or first.is_complex():
+        unequal &= ~(first.isnan() & second.isnan())
+    where = unequal.flatten().nonzero()
+    if not len(where):
+        return ""
+    at = int(where[0])
+    values = first.flatten()[at].item(), second.flatten()[at].item()
+    return f"{len(where)} of {first.numel()} elements differ, first at {at}: {values[0]} and {values[1]}"
+
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A floating tensor's bits as integers, so that signed zeros differ; complex ones as pairs."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"

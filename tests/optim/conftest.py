@@ -1,0 +1,64 @@
+"""A small set of parameters, random gradients, and torch.optim run on both."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+SHAPES = {"body.weight": (3, 4), "body.bias": (3,), "head.weight": (2, 3), "head.bias": (2,)}
+
+
+def draw(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def tensors() -> Callable[..., dict[str, Tensor]]:
+    """Random tensors under the parameters' names: `tensors(seed, dtype)`."""
+    return lambda seed=0, dtype=torch.float64: draw(seed, dtype)
+
+
+@pytest.fixture
+def assert_like_torch() -> Callable[..., None]:
+    """Run an optimizer beside torch's for 50 steps and compare the parameters after each.
+
+    In every seventh step the head has no gradient, as in torch where `grad is None`: a frozen part must
+    neither move nor count the step.
+    """
+
+    def run(
+        ours: Any,
+        theirs: type[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        tolerance = 1e-12 if dtype is torch.float64 else 1e-6
+        params = draw(0, dtype)
+        opt_state = ours.init(params)
+        twins = {name: torch.nn.Parameter(param.clone()) for name, param in params.items()}
+        reference = theirs(
+            [{"params": [twin], **(groups or {}).get(name, {})} for name, twin in twins.items()], **options
+        )
+        for step in range(50):
+            grads = draw(step + 1, dtype)
+            if step % 7 == 0:
+                grads = {name: grad for name, grad in grads.items() if not name.startswith("head")}
+            params, opt_state = ours.update(grads, opt_state, params)
+            for name, twin in twins.items():
+                twin.grad = grads.get(name)
+            reference.step()
+            for name, twin in twins.items():
+                torch.testing.assert_close(
+                    params[name].detach(),
+                    twin.detach(),
+                    rtol=tolerance,
+                    atol=tolerance,
+                    msg=f"{step=} {name=}",
+                )
+
+    return run

@@ -1,0 +1,396 @@
+"""The basic draws: laws of place, exact bounds, and their distributions at fixed seeds."""
+
+import math
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from scipy import stats
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose.random import Rng, bernoulli, bits, key, normal, philox4x32, randint, split, uniform
+from purecompose.random.draws import _greatest_below
+
+
+# Statistics at fixed seeds: a right draw fails with the seed it is written with never, a wrong one at once.
+LEAST_P = 1e-3
+
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "bits": bits,
+    "uniform": uniform,
+    "uniform64": lambda k, s: uniform(k, s, dtype=torch.float64),
+    "uniform_bounds": lambda k, s: uniform(k, s, low=-1.0, high=3.0),
+    "normal": normal,
+    "normal64": lambda k, s: normal(k, s, mean=1.0, std=2.0, dtype=torch.float64),
+    "bernoulli": lambda k, s: bernoulli(k, 0.3, s),
+    "randint": lambda k, s: randint(k, s, -5, 17),
+    "randint_wide": lambda k, s: randint(k, s, 0, 2**60),
+}
+EXACT = [name for name in DRAWS if not name.startswith("normal")]
+
+each_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+
+
+def test_bits_read_the_documented_counter() -> None:
+    """counter = (element block, draw, example, batch), four elements to a block."""
+    rng = Rng(key(5), draw=11, batch=13).per_example(torch.tensor([3, 9]))
+    counters = torch.tensor([[[block, 11, example, 13] for block in (0, 1)] for example in (3, 9)])
+    expected = philox4x32(counters, key(5)).reshape(2, 8)[:, :6].reshape(2, 2, 3)
+    assert torch.equal(bits(rng, (2, 2, 3)), expected)
+
+
+@each_draw
+@given(few=st.integers(0, 20), more=st.integers(0, 20))
+def test_longer_draws_start_with_shorter_ones(draw: Callable[..., Tensor], few: int, more: int) -> None:
+    few, more = sorted((few, more))
+    assert torch.equal(draw(key(1), more)[:few], draw(key(1), few))
+
+
+@each_draw
+@given(st.permutations(range(7)), st.integers(0, 7), st.integers(1, 6))
+def test_rows_belong_to_their_examples(
+    draw: Callable[..., Tensor], order: list[int], num: int, width: int
+) -> None:
+    rng = Rng(key(2), batch=torch.tensor(4)).named("noise")
+    whole = draw(rng.per_example(torch.arange(7)), (7, width))
+    some = torch.tensor(order[:num], dtype=torch.int64)
+    assert torch.equal(draw(rng.per_example(some), (num, width)), whole[some])
+
+
+@each_draw
+def test_an_example_alone_draws_its_row(draw: Callable[..., Tensor]) -> None:
+    rng = Rng(key(2)).named("noise")
+    whole = draw(rng.per_example(torch.arange(5)), (5, 3))
+    mapped = torch.func.vmap(lambda index: draw(rng.per_example(index), 3))(torch.arange(5))
+    torch.testing.assert_close(mapped, whole)
+    assert torch.equal(draw(rng.per_example(torch.arange(5)), 5), whole[:, 0])
+
+
+@each_draw
+def test_places_are_apart(draw: Callable[..., Tensor]) -> None:
+    rng = Rng(key(3))
+    places = [
+        rng,
+        Rng(key(4)),
+        rng.named("a"),
+        rng.named("b"),
+        Rng(key(3), batch=1),
+        rng.per_example(torch.tensor(1)),
+    ]
+    drawn = [tuple(draw(place, 40).tolist()) for place in places]
+    assert len(set(drawn)) == len(places)
+    assert tuple(draw(key(3), 40).tolist()) == drawn[0]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_vmap_equals_loop(name: str) -> None:
+    keys = split(key(0), 5)
+    mapped = torch.func.vmap(lambda k: DRAWS[name](k, (3, 2)))(keys)
+    looped = torch.stack([DRAWS[name](k, (3, 2)) for k in keys])
+    torch.testing.assert_close(mapped, looped, **({"rtol": 0, "atol": 0} if name in EXACT else {}))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+@each_draw
+def test_traces(draw: Callable[..., Tensor], tracing_mode: str) -> None:
+    def step(key: Tensor, first: Tensor, batch: Tensor) -> Tensor:
+        return draw(Rng(key, 6, first + torch.arange(4), batch), (4, 3))
+
+    traced = make_fx(step, tracing_mode=tracing_mode)(key(0), torch.tensor(0), torch.tensor(0))
+    arguments = (key(9), torch.tensor(8), torch.tensor(3))
+    assert torch.equal(traced(*arguments), step(*arguments))
+
+
+@each_draw
+def test_one_philox_call_and_no_global_generator(
+    draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*lanes: object) -> Tensor:
+        calls.append(lanes)
+        return philox_lanes(*lanes)  # type: ignore[arg-type]
+
+    from purecompose.random import draws  # the module, not its functions: the call is counted there
+
+    philox_lanes = draws.philox_lanes
+    monkeypatch.setattr(draws, "philox_lanes", counted)
+    before = torch.get_rng_state()
+    draw(key(0), (3, 5))
+    assert len(calls) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@each_draw
+def test_empty_and_scalar_shapes(draw: Callable[..., Tensor]) -> None:
+    assert draw(key(0), 0).shape == (0,)
+    assert draw(key(0), (2, 0, 3)).shape == (2, 0, 3)
+    assert draw(key(0), ()).shape == ()
+    assert draw(Rng(key(0)).per_example(torch.arange(0)), (0, 4)).shape == (0, 4)
+    assert draw(key(0), torch.Size([2, 3])).shape == (2, 3)
+
+
+@each_draw
+def test_wrong_shapes_are_named(draw: Callable[..., Tensor]) -> None:
+    with pytest.raises(ValueError, match="sizes >= 0"):
+        draw(key(0), (2, -1))
+    for wrong in (2.0, (2, 1.0), True, "3", None):
+        with pytest.raises(TypeError, match="expected a shape"):
+            if draw is DRAWS["bernoulli"] and wrong is None:
+                raise TypeError("expected a shape: None is the shape of p, for bernoulli")
+            draw(key(0), wrong)
+    with pytest.raises(ValueError, match=r"number of examples, 3, got shape \(4, 2\)"):
+        draw(Rng(key(0)).per_example(torch.arange(3)), (4, 2))
+
+
+# Uniform.
+
+
+def test_bits_are_uniform_and_bytes_equally_likely() -> None:
+    words = bits(key(0), 20_000)
+    assert words.min() >= 0
+    assert words.max() < 2**32
+    for shift in (0, 8, 16, 24):
+        counts = torch.bincount(words >> shift & 0xFF, minlength=256)
+        assert stats.chisquare(counts.numpy()).pvalue > LEAST_P
+    assert stats.kstest(words.double().numpy() / 2**32, "uniform").pvalue > LEAST_P
+
+
+def test_neighbours_are_unrelated() -> None:
+    """Pairs (element, next), (example, next) and (batch, next) fill the square evenly."""
+    rng = Rng(key(0))
+    table = uniform(rng.per_example(torch.arange(200)), (200, 100))
+    later = uniform(Rng(key(0), batch=1).per_example(torch.arange(200)), (200, 100))
+    pairs = [(table[:, :-1], table[:, 1:]), (table[:-1], table[1:]), (table, later)]
+    for first, second in pairs:
+        cells = (first * 8).long() * 8 + (second * 8).long()
+        counts = torch.bincount(cells.flatten(), minlength=64)
+        assert stats.chisquare(counts.numpy()).pvalue > LEAST_P
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_distribution(dtype: torch.dtype) -> None:
+    draw = uniform(key(1), 20_000, dtype=dtype)
+    assert draw.dtype == dtype
+    assert stats.kstest(draw.numpy(), "uniform").pvalue > LEAST_P
+    moved = uniform(key(1), 20_000, low=-3.0, high=5.0, dtype=dtype)
+    assert stats.kstest(moved.numpy(), "uniform", args=(-3, 8)).pvalue > LEAST_P
+
+
+def test_uniform_is_the_words_upper_bits() -> None:
+    words = bits(key(7), 50).tolist()
+    assert uniform(key(7), 50).tolist() == [(word >> 8) / 2**24 for word in words]
+    wide = [((high << 32 | low) >> 11) / 2**53 for low, high in zip(words[::2], words[1::2], strict=True)]
+    assert uniform(key(7), 25, dtype=torch.float64).tolist() == wide
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float16, 11), (torch.bfloat16, 8)])
+def test_halves_reach_every_step_and_never_one(dtype: torch.dtype, precision: int) -> None:
+    draw = uniform(key(2), 60_000, dtype=dtype)
+    assert draw.dtype == dtype
+    steps = torch.bincount((draw.double() * 2**precision).long(), minlength=2**precision)
+    assert len(steps) == 2**precision  # so that 1.0 did not occur
+    assert stats.chisquare(steps.numpy()).pvalue > LEAST_P
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@given(st.integers(-64, 64), st.sampled_from([2.0**-8, 0.25, 1.0, 4.0, 100.0]))
+def test_uniform_stays_below_its_bound(dtype: torch.dtype, low: int, width: float) -> None:
+    """The greatest word is the dangerous one; it is put in the draw's hands."""
+    start = float(torch.tensor(low / 4, dtype=dtype))
+    high = float(torch.tensor(start + width, dtype=dtype))
+    if not start < high:
+        return
+    draw = uniform(key(3), 300, low=start, high=high, dtype=dtype)
+    assert draw.min() >= start
+    assert draw.max() < high
+
+
+def test_the_greatest_word_stays_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    from purecompose.random import draws
+
+    def greatest(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
+        return torch.full((*shape, num), 2**32 - 1)
+
+    monkeypatch.setattr(draws, "element_words", greatest)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for low, high in ((0.0, 1.0), (1.0, 2.0), (-2.0, -1.0), (0.0, 0.1), (-1.0, 0.0), (100.0, 101.0)):
+            draw = uniform(key(0), (1,), low=low, high=high, dtype=dtype)
+            assert low <= float(draw) < high
+    assert bernoulli(key(0), 1.0, (1,)).all()
+    assert randint(key(0), (1,), 3, 10).item() == 9
+    assert randint(key(0), (1,), 0, 2**63 - 1).item() == 2**63 - 2
+    assert torch.isfinite(normal(key(0), (1,))).all()
+
+
+def test_the_least_word_keeps_normal_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    from purecompose.random import draws
+
+    def least(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
+        return torch.zeros((*shape, num), dtype=torch.int64)
+
+    monkeypatch.setattr(draws, "element_words", least)
+    assert normal(key(0), (1,)).item() == pytest.approx(math.sqrt(2 * 33 * math.log(2)))
+    longest = normal(key(0), (1,), dtype=torch.float64).item()
+    assert longest == pytest.approx(math.sqrt(2 * 54 * math.log(2)))
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_greatest_below_is_the_next_float64(bound: float) -> None:
+    if bound == -1.7976931348623157e308:
+        return
+    assert _greatest_below(bound, torch.float64) == math.nextafter(bound, -math.inf)
+
+
+@given(st.floats(-3e38, 3e38, width=32))
+def test_greatest_below_is_the_next_float32(bound: float) -> None:
+    """By the order of the bit patterns, independent of any arithmetic on spacings."""
+    (pattern,) = struct.unpack("<i", struct.pack("<f", bound))
+    if bound == 0:
+        expected = -(2.0**-149)
+    else:
+        (expected,) = struct.unpack("<f", struct.pack("<i", pattern - 1 if bound > 0 else pattern + 1))
+    assert _greatest_below(bound, torch.float32) == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "dtype", "message"),
+    [
+        (1.0, 1.0, torch.float32, "low < high"),
+        (math.nan, 1.0, torch.float32, "low < high"),
+        (0.0, math.inf, torch.float64, "range of torch.float64"),
+        (0.0, 1e5, torch.float16, "range of torch.float16"),
+        (-3e38, 3e38, torch.float32, "range of torch.float32"),
+        (1.0001, 1.0002, torch.bfloat16, "no torch.bfloat16 number"),
+    ],
+)
+def test_uniform_bounds_are_checked(low: float, high: float, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        uniform(key(0), 2, low=low, high=high, dtype=dtype)
+
+
+@pytest.mark.parametrize("draw", [uniform, normal])
+def test_dtypes_are_floats(draw: Callable[..., Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"expected a dtype of .* got torch\.int64"):
+        draw(key(0), 2, dtype=torch.int64)
+
+
+# Normal.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_distribution(dtype: torch.dtype) -> None:
+    draw = normal(key(4), 20_001, dtype=dtype)
+    assert draw.dtype == dtype
+    assert stats.kstest(draw.numpy(), "norm").pvalue > LEAST_P
+    # The two halves of a pair come from one radius; they must not know of each other.
+    first, second = draw[:20_000].reshape(-1, 2).unbind(-1)
+    assert stats.spearmanr(first.abs().numpy(), second.abs().numpy()).pvalue > LEAST_P
+    assert stats.spearmanr(first.numpy(), second.numpy()).pvalue > LEAST_P
+
+
+def test_normal_takes_tensors_and_lets_gradients_through() -> None:
+    mean, std = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    draw = normal(key(0), (4, 3), mean=mean, std=std)
+    standard = normal(key(0), (4, 3))
+    torch.testing.assert_close(draw, standard * 0.5 + torch.tensor([1.0, 2.0, 3.0]))
+    grad_mean, grad_std = torch.autograd.grad(draw.sum(), (mean, std))
+    assert grad_mean.tolist() == [4.0, 4.0, 4.0]
+    torch.testing.assert_close(grad_std, standard.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_normal_halves(dtype: torch.dtype) -> None:
+    draw = normal(key(5), 1000, mean=2.0, std=0.5, dtype=dtype)
+    assert draw.dtype == dtype
+    torch.testing.assert_close(draw, normal(key(5), 1000, mean=2.0, std=0.5).to(dtype))
+
+
+def test_normal_refuses_a_negative_std() -> None:
+    with pytest.raises(ValueError, match="std >= 0, got -1"):
+        normal(key(0), 2, std=-1)
+
+
+# Bernoulli and integers.
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9])
+def test_bernoulli_frequency(p: float) -> None:
+    draw = bernoulli(key(6), p, 20_000)
+    assert draw.dtype == torch.bool
+    assert stats.binomtest(int(draw.sum()), 20_000, p).pvalue > LEAST_P
+
+
+def test_bernoulli_bounds_are_certain() -> None:
+    assert not bernoulli(key(0), 0.0, 5000).any()
+    assert bernoulli(key(0), 1.0, 5000).all()
+    assert bernoulli(key(0), torch.tensor([0, 1]).double()).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_bernoulli_of_a_tensor_is_that_of_its_numbers(dtype: torch.dtype) -> None:
+    p = torch.linspace(0, 1, 11).to(dtype)
+    expected = torch.stack([bernoulli(key(1), float(value), 11)[i] for i, value in enumerate(p)])
+    assert torch.equal(bernoulli(key(1), p), expected)
+    assert torch.equal(bernoulli(key(1), p, (3, 11))[0], expected)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_bernoulli_is_monotone_in_p(p: float, q: float) -> None:
+    """One word decides: whoever wins with less wins with more."""
+    p, q = sorted((p, q))
+    assert bool((bernoulli(key(2), p, 50) <= bernoulli(key(2), q, 50)).all())
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
+def test_bernoulli_checks_numbers(p: float) -> None:
+    with pytest.raises(ValueError, match=r"probability in \[0, 1\]"):
+        bernoulli(key(0), p, 2)
+
+
+def test_randint_distribution() -> None:
+    draw = randint(key(8), 21_000, -3, 18)
+    assert draw.dtype == torch.int64
+    counts = torch.bincount(draw + 3, minlength=21)
+    assert len(counts) == 21
+    assert stats.chisquare(counts.numpy()).pvalue > LEAST_P
+
+
+spans = st.one_of(st.integers(1, 100), st.integers(2**31 - 2, 2**33), st.integers(1, 2**63 - 1))
+
+
+@given(spans, st.integers(-(2**62), 0))
+def test_randint_is_the_high_product(span: int, low: int) -> None:
+    """By Python's integers, which do not wrap; the tensor form takes the long way for every span."""
+    words = bits(key(9), 12).tolist()
+    wide = [high << 32 | lower for lower, high in zip(words[::2], words[1::2], strict=True)]
+    expected = [low + (word * span >> 64) for word in wide]
+    if low + span <= 2**63 - 1:
+        assert randint(key(9), 6, low, low + span).tolist() == expected
+        assert randint(key(9), 6, torch.tensor(low), torch.tensor(low) + span).tolist() == expected
+
+
+def test_randint_takes_a_range_per_element() -> None:
+    high = torch.tensor([1, 2, 100])
+    draw = randint(key(0), (1000, 3), 0, high)
+    assert (draw < high).all()
+    assert draw.amax(0).tolist() == [0, 1, 99]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (3, 2), (-(2**62), 2**62)])
+def test_randint_checks_its_range(low: int, high: int) -> None:
+    with pytest.raises(ValueError, match="low < high"):
+        randint(key(0), 2, low, high)
+
+
+def test_uniforms_agree_with_torchs_own_philox() -> None:
+    """torch.func._random is experimental and has no CPU kernels in 2.13: compared where it runs."""
+    module = pytest.importorskip("torch.func._random", reason="no torch.func._random in this torch")
+    try:
+        theirs = module.uniform(module.key(5), 20_000)
+    except (NotImplementedError, RuntimeError, AttributeError) as error:
+        pytest.skip(f"torch.func._random does not run here: {type(error).__name__}")
+    assert stats.ks_2samp(theirs.numpy(), uniform(key(5), 20_000).numpy()).pvalue > LEAST_P

@@ -1,0 +1,195 @@
+"""Keys: the laws of split, fold_in and names, and the pytree form of a place."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree
+
+from purecompose.random import Rng, bits, fold_in, key, salt, split
+
+
+seeds = st.integers(0, 2**64 - 1)
+names = st.one_of(st.text(max_size=8), st.integers(0, 2**32 - 1))
+
+
+@given(seeds)
+def test_key_holds_the_seed(seed: int) -> None:
+    low, high = key(seed).tolist()
+    assert low + 2**32 * high == seed
+    assert key(seed).dtype == torch.int64
+
+
+def test_key_takes_numpy_integers() -> None:
+    assert torch.equal(key(np.int64(5)), key(5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [1.0, True, "1", None, torch.tensor(1)])
+def test_key_refuses_other_types(seed: object) -> None:
+    with pytest.raises(TypeError, match="key: seed: expected an int"):
+        key(seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_key_refuses_wide_seeds(seed: int) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 2\*\*64\)"):
+        key(seed)
+
+
+@given(seeds, st.integers(0, 9), st.integers(0, 9))
+def test_split_has_the_prefix_law(seed: int, few: int, more: int) -> None:
+    few, more = sorted((few, more))
+    assert split(key(seed), few).shape == (few, 2)
+    assert torch.equal(split(key(seed), more)[:few], split(key(seed), few))
+
+
+def test_keys_of_a_tree_are_distinct() -> None:
+    root = key(0)
+    made = [root, *split(root, 100), *(fold_in(root, i) for i in range(100)), *split(split(root)[1], 100)]
+    assert len({tuple(k.tolist()) for k in made}) == len(made)
+
+
+def test_draws_of_split_keys_are_unrelated_to_the_parents() -> None:
+    seen = [set(bits(k, 64).tolist()) for k in (key(0), *split(key(0), 8), fold_in(key(0), 0), key(1))]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(seen, 2))
+
+
+def test_fold_in_depends_on_order() -> None:
+    root = key(3)
+    assert not torch.equal(fold_in(fold_in(root, 1), 2), fold_in(fold_in(root, 2), 1))
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_fold_in_takes_tensors(data: int) -> None:
+    assert torch.equal(fold_in(key(1), torch.tensor(data)), fold_in(key(1), data))
+
+
+def test_fold_in_reads_all_64_bits() -> None:
+    assert not torch.equal(fold_in(key(1), 5), fold_in(key(1), 5 + 2**32))
+    assert torch.equal(fold_in(key(1), -1), fold_in(key(1), 2**64 - 1))
+
+
+def test_split_and_fold_in_map_and_trace() -> None:
+    keys = split(key(0), 4)
+    assert torch.equal(torch.func.vmap(split)(keys), torch.stack([split(k) for k in keys]))
+    epochs = torch.arange(4)
+    folded = torch.stack([fold_in(k, int(i)) for k, i in zip(keys, epochs, strict=True)])
+    assert torch.equal(torch.func.vmap(fold_in)(keys, epochs), folded)
+    traced = make_fx(lambda k, i: fold_in(split(k)[1], i))(keys[0], epochs[0])
+    assert torch.equal(traced(keys[2], epochs[3]), fold_in(split(keys[2])[1], 3))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(2),
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(1, 2, dtype=torch.int64),
+        7,
+        Rng(torch.zeros(2)),
+    ],
+)
+def test_what_is_no_key_is_refused(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"expected a key, an int64 tensor of shape \(2,\)"):
+        bits(wrong, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [1.5, True, "a", torch.tensor(1.0), torch.tensor([1])])
+def test_fold_in_refuses_other_types(data: object) -> None:
+    with pytest.raises(TypeError, match="fold_in"):
+        fold_in(key(0), data)  # type: ignore[arg-type]
+
+
+def test_sizes_of_splits_are_checked() -> None:
+    with pytest.raises(ValueError, match="num >= 0, got -1"):
+        split(key(0), -1)
+    with pytest.raises(TypeError, match="split: num"):
+        split(key(0), 2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="64 bits"):
+        fold_in(key(0), 2**64)
+
+
+def test_salts_are_stable() -> None:
+    """Written down once: a change here changes every run's draws, and needs a line in the change log."""
+    assert salt() == 0
+    assert salt("mixup") == 1118444557
+    assert salt("mixup", 0) == 3189673528
+
+
+@given(st.lists(names, max_size=4))
+def test_names_chain(chain: list[str | int]) -> None:
+    rng = Rng(key(0))
+    for name in chain:
+        rng = rng.named(name)
+    assert rng.draw == salt(*chain)
+    assert 0 <= salt(*chain) < 2**32
+
+
+@given(names, names)
+def test_names_do_not_commute(first: str | int, second: str | int) -> None:
+    assert (salt(first, second) == salt(second, first)) == (first == second)
+
+
+def test_numbered_siblings_never_meet() -> None:
+    parent = Rng(key(0)).named("dropout")
+    assert len({parent.named(i).draw for i in range(20_000)}) == 20_000
+
+
+def test_a_number_is_not_its_text() -> None:
+    assert len({salt(name) for name in (1, "1", "int 1", -1, 2**32 + 1, "")}) == 6
+
+
+def test_names_are_str_or_int() -> None:
+    assert isinstance(salt(1), int)  # a cached 1 must not let True and 1.0 through
+    for name in (True, 1.0, None, torch.tensor(1)):
+        with pytest.raises(TypeError, match="name of a draw"):
+            salt(name)  # type: ignore[arg-type]
+
+
+@given(names, names)
+def test_a_salt_on_the_device_mixes_as_on_the_host(first: str | int, second: str | int) -> None:
+    host = Rng(key(4)).named(first)
+    device = dataclasses.replace(host, draw=torch.tensor(host.draw))
+    assert int(device.named(second).draw) == host.named(second).draw
+    assert torch.equal(bits(device, 5), bits(host, 5))
+
+
+def test_rng_splits_and_folds_by_name() -> None:
+    rng = Rng(key(0), batch=2)
+    parts = split(rng, 3)
+    assert len({rng.draw, *(part.draw for part in parts)}) == 4
+    assert [part.draw for part in split(rng, 5)[:3]] == [part.draw for part in parts]
+    assert all(part.key is rng.key and part.batch == 2 for part in parts)
+    assert fold_in(rng, "noise").draw == rng.named("noise").draw
+    with pytest.raises(TypeError, match="an Rng takes a str or an int"):
+        fold_in(rng, torch.tensor(1))  # type: ignore[arg-type]
+
+
+def test_per_example_checks_its_indices() -> None:
+    rng = Rng(key(0)).per_example(torch.arange(3))
+    assert rng.per_example(None).example == 0
+    for wrong in (3, [0, 1], torch.tensor([0.0]), torch.zeros(2, 2, dtype=torch.int64)):
+        with pytest.raises(TypeError, match="global indices"):
+            rng.per_example(wrong)  # type: ignore[arg-type]
+
+
+def test_rng_is_a_pytree_of_its_tensors() -> None:
+    rng = Rng(key(0), draw=5, example=torch.arange(3), batch=torch.tensor(2))
+    leaves, spec = _pytree.tree_flatten(rng)
+    assert [leaf.shape for leaf in leaves] == [(2,), (3,), ()]
+    again = _pytree.tree_unflatten(leaves, spec)
+    assert again.draw == 5
+    assert torch.equal(bits(again, 3), bits(rng, 3))
+    paths = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(rng)[0]]
+    assert paths == [".key", ".example", ".batch"]
+
+
+def test_rng_passes_through_vmap() -> None:
+    keys = split(key(0), 3)
+    rngs = Rng(keys, draw=salt("noise"), batch=4)
+    mapped = torch.func.vmap(lambda rng: bits(rng, 5))(rngs)
+    assert torch.equal(mapped, torch.stack([bits(Rng(k, salt("noise"), 0, 4), 5) for k in keys]))

@@ -1,0 +1,203 @@
+"""The schedules, against tables of reference values and against the formulas written with fractions."""
+
+import math
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from purecompose.schedule import Schedule, constant, cosine, linear
+from purecompose.time import RunLength, Time, Timestamp, UnitError
+
+
+BATCHES = RunLength("100ba")
+EPOCHS = RunLength("1000ep", batches_per_epoch=1000)
+
+
+# Published values for runs of 100 batches and of 1000 epochs of 1000 batches: multipliers by batch.
+@pytest.mark.parametrize(
+    ("schedule", "run", "values"),
+    [
+        (cosine(t_max="50ba"), BATCHES, {5: 0.975528, 10: 0.904508, 20: 0.654508}),
+        (cosine(0.1, warmup="10ba"), BATCHES, {5: 0.5, 20: 0.972862, 50: 0.628142, 75: 0.260746}),
+        (linear(2.0, 0.5, warmup="10ba"), BATCHES, {5: 1.0, 10: 2.0, 50: 1.333333}),
+        (linear(), EPOCHS, {100_000: 0.9, 200_000: 0.8, 400_000: 0.6}),
+        (linear(0.0, 2.0), EPOCHS, {100_000: 0.2, 200_000: 0.4, 400_000: 0.8}),
+        (linear(0.0, 1.0, t_max="0.25dur"), EPOCHS, {100_000: 0.4, 200_000: 0.8, 400_000: 1.0}),
+        (cosine(), EPOCHS, {0: 1, 333_333: 0.75, 500_000: 0.5, 666_667: 0.25, 1_000_000: 0}),
+        (cosine(0.5, "30ba"), EPOCHS, {0: 1, 10: 0.875, 15: 0.75, 20: 0.625, 30: 0.5, 50: 0.5}),
+        (constant(warmup="500ep"), EPOCHS, {250_000: 0.5, 500_000: 1, 750_000: 1, 1_000_000: 1}),
+        (constant(3, "500ep"), EPOCHS, {250_000: 1.5, 500_000: 3, 750_000: 3, 1_000_000: 3}),
+        (linear(warmup="500ep"), EPOCHS, {0: 0, 250_000: 0.5, 500_000: 1, 750_000: 0.5, 1_000_000: 0}),
+        (
+            linear(3, 2, t_max="501ep", warmup="500ep"),
+            EPOCHS,
+            {0: 0, 250_000: 1.5, 500_000: 3, 500_500: 2.5, 501_000: 2, 502_000: 2},
+        ),
+        (linear(warmup="500ba"), EPOCHS, {250: 0.5, 500: 1}),
+        (
+            cosine(warmup="0.9dur"),
+            EPOCHS,
+            {450_000: 0.5, 900_000: 1, 933_333: 0.75, 950_000: 0.5, 1_000_000: 0},
+        ),
+        (linear(warmup="1dur"), BATCHES, {0: 0, 10: 0.1, 100: 1}),
+        (cosine(warmup="100ba"), BATCHES, {0: 0, 10: 0.1, 100: 1}),
+    ],
+)
+def test_reference_values(schedule: Schedule, run: RunLength, values: dict[int, float]) -> None:
+    for batch, expected in values.items():
+        assert schedule(Timestamp(batch=batch, run=run)) == pytest.approx(
+            expected, abs=1e-5
+        )  # a third is 933333
+
+
+def test_no_lag() -> None:
+    run = RunLength("8ba")
+    assert [linear()(Timestamp(batch=t, run=run)) for t in range(3)] == [1.0, 0.875, 0.75]
+    assert [constant(warmup="4ba")(Timestamp(batch=t, run=run)) for t in range(6)] == [
+        0,
+        0.25,
+        0.5,
+        0.75,
+        1,
+        1,
+    ]
+
+
+counts = st.integers(0, 400)
+alphas = st.floats(-10, 10)
+
+
+def tau_of(t: int, warmup: int, t_max: int) -> Fraction:
+    return min(Fraction(1), Fraction(t - warmup, t_max - warmup))
+
+
+@given(t=counts, warmup=counts, rest=st.integers(1, 400), alpha_i=alphas, alpha_f=alphas)
+def test_linear_is_its_formula(t: int, warmup: int, rest: int, alpha_i: float, alpha_f: float) -> None:
+    start, end = Fraction(alpha_i), Fraction(alpha_f)
+    if t < warmup:
+        expected = start * t / warmup
+    else:
+        expected = start + tau_of(t, warmup, warmup + rest) * (end - start)
+    schedule = linear(alpha_i, alpha_f, Time(warmup + rest, "ba"), Time(warmup, "ba"))
+    assert schedule(Timestamp(batch=t)) == pytest.approx(float(expected), rel=1e-12, abs=1e-12)
+
+
+@given(t=counts, warmup=counts, rest=st.integers(1, 400), alpha_f=alphas)
+def test_cosine_is_its_formula(t: int, warmup: int, rest: int, alpha_f: float) -> None:
+    if t < warmup:
+        expected = t / warmup
+    else:  # half-angle form: (1 + cos x) / 2 = cos(x/2)^2
+        expected = alpha_f + (1 - alpha_f) * math.cos(math.pi / 2 * tau_of(t, warmup, warmup + rest)) ** 2
+    schedule = cosine(alpha_f, Time(warmup + rest, "ba"), Time(warmup, "ba"))
+    assert schedule(Timestamp(batch=t)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(alphas, alphas)
+def test_the_ends_are_exact(alpha_i: float, alpha_f: float) -> None:
+    for t in (7, 8, 1000):
+        now = Timestamp(batch=t)
+        assert linear(alpha_i, alpha_f, t_max="7ba", warmup="3ba")(now) == alpha_f
+        assert cosine(alpha_f, t_max="7ba", warmup="3ba")(now) == alpha_f
+    assert linear(alpha_i, alpha_f, t_max="7ba", warmup="3ba")(Timestamp(batch=3)) == alpha_i
+
+
+def test_a_warm_up_that_is_all_there_is() -> None:
+    schedule = linear(2.0, 0.5, t_max="4ba", warmup="4ba")
+    assert [schedule(Timestamp(batch=t)) for t in (2, 4, 5)] == [1.0, 2.0, 0.5]
+
+
+def test_constant_with_an_end() -> None:
+    assert [constant(3.0, t_max="4ba")(Timestamp(batch=t)) for t in (0, 3, 4, 9)] == [3.0, 3.0, 1.0, 1.0]
+    assert constant(3.0)(Timestamp(batch=10**9)) == 3.0
+    assert constant()(Timestamp()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("t_max", "warmup", "run", "fields"),
+    [
+        ("1000sp", "200sp", RunLength(), {"sample": 600}),
+        ("1000tok", "200tok", RunLength(), {"token": 600}),
+        ("10ep", "2ep", RunLength(), {"epoch": 6, "batch": 7}),
+        ("10iter", "2iter", RunLength(), {"iteration": 6}),
+        ("10ep", "4ba", RunLength(batches_per_epoch=2), {"batch": 12}),
+        ("1dur", "0.2dur", RunLength("1000sp"), {"sample": 600}),
+        ("1dur", "200tok", RunLength("1000tok"), {"token": 600}),
+        ("1dur", "2ep", RunLength("10ep"), {"epoch": 6}),
+        ("1dur", "2ep", RunLength("10ep", batches_per_epoch=10), {"batch": 60}),
+        ("5iter", "0.2dur", RunLength("10ep", 10, iteration_length="2ep"), {"batch": 60}),
+    ],
+)
+def test_units_meet_where_the_run_can_tell(t_max: str, warmup: str, run: RunLength, fields: dict) -> None:
+    # 60 % of the way with a warm-up of 20 %: half of the descent is done.
+    assert linear(t_max=t_max, warmup=warmup)(Timestamp(run=run, **fields)) == pytest.approx(0.5, rel=1e-12)
+
+
+def test_no_warm_up_has_no_unit() -> None:
+    assert linear(t_max="1000tok")(Timestamp(token=250)) == 0.75
+    assert linear(t_max="1000tok", warmup="0ep")(Timestamp(token=250)) == 0.75
+
+
+def test_a_fraction_of_few_samples_is_not_cut_to_whole_ones() -> None:
+    run = RunLength("5sp")
+    assert linear(t_max="0.5dur")(Timestamp(sample=2, run=run)) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "run", "error", "message"),
+    [
+        (linear(warmup="5sp"), RunLength("10ep", 5), UnitError, "warmup=5sp and t_max=1.0dur have no unit"),
+        (linear(t_max="9tok", warmup="5ba"), RunLength("9tok"), UnitError, "batches_per_epoch"),
+        (linear(warmup="5ba"), RunLength("10ep"), UnitError, "in common"),
+        (linear(), RunLength(), ValueError, "no duration.*State.create"),
+        (cosine(warmup="1ba"), RunLength("60sec"), ValueError, "wall-clock"),
+        (linear(warmup="50ba"), RunLength("40ba"), ValueError, "warmup=50ba is longer than t_max=1.0dur"),
+    ],
+)
+def test_what_the_run_cannot_tell(schedule: Schedule, run: RunLength, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        schedule(Timestamp(run=run))
+
+
+def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
+    """Past the type checker, which knows that the arguments are wrong."""
+    return factory(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: call(linear, "1"), TypeError, r"linear: alpha_i: expected a number, got '1' \(str\)"),
+        (lambda: call(linear, 1.0, None), TypeError, "linear: alpha_f"),
+        (lambda: cosine(True), TypeError, "cosine: alpha_f"),
+        (lambda: constant(math.nan), ValueError, "constant: alpha: expected a finite number"),
+        (lambda: linear(warmup="-1ba"), ValueError, "linear: warmup: expected a time >= 0, got -1ba"),
+        (lambda: linear(t_max="0ba"), ValueError, "linear: expected t_max > 0"),
+        (
+            lambda: linear(t_max="10 parsecs"),
+            ValueError,
+            "linear: t_max: no unit of time is called 'parsecs'",
+        ),
+        (lambda: linear(t_max="10"), ValueError, "linear: t_max: the time '10' has no unit"),
+        (lambda: call(cosine, warmup=10), TypeError, "cosine: warmup: expected a Time"),
+        (
+            lambda: cosine(t_max="10sec"),
+            ValueError,
+            "cosine: t_max=10sec: a schedule cannot follow wall-clock",
+        ),
+        (lambda: constant(warmup="1h"), ValueError, "wall-clock"),
+        (lambda: linear(t_max="5ba", warmup="6ba"), ValueError, "warmup=6ba is longer than t_max=5ba"),
+    ],
+)
+def test_refused_when_built(make: Callable[[], Schedule], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_schedules_are_values() -> None:
+    assert cosine(0, "1dur", "0ba") == cosine() and hash(cosine(0, "1dur", "0ba")) == hash(cosine())
+    assert len({cosine(), cosine(0.1), cosine(t_max="5ep"), cosine(warmup="5ep"), linear(), constant()}) == 6
+    assert pickle.loads(pickle.dumps(linear(warmup="5ba"))) == linear(warmup="5ba")

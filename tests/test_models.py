@@ -1,0 +1,179 @@
+"""The plain networks: shapes, the counts of their weights, and first weights that come from a seed alone."""
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from purecompose import models
+
+
+def num_weights(net: nn.Module) -> int:
+    return sum(param.numel() for param in net.parameters())
+
+
+def flat_weights(net: nn.Module) -> torch.Tensor:
+    return torch.cat([param.detach().flatten() for param in net.parameters()])
+
+
+def residual_weights(depth: int, in_channels: int, num_classes: int, width: int) -> int:
+    """Counted stage by stage: convolutions without bias, two numbers per BatchNorm channel."""
+    total = 9 * in_channels * width + 2 * width
+    channels = width
+    for stage_width in (width, 2 * width, 4 * width):
+        for _ in range((depth - 2) // 6):
+            total += 9 * channels * stage_width + 9 * stage_width**2 + 4 * stage_width
+            if channels != stage_width:
+                total += channels * stage_width + 2 * stage_width
+            channels = stage_width
+    return total + channels * num_classes + num_classes
+
+
+@given(
+    name=st.sampled_from(sorted(models.MODELS)),
+    channels=st.integers(1, 3),
+    size=st.integers(4, 12),
+    num_classes=st.integers(1, 12),
+    batch=st.integers(2, 4),
+)
+def test_every_model_maps_images_to_logits(name, channels, size, num_classes, batch):
+    net = models.build(name, in_shape=(channels, size, size), num_classes=num_classes, seed=0)
+    logits = net(torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(1)))
+    assert logits.shape == (batch, num_classes)
+    assert torch.isfinite(logits).all()
+    logits.sum().backward()
+    assert all(param.grad is not None for param in net.parameters())
+
+
+@given(
+    in_features=st.integers(1, 20),
+    hidden=st.lists(st.integers(1, 20), max_size=3),
+    num_classes=st.integers(1, 9),
+)
+def test_mlp_is_the_chain_of_its_matrices(in_features, hidden, num_classes):
+    net = models.mlp(in_features, hidden, num_classes)
+    inputs = torch.randn(4, in_features, generator=torch.Generator().manual_seed(0))
+    values = inputs
+    linears = [layer for layer in net if isinstance(layer, nn.Linear)]
+    for index, layer in enumerate(linears):
+        values = values @ layer.weight.T + layer.bias
+        values = values.clamp(min=0) if index < len(linears) - 1 else values
+    torch.testing.assert_close(net(inputs), values)
+    sizes = [in_features, *hidden, num_classes]
+    assert num_weights(net) == sum((a + 1) * b for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+def test_mlp_takes_one_number_for_one_hidden_layer():
+    assert num_weights(models.mlp(6, 5, 4)) == num_weights(models.mlp(6, (5,), 4)) == 7 * 5 + 6 * 4
+
+
+@pytest.mark.parametrize("depth", [8, 14, 20])
+@pytest.mark.parametrize("width", [2, 5])
+def test_resnet_has_the_weights_of_its_depth(depth, width):
+    net = models.resnet(depth, 3, 7, width=width)
+    assert num_weights(net) == residual_weights(depth, 3, 7, width)
+    # The main path: every 3x3 convolution and the classifier.
+    convs = [m for m in net.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(convs) + 1 == depth
+
+
+def test_resnet_sizes_named_in_the_docstrings():
+    assert round(num_weights(models.resnet8(3, 10)), -3) == 78_000
+    assert round(num_weights(models.resnet20(3, 10)), -3) == 272_000
+
+
+def test_residual_block_adds_branch_and_shortcut():
+    block = models.ResidualBlock(2, 2).eval()
+    inputs = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(block(inputs), (block.branch(inputs) + inputs).clamp(min=0))
+    down = models.ResidualBlock(2, 4, stride=2).eval()
+    assert down(inputs).shape == (3, 4, 3, 3)
+    torch.testing.assert_close(down(inputs), (down.branch(inputs) + down.shortcut(inputs)).clamp(min=0))
+
+
+def test_one_cnn_serves_several_image_sizes():
+    net = models.cnn(1, 10, width=4).eval()
+    assert [tuple(net(torch.zeros(2, 1, size, size)).shape) for size in (4, 8, 17, 28)] == [(2, 10)] * 4
+
+
+def test_options_of_the_cnn():
+    assert not list(models.cnn(1, 3, batch_norm=False).buffers())
+    assert list(models.cnn(1, 3).buffers())
+    (dropout,) = [m for m in models.cnn(1, 3, dropout=0.25).modules() if isinstance(m, nn.Dropout)]
+    assert dropout.p == 0.25
+    assert not [m for m in models.cnn(1, 3).modules() if isinstance(m, nn.Dropout)]
+
+
+@pytest.mark.parametrize("name", sorted(models.MODELS))
+def test_no_layer_works_in_place(name):
+    net = models.build(name, in_shape=(1, 8, 8), num_classes=3, seed=0)
+    assert not any(getattr(module, "inplace", False) for module in net.modules())
+
+
+@pytest.mark.parametrize("name", sorted(models.MODELS))
+def test_seed_decides_the_weights_and_the_global_generator_stays(name):
+    def build(seed: int) -> torch.Tensor:
+        return flat_weights(models.build(name, in_shape=(1, 8, 8), num_classes=3, seed=seed))
+
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first = build(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(12)
+    assert torch.equal(build(5), first)
+    assert not torch.equal(build(6), first)
+
+
+def test_build_leaves_the_generator_alone_when_it_fails():
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match="widht"):
+        models.build("cnn", in_shape=(1, 8, 8), num_classes=3, seed=0, widht=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_build_is_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        net = models.build("mlp", in_shape=(4,), num_classes=2, seed=0)
+    assert {param.device.type for param in net.parameters()} == {"cpu"}
+
+
+def test_build_hands_options_on():
+    narrow = models.build("cnn", in_shape=(1, 8, 8), num_classes=3, seed=0, width=2)
+    assert num_weights(narrow) == num_weights(models.cnn(1, 3, width=2))
+
+
+def test_unknown_name_lists_the_known_and_the_closest():
+    with pytest.raises(
+        ValueError, match=r"'resnet9'; known are mlp, cnn, resnet8, resnet20; did you mean 'resnet"
+    ):
+        models.build("resnet9", in_shape=(1, 8, 8), num_classes=3, seed=0)
+    with pytest.raises(ValueError, match=r"resnet20$"):
+        models.build("?", in_shape=(1, 8, 8), num_classes=3, seed=0)
+
+
+def test_registry_cannot_be_written_to():
+    with pytest.raises(TypeError):
+        models.MODELS["mine"] = models.mlp  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize(
+    ("make_fn", "message"),
+    [
+        (lambda: models.mlp(0, 3, 2), r"in_features .* got 0 \(int\)"),
+        (lambda: models.mlp(3, (4, -1), 2), r"hidden\[1\] .* got -1 \(int\)"),
+        (lambda: models.mlp(3, 4, 2, dropout=1.0), r"dropout in \[0, 1\), got 1.0 \(float\)"),
+        (lambda: models.cnn(1, True), r"num_classes .* got True \(bool\)"),
+        (lambda: models.cnn(1, 2, dropout=-0.1), r"dropout"),
+        (lambda: models.resnet(9, 1, 2), r"depth=9 is not 6 n \+ 2"),
+        (lambda: models.resnet(2, 1, 2), r"depth=2 is not 6 n \+ 2"),
+        (
+            lambda: models.build("cnn", in_shape=(1, 3, 8), num_classes=2, seed=0),
+            r"cnn: .* at least 4x4, got \(1, 3, 8\)",
+        ),
+        (lambda: models.build("resnet8", in_shape=(64,), num_classes=2, seed=0), r"resnet8: .* got \(64,\)"),
+        (lambda: models.build("mlp", in_shape=(1, 0), num_classes=2, seed=0), r"in_shape\[1\]"),
+    ],
+)
+def test_refused_arguments(make_fn, message):
+    with pytest.raises(ValueError, match=message):
+        make_fn()

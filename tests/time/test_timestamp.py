@@ -1,0 +1,274 @@
+"""RunLength and Timestamp: a published walk, and the counters against sums counted by hand."""
+
+import dataclasses
+import operator
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500)), max_size=40)
+FIELDS = [field.name for field in dataclasses.fields(Timestamp)]
+
+
+def test_a_walk_through_epochs_and_iterations() -> None:
+    start = Timestamp()
+    time = start.to_next_batch(10, 20, 5.0).to_next_epoch(5.0).to_next_batch(5, 0, 10.0)
+    time = time.to_next_batch(5, 1, 10.0)
+    assert (time.batch_wct, time.epoch_wct, time.batch_in_epoch, time.token_in_epoch) == (10.0, 20.0, 2, 1)
+    assert (time.sample_in_epoch, time.token_in_iteration, time.epoch_in_iteration) == (10, 21, 1)
+    time = time.to_next_epoch().to_next_batch(5, 1, 10.0).to_next_iteration()
+    assert time == Timestamp(iteration=1, epoch=2, batch=4, sample=25, token=22, total_wct=40.0)
+    assert start == Timestamp()
+
+
+def test_wall_clock_moves_only_when_told() -> None:
+    run = RunLength("4ep", batches_per_epoch=2, iteration_length="1ep")
+    time = Timestamp(run=run)
+    for _ in range(5):
+        time = time.advance(samples=3, tokens=4)
+    assert (time.total_wct, time.iteration_wct, time.epoch_wct, time.batch_wct) == (0.0, 0.0, 0.0, 0.0)
+    assert time.to_next_epoch(2.0).to_next_iteration(3.0).total_wct == 5.0
+
+
+@given(SIZES)
+def test_batches_then_an_epoch_keep_the_sums(sizes: list[tuple[int, int]]) -> None:
+    time = Timestamp()
+    for samples, tokens in sizes:
+        time = time.to_next_batch(samples, tokens)
+    samples, tokens = sum(s for s, _ in sizes), sum(t for _, t in sizes)
+    assert (time.batch_in_epoch, time.sample_in_epoch, time.token_in_epoch) == (len(sizes), samples, tokens)
+    time = time.to_next_epoch()
+    assert time == Timestamp(
+        epoch=1,
+        epoch_in_iteration=1,
+        batch=len(sizes),
+        sample=samples,
+        token=tokens,
+        token_in_iteration=tokens,
+    )
+
+
+@given(SIZES, st.integers(1, 7), st.integers(1, 4))
+def test_advance_rolls_over_as_nested_loops_do(sizes: list, length: int, epochs: int) -> None:
+    run = RunLength(batches_per_epoch=length, iteration_length=Time(epochs, "ep"))
+    time = Timestamp(run=run)
+    for samples, tokens in sizes:
+        time = time.advance(samples, tokens)
+    n = len(sizes)
+    in_epoch, in_iteration = sizes[n - n % length :], sizes[n - n % (length * epochs) :]
+    assert time == Timestamp(
+        iteration=n // (length * epochs),
+        epoch=n // length,
+        batch=n,
+        sample=sum(s for s, _ in sizes),
+        token=sum(t for _, t in sizes),
+        epoch_in_iteration=(n // length) % epochs,
+        token_in_iteration=sum(t for _, t in in_iteration),
+        batch_in_epoch=n % length,
+        sample_in_epoch=sum(s for s, _ in in_epoch),
+        token_in_epoch=sum(t for _, t in in_epoch),
+        run=run,
+    )
+
+
+@given(st.integers(1, 60))
+def test_without_lengths_nothing_rolls_over(n: int) -> None:
+    time = Timestamp()
+    for _ in range(n):
+        time = time.advance(2)
+    assert (time.batch, time.batch_in_epoch, time.epoch, time.sample_in_epoch) == (n, n, 0, 2 * n)
+
+
+def test_an_iteration_of_tokens_ends_within_the_epoch() -> None:
+    time = Timestamp(run=RunLength(batches_per_epoch=10, iteration_length="100tok"))
+    for _ in range(3):
+        time = time.advance(1, 40)
+    assert (time.iteration, time.token_in_iteration, time.batch_in_epoch, time.token) == (1, 0, 3, 120)
+    for _ in range(7):
+        time = time.advance(1, 40)
+    assert (time.epoch, time.batch_in_epoch, time.iteration) == (1, 0, 3)
+
+
+def test_five_epochs_of_two_an_iteration() -> None:
+    time = Timestamp(run=RunLength(iteration_length="2ep"))
+    for _ in range(5):
+        time = time.to_next_batch(1).advance_epoch()
+    assert (time.iteration, time.epoch_in_iteration, time.epoch) == (2, 1, 5)
+
+
+@given(st.integers(0, 99), st.integers(0, 9))
+def test_advance_equals_building_from_the_fields(batch: int, sample: int) -> None:
+    time = Timestamp(batch=batch, sample=sample).advance(4, 5)
+    rebuilt = Timestamp(**{name: getattr(time, name) for name in FIELDS})
+    assert rebuilt == time and hash(rebuilt) == hash(time)
+    assert eval(repr(time)) == time and pickle.loads(pickle.dumps(time)) == time
+
+
+def test_repr_reads_back_with_a_run() -> None:
+    time = Timestamp(epoch=1, run=RunLength("2ep", batches_per_epoch=3, iteration_length="5tok"))
+    assert eval(repr(time)) == time
+    assert repr(Timestamp()) == "Timestamp()"
+
+
+def test_timestamps_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Timestamp().advance().batch = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_get() -> None:
+    time = Timestamp(iteration=1, epoch=2, batch=3, sample=4, token=5, total_wct=6.5)
+    assert [time.get(unit) for unit in ("iter", "ep", "ba", "sp", "tok", "sec")] == [1, 2, 3, 4, 5, 6.5]
+    with pytest.raises(ValueError, match="elapsed"):
+        time.get(TimeUnit.DURATION)
+
+
+@pytest.mark.parametrize(
+    ("run", "fields", "expected"),
+    [
+        (RunLength(), {"batch": 5}, None),
+        (RunLength("10ba"), {"batch": 5}, 0.5),
+        (RunLength("10ba"), {"batch": 15}, 1.5),
+        (RunLength("4ep", 5), {"batch": 3, "batch_in_epoch": 3}, 0.15),
+        (RunLength("4ep"), {"batch": 3, "epoch": 1}, 0.25),
+        (RunLength("2iter", 5, "2ep"), {"batch": 5}, 0.25),
+        (RunLength("2iter", 5, "9tok"), {"batch": 5, "iteration": 1}, 0.5),
+        (RunLength("100sp", 5), {"batch": 3, "sample": 30}, 0.3),
+        (RunLength("100tok"), {"token": 30}, 0.3),
+        (RunLength("60sec"), {"total_wct": 15.0}, 0.25),
+    ],
+)
+def test_elapsed(run: RunLength, fields: dict, expected: float | None) -> None:
+    assert Timestamp(run=run, **fields).elapsed() == expected
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 100))
+def test_a_percentage_is_reached_at_its_exact_batch(epochs: int, length: int, percent: int) -> None:
+    run = RunLength(Time(epochs, "ep"), batches_per_epoch=length)
+    first = -(-percent * epochs * length // 100)  # ceil, in integers
+    assert Timestamp(batch=first, run=run).reached(Time(percent / 100, "dur"))
+    if first:
+        assert not Timestamp(batch=first - 1, run=run).reached(Time(percent / 100, "dur"))
+
+
+def test_reached_in_every_unit() -> None:
+    time = Timestamp(iteration=1, epoch=2, batch=3, sample=4, token=5, run=RunLength("8sp"))
+    for now in ("1iter", "2ep", "3ba", "4sp", "5tok", "0.5dur"):
+        assert time.reached(now) and time.reached("0" + now.lstrip("0123456789."))
+    for later in ("2iter", "3ep", "4ba", "5sp", "6tok", "0.51dur"):
+        assert not time.reached(later)
+    with pytest.raises(ValueError, match=r"fit\(duration='60sec'\)"):
+        time.reached("1sec")
+    with pytest.raises(ValueError, match="no duration"):
+        Timestamp().reached("0.5dur")
+    with pytest.raises(ValueError, match="wall-clock"):
+        Timestamp(run=RunLength("60sec")).reached("0.5dur")
+
+
+def test_is_finished() -> None:
+    assert not Timestamp(batch=10**9).is_finished()
+    assert Timestamp(epoch=2, run=RunLength("2ep", 5)).is_finished()
+    assert not Timestamp(epoch=1, batch=9, run=RunLength("2ep", 5)).is_finished()
+    assert Timestamp(total_wct=60.0, run=RunLength("1m")).is_finished()
+
+
+@pytest.mark.parametrize(
+    ("run", "time", "expected"),
+    [
+        (RunLength(), "7ba", 7.0),
+        (RunLength(), "2ep", None),
+        (RunLength(batches_per_epoch=5), "2ep", 10.0),
+        (RunLength(batches_per_epoch=5, iteration_length="3ep"), "2iter", 30.0),
+        (RunLength(batches_per_epoch=5, iteration_length="3tok"), "2iter", None),
+        (RunLength("4ep", 5), "0.25dur", 5.0),
+        (RunLength("100ba"), "0.07dur", 7.0),
+        (RunLength("3ep", 5), "0.5dur", 7.5),
+        (RunLength("4ep"), "0.25dur", None),
+        (RunLength("90sp", 5), "0.5dur", None),
+        (RunLength(), "0.5dur", None),
+        (RunLength("9ba", 5), "3sp", None),
+        (RunLength("9ba", 5), "3tok", None),
+        (RunLength("9ba", 5), "3sec", None),
+    ],
+)
+def test_in_batches(run: RunLength, time: str, expected: float | None) -> None:
+    assert run.in_batches(time) == run.in_batches(Time.parse(time)) == expected
+
+
+def test_run_lengths_are_values() -> None:
+    run = RunLength("4ep", 5)
+    assert run.total_batches == 20.0
+    assert run == RunLength(Time(4, "ep"), 5) and hash(run) == hash(RunLength("4ep", 5))
+    assert dataclasses.replace(run, duration="2ep").total_batches == 10.0
+    assert RunLength().total_batches is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"duration": "0.5dur"}, ValueError, "fraction of itself"),
+        ({"duration": "0ep"}, ValueError, "duration: expected a time > 0, got 0ep"),
+        ({"duration": "-1ep"}, ValueError, "duration: expected a time > 0"),
+        ({"duration": 5}, TypeError, "duration: expected a Time.*got 5.*'5ep'"),
+        ({"duration": "5"}, ValueError, "duration: the time '5' has no unit"),
+        ({"batches_per_epoch": 0}, ValueError, "batches_per_epoch >= 1"),
+        ({"batches_per_epoch": 2.0}, TypeError, "batches_per_epoch: expected an int"),
+        ({"iteration_length": "5ba"}, ValueError, "in ep or tok, got 5ba"),
+    ],
+)
+def test_run_length_refuses(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RunLength(**arguments)
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_order_against_a_time_compares_the_counter(epoch: int, other: int) -> None:
+    time = Timestamp(epoch=epoch, batch=1000)
+    for compare in (operator.lt, operator.le, operator.gt, operator.ge):
+        assert compare(time, f"{other}ep") == compare(epoch, other) == compare(time, Time(other, "ep"))
+
+
+def test_order_against_other_things() -> None:
+    for other in (3, None, Timestamp()):
+        with pytest.raises(TypeError):
+            _ = Timestamp() < other  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(ValueError, match="elapsed"):
+        _ = Timestamp() < "0.5dur"
+
+
+def test_replace() -> None:
+    time = Timestamp(epoch=1, batch=2)
+    assert time.replace(batch=3) == Timestamp(epoch=1, batch=3)
+    assert time == Timestamp(epoch=1, batch=2)
+    with pytest.raises(TypeError, match="no field 'batches'; did you mean batch"):
+        time.replace(batches=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch": -1}, ValueError, "batch: expected a count >= 0, got -1"),
+        ({"epoch": 1.0}, TypeError, "epoch: expected an int, got 1.0"),
+        ({"epoch": True}, TypeError, "epoch: expected an int"),
+        ({"total_wct": "1s"}, TypeError, "total_wct: expected seconds"),
+        ({"total_wct": -1.0}, ValueError, "total_wct: expected seconds >= 0"),
+        ({"run": "20ep"}, TypeError, "run: expected a RunLength, got '20ep'"),
+    ],
+)
+def test_timestamp_refuses(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Timestamp(**arguments)
+
+
+def test_steps_backwards_are_refused() -> None:
+    backwards: list[dict[str, Any]] = [{"samples": -1}, {"tokens": -1}, {"duration": -1.0}]
+    for arguments in backwards:
+        with pytest.raises(ValueError, match="counts >= 0"):
+            Timestamp().to_next_batch(**arguments)
+    for move in (Timestamp().to_next_epoch, Timestamp().to_next_iteration):
+        with pytest.raises(ValueError, match="duration: expected seconds >= 0"):
+            move(-1.0)
