@@ -1,1 +1,112 @@
-"""Pure transforms for training neural networks on PyTorch's torch.func."""
+"""Training methods as pure functions that compose, on PyTorch's torch.func.
+
+`State` is an immutable pytree, an `Algorithm` a pair of pure functions, a pass a list-to-list function, the loop a
+tuple; `compose` folds them into a training step.
+"""
+
+from purecompose import losses, metrics, optim, random, schedule, tree
+from purecompose.algorithm import Algorithm, Trait, identity
+from purecompose.clock import Clock
+from purecompose.compose import ContractError, Step, compose
+from purecompose.evaluation import Evaluator, evaluate, predict
+from purecompose.event import Event
+from purecompose.fit import fit
+from purecompose.loop import (
+    Grad,
+    Microbatches,
+    Stage,
+    advance,
+    eval_events,
+    eval_forward,
+    forward,
+    loop_events,
+    loss,
+    predict_events,
+    update,
+)
+from purecompose.losses import Mixture
+from purecompose.matching import MatchError
+from purecompose.passes import (
+    DEFAULT_PASSES,
+    OrderError,
+    compose_passes,
+    order_by_constraints,
+    set_filo_order,
+    sort_fused_layernorm_last,
+    sort_selective_backprop_first,
+    sort_to_back,
+    sort_to_front,
+    warn_if_multiple_loss_interpolation,
+)
+from purecompose.predicate import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
+from purecompose.random.modules import UnkeyedRandomError, checkpoint
+from purecompose.schedule import hparam
+from purecompose.state import State, to_module
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.trace import Trace, traced
+
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALWAYS",
+    "Algorithm",
+    "Clock",
+    "ContractError",
+    "DEFAULT_PASSES",
+    "Evaluator",
+    "Event",
+    "Grad",
+    "MatchError",
+    "Microbatches",
+    "Mixture",
+    "NEVER",
+    "OrderError",
+    "RunLength",
+    "Stage",
+    "State",
+    "Step",
+    "Time",
+    "TimeUnit",
+    "Timestamp",
+    "Trace",
+    "Trait",
+    "UnkeyedRandomError",
+    "advance",
+    "after",
+    "before",
+    "between",
+    "checkpoint",
+    "compose",
+    "compose_passes",
+    "epoch_ends",
+    "eval_events",
+    "eval_forward",
+    "evaluate",
+    "every",
+    "fit",
+    "forward",
+    "hparam",
+    "identity",
+    "loop_events",
+    "loss",
+    "losses",
+    "metrics",
+    "on",
+    "optim",
+    "order_by_constraints",
+    "predict",
+    "predict_events",
+    "random",
+    "schedule",
+    "set_filo_order",
+    "sort_fused_layernorm_last",
+    "sort_selective_backprop_first",
+    "sort_to_back",
+    "sort_to_front",
+    "to_module",
+    "traced",
+    "tree",
+    "update",
+    "warn_if_multiple_loss_interpolation",
+]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 
 __all__ = ["fingerprint"]
@@ -48,8 +49,14 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
     if isinstance(thing, types.MethodType):
         return ("method", thing.__func__, _describe(thing.__self__, inside))
     if isinstance(thing, nn.Module):
-        attributes = {k: v for k, v in vars(thing).items() if k not in _BOOKKEEPING}
-        return (type(thing), _describe(attributes, inside))
+        attributes = {
+            # Hooks stand under numbers that a global counter gave them.
+            key: list(value.values()) if "_hooks" in key and isinstance(value, Mapping) else value
+            for key, value in vars(thing).items()
+            if key not in _BOOKKEEPING
+        }
+        # A parametrized module has a class of its own, made on the spot.
+        return (parametrize.type_before_parametrizations(thing), _describe(attributes, inside))
     if hasattr(thing, "__dict__"):
         return (type(thing), _describe(vars(thing), inside))
     return thing if isinstance(thing, Hashable) else (type(thing), repr(thing))

@@ -1,7 +1,7 @@
 """An algorithm: a pair of pure functions with a name, and what a pass may want to know about it."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -46,8 +46,8 @@ class Algorithm:
     Args:
         name: Names its slot in the state, its draws and its rows in plans and traces; unique in a step.
         match: A predicate, or a function `(event, state) -> bool` of time and shapes.
-        apply: A function `(event, state) -> state`, or `-> (state, exit code)`. It must be pure; inside a step it
-            reads time from `state.clock` only.
+        apply: A function `(event, state) -> state`, or `-> (state, exit code)`. It must be pure; inside a
+            step it reads time from `state.clock` only.
         traits: What passes and transforms should know.
         runs_before: Names or traits of algorithms that must come later at every event both act on.
         runs_after: The same, the other way round.
@@ -55,8 +55,8 @@ class Algorithm:
         config: The settings, for printing and for comparing with a checkpoint.
 
     Raises:
-        TypeError, ValueError: A name that is not a non-empty string, a `match` or `apply` that cannot be called,
-            constraints that are neither names nor traits.
+        TypeError, ValueError: A name that is not a non-empty string, a `match` or `apply` that cannot be
+            called, constraints that are neither names nor traits.
 
     Example:
         >>> from purecompose import on
@@ -72,16 +72,17 @@ class Algorithm:
     runs_before: tuple[str | Trait, ...] = ()
     runs_after: tuple[str | Trait, ...] = ()
     host: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name={self.name!r}: an algorithm needs a name, a non-empty string")
-        if not callable(self.apply):
-            raise TypeError(f"{self.name}: apply={self.apply!r} cannot be called")
+        for role, given in (("match", self.match), ("apply", self.apply)):
+            if not callable(given):
+                raise TypeError(f"{self.name}: {role}={given!r} ({type(given).__name__}) cannot be called")
         fixed = {
             "match": as_predicate(self.match),
-            "traits": frozenset(self.traits),
+            "traits": frozenset(_references(self.name, "traits", self.traits)),
             "runs_before": _references(self.name, "runs_before", self.runs_before),
             "runs_after": _references(self.name, "runs_after", self.runs_after),
             "config": MappingProxyType(dict(self.config)),
@@ -123,7 +124,8 @@ def identity(name: str = "identity") -> Algorithm:
 
 
 def _references(owner: str, role: str, given: Any) -> tuple[str | Trait, ...]:
-    found = (given,) if isinstance(given, (str, Trait)) else tuple(given)
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     if not all(isinstance(reference, (str, Trait)) for reference in found):
-        raise TypeError(f"{owner}: {role}={given!r}: expected algorithms' names or traits")
+        wanted = "members of Trait" if role == "traits" else "algorithms' names or traits"
+        raise TypeError(f"{owner}: {role}={given!r}: expected {wanted}")
     return found

@@ -8,7 +8,7 @@ batch in place.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def get(batch: Any, key: Key) -> Any:
         return [get(batch, part) for part in key]
     try:
         if isinstance(batch, Mapping) or isinstance(key, int):
-            return batch[key]
+            return batch[key]  # pyright: ignore[reportCallIssue, reportArgumentType]
         return getattr(batch, key)
     except (KeyError, IndexError, AttributeError, TypeError):
         raise KeyError(_missing(batch, key)) from None
@@ -127,23 +127,30 @@ def split(batch: Any, num_parts: int) -> list[Any]:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Applies `fn` to every tensor of the batch, also inside dataclasses; what is no tensor stays."""
+    """Applies `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
+
+    What is no tensor stays; an object without tensors is shared.
+    """
 
     def on_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return fn(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-            return dataclasses.replace(leaf, **map_tensors(fn, fields))
-        return leaf
+        members = _members(leaf)
+        if not tensors(members):
+            return leaf
+        return _with_members(leaf, map_tensors(fn, members))
 
     return tree.map(on_leaf, batch)
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """The batch's tensors, in order, also those inside dataclasses."""
+    """The batch's tensors, in order, also those inside dataclasses, mappings and objects."""
     found: list[Tensor] = []
-    map_tensors(found.append, batch)
+    for leaf in tree.leaves(batch):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif members := _members(leaf):
+            found += tensors(members)
     return found
 
 
@@ -157,12 +164,45 @@ def check_key(key: Key, role: str) -> None:
         )
 
 
+def _members(leaf: Any) -> dict[Any, Any]:
+    """What a leaf of the pytree holds that is a container all the same; empty for plain values."""
+    if isinstance(leaf, Mapping):
+        return dict(leaf)
+    if isinstance(leaf, type) or callable(leaf):
+        return {}
+    if dataclasses.is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return dict(getattr(leaf, "__dict__", {}))
+
+
+def _with_members(leaf: Any, members: dict[Any, Any]) -> Any:
+    if isinstance(leaf, Mapping):
+        return _with_items(leaf, members)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        settable = {field.name for field in dataclasses.fields(leaf) if field.init}
+        return dataclasses.replace(leaf, **{name: members[name] for name in members if name in settable})
+    successor = copy.copy(leaf)
+    vars(successor).update(members)
+    return successor
+
+
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)({**mapping, **items})  # pyright: ignore[reportCallIssue]
+    # A copy keeps what a constructor would lose: a defaultdict's factory, a tokenizer's encodings. Item by item,
+    # since the outputs of Hugging Face models refuse `update`.
+    successor = copy.copy(mapping)
+    for key, value in items.items():
+        successor[key] = value
+    return successor
+
+
 def _put_one(batch: Any, key: Any, value: Any) -> Any:
     if isinstance(batch, Tensor):
         index = torch.arange(len(batch), device=batch.device) == (key % len(batch))
         return torch.where(index.reshape(-1, *[1] * (batch.ndim - 1)), value, batch)
     if isinstance(batch, Mapping):
-        return type(batch)({**batch, key: value})  # pyright: ignore[reportCallIssue]
+        return _with_items(batch, {key: value})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         name = batch._fields[key] if isinstance(key, int) else key  # pyright: ignore
         return batch._replace(**{name: value})  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,10 +1,11 @@
 """The time of a step as traced code may read it: one small tensor.
 
-The host's counters are the only source. They are written into the tensor at the start of a step, with the values
-that every schedule takes there, so that traced code holds no changing Python number.
+The host's counters are the only source. They are written into the tensor, with the values that every schedule takes
+then, so that traced code holds no changing Python number.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,50 +20,66 @@ __all__ = ["Clock"]
 _FIELDS = ("batch", "epoch", "batch_in_epoch", "sample", "token", "elapsed")
 
 
-@dataclass(frozen=True, slots=True)
 class Clock:
-    """Time inside a step.
+    """Time inside a step. Its tensor is made when it is first read: a step that reads no time pays nothing."""
 
-    Attributes:
-        values: float64 of shape (1 or 2, fields): the time before and, where something asks for it, after the
-            step's `advance`. float64 holds every count below 2**53 exactly.
-        row: Which of the two is now.
-        schedules: The schedules whose values follow the counters, in order.
-    """
+    __slots__ = ("schedules", "_values", "_later", "_source")
 
-    values: Tensor
-    row: int
-    schedules: tuple[Schedule, ...]
+    def __init__(
+        self,
+        values: Tensor | None,
+        later: "Clock | None",
+        schedules: tuple[Schedule, ...],
+        source: tuple[Timestamp, torch.device] | None = None,
+    ) -> None:
+        """Takes the values, or what they can be made from; `Clock.of` is the usual way."""
+        self._values, self._later, self.schedules, self._source = values, later, schedules, source
+
+    @classmethod
+    def of(
+        cls, now: Timestamp, later: Timestamp, schedules: tuple[Schedule, ...], device: torch.device
+    ) -> "Clock":
+        """The clock of a step that leads from `now` to `later`."""
+        return cls(None, cls(None, None, schedules, (later, device)), schedules, (now, device))
+
+    @property
+    def values(self) -> Tensor:
+        """float64 of shape (fields,), which holds every count below 2**53 exactly."""
+        if self._values is None:
+            assert self._source is not None
+            timestamp, device = self._source
+            self._values = torch.tensor(_read(timestamp, self.schedules), dtype=torch.float64, device=device)
+        return self._values
 
     @property
     def batch(self) -> Tensor:
         """The number of batches finished, 0-d int64."""
-        return self._field(0).to(torch.int64)
+        return self.values[0].to(torch.int64)
 
     @property
     def epoch(self) -> Tensor:
         """The number of epochs finished, 0-d int64."""
-        return self._field(1).to(torch.int64)
+        return self.values[1].to(torch.int64)
 
     @property
     def batch_in_epoch(self) -> Tensor:
         """The number of batches finished in this epoch, 0-d int64."""
-        return self._field(2).to(torch.int64)
+        return self.values[2].to(torch.int64)
 
     @property
     def sample(self) -> Tensor:
         """The number of examples seen, 0-d int64."""
-        return self._field(3).to(torch.int64)
+        return self.values[3].to(torch.int64)
 
     @property
     def token(self) -> Tensor:
         """The number of tokens seen, 0-d int64."""
-        return self._field(4).to(torch.int64)
+        return self.values[4].to(torch.int64)
 
     @property
     def elapsed(self) -> Tensor:
         """The fraction of the run that is over, 0-d float64; NaN in a run without a duration."""
-        return self._field(5)
+        return self.values[5]
 
     def scheduled(self, schedule: Schedule) -> Tensor:
         """The schedule's multiplier now, 0-d float64.
@@ -75,18 +92,14 @@ class Clock:
                 f"{schedule!r} is not evaluated in this step: schedules work in optimizers' settings and in those "
                 "that an algorithm lists in its config"
             )
-        return self._field(len(_FIELDS) + self.schedules.index(schedule))
+        return self.values[len(_FIELDS) + self.schedules.index(schedule)]
 
     def advanced(self) -> "Clock":
         """The clock after the step's `advance`."""
-        return replace(self, row=1)
-
-    def _field(self, index: int) -> Tensor:
-        return self.values[self.row, index]
+        return self._later or self
 
 
-def read(timestamp: Timestamp, schedules: tuple[Schedule, ...]) -> list[float]:
-    """One row of a clock's values."""
+def _read(timestamp: Timestamp, schedules: tuple[Schedule, ...]) -> list[float]:
     elapsed = timestamp.elapsed()
     return [
         timestamp.batch,
@@ -99,8 +112,16 @@ def read(timestamp: Timestamp, schedules: tuple[Schedule, ...]) -> list[float]:
     ]
 
 
-tree.register_node(
-    Clock,
-    lambda clock: (("values",), (clock.values,), (clock.row, clock.schedules)),
-    lambda names, children, static: Clock(next(iter(children)), *static),
-)
+def _flatten(clock: Clock) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    if clock._later is None:
+        return ("values",), (clock.values,), clock.schedules
+    return ("values", "later"), (clock.values, clock._later), clock.schedules
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[Any], schedules: Any) -> Clock:
+    del names
+    values, later = (*children, None)[:2]
+    return Clock(values, later, schedules)
+
+
+tree.register_node(Clock, _flatten, _unflatten)

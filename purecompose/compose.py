@@ -12,15 +12,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, clock as clocks, tree
+from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm
 from purecompose.clock import Clock
 from purecompose.event import Event
-from purecompose.forward import looking_for_draws
+from purecompose.network import looking_for_draws
 from purecompose.gradient import Op, wants_outer_gradient
 from purecompose.loop import Node, Program, advance, build, walk
 from purecompose.matching import Matcher
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes
+from purecompose.plan import Plan, describe_moment, make_plan
 from purecompose.predicate import NEVER
 from purecompose.state import Context, SealedTime, State, Static
 
@@ -45,7 +46,6 @@ class _Compiled(NamedTuple):
 
     run: Op
     observed: Callable[[Observe], Op]
-    needs_later_clock: bool
 
 
 class Step:
@@ -66,10 +66,10 @@ class Step:
         self.events = tuple(dict.fromkeys(node for node, _ in walk(program) if isinstance(node, Event)))
         self.has_advance = any(node is advance for node, _ in walk(program))
         self.matcher = Matcher(algorithms, self.events)
-        self.outer_matcher = Matcher(algorithms, [event for event in Event if event not in self.events])
         self._order = compose_passes(*passes)
         self._wants_init = [a for a in algorithms if _needs_init(a)]
         # Memory of what has been computed before; nothing here changes a result.
+        self._outer_matchers: dict[Event, Matcher] = {}
         self._compiled: dict[int, _Compiled] = {}
         self._checked: dict[int, Context] = {}
         self._ready: Context | None = None
@@ -92,12 +92,9 @@ class Step:
         later = now.advance(batches.num_examples(batch), _num_tokens(batch)) if self.has_advance else now
         bits = self.matcher.schedule(state, batch, now, later)
         compiled = self._compiled.get(bits) or self._compile(bits)
-        rows = [clocks.read(now, context.schedules)]
-        if compiled.needs_later_clock:
-            rows.append(clocks.read(later, context.schedules))
         start = state.replace(
             static=Static(context, SealedTime(now, later)),
-            clock=Clock(torch.tensor(rows, dtype=torch.float64, device=state.device), 0, context.schedules),
+            clock=Clock.of(now, later, context.schedules, state.device),
             batch=batch,
             loss=None,
             metrics={},
@@ -123,7 +120,7 @@ class Step:
         )
 
     def init(self, state: State) -> State:
-        """Fires `Event.INIT`: surgery and slots. Algorithms whose INIT is over are left out, so twice is once.
+        """Fires `Event.INIT`: surgery and slots. An algorithm whose INIT is over is left out: twice is once.
 
         Raises:
             ValueError: Two algorithms want different defaults for one hparam.
@@ -132,8 +129,7 @@ class Step:
         fresh = [a for a in self.algorithms if a.name not in state.context.initialised]
         matched = self._matched_now(Event.INIT, state, fresh)
         for algorithm in self.order(matched, Event.INIT):
-            result = algorithm.apply(Event.INIT, state)
-            state = _checked_result(result, algorithm, Event.INIT)[0]
+            state, _ = _applied(algorithm, Event.INIT, state)
         context = state.context
         schedules = [schedule for algorithm in fresh for schedule in algorithm.schedules]
         changes = {
@@ -155,12 +151,29 @@ class Step:
         if not matched:
             return state
         now, context = state.timestamp, state.context
-        rows = [clocks.read(now, context.schedules)]
-        clock = Clock(torch.tensor(rows, dtype=torch.float64, device=state.device), 0, context.schedules)
+        clock = Clock.of(now, now, context.schedules, state.device)
         inner = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
         for algorithm in matched:
             inner = _application(algorithm, event)(inner)
         return inner.replace(static=Static(inner.context, now), clock=None)
+
+    def plan(self, state: State, batch: Any = None) -> Plan:
+        """Which algorithms act at which events for this state, in what order and why; prints as a table.
+
+        Args:
+            state: The state; its time decides.
+            batch: A batch, where a `match` asks for shapes.
+        """
+        now = state.timestamp
+        later = now.advance() if self.has_advance else now
+        bits = self.matcher.schedule(state, batch, now, later)
+
+        def matched(event: Event) -> Sequence[Algorithm]:
+            if event in self.events:
+                return self.matcher.matched(bits, event, self.algorithms)
+            return self._matched_now(event, state, self.algorithms)
+
+        return make_plan(self, matched, describe_moment(now))
 
     def order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
         """The order in which the passes let these algorithms act at an event."""
@@ -177,13 +190,15 @@ class Step:
         return compose(**{**given, **changes})
 
     def _matched_now(self, event: Event, state: State, among: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+        """Those that act at an event outside the program; only this event is asked about."""
         now = state.timestamp
-        bits = self.outer_matcher.schedule(state, None, now, now)
-        return self.outer_matcher.matched(bits, event, tuple(among))
+        matcher = self._outer_matchers.get(event)
+        if matcher is None:
+            matcher = self._outer_matchers[event] = Matcher(self.algorithms, [event])
+        return matcher.matched(matcher.schedule(state, None, now, now), event, tuple(among))
 
     def _compile(self, bits: int) -> _Compiled:
         orders = {e: self.order(self.matcher.matched(bits, e, self.algorithms), e) for e in self.events}
-        needs_later = self.has_advance and any(orders[e] for e in self.events if e.sees_new_time)
 
         def program(observe: Observe | None) -> Op:
             def at(event: Event) -> Op | None:
@@ -192,7 +207,7 @@ class Step:
 
             return build(self.program, at, self.microbatches)
 
-        compiled = _Compiled(program(None), program, needs_later)
+        compiled = _Compiled(program(None), program)
         self._compiled[bits] = compiled
         return compiled
 
@@ -200,10 +215,10 @@ class Step:
         """The first run of a schedule: watches for unkeyed draws, and checks what the step must keep."""
         history: list[tuple[Algorithm, Event, State, State]] = []
 
-        def watch(algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
+        def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
             history.append((algorithm, event, before, after))
             if observe is not None:
-                observe(algorithm, event, before, after, exit_code)
+                observe(algorithm, event, before, after, code)
 
         with looking_for_draws():
             end = compiled.observed(watch)(start)
@@ -254,11 +269,11 @@ def compose(
             raise TypeError(f"{algorithm!r} is no Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
     twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
     if twice:
-        raise ValueError(f"the name {twice[0]!r} is used twice; give one of them another: mixup(..., name='other')")
+        raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
     ordering = tuple(passes)
     for one_pass in ordering:
         if not callable(one_pass):
-            raise TypeError(f"{one_pass!r} is no pass; a pass is a function (algorithms, event) -> algorithms")
+            raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: expected a positive number of slices")
     return Step(program, chosen, ordering, microbatches)
@@ -266,6 +281,8 @@ def compose(
 
 def _as_program(loop: Iterable[Node]) -> Program:
     program = tuple(Event(node) if isinstance(node, str) else node for node in loop)
+    if sum(node is advance for node, _ in walk(program)) > 1:
+        raise ValueError("the program has more than one advance: a step moves the time by one batch")
     is_later = False
     for node, _ in walk(program):
         is_later = is_later or node is advance
@@ -281,27 +298,31 @@ def _as_program(loop: Iterable[Node]) -> Program:
 
 def _application(algorithm: Algorithm, event: Event, observe: Observe | None = None) -> Op:
     """One algorithm at one event, as a function of the state."""
-    apply = algorithm.apply
 
     def op(state: State) -> State:
         before = _unsealed(state, event) if algorithm.host else state
-        try:
-            after, exit_code = _checked_result(apply(event, before), algorithm, event)
-        except Exception as error:
-            error.add_note(f"in {algorithm.name} at {event}")
-            raise
+        after, exit_code = _applied(algorithm, event, before)
         if algorithm.host:
             after = after.replace(static=Static(after.context, state.static.timestamp))
         elif after.static is not before.static:
             raise ContractError(
-                f"{algorithm.name} at {event} changed the static part (model, optimizer, time): only INIT and host "
-                "algorithms may"
+                f"{algorithm.name} at {event} changed the static part (model, optimizer, time): "
+                "only INIT and host algorithms may"
             )
         if observe is not None:
             observe(algorithm, event, state, after, exit_code)
         return after
 
     return op
+
+
+def _applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:
+    """What `apply` returns, checked: (state, exit code). What it raises says where it was."""
+    try:
+        return _checked_result(algorithm.apply(event, state), algorithm, event)
+    except Exception as error:
+        error.add_note(f"in {algorithm.name} at {event}")
+        raise
 
 
 def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[State, int | None]:
@@ -344,8 +365,8 @@ def _check_contract(start: State, end: State, history: list[tuple[Algorithm, Eve
         if _specs(old).get(path) != _specs(new).get(path):
             culprit = f"{algorithm.name} at {event}"
     raise ContractError(
-        f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: a step "
-        "keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
+        f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
+        "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
     )
 
 
@@ -364,5 +385,7 @@ def _needs_init(algorithm: Algorithm) -> bool:
 
 def _num_tokens(batch: Any) -> int:
     """The tokens of a language batch: the size of its `input_ids`; other batches have none."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if type(batch) is tuple or not isinstance(batch, Mapping):
+        return 0
+    ids = batch.get("input_ids")
     return ids.numel() if isinstance(ids, Tensor) else 0

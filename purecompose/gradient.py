@@ -27,11 +27,13 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    tensors = [*state.params.values(), *state.hparams.values(), *state.buffers.values()]
-    if any(tensor.requires_grad for tensor in tensors):
-        return True
-    rest = (batch,) if not state.slots else (batch, state.slots)
-    return any(tensor.requires_grad for tensor in batches.tensors(rest))
+    for tensors in (state.params, state.hparams, state.buffers):
+        for tensor in tensors.values():
+            if tensor.requires_grad:
+                return True
+    if type(batch) is tuple and all(type(member) is Tensor for member in batch) and not state.slots:
+        return any(member.requires_grad for member in batch)
+    return any(tensor.requires_grad for tensor in batches.tensors((batch, state.slots)))
 
 
 def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:

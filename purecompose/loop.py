@@ -224,17 +224,17 @@ def _build_node(node: Node, at: Callable[[Event], Op | None], microbatches: int)
         return lambda state: _update(state, node.wrt)
     if isinstance(node, Grad):
         body = build(node.body, at, microbatches)
-        return lambda state: differentiate(body, state, _matching(state.context.trainable, node.wrt))
+        return _repeatable(lambda state: differentiate(body, state, _matching(state.context.trainable, node.wrt)))
     if isinstance(node, Microbatches):
         body = build(node.body, at, microbatches)
         uses_loss = any(inner is loss for inner, _ in walk(node.body))
-        return _build_microbatches(body, node.k or microbatches, uses_loss)
+        k = node.k or microbatches
+        return _repeatable(body if k == 1 else lambda state: _run_sliced(body, state, k, uses_loss))
     return node  # a Stage, or any function State -> State
 
 
-def _build_microbatches(body: Op, k: int, uses_loss: bool) -> Op:
-    def run_once(state: State) -> State:
-        return body(state) if k == 1 else _run_sliced(body, state, k, uses_loss)
+def _repeatable(run_once: Op) -> Op:
+    """The gradient's part of a step, which leaves the way to run it again: `state.gradient`."""
 
     def run(state: State) -> State:
         def regrad(params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -259,15 +259,25 @@ def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
         current = body(start)
         weights.append(_num_terms(start, current) if uses_loss else size)
         all_losses.append(current.loss)
-        all_grads.append(current.grads or {})
+        all_grads.append(current.grads)
         offset += size
     total = sum(weights[1:], weights[0])
     return current.replace(
         batch=state.batch,
         first_example=state.first_example,
-        loss=_weighted(all_losses, weights, total),
-        grads={name: _weighted([g[name] for g in all_grads], weights, total) for name in all_grads[0]},
+        loss=None if current.loss is None else _weighted(all_losses, weights, total),
+        grads=None if current.grads is None else _weighted_grads(all_grads, state.grads or {}, weights, total),
     )
+
+
+def _weighted_grads(
+    parts: list[dict[str, Tensor]], earlier: dict[str, Tensor], weights: list[Any], total: Any
+) -> dict[str, Tensor]:
+    """The slices' gradients together; those that an earlier `Grad` left are no slice's and stay as they are."""
+    return {
+        name: grad if grad is earlier.get(name) else _weighted([part[name] for part in parts], weights, total)
+        for name, grad in parts[-1].items()
+    }
 
 
 def _num_terms(before: State, after: State) -> int | Tensor:

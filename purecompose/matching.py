@@ -1,11 +1,15 @@
 """Staged matching: which algorithms act at which events of a step, decided before the step runs.
 
 The answers for all events form the step's schedule, one integer with a bit for each question that time or the
-batch's shapes decide. Predicates say for how long an answer holds, so most steps ask nothing at all.
+batch's shapes decide. Predicates say what of them is settled for a stretch of batches, so a step asks only
+what changes from batch to batch.
 """
 
+import copy
+import dataclasses
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,9 +17,9 @@ from torch import Tensor
 from purecompose import tree
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
-from purecompose.predicate import ALWAYS, NEVER, Custom, Predicate
+from purecompose.predicate import ALWAYS, NEVER, Predicate
 from purecompose.state import State
-from purecompose.time import Timestamp
+from purecompose.time import RunLength, Timestamp
 
 
 __all__ = ["Matcher", "MatchError", "Question", "SealedTensor"]
@@ -63,13 +67,22 @@ class SealedTensor:
     def __getattr__(self, name: str) -> Any:
         raise _ValueRead(self._path, name)
 
-    def _refuse(self, *_: Any) -> Any:
-        raise _ValueRead(self._path, "its value")
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`torch.any(sealed)` and the like."""
+        del types
+        found = (leaf for leaf in tree.leaves((args, kwargs or {})) if isinstance(leaf, cls))
+        raise _ValueRead(next(found)._path, f"torch's {func.__name__}")
 
-    __bool__ = __int__ = __float__ = __index__ = __getitem__ = __iter__ = __array__ = _refuse
+    def _refuse(self, *_: Any) -> Any:
+        raise _ValueRead(self._path, "the value")
+
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __getitem__ = __iter__ = __array__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # pyright: ignore
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __neg__ = __abs__ = __and__ = __or__ = __invert__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = _refuse
+    __rmatmul__ = __neg__ = __abs__ = __invert__ = __round__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
     __hash__ = None  # pyright: ignore
 
 
@@ -84,16 +97,30 @@ class _View:
         self._state, self._batch, self.timestamp = state, batch, timestamp
 
     def __getattr__(self, name: str) -> Any:
-        value = self._batch if name == "batch" else getattr(self._state, name)
-        paths = tree.leaves_with_paths(value)
-        if not any(isinstance(leaf, Tensor) for leaf in paths.values()):
-            return value
-        _, treespec = tree.flatten(value)
-        sealed = [
-            SealedTensor(f"state.{name}{path}", leaf) if isinstance(leaf, Tensor) else leaf
-            for path, leaf in paths.items()
-        ]
-        return tree.unflatten(treespec, sealed)
+        value = getattr(self._state.replace(batch=self._batch), name)
+        if inspect.ismethod(value):
+            raise _ValueRead(f"state.{name}(...)", "the result")
+        return value if name in _STATIC else _sealed(f"state.{name}", value)
+
+
+_STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
+
+
+def _sealed(path: str, value: Any) -> Any:
+    """The value with its tensors sealed, in dataclasses too; the value itself where it holds none."""
+
+    def seal(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return SealedTensor(path, leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        twin = copy.copy(leaf)  # a batch's dataclass may be frozen, and may check its fields when made
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(twin, field.name, _sealed(f"{path}.{field.name}", getattr(leaf, field.name)))
+        return twin
+
+    leaves, treespec = tree.leaves_with_paths(value), tree.structure(value)
+    return tree.unflatten(treespec, [seal(f"{path}{key}", leaf) for key, leaf in leaves.items()])
 
 
 class Question(NamedTuple):
@@ -107,7 +134,7 @@ class Question(NamedTuple):
 
 
 class Matcher:
-    """Answers for a fixed set of events and algorithms; remembers its last answers, which follow from its input."""
+    """Answers for a fixed set of events and algorithms; what it remembers follows from its input."""
 
     def __init__(self, algorithms: Sequence[Algorithm], events: Iterable[Event]) -> None:
         self.always: set[tuple[Event, str]] = set()
@@ -118,10 +145,8 @@ class Matcher:
                 if left == ALWAYS:
                     self.always.add((event, algorithm.name))
                 elif left != NEVER:
-                    self.questions.append(Question(event, algorithm, left, _asks_more_than_time(left)))
-        self._timed = [(i, q) for i, q in enumerate(self.questions) if not q.is_custom]
-        self._custom = [(i, q) for i, q in enumerate(self.questions) if q.is_custom]
-        self._memo = _Memo()
+                    self.questions.append(Question(event, algorithm, left, not left.is_timed))
+        self._stretch: _Stretch | None = None
 
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:
         """The answers as bits, in the order of `questions`.
@@ -135,85 +160,115 @@ class Matcher:
         Raises:
             MatchError: A `match` read a tensor's value or failed; the message names the algorithm.
         """
-        memo = self._memo
-        bits = memo.bits if memo.holds(now) else self._ask_about_time(now, later)
-        if self._custom:
-            for i, question in self._custom:
-                bits |= self._answer(question, state, batch, now, later) << i
+        stretch = self._stretch
+        if stretch is None or not stretch.covers(now, later):
+            stretch = self._stretch = self._new_stretch(now, later)
+        bits = stretch.bits
+        if stretch.timed:
+            bits |= _answers(stretch.timed, _Moment(now), _Moment(later))
+        for bit, question in stretch.custom:
+            if _answer(question, state, batch, later if question.event.sees_new_time else now):
+                bits |= bit
         return bits
 
     def matched(self, bits: int, event: Event, algorithms: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
         """The algorithms that act at an event under a schedule, in their listed order."""
-        chosen = {q.algorithm.name for i, q in enumerate(self.questions) if q.event is event and bits >> i & 1}
+        chosen = {
+            q.algorithm.name for i, q in enumerate(self.questions) if q.event is event and bits >> i & 1
+        }
         return tuple(a for a in algorithms if a.name in chosen or (event, a.name) in self.always)
 
-    def _ask_about_time(self, now: Timestamp, later: Timestamp) -> int:
-        """Asks again those whose answer may have changed, and notes until when all hold."""
-        memo = self._memo
-        is_next = memo.run is now.run and memo.epoch == now.epoch and memo.batch <= now.batch
-        answers = memo.answers if is_next else {}
-        for i, question in self._timed:
-            if i in answers and now.batch < answers[i][1]:
-                continue
-            moment = later if question.event.sees_new_time else now
-            horizon = question.predicate.until(moment) - (moment.batch - now.batch)
-            answers[i] = (self._answer_about_time(question, moment), horizon)
-        memo.run, memo.epoch, memo.batch, memo.answers = now.run, now.epoch, now.batch, answers
-        memo.until = min((horizon for _, horizon in answers.values()), default=math.inf)
-        memo.bits = sum(answer << i for i, (answer, _) in answers.items())
-        return memo.bits
-
-    def _answer_about_time(self, question: Question, moment: Timestamp) -> bool:
-        try:
-            return bool(question.predicate(question.event, _Moment(moment)))
-        except Exception as error:
-            raise _named(error, question) from error
-
-    def _answer(self, question: Question, state: State, batch: Any, now: Timestamp, later: Timestamp) -> bool:
-        moment = later if question.event.sees_new_time else now
-        if question.algorithm.host:
-            view: Any = state.replace(batch=batch, timestamp=moment)
-        else:
-            view = _View(state, batch, moment)
-        try:
-            return bool(question.predicate(question.event, view))
-        except _ValueRead as read:
-            path, what = read.args
-            raise MatchError(
-                f"{question.algorithm.name}: match at {question.event} read {what} of {path}. Matching is decided "
-                "before the step from time and shapes alone. Either make the algorithm a host one (host=True), or "
-                "match always and choose inside apply with torch.where"
-            ) from None
-        except Exception as error:
-            raise _named(error, question) from error
+    def _new_stretch(self, now: Timestamp, later: Timestamp) -> "_Stretch":
+        stretch = _Stretch(now, later)
+        for i, question in enumerate(self.questions):
+            is_later = question.event.sees_new_time
+            try:
+                left, end = question.predicate.during(later if is_later else now)
+            except Exception as error:
+                raise _failure(error, question) from error
+            if is_later:
+                stretch.later_end = min(stretch.later_end, end)
+            else:
+                stretch.end = min(stretch.end, end)
+            if left == ALWAYS:
+                stretch.bits |= 1 << i
+            elif left != NEVER:
+                question = question._replace(predicate=left)
+                if left.is_timed:
+                    stretch.timed.append((1 << i, left, question.event, is_later, question))
+                else:
+                    stretch.custom.append((1 << i, question))
+        return stretch
 
 
-class _Moment(NamedTuple):
+class _Stretch:
+    """A stretch of batches, and what is settled and what is open in it; see `Predicate.during`."""
+
+    __slots__ = (
+        "run", "epoch", "iteration", "start", "end", "later_epoch", "later_iteration", "later_start",
+        "later_end", "bits", "timed", "custom",
+    )  # fmt: skip
+
+    def __init__(self, now: Timestamp, later: Timestamp) -> None:
+        self.run: RunLength = now.run
+        self.epoch, self.iteration, self.start = now.epoch, now.iteration, now.batch
+        self.later_epoch, self.later_iteration, self.later_start = later.epoch, later.iteration, later.batch
+        self.end: float = math.inf
+        self.later_end: float = math.inf
+        self.bits = 0
+        self.timed: list[tuple[int, Predicate, Event, bool, Question]] = []
+        self.custom: list[tuple[int, Question]] = []
+
+    def covers(self, now: Timestamp, later: Timestamp) -> bool:
+        return (
+            self.start <= now.batch < self.end
+            and self.later_start <= later.batch < self.later_end
+            and self.epoch == now.epoch
+            and self.later_epoch == later.epoch
+            and self.iteration == now.iteration
+            and self.later_iteration == later.iteration
+            and self.run is now.run
+        )
+
+
+class _Moment:
     """All that a predicate about time reads."""
 
-    timestamp: Timestamp
+    __slots__ = ("timestamp",)
+
+    def __init__(self, timestamp: Timestamp) -> None:
+        self.timestamp = timestamp
 
 
-class _Memo:
-    """The last answers about time, and for which times they hold."""
-
-    def __init__(self) -> None:
-        self.run: Any = None
-        self.epoch = -1
-        self.batch = 0
-        self.until = -math.inf
-        self.bits = 0
-        self.answers: dict[int, tuple[bool, float]] = {}
-
-    def holds(self, now: Timestamp) -> bool:
-        return self.batch <= now.batch < self.until and self.run is now.run and self.epoch == now.epoch
+def _answers(timed: list[tuple[int, Predicate, Event, bool, Question]], now: _Moment, later: _Moment) -> int:
+    """The bits of open questions about time. In every step, so without a call for each."""
+    bits, question = 0, timed[0][-1]
+    try:
+        for bit, predicate, event, is_later, question in timed:  # noqa: B007
+            if predicate(event, later if is_later else now):
+                bits |= bit
+    except Exception as error:
+        raise _failure(error, question) from error
+    return bits
 
 
-def _named(error: Exception, question: Question) -> MatchError:
+def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> bool:
+    if question.algorithm.host:
+        view: Any = state.replace(batch=batch, timestamp=moment)
+    else:
+        view = _View(state, batch, moment)
+    try:
+        return bool(question.predicate(question.event, view))
+    except _ValueRead as read:
+        path, what = read.args
+        raise MatchError(
+            f"{question.algorithm.name}: match at {question.event} read {what} of {path}. Matching is "
+            "decided before the step, from time and shapes alone. Either make the algorithm a host one "
+            "(host=True), or match always and choose inside apply with torch.where"
+        ) from None
+    except Exception as error:
+        raise _failure(error, question) from error
+
+
+def _failure(error: Exception, question: Question) -> MatchError:
     return MatchError(f"{question.algorithm.name}: match failed at {question.event}: {error}")
-
-
-def _asks_more_than_time(predicate: Predicate) -> bool:
-    if isinstance(predicate, Custom):
-        return True
-    return any(_asks_more_than_time(v) for v in vars(predicate).values() if isinstance(v, Predicate))

@@ -11,8 +11,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +61,14 @@ class Model:
         evaluation = copy.deepcopy(
             module, {id(place.tensor): place.tensor for place in _places(module)}
         ).eval()
-        self._skeletons = {True: Skeleton(module, names, known), False: Skeleton(evaluation, names, known)}
+        warned: set[str] = set()
+        self._skeletons = {
+            True: Skeleton(module, names, known, warned),
+            False: Skeleton(evaluation, names, known, warned),
+        }
+        # Taken now, while the twins are in their places: what a step puts there has other flags. The names of
+        # the slots tell a tied network from an untied one.
+        self._fingerprint = fingerprint(module), self._skeletons[True].slot_names()
 
     def skeleton(self, train: bool) -> "Skeleton":
         """The copy whose modules are in training or in evaluation mode."""
@@ -72,10 +78,6 @@ class Model:
     def module(self) -> nn.Module:
         """The training skeleton's module: for reading its structure, never for computing or editing."""
         return self._skeletons[True].module
-
-    @cached_property
-    def _fingerprint(self) -> Any:
-        return fingerprint(self.module)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -95,7 +97,10 @@ class Model:
 class Skeleton:
     """One copy of the architecture, and the places where its tensors go."""
 
-    def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: set[str]) -> None:
+    def __init__(
+        self, module: nn.Module, names: Mapping[int, str], param_names: set[str], warned: set[str]
+    ) -> None:
+        """Finds the places; `warned` holds the attributes already named in a warning."""
         self.module = module
         self._param_slots: list[_Slot] = []
         self._buffer_slots: list[_Slot] = []
@@ -108,17 +113,12 @@ class Skeleton:
         self._lock = threading.RLock()
         self._depth = 0
         self._held: list[_Bound] | None = None
-        self._guards = [
-            _Guard(name, m, m.__dict__, dict(m.__dict__), list(m.__dict__.values()))
-            for name, m in module.named_modules()
-        ]
-        self._container_guards = [
-            (f"{name}.{key}".lstrip("."), value, copy.copy(value))
-            for name, m in module.named_modules()
-            for key, value in m.__dict__.items()
-            if key not in _OWN and isinstance(value, (list, dict, set))
-        ]
-        self._warned: set[str] = set()
+        self._guards = [guard for name, m in module.named_modules() for guard in _guards(name, m)]
+        self._empty = [guard.container for guard in self._guards if not guard.before]
+        self._dicts = [guard.container for guard in self._guards if guard.before and guard.is_attributes]
+        self._values = [list(container.values()) for container in self._dicts]
+        self._others = [guard for guard in self._guards if guard.before and not guard.is_attributes]
+        self._warned = warned
         self.draws: bool | None = None
         """Whether a forward pass draws random numbers; None until one has been watched."""
 
@@ -130,9 +130,23 @@ class Skeleton:
         """
         return _Bound(self, params, buffers)
 
+    def slot_names(self) -> tuple[str, ...]:
+        """Which tensor goes to each place: a tied one comes several times."""
+        return tuple(slot.name for slot in self._param_slots + self._buffer_slots)
+
     def current_buffers(self) -> dict[str, Tensor]:
-        """What the buffers' places hold now, those that a forward pass rebound included."""
-        return {slot.name: slot.container[slot.key] for slot in self._buffer_slots}
+        """What the buffers' places hold now, those that a forward pass rebound included.
+
+        Raises:
+            RuntimeError: A forward pass removed a buffer.
+        """
+        found: dict[str, Tensor] = {}
+        for name, container, key in self._buffer_slots:
+            try:
+                found[name] = container[key]
+            except LookupError:
+                raise RuntimeError(f"forward removed the buffer {name!r}, which the state holds") from None
+        return found
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -146,34 +160,25 @@ class Skeleton:
                 yield
             finally:
                 bindings, self._held = self._held, None
-                for binding in reversed(bindings):
-                    binding.release()
+                with ExitStack() as stack:
+                    for binding in bindings:
+                        stack.callback(binding.release)
 
     def restore_attributes(self) -> None:
-        """Undoes what a forward pass wrote into plain attributes, and names it once in a warning."""
-        for guard in self._guards:
-            found = guard.attributes.values()
-            if len(found) != len(guard.values) or not all(map(operator.is_, found, guard.values)):
-                self._restore(guard)
-        for name, container, before in self._container_guards:
-            if len(container) != len(before) or not all(map(operator.is_, _items(container), _items(before))):
-                container.clear()
-                container.extend(before) if isinstance(container, list) else container.update(before)
-                self._warn([name])
-
-    def _restore(self, guard: "_Guard") -> None:
-        attributes, before, absent = guard.attributes, guard.before, object()
-        changed = [
-            k for k in {**before, **attributes} if attributes.get(k, absent) is not before.get(k, absent)
-        ]
-        attributes.clear()
-        attributes.update(before)
-        # torch's own modules (recurrent ones) rebuild their caches at every call: nothing is lost.
-        if not type(guard.module).__module__.startswith("torch.nn."):
-            self._warn([f"{guard.name}.{key}".lstrip(".") for key in changed])
+        """Undoes what a forward pass wrote into the modules' dictionaries, and names it once in a warning."""
+        try:
+            # Comparing lists takes a third of the time that comparing members by `is` does (they are tried for
+            # identity first), and this is on every step. What is equal and not identical does no harm.
+            is_same = [list(container.values()) for container in self._dicts] == self._values
+        except Exception:  # tensors and arrays that differ have no truth value
+            is_same = False
+        if is_same and not any(self._empty) and not any(map(_is_changed, self._others)):
+            return
+        changed = [name for guard in self._guards if _is_changed(guard) for name in _restored(guard)]
+        self._warn(changed)  # last, since a warning may be an error
 
     def _warn(self, names: list[str]) -> None:
-        fresh = [name for name in names if name not in self._warned]
+        fresh = [name for name in dict.fromkeys(names) if name not in self._warned]
         if fresh:
             self._warned.update(fresh)
             warnings.warn(
@@ -202,11 +207,15 @@ class _Slot(NamedTuple):
 
 
 class _Guard(NamedTuple):
+    """A container in a module that a forward pass might write to, and what was in it."""
+
     name: str
-    module: nn.Module
-    attributes: dict[str, Any]
-    before: dict[str, Any]
-    values: list[Any]
+    container: Any
+    before: Any
+    is_attributes: bool
+    """Whether its keys are attributes; otherwise it is one attribute's value."""
+    is_silent: bool
+    """Whether a change needs no warning."""
 
 
 class _Bound:
@@ -245,24 +254,29 @@ class _Bound:
 
     def release(self) -> None:
         skeleton = self.skeleton
-        for container, key, tensor in self.saved:
-            container[key] = tensor
-        skeleton._depth -= 1
-        if not skeleton._depth:
-            skeleton.restore_attributes()
-        skeleton._lock.release()
+        try:
+            for container, key, tensor in self.saved:
+                # A forward pass may have shortened a list: then its guard puts the tensor back.
+                if not isinstance(container, list) or key < len(container):
+                    container[key] = tensor
+            skeleton._depth -= 1
+            if not skeleton._depth:
+                skeleton.restore_attributes()
+        finally:
+            skeleton._lock.release()
 
 
 def from_module(module: nn.Module) -> Parts:
     """Takes a module apart into architecture and tensors; the module itself stays as it was.
 
     The skeleton trains in the mode the module is in: single modules put to `eval()` stay so. A module that is
-    in evaluation mode as a whole (as pretrained ones come) is taken to train in training mode.
+    in evaluation mode as a whole, with all its parts (as pretrained ones come), is taken to train in training
+    mode.
 
     Raises:
         TypeError: `module` is not a plain `nn.Module`, or cannot be copied.
-        ValueError: It has uninitialised (lazy or meta) tensors, or a tensor computed from others, as the old
-            `torch.nn.utils.weight_norm` leaves.
+        ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as the old
+            `torch.nn.utils.weight_norm` leaves, or tensors hidden in tuples or objects.
 
     Example:
         >>> parts = from_module(nn.Linear(2, 1))
@@ -288,11 +302,13 @@ def from_module(module: nn.Module) -> Parts:
         parts[kind == "_parameters"][name] = tensor.detach().clone()
         if kind == "_parameters" and not tensor.requires_grad:
             frozen.add(name)
+    memo: dict[int, Any] = dict(twins)
     try:
-        skeleton = copy.deepcopy(module, dict(twins))
+        skeleton = copy.deepcopy(module, memo)
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
-    if not module.training:
+    _check_hidden(module, memo, twins)
+    if not any(child.training for child in skeleton.modules()):
         skeleton.train()
     names_of_twins = {id(twins[key]): name for key, name in names.items()}
     model = Model(skeleton, names_of_twins, tuple(parts[True]))
@@ -350,6 +366,49 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
             f"{name} is computed from other tensors, as torch.nn.utils.weight_norm and spectral_norm leave it: "
             "use the ones in torch.nn.utils.parametrizations"
         )
+
+
+def _check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int, Tensor]) -> None:
+    """Refuses tensors that were copied for want of a twin: they would be weights outside of the state."""
+    hidden = [value for key, value in memo.items() if isinstance(value, Tensor) and key not in twins]
+    if hidden:
+        found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in hidden[:3])
+        raise ValueError(
+            f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can reach "
+            f"them: {found}. Keep them in lists or dictionaries, or register them as buffers"
+        )
+
+
+def _guards(name: str, module: nn.Module) -> Iterator[_Guard]:
+    if type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, nn.RNNBase):
+        return  # they write into nothing but buffers, and looking costs 3 us a step in a small network
+    # The recurrent ones rebuild their caches at every call: nothing is lost.
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    attributes = vars(module)
+    for container in (attributes, module._parameters, module._buffers, module._modules):
+        yield _Guard(name, container, dict(container), True, is_torchs)
+    for key, value in attributes.items():
+        if key not in _OWN and isinstance(value, (list, dict, set)):
+            yield _Guard(f"{name}.{key}".lstrip("."), value, copy.copy(value), False, is_torchs)
+
+
+def _is_changed(guard: _Guard) -> bool:
+    now, before = _items(guard.container), _items(guard.before)
+    return len(now) != len(before) or not all(map(operator.is_, now, before))
+
+
+def _restored(guard: _Guard) -> list[str]:
+    """Puts back what the container held, and says what had changed."""
+    container, before, absent = guard.container, guard.before, object()
+    names = [guard.name]
+    if guard.is_attributes:
+        keys = [
+            k for k in {**before, **container} if container.get(k, absent) is not before.get(k, absent)
+        ]
+        names = [f"{guard.name}.{key}".lstrip(".") for key in keys]
+    container.clear()
+    container.extend(before) if isinstance(container, list) else container.update(before)
+    return [] if guard.is_silent else names
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:

@@ -182,8 +182,8 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
         in_shape: shape of one example, such as `(1, 8, 8)`.
         num_classes: length of the logits.
         seed: of the first weights: the same seed gives the same weights, bit for bit.
-        options: handed to the network: `hidden` and `dropout` (mlp), `width`, `dropout` and `batch_norm`
-            (cnn), `width` (resnets).
+        options: handed to the network: `hidden` (default 256, 128) and `dropout` (mlp), `width`,
+            `dropout` and `batch_norm` (cnn), `width` (resnets).
 
     Raises:
         ValueError: an unknown name, a shape that the network cannot take, or a refused option.
@@ -207,7 +207,7 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
 
 
 def _build_mlp(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
-    hidden = options.pop("hidden", (128, 128))
+    hidden = options.pop("hidden", (256, 128))
     return mlp(math.prod(in_shape), hidden, num_classes, **options)
 
 

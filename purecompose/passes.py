@@ -1,8 +1,8 @@
 """Passes: pure functions `(algorithms, event) -> algorithms` that order what acts at an event.
 
-A pass sees the algorithms that matched at one event, in the order they were listed, and may reorder, drop or add.
-Passes knows algorithms by traits and names, never by import. The default order first reverses on the AFTER
-events, and then sets pins and constraints, which therefore always hold.
+A pass sees the algorithms that matched at one event, in the order they were listed, and may reorder, drop or
+add. Passes know algorithms by traits and names, never by import. The default order first reverses on the
+AFTER events, and then sets pins and constraints, which therefore always hold.
 """
 
 import functools
@@ -110,7 +110,7 @@ def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Seque
     Raises:
         OrderError: The constraints form a cycle, which the message prints.
     """
-    remaining = list(algorithms)
+    remaining = list(algorithms)  # told apart by identity: what a pass adds may equal what is there
     earlier = {
         id(late): [early for early in algorithms if early is not late and _precedes(early, late)]
         for late in algorithms
@@ -118,12 +118,12 @@ def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Seque
     ordered: list[Algorithm] = []
     placed: set[int] = set()
     while remaining:
-        ready = next((a for a in remaining if all(id(e) in placed for e in earlier[id(a)])), None)
-        if ready is None:
+        ready = (i for i, a in enumerate(remaining) if all(id(e) in placed for e in earlier[id(a)]))
+        first = next(ready, None)
+        if first is None:
             raise OrderError(f"no order at {event} satisfies all constraints: {_cycle(remaining, earlier)}")
-        remaining.remove(ready)
-        placed.add(id(ready))
-        ordered.append(ready)
+        placed.add(id(remaining[first]))
+        ordered.append(remaining.pop(first))
     return ordered
 
 

@@ -1,8 +1,9 @@
 """When an algorithm acts: predicates over events and time that combine with `&`, `|`, `~` and print.
 
 A predicate is a plain function `(event, state) -> bool` that also knows two things about itself: what is left
-of it once the event is known (`at`), and for how long its answer holds (`until`). So a training step asks again
-only when an answer may have changed. An ordinary function works in a predicate's place and is asked in every step.
+of it once the event is known (`at`), and what is left of it for the batches to come (`during`). "From
+half-way on" is then a constant for half a run, and a training step asks only what is still open. An ordinary
+function works in a predicate's place and is asked in every step.
 """
 
 import math
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from purecompose.event import Event
-from purecompose.time import Time, Timestamp, TimeUnit
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.time.units import snapped
 
 
 __all__ = [
@@ -29,8 +31,17 @@ __all__ = [
 ]
 
 
+# How many batches an event's timestamp lags behind its own batch, counted from 1. Read many times a step.
+_LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
+
+
 class Predicate:
-    """The shared part of all predicates: the operators, and the most careful answers to `at` and `until`."""
+    """The shared part of all predicates: the operators, and the most careful answers about itself."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it reads the event and `state.timestamp` alone, and nothing else of the state."""
+        return False
 
     def __call__(self, event: Event, state: Any) -> bool:
         """Whether it holds at this event, for a state (anything with a `timestamp`)."""
@@ -41,9 +52,15 @@ class Predicate:
         del event
         return self
 
-    def until(self, timestamp: Timestamp) -> float:
-        """The batch count up to which (exclusive) the answer at `timestamp` holds, as long as the epoch lasts."""
-        return timestamp.batch + 1
+    def during(self, timestamp: Timestamp) -> "tuple[Predicate, float]":
+        """What remains of the predicate from `timestamp` on, and the batch count at which that ends.
+
+        The remainder agrees with the predicate at every timestamp of the same run, epoch and iteration whose
+        `batch` is at least `timestamp.batch` and below the second result. `ALWAYS` or `NEVER` remain of what
+        cannot change in that stretch.
+        """
+        del timestamp
+        return self, math.inf
 
     def __and__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
         return _both(self, as_predicate(other))
@@ -61,17 +78,21 @@ class Predicate:
         return _Not(self)
 
 
+class _Timed(Predicate):
+    """A predicate about event and time alone."""
+
+    @property
+    def is_timed(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True, repr=False)
-class _Constant(Predicate):
+class _Constant(_Timed):
     value: bool
 
     def __call__(self, event: Event, state: Any) -> bool:
         del event, state
         return self.value
-
-    def until(self, timestamp: Timestamp) -> float:
-        del timestamp
-        return math.inf
 
     def __invert__(self) -> Predicate:
         return NEVER if self.value else ALWAYS
@@ -88,7 +109,7 @@ NEVER: Predicate = _Constant(False)
 
 
 @dataclass(frozen=True, repr=False)
-class _On(Predicate):
+class _On(_Timed):
     events: frozenset[Event]
 
     def __call__(self, event: Event, state: Any) -> bool:
@@ -107,14 +128,24 @@ class _And(Predicate):
     first: Predicate
     second: Predicate
 
+    @property
+    def is_timed(self) -> bool:
+        return self.first.is_timed and self.second.is_timed
+
     def __call__(self, event: Event, state: Any) -> bool:
         return self.first(event, state) and self.second(event, state)
 
     def at(self, event: Event) -> Predicate:
         return _both(self.first.at(event), self.second.at(event))
 
-    def until(self, timestamp: Timestamp) -> float:
-        return min(self.first.until(timestamp), self.second.until(timestamp))
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        first, end = self.first.during(timestamp)
+        if first == NEVER:
+            return NEVER, end
+        second, second_end = self.second.during(timestamp)
+        if second == NEVER:
+            return NEVER, second_end
+        return _both(first, second), min(end, second_end)
 
     def __repr__(self) -> str:
         return f"{self.first!r} & {self.second!r}"
@@ -124,14 +155,19 @@ class _And(Predicate):
 class _Not(Predicate):
     inner: Predicate
 
+    @property
+    def is_timed(self) -> bool:
+        return self.inner.is_timed
+
     def __call__(self, event: Event, state: Any) -> bool:
         return not self.inner(event, state)
 
     def at(self, event: Event) -> Predicate:
         return ~self.inner.at(event)
 
-    def until(self, timestamp: Timestamp) -> float:
-        return self.inner.until(timestamp)
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        inner, end = self.inner.during(timestamp)
+        return ~inner, end
 
     def __invert__(self) -> Predicate:
         return self.inner
@@ -146,7 +182,7 @@ class _Not(Predicate):
 
 
 @dataclass(frozen=True, repr=False)
-class _From(Predicate):
+class _From(_Timed):
     """Holds from the first batch at which `time` is reached."""
 
     time: Time
@@ -155,50 +191,79 @@ class _From(Predicate):
         del event
         return state.timestamp.reached(self.time)
 
-    def until(self, timestamp: Timestamp) -> float:
-        turn = timestamp.run.in_batches(self.time)
-        if turn is None:
-            return timestamp.batch + 1
-        # Fractions round, so the neighbourhood of the turn is asked batch by batch.
-        if timestamp.batch > turn + 1:
-            return math.inf
-        return max(math.floor(turn) - 1, timestamp.batch + 1)
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        is_reached = timestamp.reached(self.time)
+        unit = _counter(self.time, timestamp.run)
+        if unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
+            return self, math.inf  # any batch may bring any number of them
+        if is_reached:
+            return ALWAYS, math.inf
+        if unit in (TimeUnit.EPOCH, TimeUnit.ITERATION):
+            return NEVER, math.inf
+        is_plain = self.time.unit is TimeUnit.BATCH
+        turn = self.time.value if is_plain else timestamp.run.in_batches(self.time)
+        assert turn is not None
+        return NEVER, math.ceil(turn)
 
     def __repr__(self) -> str:
         return f"after({str(self.time)!r})"
 
 
 @dataclass(frozen=True, repr=False)
-class _Every(Predicate):
+class _Every(_Timed):
     interval: Time
     in_epoch: bool
 
     def __call__(self, event: Event, state: Any) -> bool:
         timestamp: Timestamp = state.timestamp
-        length = timestamp.run.in_batches(self.interval)
+        number = self._number(event, timestamp)
+        if number <= 0:
+            return False
+        length = self._length(timestamp.run)
+        if type(length) is int:
+            return number % length == 0
+        # Snapped, so that the third of three thirds is passed at the end, not a batch later.
+        return math.floor(snapped(number / length)) != math.floor(snapped((number - 1) / length))
+
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        length = self._length(timestamp.run)
+        counted = _Every(Time(length, TimeUnit.BATCH), self.in_epoch) if type(length) is int else self
+        return counted, math.inf
+
+    def _number(self, event: Event, timestamp: Timestamp) -> int:
+        """Which batch the event belongs to, counted from 1; 0 before the first one has been done."""
+        lag = _LAG[event]
+        if not self.in_epoch:
+            return timestamp.batch + lag
+        if lag or timestamp.batch_in_epoch or not timestamp.batch:
+            return timestamp.batch_in_epoch + lag
+        return timestamp.run.batches_per_epoch or 0  # the epoch has just been closed
+
+    def _length(self, run: RunLength) -> int | float:
+        if self.interval.unit is TimeUnit.BATCH:
+            return self.interval.value
+        length = run.in_batches(self.interval)
         if length is None:
             raise ValueError(
-                f"{self!r} cannot be counted in batches in this run: give State.create batches_per_epoch (and a "
-                "duration, for fractions of it), or give the interval in batches"
+                f"{self!r} cannot be counted in batches in this run: give State.create batches_per_epoch "
+                "(and a duration, for fractions of it), or give the interval in batches"
             )
-        done = timestamp.batch_in_epoch if self.in_epoch else timestamp.batch
-        if self.in_epoch and event.sees_new_time and not done:
-            done = timestamp.run.batches_per_epoch or 0  # the epoch has just been closed
-        number = done if event.sees_new_time else done + 1
-        return math.floor(number / length) != math.floor((number - 1) / length)
+        return int(length) if length.is_integer() else length
 
     def __repr__(self) -> str:
         return f"every({str(self.interval)!r}{', in_epoch=True' if self.in_epoch else ''})"
 
 
 @dataclass(frozen=True, repr=False)
-class _EpochEnds(Predicate):
+class _EpochEnds(_Timed):
     def __call__(self, event: Event, state: Any) -> bool:
         timestamp: Timestamp = state.timestamp
         length = timestamp.run.batches_per_epoch
         if length is None:
-            raise ValueError(f"{self!r} needs to know the epoch's length: State.create(..., batches_per_epoch=...)")
-        if event.sees_new_time:
+            raise ValueError(
+                f"{self!r} needs to know the epoch's length: State.create(..., batches_per_epoch=...)"
+            )
+        if _LAG[event] == 0:
             return timestamp.batch > 0 and timestamp.batch_in_epoch == 0
         return timestamp.batch_in_epoch + 1 == length
 
@@ -252,13 +317,19 @@ def before(time: float | Time | str) -> Predicate:
 
 
 def between(start: float | Time | str, end: float | Time | str) -> Predicate:
-    """Holds from `start` (included) to `end` (excluded); see `after`.
+    """Holds from `start` (included) to `end` (excluded); see `after`. Nowhere, when both are the same.
+
+    Raises:
+        ValueError: As `after`; or two points in one unit of which the second comes first.
 
     Example:
         >>> on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2)
         on(AFTER_DATALOADER) & after('0.5dur') & ~after('0.9dur') & ~every('2ba')
     """
-    return after(start) & before(end)
+    first, last = _point(start), _point(end)
+    if first.unit is last.unit and last < first:
+        raise ValueError(f"between({start!r}, {end!r}): expected the start before the end")
+    return _From(first) & ~_From(last)
 
 
 def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
@@ -267,8 +338,8 @@ def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
     It picks the same batches at events before and after the time advances.
 
     Args:
-        interval: A number of batches, or a time in batches, epochs or fractions of the run. A fractional number
-            of batches picks those batches in which a multiple of it is passed.
+        interval: A number of batches, or a time in batches, epochs or fractions of the run. A fractional
+            number of batches picks those batches in which a multiple of it is passed.
         in_epoch: Count from the start of each epoch instead of the start of the run.
 
     Raises:
@@ -278,7 +349,9 @@ def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
     if time.value <= 0:
         raise ValueError(f"every({interval!r}): expected a positive interval")
     if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):
-        raise ValueError(f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)")
+        raise ValueError(
+            f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)"
+        )
     return _Every(time, in_epoch)
 
 
@@ -311,9 +384,22 @@ def _both(first: Predicate, second: Predicate) -> Predicate:
 def _point(time: float | Time | str) -> Time:
     if isinstance(time, (int, float)) and not isinstance(time, bool):
         if not 0 <= time <= 1:
-            raise ValueError(f"{time!r}: a plain number is a fraction of the run in [0, 1]; write '{time}ba' or the like")
+            raise ValueError(
+                f"{time!r}: a plain number is a fraction of the run in [0, 1]; write '{time}ba' or the like"
+            )
         return Time(float(time), TimeUnit.DURATION)
     point = Time.of(time)
     if point.unit is TimeUnit.SECOND:
-        raise ValueError(f"{str(point)!r}: wall-clock time is no part of a state; use fit(duration={str(point)!r})")
+        raise ValueError(
+            f"{str(point)!r}: wall-clock time is no part of a state; use fit(duration={str(point)!r})"
+        )
     return point
+
+
+def _counter(time: Time, run: RunLength) -> TimeUnit:
+    """The unit of the counter by which `Timestamp.reached` decides about a time."""
+    if time.unit is not TimeUnit.DURATION:
+        return time.unit
+    if run.duration is None or run.total_batches is not None:
+        return TimeUnit.BATCH
+    return run.duration.unit

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, model as models, random, tree
 from purecompose._fingerprint import fingerprint
 from purecompose.clock import Clock
-from purecompose.forward import call_model
+from purecompose.network import call_model
+from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
 
@@ -197,7 +198,7 @@ class State:
             opt_state=optimizer.init({name: parts.params[name] for name in context.trainable}),
             slots={},
             hparams={},
-            key=random.key(key) if not isinstance(key, Tensor) else key,
+            key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
             static=Static(context, Timestamp(run=run)),
         )
         return state.with_hparams(collect(optimizer, Hparam)).to(where)

@@ -118,7 +118,10 @@ def leaves_with_paths(tree: Any) -> dict[str, Any]:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether structure, shapes, dtypes and every bit agree (NaN equals NaN, 0.0 differs from -0.0)."""
+    """Whether containers, key paths, shapes, dtypes and every bit agree (NaN equals NaN, 0.0 differs from -0.0).
+
+    The static part of a state is no leaf and plays no part.
+    """
     return next(iter(_differences(first, second)), None) is None
 
 
@@ -141,19 +144,42 @@ def global_norm(tree: Any) -> Tensor:
 
 
 def _differences(first: Any, second: Any) -> Iterable[str]:
-    ours, theirs = leaves_with_paths(first), leaves_with_paths(second)
+    ours, theirs = _nodes_above_leaves(first), _nodes_above_leaves(second)
     yield from (f"{path}: only in the first" for path in ours if path not in theirs)
     yield from (f"{path}: only in the second" for path in theirs if path not in ours)
-    for path, leaf in ours.items():
-        if path in theirs and (said := _leaf_difference(leaf, theirs[path])):
+    for path, (leaf, above) in ours.items():
+        if path not in theirs:
+            continue
+        other, other_above = theirs[path]
+        if above != other_above:
+            names = [" > ".join(node.__name__ for node in nodes) for nodes in (above, other_above)]
+            yield f"{path}: in {names[0]} and in {names[1]}"
+        elif said := _leaf_difference(leaf, other):
             yield f"{path}: {said}"
+
+
+def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:
+    """By key path: the leaf, or empty container, and the types of the nodes that lead to it."""
+    accessors, found, _ = optree.tree_flatten_with_accessor(
+        tree, is_leaf=_is_empty_container, none_is_leaf=True, namespace=NAMESPACE
+    )
+    return {
+        accessor.codify(""): (leaf, tuple(entry.type for entry in accessor))
+        for accessor, leaf in zip(accessors, found, strict=True)
+    }
+
+
+def _is_empty_container(node: Any) -> bool:
+    return isinstance(node, (dict, list, tuple)) and not node
 
 
 def _leaf_difference(first: Any, second: Any) -> str:
     if first is second:
         return ""
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return "" if type(first) is type(second) and first == second else f"{first!r} and {second!r}"
+        are_nan = first != first and second != second
+        is_same = type(first) is type(second) and (first == second or are_nan)
+        return "" if is_same else f"{first!r} and {second!r}"
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return f"{_describe(first)} and {_describe(second)}"
     unequal = _bits(first) != _bits(second)
@@ -174,9 +200,9 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 def _bits(tensor: Tensor) -> Tensor:
     """A floating tensor's bits as integers, so that signed zeros differ; complex ones as pairs."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+        tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()])

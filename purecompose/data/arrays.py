@@ -145,8 +145,7 @@ def arrays(
     Raises:
         TypeError: something other than tensors, or a batch size that is not an int.
         ValueError: no examples, different numbers of inputs and targets, different devices, a batch size
-        below 1,
-            or `drop_last` with fewer examples than one batch.
+            below 1, or `drop_last` with fewer examples than one batch.
 
     Example:
         >>> data = arrays(torch.zeros(10, 3), torch.zeros(10, dtype=torch.int64), batch_size=4)

@@ -65,15 +65,18 @@ def load(name_or_path: str | Path) -> ImageData:
 
     Args:
         name_or_path: one of
-            "digits": 1797 images of 8x8 that come with scikit-learn, split 1437/360, always the same way;
-            a file ending in `.npz` with the arrays x_train, y_train, x_test, y_test (or train_images,
-            train_labels, test_images, test_labels), images `(num, height, width)` or `(num, height, width,
-            channels)`; a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte
-            and t10k-labels-idx1-ubyte, plain or with `.gz`.
+
+            * "digits": 1797 images of 8x8 that come with scikit-learn, split 1437/360, always the same way;
+            * a file ending in `.npz` with the arrays x_train, y_train, x_test, y_test (or train_images,
+              train_labels, test_images, test_labels), images `(num, height, width)` or
+              `(num, height, width, channels)`;
+            * a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+              t10k-labels-idx1-ubyte, plain or with `.gz`.
 
     Raises:
         ValueError: an unknown name, or a file whose content is not what its format says; the message names
-        the file. FileNotFoundError: a folder that lacks one of the four files.
+            the file.
+        FileNotFoundError: a folder that lacks one of the four files.
         ImportError: scikit-learn or numpy is needed and missing.
 
     Example:

@@ -97,10 +97,10 @@ def _kernel(drop: Callable[..., Tensor], *, features: bool, inplace: bool) -> Ha
 def _native_dropout(
     scope: Scope, func: Any, input: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Tensor]:
-    if train is False or not 0 < p < 1 or input.numel() == 0:
-        # Draws nothing: all is kept, or all is dropped.
-        keep = torch.full_like(input, bool(train is False or p < 1), dtype=torch.bool)
-        return input * keep, keep
+    if train is False or not 0 < p <= 1 or input.numel() == 0:
+        return func(input, p, train)
+    if p == 1:
+        return input * 0.0, torch.zeros_like(input, dtype=torch.bool)
     keep = _keep(scope, func, p, input.shape, input.device)
     return input * keep * (1.0 / (1.0 - p)), keep
 

@@ -111,16 +111,14 @@ class Scope(TorchFunctionMode):
             A tensor of `shape`.
 
         Raises:
-            UnkeyedRandomError: The call is made while gradients are computed, or under a checkpoint that
-                cannot replay it.
+            UnkeyedRandomError: The call is made under a checkpoint that cannot replay it.
         """
         self._check_replayable(func)
-        shape, count = tuple(shape), self.num_examples
+        shape = tuple(shape)
         rng = self._moved(self.rng.named(self.draws), device)
         self.draws += 1
-        if self._indices is None or not (
-            per_example and count and shape and shape[0] and shape[0] % count == 0
-        ):
+        count = self.num_examples if per_example else None
+        if self._indices is None or not (count and shape and shape[0] and shape[0] % count == 0):
             return sampler(rng, shape)
         rng = rng.per_example(self._indices.to(device))
         if shape[0] == count:
@@ -135,24 +133,22 @@ class Scope(TorchFunctionMode):
     def _check_replayable(self, func: Any) -> None:
         """A recomputed forward must draw the same numbers, and only `checkpoint` knows where to start again.
 
-        Under torch's own function the recomputation would read the global generator, or count on from the end of
-        the forward: the gradient of another function, without a word.
+        Under torch's own function the recomputation would read the global generator, or count on from the end
+        of the forward: the gradient of another function, without a word.
         """
+        if self._is_under_foreign_checkpoint():
+            why = "was called under `torch.utils.checkpoint`, which cannot replay its key"
+            raise unkeyed(func, why, "Use `purecompose.checkpoint(fn, *args)` in its place.")
+
+    def _is_under_foreign_checkpoint(self) -> bool:
         hooks = top_hooks()
         if hooks is None:
-            is_foreign = not torch.is_grad_enabled() and _is_on_stack(_REENTRANT_FORWARD)
-        else:
-            is_known = any(known is not None and hooks[0] is known[0] for known in self.replayable_hooks)
-            is_foreign = not is_known and getattr(hooks[0], "__qualname__", "").startswith(
-                "_checkpoint_hook."
-            )
-        if is_foreign:
-            advice = (
-                "Use `purecompose.checkpoint(fn, *args)` in place of `torch.utils.checkpoint.checkpoint`."
-            )
-            raise unkeyed(
-                func, "was called under `torch.utils.checkpoint`, which cannot replay its key", advice
-            )
+            return not torch.is_grad_enabled() and _is_on_stack(_REENTRANT_FORWARD)
+        # Known by name: torch has no public mark for a checkpointed region.
+        is_checkpoint = getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+        return is_checkpoint and all(
+            known is None or hooks[0] is not known[0] for known in self.replayable_hooks
+        )
 
 
 # What torch.utils.checkpoint(..., use_reentrant=True) runs in the forward pass, without gradients.

@@ -151,7 +151,8 @@ def beta(
 ) -> Tensor:
     """Beta numbers: `x / (x + y)` of two gamma draws.
 
-    Taken as the logistic function of the difference of their logarithms: never NaN, however small `a` and `b`; 0 and 1 occur where the value rounds to them.
+    Taken as the logistic function of the difference of their logarithms: never NaN, however small `a` and
+    `b` are. 0 and 1 occur where the value rounds to them.
 
     Args:
         key: a key or an `Rng`.

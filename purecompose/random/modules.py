@@ -16,6 +16,7 @@ well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,7 +130,8 @@ def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     if given.get("train") is False or given.get("training") is False:
         return True
-    rates = ("dropout_p", "dropout", "p" if "dropout" in func._schema.name else "dropout_p")
+    # `p` is a rate in the dropouts alone: bernoulli_ and geometric_ draw whatever it is.
+    rates = ["dropout_p", "dropout", *(["p"] if "dropout" in func._schema.name else [])]
     return any(name in given and given[name] == 0 for name in rates)
 
 
@@ -179,11 +181,12 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if peek_interpreter_stack() is not None:
         return fn(*args, **kwargs)
+    # Bound here, so that no keyword of `fn` is taken for one of torch's.
+    bound = functools.partial(fn, **kwargs)
     scope = _innermost()
     if scope is None:
-        return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
-    replay = _replayable(fn, scope)
-    return torch_checkpoint(replay, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return torch_checkpoint(bound, *args, use_reentrant=False)
+    return torch_checkpoint(_replayable(bound, scope), *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _innermost() -> Keyed | None:

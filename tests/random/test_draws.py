@@ -3,19 +3,20 @@
 import math
 import struct
 from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from scipy import stats
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose.random import Rng, bernoulli, bits, key, normal, philox4x32, randint, split, uniform
+from purecompose.random import Rng, bernoulli, bits, draws, key, normal, philox4x32, randint, split, uniform
 from purecompose.random.draws import _greatest_below
 
 
-# Statistics at fixed seeds: a right draw fails with the seed it is written with never, a wrong one at once.
+# The seeds are fixed, so a statistic that passes once passes always; a wrong law has a p-value of about 0.
 LEAST_P = 1e-3
 
 DRAWS: dict[str, Callable[..., Tensor]] = {
@@ -90,18 +91,33 @@ def test_vmap_equals_loop(name: str) -> None:
     keys = split(key(0), 5)
     mapped = torch.func.vmap(lambda k: DRAWS[name](k, (3, 2)))(keys)
     looped = torch.stack([DRAWS[name](k, (3, 2)) for k in keys])
-    torch.testing.assert_close(mapped, looped, **({"rtol": 0, "atol": 0} if name in EXACT else {}))
+    tolerance = 0.0 if name in EXACT else 1e-6
+    torch.testing.assert_close(mapped, looped, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake"])
 @each_draw
-def test_traces(draw: Callable[..., Tensor], tracing_mode: str) -> None:
+def test_traces(draw: Callable[..., Tensor], tracing_mode: Literal["real", "fake"]) -> None:
     def step(key: Tensor, first: Tensor, batch: Tensor) -> Tensor:
         return draw(Rng(key, 6, first + torch.arange(4), batch), (4, 3))
 
     traced = make_fx(step, tracing_mode=tracing_mode)(key(0), torch.tensor(0), torch.tensor(0))
     arguments = (key(9), torch.tensor(8), torch.tensor(3))
     assert torch.equal(traced(*arguments), step(*arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from inside Inductor
+@pytest.mark.parametrize("name", DRAWS)
+def test_compiled_equals_eager(name: str) -> None:
+    def step(key: Tensor, examples: Tensor) -> Tensor:
+        return DRAWS[name](Rng(key, 6, examples, 2), (5, 3))
+
+    torch.compiler.reset()  # or the names count as recompilations of one function, which are limited
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    tolerance = 0.0 if name in EXACT else 1e-5
+    result, expected = compiled(key(3), torch.arange(5)), step(key(3), torch.arange(5))
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
 @each_draw
@@ -113,8 +129,6 @@ def test_one_philox_call_and_no_global_generator(
     def counted(*lanes: object) -> Tensor:
         calls.append(lanes)
         return philox_lanes(*lanes)  # type: ignore[arg-type]
-
-    from purecompose.random import draws  # the module, not its functions: the call is counted there
 
     philox_lanes = draws.philox_lanes
     monkeypatch.setattr(draws, "philox_lanes", counted)
@@ -137,10 +151,8 @@ def test_empty_and_scalar_shapes(draw: Callable[..., Tensor]) -> None:
 def test_wrong_shapes_are_named(draw: Callable[..., Tensor]) -> None:
     with pytest.raises(ValueError, match="sizes >= 0"):
         draw(key(0), (2, -1))
-    for wrong in (2.0, (2, 1.0), True, "3", None):
+    for wrong in (2.0, (2, 1.0), True, "3"):
         with pytest.raises(TypeError, match="expected a shape"):
-            if draw is DRAWS["bernoulli"] and wrong is None:
-                raise TypeError("expected a shape: None is the shape of p, for bernoulli")
             draw(key(0), wrong)
     with pytest.raises(ValueError, match=r"number of examples, 3, got shape \(4, 2\)"):
         draw(Rng(key(0)).per_example(torch.arange(3)), (4, 2))
@@ -199,19 +211,15 @@ def test_halves_reach_every_step_and_never_one(dtype: torch.dtype, precision: in
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @given(st.integers(-64, 64), st.sampled_from([2.0**-8, 0.25, 1.0, 4.0, 100.0]))
 def test_uniform_stays_below_its_bound(dtype: torch.dtype, low: int, width: float) -> None:
-    """The greatest word is the dangerous one; it is put in the draw's hands."""
     start = float(torch.tensor(low / 4, dtype=dtype))
     high = float(torch.tensor(start + width, dtype=dtype))
-    if not start < high:
-        return
+    assume(start < high)
     draw = uniform(key(3), 300, low=start, high=high, dtype=dtype)
     assert draw.min() >= start
     assert draw.max() < high
 
 
 def test_the_greatest_word_stays_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    from purecompose.random import draws
-
     def greatest(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
         return torch.full((*shape, num), 2**32 - 1)
 
@@ -227,8 +235,6 @@ def test_the_greatest_word_stays_below_the_bound(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_least_word_keeps_normal_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    from purecompose.random import draws
-
     def least(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
         return torch.zeros((*shape, num), dtype=torch.int64)
 
@@ -240,12 +246,11 @@ def test_the_least_word_keeps_normal_finite(monkeypatch: pytest.MonkeyPatch) -> 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_greatest_below_is_the_next_float64(bound: float) -> None:
-    if bound == -1.7976931348623157e308:
-        return
+    assume(bound > -1.7976931348623157e308)
     assert _greatest_below(bound, torch.float64) == math.nextafter(bound, -math.inf)
 
 
-@given(st.floats(-3e38, 3e38, width=32))
+@given(st.floats(-(2.0**127), 2.0**127, width=32))
 def test_greatest_below_is_the_next_float32(bound: float) -> None:
     """By the order of the bit patterns, independent of any arithmetic on spacings."""
     (pattern,) = struct.unpack("<i", struct.pack("<f", bound))
@@ -288,8 +293,9 @@ def test_normal_distribution(dtype: torch.dtype) -> None:
     assert stats.kstest(draw.numpy(), "norm").pvalue > LEAST_P
     # The two halves of a pair come from one radius; they must not know of each other.
     first, second = draw[:20_000].reshape(-1, 2).unbind(-1)
-    assert stats.spearmanr(first.abs().numpy(), second.abs().numpy()).pvalue > LEAST_P
-    assert stats.spearmanr(first.numpy(), second.numpy()).pvalue > LEAST_P
+    for one, other in ((first, second), (first.abs(), second.abs())):
+        result: Any = stats.spearmanr(one.numpy(), other.numpy())
+        assert result.pvalue > LEAST_P
 
 
 def test_normal_takes_tensors_and_lets_gradients_through() -> None:
@@ -393,4 +399,5 @@ def test_uniforms_agree_with_torchs_own_philox() -> None:
         theirs = module.uniform(module.key(5), 20_000)
     except (NotImplementedError, RuntimeError, AttributeError) as error:
         pytest.skip(f"torch.func._random does not run here: {type(error).__name__}")
-    assert stats.ks_2samp(theirs.numpy(), uniform(key(5), 20_000).numpy()).pvalue > LEAST_P
+    result: Any = stats.ks_2samp(theirs.numpy(), uniform(key(5), 20_000).numpy())
+    assert result.pvalue > LEAST_P

@@ -20,8 +20,7 @@ KNOWN_ANSWERS = [
 
 
 def philox_in_python(counter: list[int], key: list[int]) -> list[int]:
-    """One counter at a time, as the paper draws it: two S-boxes, a swap, and a key that steps by Weyl
-    constants."""
+    """One counter at a time, as the paper draws it: two products, a swap, a key that steps by constants."""
     c, k = list(counter), list(key)
     for _ in range(10):
         high0, low0 = divmod(c[0] * 0xD2511F53, 2**32)

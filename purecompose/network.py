@@ -1,14 +1,14 @@
 """One forward pass of a skeleton: tensors in place, randomness keyed, new buffers out."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purecompose import random
+from purecompose import batch as batches, random
 from purecompose.model import Model, Skeleton
 from purecompose.random import modules
 
@@ -58,7 +58,7 @@ def call_model(
         precision: "fp32", or "bf16" for autocast.
 
     Returns:
-        The outputs, and the buffers as the pass left them.
+        The outputs, in float32 where autocast made them bfloat16, and the buffers as the pass left them.
 
     Raises:
         KeyError: A tensor of the architecture is missing.
@@ -66,18 +66,18 @@ def call_model(
     """
     skeleton = model.skeleton(train)
     # A forward pass writes into the buffers it is handed (batch norm's running statistics).
-    own = {name: buffer.clone() for name, buffer in buffers.items()}
-    with ExitStack() as stack:
-        module = stack.enter_context(skeleton.bound(params, own))
-        if precision == "bf16":
-            device = next(iter(params.values())).device.type if params else "cpu"
-            stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
-        looking = _LOOKING.get() or skeleton.draws is None
+    own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
+    looking = _LOOKING.get() or skeleton.draws is None
+    with skeleton.bound(params, own) as module, _autocast(precision, params):
         if not looking and not skeleton.draws:
             outputs = _call(module, inputs)
         else:
             outputs = _call_keyed(skeleton, inputs, rng(), num_examples, first_example, looking)
-        return outputs, skeleton.current_buffers() if own else own
+        new_buffers = skeleton.current_buffers() if own else own
+    if precision == "bf16":
+        # The loss and whatever edits outputs work outside of autocast: in bfloat16 a loss has three digits.
+        outputs = batches.map_tensors(_widened, outputs)
+    return outputs, new_buffers
 
 
 def _call_keyed(
@@ -97,7 +97,23 @@ def _call_keyed(
     return outputs
 
 
+def _autocast(precision: str, params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+    if precision == "fp32":
+        return _AS_IT_IS
+    device = next(iter(params.values())).device.type if params else "cpu"
+    return torch.autocast(device, torch.bfloat16, cache_enabled=False)
+
+
+_AS_IT_IS = nullcontext()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+
 def _call(module: torch.nn.Module, inputs: Any) -> Any:
+    if type(inputs) is Tensor:
+        return module(inputs)
     if isinstance(inputs, Mapping):
         return module(**inputs)
     if isinstance(inputs, list):

@@ -1,0 +1,11 @@
+"""`python -m purecompose`: see `purecompose.cli`."""
+
+import sys
+
+from purecompose.cli import main
+
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What factories check when an algorithm is built, and at INIT: settings, batch keys, the loss."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from purecompose import batch as batches, losses
+from purecompose.schedule import Hparam, Product, Schedule, collect, number
+
+
+__all__ = ["check_flag", "check_number", "check_reads_targets", "check_scalar", "given_keys"]
+
+
+def check_number(
+    role: str, value: Any, low: float, high: float = math.inf, *, hint: str, is_open: bool = False
+) -> None:
+    """Raises unless `value` is a finite number between the bounds, both included (`is_open`: `low` excluded).
+
+    Raises:
+        TypeError: No number.
+        ValueError: Out of range; the message ends with `hint`.
+    """
+    interval = f"{'(' if is_open else '['}{low:g}, {'inf)' if high == math.inf else f'{high:g}]'}"
+    came = f"{role}={value!r} ({type(value).__name__})"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{came}: expected a number in {interval}; {hint}")
+    if not math.isfinite(value) or not low <= value <= high or (is_open and value == low):
+        raise ValueError(f"{came}: expected a number in {interval}; {hint}")
+
+
+def check_scalar(role: str, value: Any, low: float, high: float = math.inf, *, hint: str) -> None:
+    """As `check_number` for what may also be an hparam or a product: its default is checked.
+
+    A schedule has a value only at a time, and passes.
+    """
+    if collect(value, Schedule):
+        return
+    plain = number(value) if isinstance(value, (Hparam, Product)) else value
+    check_number(role, plain, low, high, hint=hint)
+
+
+def check_flag(role: str, value: Any) -> None:
+    """Raises a `TypeError` unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{role}={value!r} ({type(value).__name__}): expected True or False")
+
+
+def given_keys(**keys: batches.Key | None) -> dict[str, batches.Key]:
+    """The batch keys that are given, by role; those left at `None` are the state's own.
+
+    Raises:
+        TypeError: What cannot be a key.
+    """
+    given = {role: key for role, key in keys.items() if key is not None}
+    for role, key in given.items():
+        batches.check_key(key, role)
+    return given
+
+
+def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
+    """Raises a `TypeError` for a loss that the model computes itself: changed targets would not reach it."""
+    if isinstance(loss_fn, losses.ModelLoss):
+        raise TypeError(
+            f"{name}: expected a loss of outputs and targets, came {loss_fn!r}, which the model computes "
+            f"from its own labels, so that {name} would change nothing; give State.create a loss such as "
+            f"losses.cross_entropy, or leave out {name}"
+        )

@@ -1,0 +1,201 @@
+"""MixUp: trains on convex combinations of pairs of examples and of their targets.
+
+    z ~ Beta(alpha, alpha),   t = min(z, 1 - z)
+    X' = (1 - t) X + t X[pi],     y' = (1 - t) y + t y[pi]
+
+with one t and one random order pi a batch; t in [0, 1/2] is the share of the *partner*. Targets stay what
+they are, in a `Mixture` of two terms, until the loss stage resolves them: as soft targets or, with
+`interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on targets (label smoothing, CutMix,
+MixUp again) act on the terms, so all of them compose, in any order.
+
+Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
+
+It acts on the whole batch before it is cut, so k microbatches mix as one. The original pairs examples within
+a microbatch, which shrinks the choice of partners, and its documentation gives t as max(z, 1 - z) in one
+place and as the weight of the original in another.
+
+References:
+    Hongyi Zhang, Moustapha Cisse, Yann N. Dauphin, David Lopez-Paz: mixup: Beyond Empirical Risk
+    Minimization. ICLR 2018. https://arxiv.org/abs/1710.09412
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, losses, random
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._checks import (
+    check_flag,
+    check_number,
+    check_reads_targets,
+    check_scalar,
+    given_keys,
+)
+from purecompose.event import Event
+from purecompose.predicate import NEVER, on
+from purecompose.random.keys import as_rng
+from purecompose.schedule import Scalar
+from purecompose.state import State
+from purecompose.targets import Mixture
+
+
+__all__ = ["mixup", "mixup_batch"]
+
+_ALPHA_HINT = "0 switches mixup off, 0.2 suits ImageNet, 1 is uniform mixing"
+
+
+def mixup_batch(
+    key: Tensor | random.Rng | None,
+    inputs: Tensor,
+    targets: Tensor | Mixture,
+    *,
+    alpha: float | Tensor = 0.2,
+    mixing: float | Tensor | None = None,
+    indices: Tensor | None = None,
+    interpolate_loss: bool = False,
+) -> tuple[Tensor, Mixture]:
+    """Mix each example of a batch with a partner.
+
+    Args:
+        key: A random key; may be `None` where `mixing` and `indices` are both given.
+        inputs: (N, ...). Integers and bools are promoted to the default float dtype.
+        targets: (N, ...), indices or dense, or a `Mixture`, whose terms double.
+        alpha: Both parameters of the Beta distribution, at least 0; 0 does not mix. A tensor's value (0-d) is
+            not checked; no gradient flows to it.
+        mixing: The share of the partner in [0, 1], in place of a draw; a number or 0-d, whose value is not
+            checked.
+        indices: (N,), int64, example i's partner, in place of a random order.
+        interpolate_loss: Mix the losses of the two targets, not the targets: see `Mixture`.
+
+    Returns:
+        The mixed inputs, of the inputs' shape and floating dtype, and the targets: a `Mixture` whose second
+        half of terms are the partners' targets, with weight `mixing`. `mixture.soft(outputs)` gives soft
+        targets.
+
+    Raises:
+        TypeError: Inputs or targets that are not tensors, or no key where something is to be drawn.
+        ValueError: A number out of range, or shapes that do not fit each other.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> inputs, targets = torch.tensor([[0.0], [4.0]]), torch.tensor([0, 1])
+        >>> mixed, mixture = mixup_batch(None, inputs, targets, mixing=0.25, indices=torch.tensor([1, 0]))
+        >>> mixed.tolist()
+        [[1.0], [3.0]]
+        >>> mixture.soft(torch.zeros(2, 2)).tolist()
+        [[0.75, 0.25], [0.25, 0.75]]
+        >>> mixup_batch(key(0), inputs, targets)[0].shape
+        torch.Size([2, 1])
+    """
+    _check_inputs(inputs)
+    if mixing is None:
+        mixing = _draw_mixing(key, alpha)
+    elif not isinstance(mixing, Tensor):
+        check_number("mixup_batch: mixing", mixing, 0, 1, hint="it is the share of the partner")
+    if indices is None:
+        indices = random.permutation(_rng(key).named("permutation"), inputs.shape[0])
+    partners = indices.to(inputs.device)
+    # The mixture first: it refuses partners that do not fit, with a message about shapes.
+    mixture = Mixture.of(targets).mixed_with(partners, mixing, interpolate_loss)
+    return _mix(inputs, partners, mixing), mixture
+
+
+def mixup(
+    alpha: Scalar = 0.2,
+    *,
+    interpolate_loss: bool = False,
+    name: str = "mixup",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> Algorithm:
+    """MixUp on the whole batch; see `purecompose.algorithms.mixup`.
+
+    Args:
+        alpha: Both parameters of the Beta distribution that the partner's share comes from, at least 0. The
+            number 0 never matches. An `hparam` or a schedule may be given; no gradient flows to it.
+        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the
+            same; right also for losses that are not linear in their targets, which must know the reduction
+            "none".
+        name: Names its draws.
+        input_key: Names the batch's input, one tensor; by default the state's own.
+        target_key: Names the target; by default the state's own.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that the model
+            computes itself, or with `interpolate_loss` one without a reduction. In the step: inputs that are
+            not one tensor.
+
+    Example:
+        >>> mixup(0.2)
+        mixup(alpha=0.2, interpolate_loss=False)
+        >>> mixup(0).match
+        never
+    """
+    check_scalar("mixup: alpha", alpha, 0, hint=_ALPHA_HINT)
+    check_flag("mixup: interpolate_loss", interpolate_loss)
+    keys = given_keys(input_key=input_key, target_key=target_key)
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            check_reads_targets(name, state.context.loss)
+            losses.check_loss(state.context.loss, per_example=interpolate_loss)
+            return state
+        own_input = keys.get("input_key", state.context.input_key)
+        own_target = keys.get("target_key", state.context.target_key)
+        inputs, targets = mixup_batch(
+            state.rng(name),
+            batches.get(state.batch, own_input),
+            batches.get(state.batch, own_target),
+            alpha=state.scalar(alpha),
+            interpolate_loss=interpolate_loss,
+        )
+        mixed = batches.put(batches.put(state.batch, own_input, inputs), own_target, targets)
+        return state.replace(batch=mixed)
+
+    is_neutral = isinstance(alpha, (int, float)) and alpha == 0
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        config={"alpha": alpha, "interpolate_loss": interpolate_loss, **keys},
+    )
+
+
+def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor) -> float | Tensor:
+    """The partner's share, 0-d, float32."""
+    if isinstance(alpha, Tensor):
+        # Beta(0, 0) is undefined, but a member of a population may have alpha 0, and must not get NaN.
+        concentration = alpha.clamp(min=1e-30)
+        share = random.beta(_rng(key).named("mixing"), concentration, concentration)
+        return torch.where(alpha > 0, torch.minimum(share, 1 - share), 0)
+    check_number("mixup_batch: alpha", alpha, 0, hint=_ALPHA_HINT)
+    if alpha == 0:
+        return 0.0
+    share = random.beta(_rng(key).named("mixing"), alpha, alpha)
+    return torch.minimum(share, 1 - share)
+
+
+def _rng(key: Tensor | random.Rng | None) -> random.Rng:
+    if key is None:
+        raise TypeError("mixup_batch: expected a key where mixing or indices are left out, came None")
+    return as_rng(key, "mixup_batch")
+
+
+def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
+    floating = inputs if inputs.is_floating_point() else inputs.to(torch.get_default_dtype())
+    # Half precision would round the share differently than the targets' weights have it.
+    wide = floating.float() if floating.element_size() < 4 else floating
+    share: Any = mixing.to(wide) if isinstance(mixing, Tensor) else mixing
+    # lerp is exact for shares of 0 and 1 and for equal partners, which the sum of two products is not.
+    return torch.lerp(wide, wide.index_select(0, partners), share).to(floating.dtype)
+
+
+def _check_inputs(inputs: Any) -> None:
+    if not isinstance(inputs, Tensor) or not inputs.ndim:
+        came = "a 0-d tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise TypeError(
+            f"mixup mixes one tensor (N, ...) of inputs, came {came}; name it inside the batch by input_key=, "
+            "an index, a key or an accessor, and for tokens mix their embeddings inside the model"
+        )

@@ -1,0 +1,136 @@
+"""The command line: `python -m purecompose train`, `plan` and `algorithms`.
+
+A usage error prints one line to standard error and gives the exit status 2; something that is not installed, 1.
+"""
+
+import argparse
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import NoReturn
+
+from purecompose import __version__
+from purecompose.algorithms import FACTORIES
+from purecompose.cli.train import UsageError, show_plan, train
+from purecompose.models import MODELS
+
+
+__all__ = ["main"]
+
+_EPILOG = """\
+examples:
+  python -m purecompose train
+  python -m purecompose train --algorithms "mixup(alpha=0.4),label_smoothing" --seed 1
+  python -m purecompose train --algorithms none --model mlp --optimizer "sgd(lr=0.1, momentum=0.9)"
+  python -m purecompose train --data mnist.npz
+  python -m purecompose plan --at 0.6dur
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: The arguments; by default those of the process.
+
+    Returns:
+        The exit status: 0, 1 where a package is missing, 2 after a usage error, 130 after an interrupt.
+    """
+    parser = _make_parser()
+    prog = parser.prog
+    try:
+        options = parser.parse_args(argv)
+        prog = f"{prog} {options.command}"
+        options.run(options)
+        sys.stdout.flush()
+    except UsageError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        if error.name is not None and error.name.startswith("purecompose"):
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`... | head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a usage error in one line, where argparse prints the whole usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help shows the options)")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m purecompose",
+        description="Trains small networks with speed-up methods that are pure functions.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"purecompose {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for name, help_text, run in (
+        ("train", "train a network and show its accuracy, speed and checksum", train),
+        ("plan", "show which algorithms would act at which events, in what order and why", show_plan),
+        ("algorithms", "list the algorithms with their parameters", _list_algorithms),
+    ):
+        command = commands.add_parser(name, help=help_text, description=f"{help_text}.", allow_abbrev=False)
+        command.set_defaults(run=run)
+        if name != "algorithms":
+            _add_run_options(command)
+        if name == "train":
+            command.add_argument("--plan", action="store_true", help="print the plan and exit")
+            command.add_argument("--quiet", action="store_true", help="print the final table alone")
+        if name == "plan":
+            command.add_argument(
+                "--at", default="0ba", metavar="TIME", help="the point of the run, such as 0.6dur or 5ep (the start)"
+            )
+    return parser
+
+
+def _add_run_options(command: argparse.ArgumentParser) -> None:
+    """What defines a run, and so the bits of its result."""
+    add = command.add_argument
+    add("--data", default="digits", help="digits, an MNIST-like .npz file, or a folder of IDX files (digits)")
+    add("--model", help=f"{', '.join(MODELS)}; with options: cnn(width=8) (cnn)")
+    add(
+        "--algorithms",
+        metavar="LIST",
+        help="names with or without arguments, separated by commas, or none "
+        "(mixup,label_smoothing,selective_backprop)",
+    )
+    add("--optimizer", metavar="CALL", help="sgd, adam or adamw: sgd(lr=0.1, momentum=0.9) (by data size)")
+    add("--schedule", metavar="CALL", help="of the learning rate: cosine, linear or constant (by data size)")
+    add("--duration", metavar="TIME", help="the run's length: 20ep, 500ba or 10000sp (by data size)")
+    add("--batch-size", type=int, metavar="N", help="examples in a batch (by data size)")
+    add("--microbatches", type=int, default=1, metavar="N", help="slices of a batch, to save memory (1)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, data order and all draws (0)")
+    add("--device", default="cpu", help="cpu, cuda, mps, ... (cpu)")
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads; the bits of a result hold for one number (2, or 1 on a single core)",
+    )
+
+
+def _list_algorithms(options: argparse.Namespace) -> None:
+    del options
+    for name, factory in sorted(FACTORIES.items()):
+        parameters = inspect.signature(factory).parameters.values()
+        # Without annotations: what to type counts here.
+        plain = [str(parameter.replace(annotation=parameter.empty)) for parameter in parameters]
+        print(textwrap.fill(f"{name}({', '.join(plain)})", 100, subsequent_indent=" " * (len(name) + 1)))
+        summary = (inspect.getdoc(factory) or "").partition("\n\n")[0]
+        print(textwrap.fill(" ".join(summary.split()), 100, initial_indent="    ", subsequent_indent="    "))

@@ -1,0 +1,177 @@
+"""Calls written as text, such as `mixup(alpha=0.2),label_smoothing`: parsed, never run as code.
+
+A text is a list of names separated by commas, each with or without arguments in parentheses. Arguments are
+literals: numbers, quoted strings, True, False, None, and tuples, lists and dicts of these.
+"""
+
+import ast
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+
+__all__ = ["Call", "SpecError", "build", "parse", "parse_one"]
+
+
+class SpecError(ValueError):
+    """A text that names no known thing, or a thing that does not take these arguments; one line says which."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A name with literal arguments; `str` gives a text that parses to the same call."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"{self.name}({', '.join(arguments)})"
+
+
+def parse(text: str) -> tuple[Call, ...]:
+    """The calls that a text lists; the empty text and `none` list nothing.
+
+    Raises:
+        SpecError: The text has another form, or an argument is no literal; the message gives the column.
+
+    Example:
+        >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
+        ['mixup(alpha=0.2)', 'label_smoothing()']
+    """
+    # Of equal length, so that columns stay what the user sees; outside parentheses Python ends at a line's end.
+    line = "".join(" " if character.isspace() else character for character in text)
+    if line.strip().lower() in ("", "none"):
+        return ()
+    indent = len(line) - len(line.lstrip())
+    expression = _expression(line, indent)
+    nodes = expression.elts if isinstance(expression, ast.Tuple) else [expression]
+    return tuple(_call(node, line, indent) for node in nodes)
+
+
+def parse_one(text: str) -> Call:
+    """The only call in a text.
+
+    Raises:
+        SpecError: As `parse`, or there is none or more than one.
+
+    Example:
+        >>> parse_one("adam(lr=2e-3)").kwargs
+        {'lr': 0.002}
+    """
+    calls = parse(text)
+    if len(calls) != 1:
+        raise SpecError(f"expected one name, with or without arguments, got {len(calls)} in {text!r}")
+    return calls[0]
+
+
+def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) -> Any:
+    """What the factory of that name makes of the arguments.
+
+    Args:
+        call: The call.
+        factories: Functions by name.
+        kind: What they make, in a word, for messages.
+
+    Raises:
+        SpecError: No factory has the name, it has no such parameter, or it refuses a value.
+
+    Example:
+        >>> build(parse_one("complex(real=1, imag=2)"), {"complex": complex}, "number")
+        (1+2j)
+        >>> build(parse_one("complx"), {"complex": complex}, "number")
+        Traceback (most recent call last):
+        purecompose.cli.specs.SpecError: no number is called 'complx'; did you mean 'complex'? Known: complex
+    """
+    factory = factories.get(call.name)
+    if factory is None:
+        hint = _did_you_mean(call.name, factories)
+        raise SpecError(f"no {kind} is called {call.name!r};{hint} Known: {', '.join(sorted(factories))}")
+    _check_arguments(call, inspect.signature(factory))
+    try:
+        return factory(*call.args, **call.kwargs)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        named = message if message.startswith(call.name) else f"{call.name}: {message}"
+        raise SpecError(named) from error
+
+
+def _check_arguments(call: Call, signature: inspect.Signature) -> None:
+    parameters = signature.parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in call.kwargs:
+        if name not in parameters and not takes_any:
+            hint = _did_you_mean(name, parameters)
+            raise SpecError(
+                f"{call.name} has no parameter {name!r};{hint} "
+                f"It has {', '.join(parameters) or 'no parameters'}"
+            )
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        raise SpecError(f"{call.name}: {error}; its parameters are {signature}") from error
+
+
+def _did_you_mean(name: str, known: Mapping[str, Any]) -> str:
+    close = get_close_matches(name, known, n=2)
+    return f" did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _expression(line: str, indent: int) -> ast.expr:
+    try:
+        with warnings.catch_warnings():
+            # What Python thinks of an odd escape in a string is no concern of ours.
+            warnings.simplefilter("ignore")
+            return ast.parse(line.strip(), mode="eval").body
+    except SyntaxError as error:
+        column = indent + (error.offset or 1)
+        raise SpecError(f"cannot read {line!r} at column {column}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"cannot read {line[:60]!r}: {error}") from error
+
+
+def _call(node: ast.expr, line: str, indent: int) -> Call:
+    where = _Where(line, indent)
+    if isinstance(node, ast.Name):
+        return Call(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise SpecError(
+            f"expected a name, with or without arguments in parentheses, got {where.text(node)} "
+            f"at column {where.column(node)} of {line!r}"
+        )
+    name = node.func.id
+    kwargs = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise SpecError(f"{name}: write the arguments out, not as **{where.text(keyword.value)}")
+        kwargs[keyword.arg] = _literal(keyword.value, f"{name}: {keyword.arg}=", where)
+    return Call(name, tuple(_literal(argument, f"{name}: ", where) for argument in node.args), kwargs)
+
+
+def _literal(node: ast.expr, role: str, where: "_Where") -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise SpecError(
+            f"{role}{where.text(node)} at column {where.column(node)} is no literal: expected a number, "
+            "a string in quotes, True, False, None, or a tuple, list or dict of these"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Finds nodes in the line that the user typed."""
+
+    line: str
+    indent: int
+
+    def text(self, node: ast.expr) -> str:
+        return ast.get_source_segment(self.line.strip(), node) or ast.dump(node)
+
+    def column(self, node: ast.expr) -> int:
+        """From 1, in characters; the parser counts bytes."""
+        return self.indent + len(self.line.strip().encode()[: node.col_offset].decode()) + 1

@@ -1,0 +1,158 @@
+"""Evaluation and prediction: programs of the same form as training, on a state that is thrown away afterwards."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose.compose import Step, compose
+from purecompose.event import Event
+from purecompose.loop import eval_events, predict_events
+from purecompose.metrics import Metric, as_metric, mean_loss
+from purecompose.state import State
+from purecompose.time import Time, TimeUnit
+
+
+__all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator"]
+
+Observer: TypeAlias = Callable[[Event, State], None]
+"""Reads states at the outer events and at BATCH_END; never changes anything."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """What to evaluate during a run, and when.
+
+    Args:
+        data: Batches; iterated from the start at each evaluation.
+        metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss.
+        interval: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
+            of the run. It also runs once at the end.
+        label: Names it in records.
+
+    Raises:
+        ValueError: An interval that is not positive, or in seconds.
+        TypeError: Something that is no metric.
+    """
+
+    data: Iterable[Any]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    interval: Time | str = "1ep"
+    label: str = "eval"
+
+    def __post_init__(self) -> None:
+        interval = Time.of(self.interval)
+        if interval.value <= 0 or interval.unit is TimeUnit.SECOND:
+            raise ValueError(f"interval={self.interval!r}: expected a positive time that is not in seconds")
+        object.__setattr__(self, "interval", interval)
+        object.__setattr__(self, "metrics", {name: as_metric(m) for name, m in self.metrics.items()})
+
+
+def evaluate(
+    state: State, data: Iterable[Any], metrics: Mapping[str, Any] | None = None, *, step: Step | None = None
+) -> dict[str, float]:
+    """The metrics of a state on some data. The state stays as it was.
+
+    Args:
+        state: The state; evaluation starts from it and throws its own copy away.
+        data: Batches of the form that training uses.
+        metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
+        step: The training step, if its algorithms are to act at evaluation's events (averaged weights do).
+
+    Returns:
+        The values by name.
+
+    Raises:
+        ValueError: There is no batch.
+        TypeError: Something that is no metric.
+    """
+    evaluator = Evaluator(data, metrics or {})
+    inner = _sibling(step, eval_events)
+    begun = inner.fire(Event.EVAL_STANDALONE_START, state)
+    result = run_evaluator(evaluator, begun, inner)
+    inner.fire(Event.EVAL_STANDALONE_END, begun)
+    return {name: value.item() for name, value in result.metrics.items()}
+
+
+def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
+    """One evaluation, from EVAL_START to EVAL_END.
+
+    Args:
+        evaluator: What to evaluate.
+        state: The training state.
+        step: A step over `eval_events`.
+        observers: Told at EVAL_START and EVAL_END, and after every batch.
+
+    Returns:
+        The evaluation's own state, whose `metrics` hold the values as 0-d tensors on the state's device.
+
+    Raises:
+        ValueError: There is no batch.
+    """
+    metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(state.context.loss)}
+    with torch.no_grad():
+        current = _tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
+        totals = {name: metric.init(state.device) for name, metric in metrics.items()}
+        num_batches = 0
+        for batch in evaluator.data:
+            inner = step.fold(current, on_device(batch, state.device))
+            targets = inner.targets if _has_targets(inner) else None
+            totals = {name: metrics[name].update(totals[name], inner.outputs, targets) for name in metrics}
+            current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
+            num_batches += 1
+        if not num_batches:
+            raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an iterator used up?")
+        values = {name: metric.compute(totals[name]) for name, metric in metrics.items()}
+        return _tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
+
+
+def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> list[Any]:
+    """The network's outputs, batch by batch, on the state's device. The state stays as it was.
+
+    Args:
+        state: The state.
+        data: Batches of the form that training uses; targets are not read.
+        step: The training step, if its algorithms are to act at prediction's events.
+    """
+    inner = _sibling(step, predict_events)
+    outputs = []
+    with torch.no_grad():
+        current = inner.fire(Event.PREDICT_START, state)
+        for batch in data:
+            folded = inner.fold(current, on_device(batch, state.device))
+            outputs.append(folded.outputs)
+            current = inner.finish(folded)
+        inner.fire(Event.PREDICT_END, current)
+    return outputs
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device; the same object where they already are."""
+    if all(tensor.device == device for tensor in batches.tensors(batch)):
+        return batch
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return batches.map_tensors(move, batch)
+
+
+def _sibling(step: Step | None, program: Any) -> Step:
+    """A step with the same algorithms over another program."""
+    return compose(program) if step is None else step.replace(loop=program)
+
+
+def _tell(observers: Iterable[Observer], event: Event, state: State) -> State:
+    for observer in observers:
+        observer(event, state)
+    return state
+
+
+def _has_targets(state: State) -> bool:
+    try:
+        return state.targets is not None
+    except KeyError:
+        return False

@@ -1,0 +1,241 @@
+"""fit: the loop around the step, with the outer events, evaluation and observers.
+
+Nothing happens here that the fifteen-line loop could not do: `fit` asks for batches, calls the step and fires
+the events that lie outside it.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from purecompose.compose import Step
+from purecompose.evaluation import Evaluator, Observer, on_device, run_evaluator
+from purecompose.event import Event
+from purecompose.loop import eval_events
+from purecompose.state import State
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+
+
+__all__ = ["fit"]
+
+
+def fit(
+    step: Step,
+    state: State,
+    data: Iterable[Any],
+    *,
+    duration: Time | str | None = None,
+    evaluate: Evaluator | Iterable[Evaluator] = (),
+    observers: Iterable[Observer] = (),
+) -> State:
+    """Trains until the run's length is reached, from wherever the state stands.
+
+    Args:
+        step: The training step. It is initialised here if that has not been done.
+        state: The state to start from; it stays as it was.
+        data: Batches, iterated anew for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
+            epoch's batches in an order that depends on the run's key alone. In the middle of an epoch, the batches
+            already trained on are skipped.
+        duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
+            wall-clock time for this call, on top of the state's own duration if it has one.
+        evaluate: Evaluators and their intervals.
+        observers: Functions `(event, state) -> None`, told at every event outside the step and at BATCH_END.
+
+    Returns:
+        The state at the end. Calling `fit` again with a longer duration goes on from there.
+
+    Raises:
+        ValueError: No duration anywhere, nothing left to train, no batch in the data, or fewer batches in it than
+            the state's `batches_per_epoch`.
+    """
+    evaluators = (evaluate,) if isinstance(evaluate, Evaluator) else tuple(evaluate)
+    state, budget = _with_duration(state, duration)
+    state = _with_epoch_length(state, data)
+    run = _Run(step, step.replace(loop=eval_events), evaluators, tuple(observers), budget)
+    if state.timestamp.is_finished():
+        raise ValueError(
+            f"nothing left to train: the state stands at {state.timestamp!r}, at the end of its run; "
+            "give fit a longer duration"
+        )
+    if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
+        state = step.init(state)
+    state = run.fire(Event.FIT_START, state)
+    while not run.is_over(state):
+        state = _epoch(run, state, data)
+    state = run.fire(Event.FIT_END, state)
+    run.evaluate(Event.FIT_END, state, state.timestamp)
+    return state
+
+
+class _Run:
+    """What one call of `fit` works with; it remembers when it last evaluated, which no state depends on."""
+
+    def __init__(
+        self,
+        step: Step,
+        eval_step: Step,
+        evaluators: tuple[Evaluator, ...],
+        observers: tuple[Observer, ...],
+        budget: float,
+    ) -> None:
+        self.step, self.eval_step = step, eval_step
+        self.evaluators, self.observers = evaluators, observers
+        self._deadline = time.monotonic() + budget
+        self._evaluated: dict[int, Timestamp] = {}
+
+    def is_over(self, state: State) -> bool:
+        """Whether the run's length or the time budget is used up."""
+        return state.timestamp.is_finished() or time.monotonic() >= self._deadline
+
+    def fire(self, event: Event, state: State) -> State:
+        """Algorithms first, then observers, who see what the algorithms made."""
+        if event not in self.step.events:
+            state = self.step.fire(event, state)
+        for observer in self.observers:
+            observer(event, state)
+        return state
+
+    def evaluate(self, event: Event, state: State, before: Timestamp) -> None:
+        """Runs the evaluators that are due at an event; at FIT_END those that have not just run."""
+        due = [
+            evaluator
+            for evaluator in self.evaluators
+            if _is_due(evaluator.interval, event, before, state.timestamp)
+            and self._evaluated.get(id(evaluator)) != state.timestamp
+        ]
+        if not due:
+            return
+        current = self.fire(Event.EVAL_BEFORE_ALL, state)
+        for evaluator in due:
+            run_evaluator(evaluator, current, self.eval_step, self.observers)
+            self._evaluated[id(evaluator)] = state.timestamp
+        self.fire(Event.EVAL_AFTER_ALL, current)
+
+
+def _epoch(run: _Run, state: State, data: Iterable[Any]) -> State:
+    """What is left of one epoch."""
+    start = state.timestamp
+    if _begins_iteration(start):
+        state = run.fire(Event.ITERATION_START, state)
+    if start.batch_in_epoch == 0:
+        state = run.fire(Event.EPOCH_START, state)
+    loader = _batches(data, state)
+    while True:
+        state = run.fire(Event.BEFORE_DATALOADER, state)
+        batch = next(loader, _EXHAUSTED)
+        before = state.timestamp
+        if batch is _EXHAUSTED:
+            _check_exhausted(before)
+            return _end_epoch(run, state.replace(timestamp=before.advance_epoch()), start, before)
+        state = run.step(state, on_device(batch, state.device))
+        state = run.fire(Event.BATCH_END, state)
+        run.evaluate(Event.BATCH_END, state, before)
+        state = run.fire(Event.BATCH_CHECKPOINT, state)
+        if state.timestamp.epoch != before.epoch:
+            if not run.is_over(state) or _counts_epochs(state):
+                state = run.fire(Event.BEFORE_DATALOADER, state)  # the one that finds the epoch exhausted
+            return _end_epoch(run, state, start, before)
+        state = _end_iteration(run, state, before)
+        if run.is_over(state):
+            return state
+        if state.timestamp.iteration != before.iteration:
+            state = run.fire(Event.ITERATION_START, state)
+
+
+def _end_epoch(run: _Run, state: State, start: Timestamp, before: Timestamp) -> State:
+    """The events after an epoch; the time has moved on already, from `before`."""
+    state = run.fire(Event.EPOCH_END, state)
+    run.evaluate(Event.EPOCH_END, state, start)
+    state = run.fire(Event.EPOCH_CHECKPOINT, state)
+    return _end_iteration(run, state, before)
+
+
+def _end_iteration(run: _Run, state: State, before: Timestamp) -> State:
+    """The events after an iteration, if one is over since `before`. Those of tokens may end within an epoch."""
+    if state.timestamp.iteration == before.iteration:
+        return state
+    state = run.fire(Event.ITERATION_END, state)
+    return run.fire(Event.ITERATION_CHECKPOINT, state)
+
+
+def _begins_iteration(now: Timestamp) -> bool:
+    length = now.run.iteration_length
+    is_at_seam = now.batch_in_epoch == 0 or (length is not None and length.unit is TimeUnit.TOKEN)
+    return is_at_seam and now.epoch_in_iteration == 0 and now.token_in_iteration == 0
+
+
+def _check_exhausted(now: Timestamp) -> None:
+    """Raises where the data end before the epoch does."""
+    if now.batch_in_epoch == 0:
+        raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an iterator used up?")
+    if now.run.batches_per_epoch is not None:
+        raise ValueError(
+            f"the data ended after {now.batch_in_epoch} batches of epoch {now.epoch}, but the state's "
+            f"batches_per_epoch is {now.run.batches_per_epoch}; leave it out, or give the number that comes"
+        )
+
+
+_EXHAUSTED = object()
+
+
+def _batches(data: Any, state: State) -> Iterator[Any]:
+    """The epoch's batches from where the state stands."""
+    now = state.timestamp
+    if hasattr(data, "epoch"):
+        return iter(data.epoch(state.key, now.epoch, now.batch_in_epoch))
+    loader = iter(data)
+    for _ in range(now.batch_in_epoch):
+        next(loader, None)
+    return loader
+
+
+def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:
+    """The state with the run's length, and the budget of this call in seconds."""
+    run = state.timestamp.run
+    wanted = run.duration if duration is None else Time.of(duration)
+    if wanted is None:
+        raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
+    if wanted.unit is TimeUnit.SECOND:
+        return state, float(wanted.value)
+    return _with_run(state, RunLength(wanted, run.batches_per_epoch, run.iteration_length)), math.inf
+
+
+def _with_epoch_length(state: State, data: Any) -> State:
+    """Learns the epoch's length from sized data, or checks it."""
+    run = state.timestamp.run
+    length = len(data) if hasattr(data, "__len__") else None
+    if length == 0:
+        raise ValueError("the data has no batch: an epoch of length 0 would never end")
+    if run.batches_per_epoch is None:
+        return _with_run(state, RunLength(run.duration, length, run.iteration_length))
+    if length is not None and length < run.batches_per_epoch:
+        raise ValueError(
+            f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "
+            "leave batches_per_epoch out, or make it at most the data's length"
+        )
+    return state
+
+
+def _with_run(state: State, run: RunLength) -> State:
+    return state if run == state.timestamp.run else state.replace(timestamp=state.timestamp.replace(run=run))
+
+
+def _counts_epochs(state: State) -> bool:
+    duration = state.timestamp.run.duration
+    return duration is None or duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
+
+
+def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> bool:
+    """Whether a multiple of the interval was passed between two times; epochs are counted at their end."""
+    if event is Event.FIT_END:
+        return True
+    if (event is Event.EPOCH_END) != (interval.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)):
+        return False
+    if interval.unit is not TimeUnit.DURATION:
+        return before.get(interval.unit) // interval.value != now.get(interval.unit) // interval.value
+    past, present = before.elapsed(), now.elapsed()
+    if past is None or present is None:
+        raise ValueError(f"interval {str(interval)!r}: fractions of the run need a run with a duration")
+    # A fraction's multiples round: 3 * 0.1 is above 0.3.
+    return math.floor(past / interval.value + 1e-9) != math.floor(present / interval.value + 1e-9)

@@ -1,0 +1,213 @@
+"""A live display of a run in the terminal, or a line for each epoch where there is no terminal."""
+
+import sys
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, TextIO
+
+from purecompose.event import Event
+from purecompose.observers.stopwatch import Stopwatch
+from purecompose.state import State
+from purecompose.time import Timestamp, TimeUnit
+
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+__all__ = ["Progress"]
+
+# The rate is that of the last readings, so that it follows when a method sets in.
+_READINGS_IN_RATE = 30
+
+
+class Progress:
+    """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
+
+    In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line after
+    each epoch. The loss is read a few times a second and at the ends of epochs, not at each batch, so that the
+    device need not wait.
+
+    The display closes at FIT_END. As a context manager it closes in any case::
+
+        with Progress() as progress:
+            state = fit(step, state, data, observers=[progress])
+
+    Args:
+        live: Whether to draw the bar; by default where the output is a terminal.
+        file: Where to write; by default standard output.
+        reads_per_second: How often the loss is read at most.
+
+    Raises:
+        ImportError: rich is not installed.
+        ValueError: `reads_per_second` is not positive.
+    """
+
+    def __init__(
+        self, *, live: bool | None = None, file: TextIO | None = None, reads_per_second: float = 10.0
+    ) -> None:
+        try:
+            import rich.console
+        except ImportError as error:
+            raise ImportError(
+                "Progress needs rich; install it with `pip install 'purecompose[cli]'`"
+            ) from error
+        if not reads_per_second > 0:
+            raise ValueError(f"reads_per_second={reads_per_second!r}: expected a positive number")
+        self._console = rich.console.Console(file=file, force_terminal=live or None)
+        can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = can_draw if live is None else live
+        self._file = file
+        self._seconds_between_reads = 1.0 / reads_per_second
+        self._stopwatch = Stopwatch()
+        self._bar: Bar | None = None
+        self._task: Any = None
+        self._finalizer: weakref.finalize | None = None
+        self._is_running = False
+        self._reset()
+
+    def __call__(self, event: Event, state: State) -> None:
+        """Follows the run; the first event of a run opens the display."""
+        self._stopwatch(event, state)
+        if event is Event.FIT_START or (event is Event.BATCH_END and not self._is_running):
+            self._open(state)
+        if event is Event.BATCH_END:
+            self._after_batch(state)
+        elif event is Event.EVAL_START:
+            self._show(state, "evaluating")
+        elif event is Event.EVAL_END:
+            self._metrics = {name: value.item() for name, value in state.metrics.items() if value.ndim == 0}
+            self._show(state)
+        elif event is Event.EVAL_AFTER_ALL and not self._is_running:
+            self._print_line(state)  # an evaluation at the very end, after FIT_END
+        elif event is Event.EPOCH_CHECKPOINT:
+            self._after_epoch(state)
+        elif event is Event.FIT_END:
+            self._finish(state)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the live display and gives the terminal back; does nothing where it has been closed."""
+        self._is_running = False
+        if self._finalizer is not None:
+            self._finalizer()
+        self._bar = self._finalizer = None
+
+    def _reset(self) -> None:
+        self._loss: float | None = None
+        self._metrics: dict[str, float] = {}
+        self._readings: deque[tuple[float, int]] = deque(maxlen=_READINGS_IN_RATE)
+        self._last_read = 0.0
+        self._printed_batch = -1
+
+    def _open(self, state: State) -> None:
+        self.close()
+        self._reset()
+        self._is_running = True
+        if self._live:
+            self._bar = _make_bar(self._console)
+            self._task = self._bar.add_task("training", total=None, done="", numbers="")
+            # Also where a run ends with an exception outside a with block, at the latest when Python exits.
+            self._finalizer = weakref.finalize(self, self._bar.stop)
+            self._bar.start()
+            self._show(state)
+
+    def _after_batch(self, state: State) -> None:
+        now = time.monotonic()
+        if now - self._last_read < self._seconds_between_reads:
+            return
+        self._read(state)
+        self._show(state)
+        self._last_read = time.monotonic()
+
+    def _after_epoch(self, state: State) -> None:
+        self._read(state)
+        self._show(state)
+        if not self._live:
+            self._print_line(state)
+
+    def _finish(self, state: State) -> None:
+        self._read(state)
+        self._show(state, "trained")
+        if not self._live and self._printed_batch != state.timestamp.batch:
+            self._print_line(state)
+        self.close()
+
+    def _read(self, state: State) -> None:
+        # The loss of a population has a value for each member; none of them speaks for all.
+        if state.loss is not None and state.loss.ndim == 0:
+            self._loss = state.loss.item()
+        self._readings.append((self._stopwatch.training_seconds, self._stopwatch.batches))
+
+    def _rate(self) -> float:
+        """Batches a second lately."""
+        if len(self._readings) > 1:
+            (first_time, first_batch), (last_time, last_batch) = self._readings[0], self._readings[-1]
+            if last_time > first_time and last_batch > first_batch:
+                return (last_batch - first_batch) / (last_time - first_time)
+        return self._stopwatch.batches_per_second
+
+    def _numbers(self) -> list[str]:
+        loss = [] if self._loss is None else [f"loss {self._loss:.3f}"]
+        rate = self._rate()
+        return [*loss, *_describe(self._metrics), *([f"{rate:.3g} ba/s" if rate < 100 else f"{rate:.0f} ba/s"])]
+
+    def _show(self, state: State, doing: str = "training") -> None:
+        if self._bar is None:
+            return
+        elapsed = state.timestamp.elapsed()
+        self._bar.update(
+            self._task,
+            description=doing,
+            total=None if elapsed is None else 1.0,
+            completed=min(elapsed or 0.0, 1.0),
+            done=_describe_time(state.timestamp),
+            numbers="  ".join(self._numbers()),
+        )
+
+    def _print_line(self, state: State) -> None:
+        self._printed_batch = state.timestamp.batch
+        seconds = f"{self._stopwatch.seconds:.1f} s"
+        parts = [_describe_time(state.timestamp), *self._numbers(), seconds]
+        print("  ".join(parts), file=self._file or sys.stdout, flush=True)
+
+
+def _make_bar(console: Any) -> "Bar":
+    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    fixed = {"no_wrap": True}
+    columns = (
+        TextColumn("{task.description}", table_column=Column(**fixed)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
+        TextColumn("{task.fields[done]}", table_column=Column(**fixed)),
+        TextColumn("{task.fields[numbers]}", table_column=Column(**fixed)),
+        TimeElapsedColumn(table_column=Column(**fixed)),
+        TimeRemainingColumn(compact=True, table_column=Column(**fixed)),
+    )
+    return Bar(*columns, console=console, expand=True, refresh_per_second=5)
+
+
+def _describe(metrics: dict[str, float]) -> list[str]:
+    """Metrics in words, accuracies first and in percent; the evaluation's loss told from training's."""
+    shares = {name: value for name, value in metrics.items() if "accuracy" in name}
+    others = {name: value for name, value in metrics.items() if name not in shares}
+    return [
+        *(f"{name} {value:.1%}" for name, value in shares.items()),
+        *(f"{'eval loss' if name == 'loss' else name} {value:.3f}" for name, value in others.items()),
+    ]
+
+
+def _describe_time(timestamp: Timestamp) -> str:
+    """How far the run is, in its own unit: `3.5/20 ep`."""
+    duration, elapsed = timestamp.run.duration, timestamp.elapsed()
+    if duration is None or elapsed is None:
+        return f"{timestamp.batch} ba"
+    done = elapsed * duration.value
+    is_whole = duration.unit is not TimeUnit.EPOCH
+    return f"{f'{done:.0f}' if is_whole else f'{done:.1f}'}/{duration.value:g} {duration.unit.value}"

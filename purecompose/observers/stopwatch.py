@@ -1,0 +1,72 @@
+"""How long a run takes, with the time for evaluation kept apart."""
+
+import time
+
+from purecompose.event import Event
+from purecompose.state import State
+
+
+__all__ = ["Stopwatch"]
+
+
+class Stopwatch:
+    """Measures wall-clock time and batches from FIT_START on; a new FIT_START starts it anew.
+
+    It waits for the device where an evaluation begins and ends and at FIT_END, so that each second is booked
+    where it was spent; never at a batch.
+
+    Example:
+        >>> watch = Stopwatch()
+        >>> watch.seconds, watch.batches
+        (0.0, 0)
+    """
+
+    def __init__(self) -> None:
+        """A watch at zero."""
+        self._started: float | None = None
+        self._now = 0.0
+        self._evaluation_began: float | None = None
+        self._evaluating = 0.0
+        self._first_batch = self._batch = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start to the last event, evaluations included."""
+        return 0.0 if self._started is None else self._now - self._started
+
+    @property
+    def training_seconds(self) -> float:
+        """The same without evaluations."""
+        current = 0.0 if self._evaluation_began is None else self._now - self._evaluation_began
+        return self.seconds - self._evaluating - current
+
+    @property
+    def batches(self) -> int:
+        """Batches trained on since the start."""
+        return self._batch - self._first_batch
+
+    @property
+    def batches_per_second(self) -> float:
+        """The mean rate of training without evaluations; 0 before any time has gone by."""
+        seconds = self.training_seconds
+        return self.batches / seconds if seconds > 0 else 0.0
+
+    def __call__(self, event: Event, state: State) -> None:
+        """Notes the time of an event; any first event starts the watch."""
+        if self._started is None or event is Event.FIT_START:
+            self.__init__()
+            self._started = time.monotonic()
+            is_batch_over = event is Event.BATCH_END
+            self._first_batch = state.timestamp.batch - is_batch_over
+        if event in _WAITS:
+            state.key.sum().item()
+        self._now, self._batch = time.monotonic(), state.timestamp.batch
+        if event is Event.EVAL_BEFORE_ALL:
+            self._evaluation_began = self._now
+        elif event is Event.EVAL_AFTER_ALL and self._evaluation_began is not None:
+            self._evaluating += self._now - self._evaluation_began
+            self._evaluation_began = None
+
+
+# Reading any value of the state waits for what the device has been told before.
+_WAITS = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL, Event.FIT_END})

@@ -1,0 +1,107 @@
+"""What a step is going to do: event by event, which algorithms act, in what order, and why."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from purecompose._table import table
+from purecompose.algorithm import Algorithm
+from purecompose.event import Event
+from purecompose.loop import loop_events, walk
+from purecompose.passes import Pass, run_pass
+from purecompose.predicate import NEVER
+
+
+__all__ = ["Plan", "PlanRow", "make_plan"]
+
+_STEP_EVENTS = frozenset(node for node, _ in walk(loop_events) if isinstance(node, Event))
+
+
+class PlanRow(NamedTuple):
+    """One algorithm at one event."""
+
+    event: Event
+    order: int | None
+    """The position at the event, from 0; `None` where it does not act now."""
+    algorithm: str
+    reason: str
+    """Why it stands in this place, or why it is absent."""
+
+
+class Plan(NamedTuple):
+    """The answer of `step.plan`; `str` gives a table."""
+
+    rows: tuple[PlanRow, ...]
+    warnings: tuple[str, ...]
+
+    def order(self, event: Event | str) -> tuple[str, ...]:
+        """The names of the algorithms that act at an event, in their order."""
+        rows = [row for row in self.rows if row.event is Event(event)]
+        return tuple(row.algorithm for row in rows if row.order is not None)
+
+    def __str__(self) -> str:
+        cells = [
+            [row.event.name, "-" if row.order is None else str(row.order), row.algorithm, row.reason]
+            for row in self.rows
+        ]
+        text = table(["event", "order", "algorithm", "why"], cells) if cells else "no algorithm acts anywhere"
+        return "\n".join([text, *[f"warning: {warning}" for warning in self.warnings]])
+
+
+class _Planned(Protocol):
+    """What a plan needs of a step."""
+
+    events: tuple[Event, ...]
+    algorithms: tuple[Algorithm, ...]
+    passes: tuple[Pass, ...]
+
+
+def make_plan(step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], moment: str) -> Plan:
+    """The plan of a step.
+
+    Args:
+        step: The step.
+        matched: The algorithms that act at an event now, as listed.
+        moment: "now" in words.
+    """
+    outer = [event for event in Event if event not in step.events]
+    before = [event for event in outer if event in (Event.INIT, Event.FIT_START, Event.EPOCH_START)]
+    rows: list[PlanRow] = []
+    for event in (*before, *step.events, *[event for event in outer if event not in before]):
+        rows += _rows_at(event, step, matched(event), moment)
+    return Plan(tuple(rows), tuple(_warnings(step)))
+
+
+def _rows_at(event: Event, step: _Planned, matched: Sequence[Algorithm], moment: str) -> list[PlanRow]:
+    current, moved_by = tuple(matched), []
+    for one_pass in step.passes:
+        following = run_pass(one_pass, current, event)
+        if following != current:
+            moved_by.append(getattr(one_pass, "__name__", repr(one_pass)))
+        current = following
+    why = f"ordered by {', '.join(moved_by)}" if moved_by else "listed order" if len(current) > 1 else "alone"
+    rows = [PlanRow(event, i, algorithm.name, why) for i, algorithm in enumerate(current)]
+    for algorithm in step.algorithms:
+        left = algorithm.predicate.at(event)
+        if left != NEVER and algorithm not in current:
+            why = "dropped by a pass" if algorithm in matched else f"{left!r} does not hold {moment}"
+            rows.append(PlanRow(event, None, algorithm.name, why))
+    return rows
+
+
+def _warnings(step: _Planned) -> list[str]:
+    found = []
+    for algorithm in step.algorithms:
+        events = algorithm.events
+        if not events:
+            found.append(f"{algorithm!r} never acts: its settings are neutral")
+        lacking = [event.name for event in events if event in _STEP_EVENTS and event not in step.events]
+        if lacking and len(events) < len(Event):
+            found.append(f"{algorithm.name} waits for {', '.join(lacking)}, which the program does not have")
+    return found
+
+
+def describe_moment(timestamp: Any) -> str:
+    """The time in words, for reasons."""
+    elapsed = timestamp.elapsed()
+    share = "" if elapsed is None else f" ({elapsed:.0%} of the run)"
+    return f"at batch {timestamp.batch}{share}"

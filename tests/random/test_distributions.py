@@ -1,0 +1,227 @@
+"""Exponential, truncated normal, gamma and beta against scipy's distribution functions, at fixed seeds."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose.random import Rng, beta, distributions, exponential, gamma, key, split, truncated_normal
+
+
+LEAST_P = 1e-3  # the seeds are fixed: a statistic that passes once passes always
+N = 5000
+
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "exponential": exponential,
+    "truncated_normal": truncated_normal,
+    "gamma": lambda k, s, **kw: gamma(k, 0.7, s, **kw),
+    "beta": lambda k, s, **kw: beta(k, 0.2, 0.9, s, **kw),
+}
+each_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+each_float = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+
+
+@each_float
+@pytest.mark.parametrize("rate", [0.25, 1.0, 30.0])
+def test_exponential_distribution(rate: float, dtype: torch.dtype) -> None:
+    draw = exponential(key(0), N, rate=rate, dtype=dtype)
+    assert draw.dtype == dtype
+    assert stats.kstest(draw.numpy(), "expon", args=(0, 1 / rate)).pvalue > LEAST_P
+
+
+def test_exponential_lets_gradients_through_to_its_rate() -> None:
+    rate = torch.tensor(2.0, requires_grad=True, dtype=torch.float64)
+    draw = exponential(key(0), 100, rate=rate, dtype=torch.float64)
+    (grad,) = torch.autograd.grad(draw.sum(), rate)
+    torch.testing.assert_close(grad, -draw.sum().detach() / 2)
+
+
+@each_float
+@pytest.mark.parametrize(
+    ("low", "high", "mean", "std"),
+    [
+        (-2, 2, 0, 1),
+        (-0.04, 0.04, 0, 0.02),
+        (0, math.inf, -1, 2),
+        (4, 10, 0, 1),
+        (-30, -12, 0, 1),
+        (1, 3, 5, 2),
+    ],
+)
+def test_truncated_normal_distribution(
+    low: float, high: float, mean: float, std: float, dtype: torch.dtype
+) -> None:
+    draw = truncated_normal(key(1), N, low=low, high=high, mean=mean, std=std, dtype=dtype)
+    assert draw.dtype == dtype
+    tolerance = 1e-6 * max(1.0, abs(low))  # the bounds are rounded to dtype
+    assert draw.min() >= low - tolerance
+    assert draw.max() <= high + tolerance
+    law = stats.truncnorm((low - mean) / std, (high - mean) / std, loc=mean, scale=std)
+    assert stats.kstest(draw.double().clamp(low, high).numpy(), law.cdf).pvalue > LEAST_P
+
+
+@each_float
+@pytest.mark.parametrize("concentration", [0.05, 0.2, 0.5, 1.0, 1.5, 4.0, 100.0, 1e6])
+def test_gamma_distribution(concentration: float, dtype: torch.dtype) -> None:
+    """At concentration 0.05 a percent of the mass is below the least float32: counted apart."""
+    draw = gamma(key(2), concentration, N, dtype=dtype)
+    assert draw.dtype == dtype
+    assert (draw > 0).all()
+    assert torch.isfinite(draw).all()
+    least = torch.finfo(dtype).smallest_normal
+    inside = draw[draw > least].double().numpy()
+    law = stats.gamma(concentration)
+    below = float(law.cdf(least))
+    num_below = N - len(inside)
+    assert stats.binomtest(num_below, N, below).pvalue > LEAST_P if below > 1e-6 else num_below == 0
+    assert stats.kstest(inside, lambda x: (law.cdf(x) - below) / (1 - below)).pvalue > LEAST_P
+
+
+@each_float
+@pytest.mark.parametrize(
+    ("a", "b"), [(0.2, 0.2), (1.0, 1.0), (0.05, 0.05), (2.0, 5.0), (0.5, 3.0), (300.0, 200.0)]
+)
+def test_beta_distribution(a: float, b: float, dtype: torch.dtype) -> None:
+    """Float32 rounds what is near 1 to it: the mass near the edges is counted, the rest compared in shape."""
+    draw = beta(key(3), a, b, N, dtype=dtype)
+    assert draw.dtype == dtype
+    assert ((draw >= 0) & (draw <= 1)).all()
+    law, values = stats.beta(a, b), draw.double().numpy()
+    for edge in (1e-9, 1e-6, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-6):
+        count = int((values <= edge).sum())
+        assert stats.binomtest(count, N, float(law.cdf(edge))).pvalue > LEAST_P
+    inside = values[(values > 1e-6) & (values < 1 - 1e-6)]
+    start, end = law.cdf(1e-6), law.cdf(1 - 1e-6)
+    assert stats.kstest(inside, lambda x: (law.cdf(x) - start) / (end - start)).pvalue > LEAST_P
+
+
+@each_dtype
+@pytest.mark.parametrize("concentration", [1e-6, 1e-3, 0.02, 1.0, 50.0])
+def test_beta_and_gamma_are_never_nan(concentration: float, dtype: torch.dtype) -> None:
+    draw = beta(key(4), concentration, concentration, 2000, dtype=dtype)
+    assert ((draw >= 0) & (draw <= 1)).all()
+    draw = gamma(key(4), concentration, 2000, dtype=dtype)
+    assert ((draw > 0) & torch.isfinite(draw)).all()
+
+
+def test_beta_of_tiny_weights_is_a_fair_coin() -> None:
+    draw = beta(key(5), 1e-6, 1e-6, N)
+    assert set(draw.tolist()) == {0.0, 1.0}
+    assert stats.binomtest(int(draw.sum()), N, 0.5).pvalue > LEAST_P
+
+
+def test_the_two_gammas_of_a_beta_are_unrelated() -> None:
+    """Were they not, the spread would be off: the variance is ab / ((a + b)**2 (a + b + 1))."""
+    draw = beta(key(6), 3.0, 3.0, 20_000, dtype=torch.float64)
+    assert float(draw.var()) == pytest.approx(9 / (36 * 7), rel=0.05)
+
+
+def test_all_rounds_failing_gives_a_finite_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that no round accepts: the smallest radius word throws far, the greatest uniform refuses."""
+
+    def words(key: object, shape: tuple[int, ...], num: int, what: str) -> Tensor:
+        block = torch.tensor([0, 2**31, 2**32 - 1, 2**32 - 1])  # cos = -1: base < 0 at concentration 1
+        return block.repeat(num // 4).expand(*shape, num)
+
+    monkeypatch.setattr(distributions, "element_words", words)
+    assert float(gamma(key(0), 1.0, (1,))) == pytest.approx(1 - 1 / 3)
+    assert float(beta(key(0), 1.0, 1.0, (1,))) == pytest.approx(0.5)
+
+
+def test_parameters_may_be_tensors() -> None:
+    alphas = torch.tensor([0.05, 0.5, 1.0, 20.0])
+    expected = torch.stack([gamma(key(7), float(a), 4)[i] for i, a in enumerate(alphas)])
+    torch.testing.assert_close(gamma(key(7), alphas), expected)
+    torch.testing.assert_close(gamma(key(7), alphas, (3, 4))[0], expected)
+    pairs = torch.stack([beta(key(7), float(a), 2.0, 4)[i] for i, a in enumerate(alphas)])
+    torch.testing.assert_close(beta(key(7), alphas, 2.0), pairs)
+    assert beta(key(7), alphas, torch.ones(2, 1)).shape == (2, 4)
+    by_alpha = torch.func.vmap(lambda a: gamma(key(7), a, 2))(alphas)
+    torch.testing.assert_close(by_alpha, torch.stack([gamma(key(7), float(a), 2) for a in alphas]))
+
+
+def test_gamma_and_beta_carry_no_gradient() -> None:
+    alpha = torch.tensor(0.5, requires_grad=True)
+    assert not gamma(key(0), alpha, 3).requires_grad
+    assert not beta(key(0), alpha, alpha, 3).requires_grad
+
+
+@each_draw
+@each_dtype
+def test_draws_start_with_shorter_draws_and_keep_rows(
+    draw: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    assert torch.equal(draw(key(0), 9, dtype=dtype)[:4], draw(key(0), 4, dtype=dtype))
+    rng = Rng(key(0), batch=3).named("x")
+    whole = draw(rng.per_example(torch.arange(6)), (6, 2), dtype=dtype)
+    some = torch.tensor([4, 1])
+    assert torch.equal(draw(rng.per_example(some), (2, 2), dtype=dtype), whole[some])
+    assert whole.dtype == dtype
+    assert draw(key(0), (0, 3), dtype=dtype).shape == (0, 3)
+    assert draw(key(0), (), dtype=dtype).shape == ()
+
+
+@each_draw
+def test_maps_traces_and_leaves_the_global_generator(draw: Callable[..., Tensor]) -> None:
+    before = torch.get_rng_state()
+    keys = split(key(0), 3)
+    looped = torch.stack([draw(k, 5) for k in keys])
+    torch.testing.assert_close(torch.func.vmap(lambda k: draw(k, 5))(keys), looped)
+    traced = make_fx(lambda k: draw(k, 5))(keys[0])
+    torch.testing.assert_close(traced(keys[1]), looped[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from inside Inductor
+@each_draw
+def test_compiled_equals_eager(draw: Callable[..., Tensor]) -> None:
+    compiled = torch.compile(lambda k: draw(k, (5, 3)), fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(key(3)), draw(key(3), (5, 3)), rtol=1e-5, atol=1e-6)
+
+
+@each_draw
+def test_one_philox_call(draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*arguments: object) -> Tensor:
+        calls.append(arguments)
+        return element_words(*arguments)  # type: ignore[arg-type]
+
+    element_words = distributions.element_words
+    monkeypatch.setattr(distributions, "element_words", counted)
+    draw(key(0), (3, 5))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_settings_are_checked(wrong: float) -> None:
+    for call in (
+        lambda: gamma(key(0), wrong, 2),
+        lambda: beta(key(0), wrong, 1.0, 2),
+        lambda: beta(key(0), 1.0, wrong, 2),
+        lambda: exponential(key(0), 2, rate=wrong),
+        lambda: truncated_normal(key(0), 2, std=wrong),
+    ):
+        with pytest.raises(ValueError, match=r"expected a finite number above 0, got .*float"):
+            call()
+
+
+def test_bounds_need_mass() -> None:
+    with pytest.raises(ValueError, match="low < high"):
+        truncated_normal(key(0), 2, low=1.0, high=1.0)
+    with pytest.raises(ValueError, match="no mass"):
+        truncated_normal(key(0), 2, low=50.0, high=60.0)
+
+
+@each_draw
+def test_wrong_dtypes_and_keys_are_named(draw: Callable[..., Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"expected a dtype of .* got torch\.int32"):
+        draw(key(0), 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="expected a key"):
+        draw(0, 2)

@@ -1,0 +1,183 @@
+"""Permutations and choices: exact laws of order, and their frequencies at fixed seeds."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from scipy import stats
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose.random import Rng, bits, choice, key, permutation, split
+
+
+LEAST_P = 1e-3  # the seeds are fixed: a statistic that passes once passes always
+
+
+def frequencies(draws: Tensor, n: int) -> list[int]:
+    """How often each ordered tuple of distinct positions came, in lexicographic order."""
+    counts = dict.fromkeys(itertools.permutations(range(n), draws.shape[1]), 0)
+    for row in draws.tolist():
+        counts[tuple(row)] += 1
+    return list(counts.values())
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 50))
+def test_permutation_is_one(seed: int, n: int) -> None:
+    assert sorted(permutation(key(seed), n).tolist()) == list(range(n))
+
+
+def test_permutation_sorts_its_words() -> None:
+    """By Python's sort of (upper as signed, lower), from the words that `bits` shows."""
+    words = bits(key(3), 40).tolist()
+    keys = [((high ^ 2**31) << 32) | low for low, high in zip(words[::2], words[1::2], strict=True)]
+    assert permutation(key(3), 20).tolist() == sorted(range(20), key=keys.__getitem__)
+
+
+def test_permutation_takes_every_order_equally_often() -> None:
+    draws = torch.func.vmap(lambda k: permutation(k, 4))(split(key(0), 4800))
+    assert stats.chisquare(frequencies(draws, 4)).pvalue > LEAST_P
+
+
+def test_permutation_puts_each_position_anywhere() -> None:
+    draws = torch.func.vmap(lambda k: permutation(k, 30))(split(key(1), 2000))
+    for column in (0, 7, 29):
+        counts = torch.bincount(draws[:, column], minlength=30)
+        assert stats.chisquare(counts.numpy()).pvalue > LEAST_P
+
+
+def test_permutation_of_rows() -> None:
+    rows = torch.arange(12.0).reshape(6, 2)
+    assert torch.equal(permutation(key(0), rows), rows[permutation(key(0), 6)])
+
+
+def test_examples_are_ignored() -> None:
+    rng = Rng(key(0), batch=2).named("order")
+    part = rng.per_example(torch.arange(3, 5))
+    assert torch.equal(permutation(part, 9), permutation(rng, 9))
+    assert torch.equal(choice(part, 9, 4), choice(rng, 9, 4))
+    assert not torch.equal(permutation(Rng(key(0), batch=3).named("order"), 9), permutation(rng, 9))
+
+
+WEIGHTS = torch.tensor([1.0, 4.0, 0.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("p", [None, WEIGHTS], ids=["equal", "weighted"])
+def test_vmap_equals_loop_and_traces(p: Tensor | None, replace: bool) -> None:
+    before = torch.get_rng_state()
+    keys = split(key(0), 6)
+    looped = torch.stack([choice(k, 5, 3, p, replace=replace) for k in keys])
+    assert torch.equal(torch.func.vmap(lambda k: choice(k, 5, 3, p, replace=replace))(keys), looped)
+    traced = make_fx(lambda k: choice(k, 5, 3, p, replace=replace))(keys[0])
+    assert torch.equal(traced(keys[1]), looped[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_permutation_maps_and_traces() -> None:
+    keys = split(key(0), 6)
+    looped = torch.stack([permutation(k, 11) for k in keys])
+    assert torch.equal(torch.func.vmap(lambda k: permutation(k, 11))(keys), looped)
+    assert torch.equal(make_fx(lambda k: permutation(k, 11))(keys[0])(keys[1]), looped[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # from inside Inductor
+def test_compiled_equals_eager() -> None:
+    def step(key: Tensor) -> tuple[Tensor, ...]:
+        return permutation(key, 20), choice(key, 9, 4), choice(key, 5, 3, WEIGHTS)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    for result, expected in zip(compiled(key(3)), step(key(3)), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_weights_map() -> None:
+    many = torch.stack([WEIGHTS, WEIGHTS.flip(0)])
+    for replace in (False, True):
+        mapped = torch.func.vmap(lambda p, r=replace: choice(key(0), 5, 3, p, replace=r))(many)
+        assert torch.equal(mapped, torch.stack([choice(key(0), 5, 3, p, replace=replace) for p in many]))
+
+
+@given(st.integers(0, 30), st.data())
+def test_choice_without_replacement_is_distinct(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n))
+    chosen = choice(key(4), n, k).tolist()
+    assert len(chosen) == len(set(chosen)) == k
+    assert set(chosen) <= set(range(n))
+    more = choice(key(4), n, n).tolist()
+    assert more[:k] == chosen
+
+
+def test_choice_of_pairs_is_fair() -> None:
+    draws = torch.func.vmap(lambda k: choice(k, 5, 2))(split(key(5), 4000))
+    assert stats.chisquare(frequencies(draws, 5)).pvalue > LEAST_P
+
+
+def test_weighted_choice_draws_one_by_one() -> None:
+    """P(i, then j) = w_i / W * w_j / (W - w_i): drawing in turn with what is left."""
+    weights = [1.0, 4.0, 2.0, 3.0]
+    total, num = sum(weights), 6000
+    draws = torch.func.vmap(lambda k: choice(k, 4, 2, weights))(split(key(6), num))
+    expected = [
+        num * weights[i] / total * weights[j] / (total - weights[i])
+        for i, j in itertools.permutations(range(4), 2)
+    ]
+    assert stats.chisquare(frequencies(draws, 4), expected).pvalue > LEAST_P
+
+
+def test_weights_may_have_any_scale() -> None:
+    assert torch.equal(choice(key(0), 5, 4, WEIGHTS), choice(key(0), 5, 4, WEIGHTS * 2.0**20))
+    assert torch.equal(choice(key(0), 5, 4, WEIGHTS), choice(key(0), 5, 4, WEIGHTS.tolist()))
+
+
+def test_weight_zero_is_never_chosen() -> None:
+    keys = split(key(7), 500)
+    assert (torch.func.vmap(lambda k: choice(k, 5, 4, WEIGHTS))(keys) != 2).all()
+    assert (choice(key(7), 5, 5000, WEIGHTS, replace=True) != 2).all()
+    # A tensor's values are not checked: the position of weight 0 comes last.
+    assert choice(key(7), 5, 5, WEIGHTS)[-1] == 2
+
+
+def test_choice_with_replacement() -> None:
+    equal = torch.bincount(choice(key(8), 7, 7000, replace=True), minlength=7)
+    assert stats.chisquare(equal.numpy()).pvalue > LEAST_P
+    weighted = torch.bincount(choice(key(8), 5, 5000, WEIGHTS, replace=True), minlength=5)
+    present = [0, 1, 3, 4]
+    assert stats.chisquare(weighted[present].numpy(), 500 * WEIGHTS[present].numpy()).pvalue > LEAST_P
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "p", "replace", "message"),
+    [
+        (3, 4, None, False, "k=4 of n=3"),
+        (0, 1, None, True, "k=1 of n=0"),
+        (-1, 0, None, False, "choice: n"),
+        (3, -1, None, False, "choice: k"),
+        (3, 2, [1.0, -1.0, 1.0], False, "finite weights >= 0"),
+        (3, 2, [1.0, math.nan, 1.0], False, "finite weights >= 0"),
+        (3, 2, [1.0, 0.0, 0.0], False, "only 1 of the weights"),
+        (3, 2, [0.0, 0.0, 0.0], True, "only 0 of the weights"),
+        (3, 2, [1.0, 1.0], False, r"expected 3 weights.*\(2,\)"),
+        (3, 2, torch.ones(4), False, r"expected 3 weights.*\(4,\)"),
+    ],
+)
+def test_choice_checks_its_arguments(n: int, k: int, p: object, replace: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choice(key(0), n, k, p, replace=replace)  # type: ignore[arg-type]
+
+
+def test_sizes_are_ints() -> None:
+    with pytest.raises(ValueError, match="permutation: n"):
+        permutation(key(0), -1)
+    with pytest.raises(ValueError, match="without dimensions"):
+        permutation(key(0), torch.tensor(3))
+    for wrong in (2.0, True, None, (2,)):
+        with pytest.raises(TypeError, match="permutation: n: expected an int"):
+            permutation(key(0), wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="choice: k: expected an int"):
+            choice(key(0), 3, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a key"):
+        permutation(7, 3)  # type: ignore[arg-type]
