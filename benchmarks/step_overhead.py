@@ -4,9 +4,17 @@
 
 Alternating blocks in one process; ratios are medians over blocks of (step / imperative loop). The methods' rows
 compare with a hand-written loop that does the same mixing and smoothing with `torch.rand`'s global generator.
+
+Everything is measured twice. glibc's malloc gives the memory of large activations back to the system after a
+step and takes page faults for it in the next, in one loop or the other as chance lays out the heap: up to a
+fifth of a convolutional network's step. "keeps" tells it to keep the memory, which leaves the arithmetic.
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 
 import torch
 from _timing import median_us, paired, ratio, save
@@ -74,34 +82,52 @@ class Ours:
         self.state = self.step(self.state, self.batch)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+KEEP = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=4294967296"}
+
+
+def measure(blocks: int, malloc: str) -> list[dict[str, object]]:
+    """One row for each network, without and with methods."""
     torch.manual_seed(0)
     rows = []
-    for name, make, calls in (("MLP 64-128-128-10", mlp, 100), ("ResNet-8, 32x32", resnet8, 2)):
+    for name, make, calls in (("MLP 64-128-128-10", mlp, 100), ("ResNet-8, 32x32", resnet8, 1)):
         for mix in (False, True):
             net, inputs, targets = make()
             seconds = paired(
                 {"ours": Ours(net, inputs, targets, mix=mix), "by hand": Imperative(net, inputs, targets, mix=mix)},
                 calls=calls,
-                blocks=args.blocks,
+                blocks=blocks,
             )
             low, middle, high = ratio(seconds, "ours", "by hand")
             rows.append(
                 {
                     "network": name,
                     "methods": "mixup + label smoothing" if mix else "none",
+                    "malloc": malloc,
                     "by hand us": round(median_us(seconds["by hand"])),
                     "ours us": round(median_us(seconds["ours"])),
                     "ratio": round(middle, 3),
                     "quartiles": f"{low:.3f} {high:.3f}",
                 }
             )
-    save("step_overhead", rows)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--malloc", choices=["default", "keeps"], help="measure this alone, and print it as JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.malloc:
+        print(json.dumps(measure(args.blocks, args.malloc)))
+        return
+    rows: list[dict[str, object]] = []
+    for malloc, settings in (("default", {}), ("keeps", KEEP)):
+        command = [sys.executable, __file__, *sys.argv[1:], "--malloc", malloc]
+        child = subprocess.run(command, env={**os.environ, **settings}, check=True, stdout=subprocess.PIPE)
+        rows += json.loads(child.stdout)
+    save("step_overhead", sorted(rows, key=lambda row: (row["network"], row["methods"] != "none")))  # pyright: ignore
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 tuple; `compose` folds them into a training step.
 """
 
-from purecompose import losses, metrics, optim, random, schedule, tree
+from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, schedule, tree
 from purecompose.algorithm import Algorithm, Trait, identity
 from purecompose.clock import Clock
 from purecompose.compose import ContractError, Step, compose
@@ -74,11 +74,13 @@ __all__ = [
     "UnkeyedRandomError",
     "advance",
     "after",
+    "algorithms",
     "before",
     "between",
     "checkpoint",
     "compose",
     "compose_passes",
+    "data",
     "epoch_ends",
     "eval_events",
     "eval_forward",
@@ -86,12 +88,14 @@ __all__ = [
     "every",
     "fit",
     "forward",
+    "functional",
     "hparam",
     "identity",
     "loop_events",
     "loss",
     "losses",
     "metrics",
+    "models",
     "on",
     "optim",
     "order_by_constraints",

@@ -63,4 +63,15 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
 
 
 # Parts of nn.Module that say nothing about what it computes.
-_BOOKKEEPING = frozenset({"_version", "_compiled_call_impl", "call_super_init", "_is_full_backward_hook"})
+_BOOKKEEPING = frozenset(
+    {
+        "_version",
+        "_compiled_call_impl",
+        "call_super_init",
+        "_is_full_backward_hook",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)

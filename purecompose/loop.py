@@ -199,15 +199,18 @@ def walk(program: Iterable[Node]) -> Iterator[tuple[Node, tuple[Node, ...]]]:
             yield from ((inner, (node, *around)) for inner, around in walk(node.body))
 
 
-def build(program: Iterable[Node], at: Callable[[Event], Op | None], microbatches: int) -> Op:
+def build(
+    program: Iterable[Node], at: Callable[[Event], Op | None], microbatches: int, *, is_slice: bool = False
+) -> Op:
     """The program as one function.
 
     Args:
         program: The nodes.
         at: What to do at an event, or `None` for nothing.
         microbatches: How many slices a `Microbatches` makes that does not say so itself.
+        is_slice: Whether this is the part that runs on slices, whose gradient is not the step's.
     """
-    ops = [op for node in program if (op := _build_node(node, at, microbatches)) is not None]
+    ops = [op for node in program if (op := _build_node(node, at, microbatches, is_slice)) is not None]
 
     def run(state: State) -> State:
         for op in ops:
@@ -217,16 +220,22 @@ def build(program: Iterable[Node], at: Callable[[Event], Op | None], microbatche
     return run
 
 
-def _build_node(node: Node, at: Callable[[Event], Op | None], microbatches: int) -> Op | None:
+def _build_node(
+    node: Node, at: Callable[[Event], Op | None], microbatches: int, is_slice: bool
+) -> Op | None:
     if isinstance(node, Event):
         return at(node)
     if isinstance(node, Update):
         return lambda state: _update(state, node.wrt)
     if isinstance(node, Grad):
-        body = build(node.body, at, microbatches)
-        return _repeatable(lambda state: differentiate(body, state, _matching(state.context.trainable, node.wrt)))
+        body = build(node.body, at, microbatches, is_slice=is_slice)
+
+        def run(state: State) -> State:
+            return differentiate(body, state, _matching(state.context.trainable, node.wrt))
+
+        return run if is_slice else _repeatable(run)
     if isinstance(node, Microbatches):
-        body = build(node.body, at, microbatches)
+        body = build(node.body, at, microbatches, is_slice=True)
         uses_loss = any(inner is loss for inner, _ in walk(node.body))
         k = node.k or microbatches
         return _repeatable(body if k == 1 else lambda state: _run_sliced(body, state, k, uses_loss))

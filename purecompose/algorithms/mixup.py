@@ -196,6 +196,6 @@ def _check_inputs(inputs: Any) -> None:
     if not isinstance(inputs, Tensor) or not inputs.ndim:
         came = "a 0-d tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise TypeError(
-            f"mixup mixes one tensor (N, ...) of inputs, came {came}; name it inside the batch by input_key=, "
+            f"mixup mixes one tensor (N, ...) of inputs, came {came}; name it inside the batch by input_key, "
             "an index, a key or an accessor, and for tokens mix their embeddings inside the model"
         )

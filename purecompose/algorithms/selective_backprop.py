@@ -277,8 +277,8 @@ def _check_window(start: float, end: float, interrupt: int) -> None:
         raise ValueError(f"selective_backprop: expected start < end, came start={start}, end={end}; {hint}")
     if not isinstance(interrupt, int) or isinstance(interrupt, bool):
         raise TypeError(
-            f"selective_backprop: interrupt={interrupt!r} ({type(interrupt).__name__}): expected an int, such as "
-            "2 for every other batch, or 0 for no interruption"
+            f"selective_backprop: interrupt={interrupt!r} ({type(interrupt).__name__}): expected an int, "
+            "such as 2 for every other batch, or 0 for no interruption"
         )
     if interrupt < 0:
         raise ValueError(f"selective_backprop: interrupt={interrupt}: expected 0 (no interruption) or more")

@@ -1,6 +1,6 @@
 """The command line: `python -m purecompose train`, `plan` and `algorithms`.
 
-A usage error prints one line to standard error and gives the exit status 2; something that is not installed, 1.
+A usage error prints one line to standard error and gives the exit status 2; a missing package gives 1.
 """
 
 import argparse
@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from purecompose import __version__
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.train import UsageError, show_plan, train
+from purecompose.cli.setup import UsageError
+from purecompose.cli.train import show_plan, train
 from purecompose.models import MODELS
 
 
@@ -94,7 +95,10 @@ def _make_parser() -> argparse.ArgumentParser:
             command.add_argument("--quiet", action="store_true", help="print the final table alone")
         if name == "plan":
             command.add_argument(
-                "--at", default="0ba", metavar="TIME", help="the point of the run, such as 0.6dur or 5ep (the start)"
+                "--at",
+                default="0ba",
+                metavar="TIME",
+                help="the point of the run: 0.6dur, 5ep, ... (the start)",
             )
     return parser
 
@@ -117,12 +121,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     add("--microbatches", type=int, default=1, metavar="N", help="slices of a batch, to save memory (1)")
     add("--seed", type=int, default=0, metavar="N", help="of weights, data order and all draws (0)")
     add("--device", default="cpu", help="cpu, cuda, mps, ... (cpu)")
-    add(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads; the bits of a result hold for one number (2, or 1 on a single core)",
-    )
+    add("--threads", type=int, metavar="N", help="CPU threads; other numbers give other bits (by data size)")
 
 
 def _list_algorithms(options: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
 """Observers read a run and never change it: functions `(event, state) -> None`.
 
-    history = History()
-    with Progress() as progress:
-        state = fit(step, state, data, observers=[history, progress])
+history = History()
+with Progress() as progress:
+    state = fit(step, state, data, observers=[history, progress])
 """
 
 from purecompose.observers.history import History

@@ -6,6 +6,8 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
+from torch import Tensor
+
 from purecompose.event import Event
 from purecompose.observers.stopwatch import Stopwatch
 from purecompose.state import State
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
+# The loss of single batches is noise to the eye, the more so with mixed targets.
+_SHARE_OF_NEWEST_LOSS = 0.05
 # The rate is that of the last readings, so that it follows when a method sets in.
 _READINGS_IN_RATE = 30
 
@@ -25,8 +29,8 @@ class Progress:
     """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
 
     In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line after
-    each epoch. The loss is read a few times a second and at the ends of epochs, not at each batch, so that the
-    device need not wait.
+    each epoch. The loss is a running mean of about twenty batches, kept on the device and read a few times a
+    second: no batch waits for it.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -99,6 +103,7 @@ class Progress:
         self._bar = self._finalizer = None
 
     def _reset(self) -> None:
+        self._running_loss: Tensor | None = None
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
         self._readings: deque[tuple[float, int]] = deque(maxlen=_READINGS_IN_RATE)
@@ -118,30 +123,34 @@ class Progress:
             self._show(state)
 
     def _after_batch(self, state: State) -> None:
+        # The loss of a population has a value for each member; none of them speaks for all.
+        if state.loss is not None and state.loss.ndim == 0:
+            loss = state.loss.detach()
+            mean = loss.clone() if self._running_loss is None else self._running_loss
+            self._running_loss = mean.lerp(loss, _SHARE_OF_NEWEST_LOSS)
         now = time.monotonic()
         if now - self._last_read < self._seconds_between_reads:
             return
-        self._read(state)
+        self._read()
         self._show(state)
         self._last_read = time.monotonic()
 
     def _after_epoch(self, state: State) -> None:
-        self._read(state)
+        self._read()
         self._show(state)
         if not self._live:
             self._print_line(state)
 
     def _finish(self, state: State) -> None:
-        self._read(state)
+        self._read()
         self._show(state, "trained")
         if not self._live and self._printed_batch != state.timestamp.batch:
             self._print_line(state)
         self.close()
 
-    def _read(self, state: State) -> None:
-        # The loss of a population has a value for each member; none of them speaks for all.
-        if state.loss is not None and state.loss.ndim == 0:
-            self._loss = state.loss.item()
+    def _read(self) -> None:
+        if self._running_loss is not None:
+            self._loss = self._running_loss.item()
         self._readings.append((self._stopwatch.training_seconds, self._stopwatch.batches))
 
     def _rate(self) -> float:
@@ -155,7 +164,11 @@ class Progress:
     def _numbers(self) -> list[str]:
         loss = [] if self._loss is None else [f"loss {self._loss:.3f}"]
         rate = self._rate()
-        return [*loss, *_describe(self._metrics), *([f"{rate:.3g} ba/s" if rate < 100 else f"{rate:.0f} ba/s"])]
+        return [
+            *loss,
+            *_describe(self._metrics),
+            *([f"{rate:.3g} ba/s" if rate < 100 else f"{rate:.0f} ba/s"]),
+        ]
 
     def _show(self, state: State, doing: str = "training") -> None:
         if self._bar is None:

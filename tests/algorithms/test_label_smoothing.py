@@ -1,0 +1,344 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import nn
+
+from purecompose import losses, random, tree
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.label_smoothing import label_smoothing, smooth_labels
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
+from purecompose.optim import sgd
+from purecompose.predicate import NEVER, on
+from purecompose.schedule import hparam, linear
+from purecompose.state import State, to_module
+from purecompose.targets import Mixture
+
+
+LR = 0.3
+SMOOTHINGS = [0.0, 0.1, 0.5, 0.9, 1.0]
+
+
+def make_state(loss: Any = losses.cross_entropy, num_classes: int = 4, **settings: Any) -> State:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, num_classes))
+    return State.create(net, loss=loss, optimizer=sgd(LR), key=7, duration="10ba", **settings)
+
+
+def make_batch(kind="index", num=9):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num, 6, generator=generator)
+    if kind == "index":
+        return inputs, torch.randint(0, 4, (num,), generator=generator)
+    return inputs, torch.softmax(torch.randn(num, 4, generator=generator), dim=1)
+
+
+def spy(seen, *events):
+    """Writes down the targets that pass by, and whether there is a slot."""
+    return Algorithm("spy", on(*events), lambda event, state: seen.append((event, state.targets)) or state)
+
+
+def one_step(algorithms, state, batch, **settings):
+    step = compose(loop_events, algorithms, **settings)
+    return step(step.init(state), batch)
+
+
+def hand_loss(state, batch, smoothing):
+    """(1 - a) CE(y) + a mean_c(-log p_c), over the examples that count."""
+    inputs, targets = batch
+    logp = torch.log_softmax(to_module(state)(inputs), dim=1)
+    kept = targets >= 0
+    plain = -logp[torch.arange(len(targets)), targets.clamp(min=0)]
+    return ((1 - smoothing) * plain - smoothing * logp.mean(1))[kept].mean()
+
+
+# The functional core
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+@pytest.mark.parametrize("num_classes", [2, 10])
+@pytest.mark.parametrize("rest", [(), (5, 5)])
+def test_values_from_indices_and_from_one_hot(smoothing, num_classes, rest):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, num_classes, *rest, generator=generator)
+    indices = torch.randint(0, num_classes, (6, *rest), generator=generator)
+    hot = torch.movedim(F.one_hot(indices, num_classes), -1, 1)
+    kept = indices.clone(), hot.clone()
+    smoothed = smooth_labels(logits, indices, smoothing)
+    assert torch.equal(smoothed, smooth_labels(logits, hot, smoothing))
+    assert torch.equal(smoothed, smooth_labels(logits, hot.float(), smoothing))
+    assert torch.equal(indices, kept[0]) and torch.equal(hot, kept[1])
+
+    assert smoothed.dtype == torch.float32 and smoothed.shape == logits.shape
+    torch.testing.assert_close(smoothed, (1 - smoothing) * hot.float() + smoothing / num_classes)
+    torch.testing.assert_close(smoothed.sum(1), torch.ones(6, *rest))
+    torch.testing.assert_close(smoothed.min(), torch.tensor(smoothing / num_classes))
+    torch.testing.assert_close(smoothed.max(), torch.tensor(1 - smoothing + smoothing / num_classes))
+    if smoothing == 0:
+        assert torch.equal(smoothed, hot.float())
+    if smoothing < 1:
+        assert torch.equal(smoothed.argmax(1), indices)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(2, 6))
+def test_smoothing_twice_is_smoothing_once_with_more(first, second, num_classes):
+    logits, targets = torch.zeros(num_classes, num_classes), torch.arange(num_classes)
+    twice = smooth_labels(logits, smooth_labels(logits, targets, first), second)
+    torch.testing.assert_close(twice, smooth_labels(logits, targets, 1 - (1 - first) * (1 - second)))
+
+
+@given(st.floats(0, 1), st.floats(0.01, 0.99))
+def test_is_affine_in_the_target(smoothing, share):
+    logits = torch.zeros(3, 4)
+    a, b = torch.softmax(torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), -1)
+    mixed = smooth_labels(logits, share * a + (1 - share) * b, smoothing)
+    parts = share * smooth_labels(logits, a, smoothing) + (1 - share) * smooth_labels(logits, b, smoothing)
+    torch.testing.assert_close(mixed, parts)
+
+
+def test_ignored_positions_stay_zero():
+    logits = torch.zeros(4, 3, 2)
+    indices = torch.tensor([[0, -100], [-1, 2], [1, 1], [-100, -100]])
+    smoothed = smooth_labels(logits, indices, 0.3)
+    assert (smoothed.movedim(1, -1)[indices < 0] == 0).all()
+    torch.testing.assert_close(smoothed.sum(1), (indices >= 0).float())
+    assert torch.equal(smooth_labels(logits, smooth_labels(logits, indices, 0.0), 0.3), smoothed)
+    other = smooth_labels(logits, indices, 0.3, ignore_index=1)
+    assert (other[2] == 0).all() and torch.equal(other[:2], smoothed[:2])
+
+
+def test_dtype_is_float32_or_wider():
+    targets = torch.tensor([0, 1])
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert smooth_labels(torch.zeros(2, 3, dtype=dtype), targets).dtype == expected
+    half = torch.eye(3, dtype=torch.bfloat16)
+    assert smooth_labels(torch.zeros(3, 3), half).dtype == torch.float32
+    assert smooth_labels(torch.zeros(3, 3), half.double()).dtype == torch.float64
+
+
+def test_works_under_vmap_over_smoothings():
+    values = torch.tensor([0.0, 0.25, 1.0])
+    logits, targets = torch.zeros(2, 4), torch.tensor([0, 3])
+    together = torch.func.vmap(lambda smoothing: smooth_labels(logits, targets, smoothing))(values)
+    for smoothed, value in zip(together, values.tolist(), strict=True):
+        torch.testing.assert_close(smoothed, smooth_labels(logits, targets, value))
+
+
+# In a step
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_step_is_the_closed_form(smoothing, ignored):
+    state, (inputs, targets) = make_state(), make_batch()
+    targets[:ignored] = -100
+    net = to_module(state)
+    after = one_step([label_smoothing(smoothing)], state, (inputs, targets))
+    torch.testing.assert_close(after.loss, hand_loss(state, (inputs, targets), smoothing).detach())
+    logp = torch.log_softmax(net(inputs), 1)[targets >= 0]
+    soft = (1 - smoothing) * F.one_hot(targets[targets >= 0], 4) + smoothing / 4
+    grads = torch.autograd.grad(-(soft * logp).sum(1).mean(), list(net.parameters()))
+    for (name, param), grad in zip(net.named_parameters(), grads, strict=True):
+        torch.testing.assert_close(after.params[name], (param - LR * grad).detach())
+
+
+def test_the_loss_names_its_own_index_to_ignore():
+    state = make_state(loss=losses.CrossEntropy(ignore_index=3))
+    inputs, targets = make_batch()
+    assert (targets == 3).any()
+    after = one_step([label_smoothing(0.2)], state, (inputs, targets))
+    masked = torch.where(targets == 3, -100, targets)
+    torch.testing.assert_close(after.loss, hand_loss(state, (inputs, masked), 0.2).detach())
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+def test_originals_are_back_after_the_loss(kind):
+    seen = []
+    algorithms = [spy(seen, "before_loss", "after_loss"), label_smoothing(0.1)]
+    state, batch = make_state(), make_batch(kind)
+    kept = batch[1].clone()
+    # Without passes the order is that of the list: the spy comes first at both events.
+    after = one_step(algorithms, state, batch, passes=())
+    assert seen[0][1] is batch[1] and seen[1][1].shape == (9, 4) and seen[1][1].dtype == torch.float32
+    seen.clear()
+    one_step(algorithms[::-1], state, batch, passes=())
+    assert seen[0][1].shape == (9, 4)
+    assert seen[1][1] is batch[1] and torch.equal(batch[1], kept)
+    assert after.slots == {}
+
+
+def test_a_mixture_comes_back_as_the_same_object():
+    seen = []
+    inputs, targets = make_batch()
+    mixture = Mixture.of(targets).mixed_with(torch.arange(9).flip(0), 0.3)
+    one_step([label_smoothing(0.1), spy(seen, "after_loss")], make_state(), (inputs, mixture), passes=())
+    assert seen[0][1] is mixture
+
+
+def test_slots_of_others_stay_as_they_are():
+    def apply(event, state):
+        if event is Event.INIT:
+            return state.replace(slots={**state.slots, "count": torch.tensor(0)})
+        return state.replace(slots={**state.slots, "count": state.slots["count"] + 1})
+
+    counter = Algorithm("count", on("init", "before_loss"), apply)
+    after = one_step([label_smoothing(0.1), counter], make_state(), make_batch(), microbatches=3)
+    assert tree.equal(after.slots, {"count": torch.tensor(3)})
+
+
+def test_two_smoothings_compose_and_unwind():
+    state, batch = make_state(), make_batch()
+    both = one_step([label_smoothing(0.1), label_smoothing(0.3, name="more")], state, batch)
+    once = one_step([label_smoothing(1 - 0.9 * 0.7)], state, batch)
+    torch.testing.assert_close(both.params, once.params)
+    assert both.slots == {}
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+def test_microbatches_add_up(kind):
+    state, (inputs, targets) = make_state(), make_batch(kind)
+    if kind == "index":
+        targets[:4] = -100  # a microbatch of nothing, and one of less than the others
+    expected = one_step([label_smoothing(0.1)], state, (inputs, targets))
+    for k in (3, 9):
+        after = one_step([label_smoothing(0.1)], state, (inputs, targets), microbatches=k)
+        torch.testing.assert_close(after.params, expected.params)
+        torch.testing.assert_close(after.loss, expected.loss)
+
+
+def test_step_leaves_its_input_and_repeats_itself():
+    step = compose(loop_events, [label_smoothing()])
+    state, batch = step.init(make_state()), make_batch()
+    kept = tree.map(torch.clone, (state.params, state.opt_state, batch))
+    first, second = step(state, batch), step(state, batch)
+    assert tree.equal((state.params, state.opt_state, batch), kept)
+    assert tree.equal((first.params, first.loss), (second.params, second.loss))
+    assert tree.structure(first.slots) == tree.structure(state.slots)
+
+
+def test_a_neutral_smoothing_is_absent():
+    assert label_smoothing(0).match == NEVER and label_smoothing(0.0).events == ()
+    state, batch = make_state(), make_batch()
+    plain, neutral = compose(loop_events)(state, batch), one_step([label_smoothing(0)], state, batch)
+    assert tree.equal((neutral.params, neutral.loss), (plain.params, plain.loss))
+
+
+def test_an_hparam_gives_the_same_step_and_its_gradient():
+    batch, state = make_batch(), make_state()
+    step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.1))])
+    state = step.init(state)
+    fixed = one_step([label_smoothing(0.1)], make_state(), batch)
+    torch.testing.assert_close(step(state, batch).params, fixed.params)
+
+    def loss_of(smoothing):
+        loss = step(state.replace(hparams={"smoothing": smoothing}), batch).loss
+        assert loss is not None
+        return loss
+
+    # The closed form is linear in the smoothing: its slope is mean_c(-log p_c) - CE(y).
+    slope = hand_loss(state, batch, 1.0) - hand_loss(state, batch, 0.0)
+    torch.testing.assert_close(torch.func.grad(loss_of)(torch.tensor(0.1)), slope.detach())
+    leaf = torch.tensor(0.1, requires_grad=True)
+    torch.testing.assert_close(torch.autograd.grad(loss_of(leaf), leaf)[0], slope.detach())
+
+
+def test_a_population_differs_in_the_smoothing():
+    step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.1))])
+    state, batch = step.init(make_state()), make_batch()
+    values = torch.tensor([0.0, 0.2, 0.7])
+    together = torch.func.vmap(lambda value: step(state.replace(hparams={"smoothing": value}), batch).loss)(
+        values
+    )
+    for loss, value in zip(together, values, strict=True):
+        torch.testing.assert_close(loss, step(state.replace(hparams={"smoothing": value}), batch).loss)
+
+
+def test_a_schedule_moves_the_smoothing():
+    batch = make_batch()
+    step = compose(loop_events, [label_smoothing(0.4 * linear(1.0, 0.0))])
+    state = step.init(make_state())
+    for expected in (0.4, 0.36, 0.32):  # ten batches from 0.4 to 0
+        hand = hand_loss(state, batch, expected).detach()
+        state = step(state, batch)
+        torch.testing.assert_close(state.loss, hand)
+
+
+def test_keys_and_other_names():
+    inputs, targets = make_batch()
+    batch = {"x": inputs, "y": targets}
+    expected = one_step([label_smoothing(0.1)], make_state(), (inputs, targets))
+    for algorithm in (label_smoothing(0.1), label_smoothing(0.1, target_key="y", name="ls")):
+        after = one_step([algorithm], make_state(input_key="x", target_key="y"), batch)
+        assert tree.equal(after.params, expected.params)
+
+
+def test_other_draws_do_not_move():
+    state = make_state()
+    step = compose(loop_events, [label_smoothing()])
+    inner = step.init(state)
+    assert tree.equal(random.uniform(inner.rng("x"), (3,)), random.uniform(state.rng("x"), (3,)))
+    assert torch.equal(step(inner, make_batch()).key, state.key)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"smoothing": -0.1}, ValueError),
+        ({"smoothing": 1.1}, ValueError),
+        ({"smoothing": float("nan")}, ValueError),
+        ({"smoothing": "much"}, TypeError),
+        ({"smoothing": True}, TypeError),
+        ({"smoothing": None}, TypeError),
+        ({"smoothing": hparam("smoothing", 2.0)}, ValueError),
+        ({"smoothing": 2 * hparam("smoothing", 0.6)}, ValueError),
+        ({"target_key": 0.5}, TypeError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        label_smoothing(**settings)
+
+
+def test_bad_arguments_of_the_core_are_refused():
+    logits = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"smoothing=1\.5 \(float\): expected a number in \[0, 1\]"):
+        smooth_labels(logits, torch.zeros(3, dtype=torch.long), 1.5)
+    with pytest.raises(ValueError, match="class indices .* or dense targets"):
+        smooth_labels(logits, torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="integer dtype"):
+        smooth_labels(logits, torch.zeros(3))
+    with pytest.raises(TypeError, match="expected outputs and targets as tensors"):
+        smooth_labels(logits, [0, 1, 2])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="at least two"):
+        smooth_labels(torch.zeros(3, 1), torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="at least two"):
+        smooth_labels(torch.zeros(3), torch.zeros(3))
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        smooth_labels(logits, torch.tensor([0, 1, 4]))
+
+
+def test_a_loss_inside_the_model_is_refused_at_init():
+    with pytest.raises(TypeError, match="label_smoothing: .*ModelLoss"):
+        compose(loop_events, [label_smoothing()]).init(make_state(loss=losses.model_loss))
+
+
+def test_errors_in_a_step_name_the_algorithm():
+    step = compose(loop_events, [label_smoothing()])
+    with pytest.raises(ValueError, match="integer dtype") as caught:
+        step(step.init(make_state()), (torch.zeros(3, 6), torch.zeros(3)))
+    assert any("label_smoothing at before_loss" in note.lower() for note in caught.value.__notes__)
+
+
+def test_registry_and_print():
+    assert FACTORIES["label_smoothing"] is label_smoothing
+    assert repr(label_smoothing(0.2)) == "label_smoothing(smoothing=0.2)"
+    assert label_smoothing().events == (Event.INIT, Event.BEFORE_LOSS, Event.AFTER_LOSS)

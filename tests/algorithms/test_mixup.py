@@ -1,0 +1,379 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from scipy import stats
+from torch import nn
+
+from purecompose import losses, random, tree
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.label_smoothing import label_smoothing
+from purecompose.algorithms.mixup import mixup, mixup_batch
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
+from purecompose.optim import sgd
+from purecompose.predicate import NEVER, on
+from purecompose.schedule import hparam, linear
+from purecompose.state import State, to_module
+from purecompose.targets import Mixture
+
+
+LR = 0.3
+SHAPES = st.tuples(st.integers(2, 9), st.integers(1, 4)) | st.tuples(
+    st.integers(2, 9), *[st.integers(1, 3)] * 3
+)
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+def make_state(loss: Any = losses.cross_entropy, **settings: Any) -> State:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    return State.create(net, loss=loss, optimizer=sgd(LR), key=7, duration="10ba", **settings)
+
+
+def make_batch(kind="index", num=10):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num, 6, generator=generator)
+    if kind == "index":
+        return inputs, torch.randint(0, 4, (num,), generator=generator)
+    return inputs, torch.softmax(torch.randn(num, 4, generator=generator), dim=1)
+
+
+def spy(seen, *events):
+    """Writes down the batches that pass by."""
+    return Algorithm("spy", on(*events), lambda event, state: seen.append(state.batch) or state)
+
+
+def drawn_by(state, name="mixup", alpha=0.2, num=10):
+    """The share and the order that a step from this state draws, by the documented names."""
+    rng = state.rng(name)
+    share = random.beta(rng.named("mixing"), alpha, alpha)
+    return min(share.item(), 1 - share.item()), random.permutation(rng.named("permutation"), num)
+
+
+def dense(targets):
+    return targets if targets.is_floating_point() else F.one_hot(targets, 4).float()
+
+
+def imperative_step(state, batch, share, order, smoothing=0.0):
+    """One step of gradient descent on the closed form, written by hand."""
+    inputs, targets = batch
+    mixed = (1 - share) * inputs + share * inputs[order]
+    soft = (1 - share) * dense(targets) + share * dense(targets)[order]
+    soft = (1 - smoothing) * soft + smoothing / 4
+    net = to_module(state)
+    loss = -(soft * torch.log_softmax(net(mixed), dim=1)).sum(1).mean()
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    moved = {n: p - LR * g for (n, p), g in zip(net.named_parameters(), grads, strict=True)}
+    return loss.detach(), {name: p.detach() for name, p in moved.items()}
+
+
+# The functional core
+
+
+@given(SEEDS, SHAPES, st.floats(0.05, 4))
+def test_mixes_element_by_element_and_keeps_what_comes_in(seed, shape, alpha):
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(seed % 2**32))
+    targets = torch.arange(shape[0]) % 3
+    before = inputs.clone(), targets.clone()
+    mixed, mixture = mixup_batch(random.key(seed), inputs, targets, alpha=alpha)
+    again, _ = mixup_batch(random.key(seed), inputs, targets, alpha=alpha)
+    assert torch.equal(mixed, again)
+    assert torch.equal(inputs, before[0]) and torch.equal(targets, before[1])
+
+    share = mixture.weights[1]
+    assert (share == share[0]).all() and 0 <= share[0] <= 0.5
+    order = random.permutation(random.Rng(random.key(seed)).named("permutation"), shape[0])
+    assert torch.equal(mixture.targets[0], targets) and torch.equal(mixture.targets[1], targets[order])
+    partner = inputs[order]
+    torch.testing.assert_close(mixed, (1 - share[0]) * inputs + share[0] * partner)
+    assert (mixed >= torch.minimum(inputs, partner)).all() and (mixed <= torch.maximum(inputs, partner)).all()
+    torch.testing.assert_close(mixed.mean(0), inputs.mean(0), atol=1e-5, rtol=1e-5)
+
+
+@given(SEEDS, st.floats(0, 1))
+def test_soft_targets_are_distributions_with_the_mean_of_the_labels(seed, mixing):
+    targets = torch.tensor([0, 1, 1, 3, 2])
+    _, mixture = mixup_batch(random.key(seed), torch.zeros(5, 2), targets, mixing=mixing)
+    soft = mixture.soft(torch.zeros(5, 4))
+    assert (soft >= 0).all()
+    torch.testing.assert_close(soft.sum(1), torch.ones(5))
+    torch.testing.assert_close(soft.mean(0), F.one_hot(targets, 4).float().mean(0))
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
+def test_share_follows_the_smaller_part_of_a_beta_variable(alpha):
+    keys = random.split(random.key(5), 600)
+    _, mixture = torch.func.vmap(
+        lambda key: mixup_batch(key, torch.zeros(2, 1), torch.arange(2), alpha=alpha)
+    )(keys)
+    # P(min(z, 1 - z) <= x) = 2 P(z <= x) for x up to 1/2, by symmetry.
+    result = stats.kstest(
+        mixture.weights[1][:, 0].double().numpy(), lambda x: 2 * stats.beta.cdf(x, alpha, alpha)
+    )
+    assert result.pvalue > 0.01
+
+
+def test_many_keys_under_vmap_equal_a_loop_over_them():
+    keys, batch = random.split(random.key(5), 4), make_batch()
+    together = torch.func.vmap(lambda key: mixup_batch(key, *batch))(keys)
+    for i, key in enumerate(keys):
+        mixed, mixture = mixup_batch(key, *batch)
+        torch.testing.assert_close(together[0][i], mixed)
+        assert torch.equal(together[1].targets[1][i], mixture.targets[1])
+
+
+@pytest.mark.parametrize("alpha", [0, 0.0, torch.tensor(0.0)])
+def test_alpha_of_zero_is_the_identity(alpha):
+    inputs, targets = make_batch()
+    mixed, mixture = mixup_batch(random.key(0), inputs, targets, alpha=alpha)
+    assert torch.equal(mixed, inputs)
+    assert torch.equal(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets, 4).float())
+
+
+@given(st.floats(0, 1))
+def test_partners_that_are_the_examples_change_nothing(mixing):
+    inputs, targets = make_batch()
+    mixed, mixture = mixup_batch(None, inputs, targets, mixing=mixing, indices=torch.arange(10))
+    assert torch.equal(mixed, inputs)
+    torch.testing.assert_close(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets, 4).float())
+
+
+def test_a_share_of_one_is_exactly_the_partner():
+    inputs, targets = make_batch()
+    order = torch.arange(10).flip(0)
+    mixed, mixture = mixup_batch(None, inputs, targets, mixing=1.0, indices=order)
+    assert torch.equal(mixed, inputs[order])
+    assert torch.equal(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets[order], 4).float())
+
+
+def test_integers_become_floats_and_halves_stay():
+    targets, order = torch.tensor([0, 1]), torch.tensor([1, 0])
+    whole = torch.tensor([[0], [200]], dtype=torch.uint8)
+    mixed, _ = mixup_batch(None, whole, targets, mixing=0.25, indices=order)
+    assert mixed.dtype == torch.float32 and mixed.tolist() == [[50.0], [150.0]]
+    half, _ = mixup_batch(None, whole.to(torch.bfloat16), targets, mixing=0.25, indices=order)
+    assert half.dtype == torch.bfloat16 and half.tolist() == [[50.0], [150.0]]
+    double, _ = mixup_batch(None, whole.double(), targets, mixing=torch.tensor(0.25), indices=order)
+    assert double.dtype == torch.float64 and double.tolist() == [[50.0], [150.0]]
+
+
+def test_mixing_twice_gives_four_terms():
+    inputs, targets = make_batch()
+    order = torch.arange(10).roll(1)
+    _, once = mixup_batch(None, inputs, targets, mixing=0.25, indices=order)
+    _, twice = mixup_batch(None, inputs, once, mixing=0.5, indices=order)
+    hot = F.one_hot(targets, 4).float()
+    one = 0.75 * hot + 0.25 * hot[order]
+    torch.testing.assert_close(twice.soft(torch.zeros(10, 4)), 0.5 * one + 0.5 * one[order])
+
+
+# In a step
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+def test_step_is_the_closed_form(kind, interpolate_loss):
+    step = compose(loop_events, [mixup(0.4, interpolate_loss=interpolate_loss)])
+    state, batch = step.init(make_state()), make_batch(kind)
+    after = step(state, batch)
+    loss, params = imperative_step(state, batch, *drawn_by(state, alpha=0.4))
+    torch.testing.assert_close(after.loss, loss)
+    torch.testing.assert_close(after.params, params)
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+@pytest.mark.parametrize("is_mixup_first", [True, False])
+@pytest.mark.parametrize("interpolate_loss", [True, False])
+def test_with_label_smoothing_in_either_order_it_is_the_closed_form(kind, is_mixup_first, interpolate_loss):
+    both = [mixup(interpolate_loss=interpolate_loss), label_smoothing(0.1)]
+    step = compose(loop_events, both if is_mixup_first else both[::-1])
+    state, batch = step.init(make_state()), make_batch(kind)
+    after = step(state, batch)
+    loss, params = imperative_step(state, batch, *drawn_by(state), smoothing=0.1)
+    torch.testing.assert_close(after.loss, loss)
+    torch.testing.assert_close(after.params, params)
+
+
+def test_interpolated_losses_differ_from_soft_targets_where_the_loss_is_no_linear_one():
+    order, inputs = torch.tensor([1, 0]), torch.zeros(2, 1)
+    targets = torch.tensor([[0.0], [2.0]])
+    for interpolate_loss, expected in ((True, 0.75 * 0 + 0.25 * 4), (False, 0.5**2)):
+        _, mixture = mixup_batch(
+            None, inputs, targets, mixing=0.25, indices=order, interpolate_loss=interpolate_loss
+        )
+        outputs = torch.tensor([[0.0], [2.0]])
+        assert losses.evaluate_loss(losses.mse, outputs, mixture).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+def test_microbatches_mix_like_the_whole_batch(kind):
+    algorithms = [mixup(1.0), label_smoothing(0.1)]
+    whole = compose(loop_events, algorithms)
+    state, batch = whole.init(make_state()), make_batch(kind)
+    expected = whole(state, batch)
+    for k in (2, 3, 10):
+        after = compose(loop_events, algorithms, microbatches=k)(state, batch)
+        torch.testing.assert_close(after.params, expected.params)
+        torch.testing.assert_close(after.loss, expected.loss)
+
+
+def test_step_leaves_its_input_and_repeats_itself():
+    step = compose(loop_events, [mixup()])
+    state, batch = step.init(make_state()), make_batch()
+    kept = tree.map(torch.clone, (state.params, state.opt_state, batch))
+    first, second = step(state, batch), step(state, batch)
+    assert tree.equal((state.params, state.opt_state, batch), kept)
+    assert tree.equal((first.params, first.loss), (second.params, second.loss))
+    other = step(state.replace(key=random.key(8)), batch)
+    assert not tree.equal(first.loss, other.loss)
+
+
+def test_each_batch_and_each_name_draws_anew():
+    seen = []
+    step = compose(loop_events, [mixup(1.0), spy(seen, "before_forward")])
+    state, batch = step.init(make_state()), make_batch()
+    step(step(state, batch), batch)
+    other = compose(loop_events, [mixup(1.0, name="another"), spy(seen, "before_forward")])
+    other(other.init(make_state()), batch)
+    assert len({float(mixed[0, 0]) for mixed, _ in seen}) == 3
+
+
+def test_adding_an_algorithm_leaves_the_draws_alone():
+    seen = []
+    for others in ([], [label_smoothing(), mixup(1.0, name="second")]):
+        step = compose(loop_events, [*others, mixup(1.0), spy(seen, "after_dataloader")], passes=())
+        step(step.init(make_state()), make_batch())
+    # Second mixing first: its partner's weight comes out beside the first one's, unchanged.
+    alone, among = seen[0][1], seen[1][1]
+    share = alone.weights[1][0]
+    torch.testing.assert_close(among.weights[2] + among.weights[3], torch.full((10,), share.item()))
+
+
+def test_a_neutral_alpha_is_absent():
+    algorithm = mixup(0)
+    assert algorithm.match == NEVER and algorithm.events == ()
+    state, batch = make_state(), make_batch()
+    plain, neutral = compose(loop_events), compose(loop_events, [algorithm])
+    expected, after = plain(state, batch), neutral(neutral.init(state), batch)
+    assert tree.equal((after.params, after.loss), (expected.params, expected.loss))
+
+
+def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
+    seen = []
+    step = compose(loop_events, [mixup(), spy(seen, "before_loss", "batch_end")])
+    step(step.init(make_state()), make_batch())
+    assert all(isinstance(targets, Mixture) for _, targets in seen)
+    assert not any(event.name.startswith(("EVAL", "PREDICT")) for event in mixup().events)
+
+
+def test_members_of_dict_batches_are_named_by_keys():
+    seen = []
+    inputs, targets = make_batch()
+    batch = {"x": inputs, "y": targets, "extra": torch.ones(10, 2)}
+    state = make_state(input_key="x", target_key="y")
+    step = compose(loop_events, [mixup(), spy(seen, "before_forward")])
+    after = step(step.init(state), batch)
+    _, params = imperative_step(state, (inputs, targets), *drawn_by(state))
+    torch.testing.assert_close(after.params, params)
+    assert torch.equal(seen[0]["extra"], batch["extra"]) and torch.equal(batch["x"], inputs)
+
+    explicit = compose(loop_events, [mixup(input_key="x", target_key="y")])
+    assert tree.equal(explicit(explicit.init(state), batch).params, after.params)
+    swapped = compose(loop_events, [mixup(input_key="extra"), spy(seen, "before_forward")])
+    swapped(swapped.init(state), {**batch, "extra": inputs})
+    assert torch.equal(seen[-1]["x"], inputs) and not torch.equal(seen[-1]["extra"], inputs)
+
+
+def test_alpha_may_be_an_hparam_or_a_schedule():
+    batch = make_batch()
+    fixed = compose(loop_events, [mixup(0.4)])
+    named = compose(loop_events, [mixup(hparam("alpha", 0.4))])
+    expected = fixed(fixed.init(make_state()), batch)
+    state = named.init(make_state())
+    torch.testing.assert_close(named(state, batch).params, expected.params)
+
+    off = named(state.replace(hparams={"alpha": torch.tensor(0.0)}), batch)
+    torch.testing.assert_close(off.params, compose(loop_events)(make_state(), batch).params)
+    moving = compose(loop_events, [mixup(0.4 * linear(1.0, 0.5))])
+    torch.testing.assert_close(moving(moving.init(make_state()), batch).params, expected.params)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"alpha": -0.1}, ValueError),
+        ({"alpha": float("nan")}, ValueError),
+        ({"alpha": float("inf")}, ValueError),
+        ({"alpha": "0.2"}, TypeError),
+        ({"alpha": True}, TypeError),
+        ({"alpha": hparam("alpha", -1.0)}, ValueError),
+        ({"interpolate_loss": 1}, TypeError),
+        ({"input_key": 1.5}, TypeError),
+        ({"target_key": True}, TypeError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        mixup(**settings)
+
+
+def test_bad_arguments_of_the_core_are_refused():
+    inputs, targets = make_batch()
+    key = random.key(0)
+    with pytest.raises(ValueError, match=r"alpha=-1"):
+        mixup_batch(key, inputs, targets, alpha=-1)
+    with pytest.raises(ValueError, match=r"mixing=1\.5"):
+        mixup_batch(key, inputs, targets, mixing=1.5)
+    with pytest.raises(ValueError, match="permutation of shape"):
+        mixup_batch(key, inputs, targets, indices=torch.arange(3))
+    with pytest.raises(TypeError, match="came None"):
+        mixup_batch(None, inputs, targets, mixing=0.5)
+    with pytest.raises(TypeError, match="expected a key"):
+        mixup_batch(torch.zeros(2), inputs, targets)
+    with pytest.raises(TypeError, match="came dict; name it .* by input_key"):
+        mixup_batch(key, {"image": inputs}, targets)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="0-d"):
+        mixup_batch(key, torch.tensor(1.0), targets)
+    with pytest.raises(TypeError, match="came list"):
+        mixup_batch(key, inputs, [1, 2])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_loss_inside_the_model_is_refused_at_init():
+    state = make_state(loss=losses.model_loss)
+    with pytest.raises(TypeError, match="my_mixup: .*ModelLoss"):
+        compose(loop_events, [mixup(name="my_mixup")]).init(state)
+
+
+def test_interpolating_needs_losses_per_example():
+    state = make_state(loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+    soft = compose(loop_events, [mixup()])
+    expected = soft(soft.init(make_state()), make_batch())
+    torch.testing.assert_close(soft(soft.init(state), make_batch()).loss, expected.loss)
+    with pytest.raises(TypeError, match="reduction"):
+        compose(loop_events, [mixup(interpolate_loss=True)]).init(state)
+
+
+def test_a_step_names_the_member_that_does_not_fit():
+    step = compose(loop_events, [mixup()])
+    state = step.init(make_state(input_key=[0]))
+    with pytest.raises(TypeError, match="mixup mixes one tensor") as caught:
+        step(state, make_batch())
+    assert any("mixup at" in note for note in caught.value.__notes__)
+    with pytest.raises(KeyError, match="no member 'picture'"):
+        wrong = compose(loop_events, [mixup(input_key="picture")])
+        wrong(wrong.init(make_state()), {"x": torch.zeros(2, 2)})
+
+
+def test_registry_and_print():
+    assert FACTORIES["mixup"] is mixup
+    assert repr(mixup(1.0, input_key="x")) == "mixup(alpha=1.0, interpolate_loss=False, input_key='x')"
+    assert mixup().events == (Event.INIT, Event.AFTER_DATALOADER)

@@ -1,0 +1,139 @@
+"""What the tests of the loop share: small networks, batches, states and algorithms, all made from seeds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, on, optim
+from purecompose.predicate import Predicate
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_mlp(seed: int = 0, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """4 -> 8 -> 3, weights by the seed."""
+    layers: list[nn.Module] = [nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
+    return _reset(nn.Sequential(*layers).to(dtype), seed)
+
+
+def make_cnn(seed: int = 0) -> nn.Sequential:
+    """Two convolutions with BatchNorm on 2x6x6 images, 3 classes; no bias that BatchNorm would cancel."""
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, stride=2, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    return _reset(net, seed)
+
+
+def make_batch(
+    seed: int = 0, size: int = 8, shape: Sequence[int] = (4,), dtype: torch.dtype = torch.float32
+) -> Batch:
+    """Inputs (size, *shape) and class indices (size,) of three classes."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, *shape, generator=generator, dtype=dtype)
+    return inputs, torch.randint(3, (size,), generator=generator)
+
+
+def make_batches(num: int = 5, size: int = 8, **options: Any) -> list[Batch]:
+    """Different batches."""
+    return [make_batch(seed, size, **options) for seed in range(num)]
+
+
+def make_state(net: nn.Module | None = None, **options: Any) -> State:
+    """A state for classification by SGD with momentum, unless told otherwise."""
+    options = {
+        "loss": pc.losses.cross_entropy,
+        "optimizer": optim.sgd(0.1, momentum=0.9),
+        "duration": "2ep",
+        **options,
+    }
+    return State.create(make_mlp() if net is None else net, **options)
+
+
+def run_steps(step: Any, state: State, batches: Sequence[Any]) -> State:
+    """The step over all batches."""
+    for batch in batches:
+        state = step(state, batch)
+    return state
+
+
+def changing(
+    name: str, event: Event, fn: Callable[[State], State], *, when: Predicate | None = None, **options: Any
+) -> Algorithm:
+    """An algorithm that applies `fn` at one event."""
+    match = on(event) if when is None else on(event) & when
+    return Algorithm(name, match, lambda _, state: fn(state), **options)
+
+
+def noise(name: str = "noise", scale: float = 0.1, **options: Any) -> Algorithm:
+    """Adds keyed noise, drawn per example, to the inputs."""
+
+    def add(state: State) -> State:
+        draws = pc.random.normal(state.example_rng(name), tuple(state.inputs.shape))
+        return state.replace(inputs=state.inputs + scale * draws)
+
+    return changing(name, Event.AFTER_DATALOADER, add, **options)
+
+
+def counter(name: str = "counter") -> Algorithm:
+    """Counts the batches in its slot."""
+
+    def apply(event: Event, state: State) -> State:
+        count = torch.zeros(()) if event is Event.INIT else state.slots[name] + 1
+        return state.replace(slots={**state.slots, name: count})
+
+    return Algorithm(name, on(Event.INIT, Event.BATCH_END), apply)
+
+
+def decay(name: str = "decay", factor: float = 0.99, **options: Any) -> Algorithm:
+    """Shrinks the parameters after the update."""
+
+    def shrink(state: State) -> State:
+        return state.replace(params={key: param * factor for key, param in state.params.items()})
+
+    return changing(name, Event.BATCH_END, shrink, **options)
+
+
+def recorder(log: list[Any], name: str = "recorder", *events: Event, **options: Any) -> Algorithm:
+    """Writes (its name, event) into a list at these events, or at all."""
+
+    def apply(event: Event, state: State) -> State:
+        log.append((name, event))
+        return state
+
+    return Algorithm(name, on(*(events or tuple(Event))), apply, **options)
+
+
+def assert_same(first: Any, second: Any) -> None:
+    """Bit for bit equality, with the differences in words."""
+    differences = pc.tree.diff(first, second)
+    assert not differences, "\n".join(differences)
+
+
+def assert_close(first: Any, second: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Equality of two mappings of tensors within a tolerance."""
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name].detach(), second[name].detach(), rtol=rtol, atol=atol, msg=name)
+
+
+def copied(tree: Any) -> Any:
+    """The same tree with copies of its tensors."""
+    return pc.tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _reset(net: nn.Sequential, seed: int) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(0.3 * torch.randn(param.shape, generator=generator, dtype=param.dtype))
+    return net
