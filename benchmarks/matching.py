@@ -11,7 +11,20 @@ import time
 import torch
 from _timing import save
 
-from purecompose import Algorithm, Event, State, after, between, compose, epoch_ends, every, loop_events, losses, on, optim
+from purecompose import (
+    Algorithm,
+    Event,
+    State,
+    after,
+    between,
+    compose,
+    epoch_ends,
+    every,
+    loop_events,
+    losses,
+    on,
+    optim,
+)
 
 
 def ten() -> list[Algorithm]:
@@ -37,7 +50,11 @@ def ten() -> list[Algorithm]:
 def main() -> None:
     step = compose(loop_events, ten())
     state = State.create(
-        torch.nn.Linear(4, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="10ep", batches_per_epoch=200
+        torch.nn.Linear(4, 2),
+        loss=losses.cross_entropy,
+        optimizer=optim.sgd(0.1),
+        duration="10ep",
+        batches_per_epoch=200,
     )
     batch = (torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))
     times = [state.timestamp]
@@ -60,7 +77,10 @@ def main() -> None:
         runs["asked anew"].append((time.perf_counter() - start) / len(views) * 1e6)
     save(
         "matching",
-        [{"way": way, "us a step, median": round(statistics.median(v), 2), "min": round(min(v), 2)} for way, v in runs.items()],
+        [
+            {"way": way, "us a step, median": round(statistics.median(v), 2), "min": round(min(v), 2)}
+            for way, v in runs.items()
+        ],
     )
 
 

@@ -113,7 +113,7 @@ def measure(blocks: int, malloc: str) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="The cost of the eager step.")
     parser.add_argument("--blocks", type=int, default=60)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--malloc", choices=["default", "keeps"], help="measure this alone, and print it as JSON")

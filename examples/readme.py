@@ -16,9 +16,7 @@ digits = data.load("digits")
 batches = list(data.arrays(digits.train_inputs, digits.train_targets, 32))
 test_batches = list(data.arrays(digits.test_inputs, digits.test_targets, 256))
 
-net = torch.nn.Sequential(
-    torch.nn.Flatten(), torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
-)
+net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 mixup, sb = alg.mixup(alpha=0.2), alg.selective_backprop(start=0.5, end=0.9, keep=0.5)
 step = compose(loop_events, [mixup, sb], passes=DEFAULT_PASSES)
 

@@ -182,15 +182,15 @@ def _with_members(leaf: Any, members: dict[Any, Any]) -> Any:
         settable = {field.name for field in dataclasses.fields(leaf) if field.init}
         return dataclasses.replace(leaf, **{name: members[name] for name in members if name in settable})
     successor = copy.copy(leaf)
-    vars(successor).update(members)
+    successor.__dict__.update(members)
     return successor
 
 
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if not isinstance(mapping, MutableMapping):
         return type(mapping)({**mapping, **items})  # pyright: ignore[reportCallIssue]
-    # A copy keeps what a constructor would lose: a defaultdict's factory, a tokenizer's encodings. Item by item,
-    # since the outputs of Hugging Face models refuse `update`.
+    # A copy keeps what a constructor would lose: a defaultdict's factory, a tokenizer's encodings. Item by
+    # item, since the outputs of Hugging Face models refuse `update`.
     successor = copy.copy(mapping)
     for key, value in items.items():
         successor[key] = value

@@ -36,9 +36,7 @@ class Clock:
         self._values, self._later, self.schedules, self._source = values, later, schedules, source
 
     @classmethod
-    def of(
-        cls, now: Timestamp, later: Timestamp, schedules: tuple[Schedule, ...], device: torch.device
-    ) -> "Clock":
+    def of(cls, now: Timestamp, later: Timestamp, schedules: tuple[Schedule, ...], device: torch.device) -> "Clock":
         """The clock of a step that leads from `now` to `later`."""
         return cls(None, cls(None, None, schedules, (later, device)), schedules, (now, device))
 

@@ -15,15 +15,16 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm
 from purecompose.clock import Clock
+from purecompose.context import Context, SealedTime, Static
 from purecompose.event import Event
-from purecompose.network import looking_for_draws
 from purecompose.gradient import Op, wants_outer_gradient
 from purecompose.loop import Node, Program, advance, build, walk
 from purecompose.matching import Matcher
+from purecompose.network import looking_for_draws
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes
 from purecompose.plan import Plan, describe_moment, make_plan
 from purecompose.predicate import NEVER
-from purecompose.state import Context, SealedTime, State, Static
+from purecompose.state import State
 
 
 __all__ = ["ContractError", "Observe", "Step", "compose"]
@@ -63,8 +64,8 @@ class Step:
     ) -> None:
         self.program, self.algorithms, self.passes = program, algorithms, passes
         self.microbatches = microbatches
-        self.events = tuple(dict.fromkeys(node for node, _ in walk(program) if isinstance(node, Event)))
-        self.has_advance = any(node is advance for node, _ in walk(program))
+        self.events = tuple(dict.fromkeys(node for node in walk(program) if isinstance(node, Event)))
+        self.has_advance = any(node is advance for node in walk(program))
         self.matcher = Matcher(algorithms, self.events)
         self._order = compose_passes(*passes)
         self._wants_init = [a for a in algorithms if _needs_init(a)]
@@ -86,7 +87,7 @@ class Step:
 
     def fold(self, state: State, batch: Any, observe: Observe | None = None) -> State:
         """The fold over the program, without the clean-up at its end: outputs and batch are still there."""
-        context, now = state.static.context, state.static.timestamp
+        context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
         later = now.advance(batches.num_examples(batch), _num_tokens(batch)) if self.has_advance else now
@@ -281,13 +282,13 @@ def compose(
 
 def _as_program(loop: Iterable[Node]) -> Program:
     program = tuple(Event(node) if isinstance(node, str) else node for node in loop)
-    if sum(node is advance for node, _ in walk(program)) > 1:
+    if sum(node is advance for node in walk(program)) > 1:
         raise ValueError("the program has more than one advance: a step moves the time by one batch")
     is_later = False
-    for node, _ in walk(program):
+    for node in walk(program):
         is_later = is_later or node is advance
         if isinstance(node, Event):
-            has_advance = any(other is advance for other, _ in walk(program))
+            has_advance = any(other is advance for other in walk(program))
             if has_advance and node.sees_new_time != is_later:
                 side = "after" if node.sees_new_time else "before"
                 raise ValueError(f"{node} belongs {side} the program's advance")

@@ -60,6 +60,7 @@ def evaluate(
         state: The state; evaluation starts from it and throws its own copy away.
         data: Batches of the form that training uses.
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
+            A batch without a target reaches them whole in the target's place.
         step: The training step, if its algorithms are to act at evaluation's events (averaged weights do).
 
     Returns:
@@ -99,7 +100,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         num_batches = 0
         for batch in evaluator.data:
             inner = step.fold(current, on_device(batch, state.device))
-            targets = inner.targets if _has_targets(inner) else None
+            targets = inner.targets if _has_targets(inner) else inner.batch
             totals = {name: metrics[name].update(totals[name], inner.outputs, targets) for name in metrics}
             current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
             num_batches += 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches
+from purecompose._functorch import is_transforming
 from purecompose.state import State
 
 
@@ -23,7 +24,7 @@ Op: TypeAlias = Callable[[State], State]
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:
     """Whether somebody differentiates through the step: a transform is active, or a leaf requires a gradient."""
-    if torch._C._functorch.maybe_current_level() is not None:
+    if is_transforming():
         return True
     if not torch.is_grad_enabled():
         return False
@@ -54,7 +55,7 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
     if not names:
         raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
     # A step turns grad mode off unless somebody differentiates through it.
-    is_differentiated = torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None
+    is_differentiated = torch.is_grad_enabled() or is_transforming()
     engine = _with_functorch if is_differentiated else _with_autograd
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     with torch.enable_grad(), state.model.skeleton(train=True).held():

@@ -191,12 +191,12 @@ predict_events: Program = (
 """One batch of a prediction."""
 
 
-def walk(program: Iterable[Node]) -> Iterator[tuple[Node, tuple[Node, ...]]]:
-    """Every node of a program in order, with the scopes around it, outermost first."""
+def walk(program: Iterable[Node]) -> Iterator[Node]:
+    """Every node of a program in order, those inside scopes included."""
     for node in program:
-        yield node, ()
+        yield node
         if isinstance(node, _Scope):
-            yield from ((inner, (node, *around)) for inner, around in walk(node.body))
+            yield from walk(node.body)
 
 
 def build(
@@ -220,9 +220,7 @@ def build(
     return run
 
 
-def _build_node(
-    node: Node, at: Callable[[Event], Op | None], microbatches: int, is_slice: bool
-) -> Op | None:
+def _build_node(node: Node, at: Callable[[Event], Op | None], microbatches: int, is_slice: bool) -> Op | None:
     if isinstance(node, Event):
         return at(node)
     if isinstance(node, Update):
@@ -236,7 +234,7 @@ def _build_node(
         return run if is_slice else _repeatable(run)
     if isinstance(node, Microbatches):
         body = build(node.body, at, microbatches, is_slice=True)
-        uses_loss = any(inner is loss for inner, _ in walk(node.body))
+        uses_loss = any(inner is loss for inner in walk(node.body))
         k = node.k or microbatches
         return _repeatable(body if k == 1 else lambda state: _run_sliced(body, state, k, uses_loss))
     return node  # a Stage, or any function State -> State

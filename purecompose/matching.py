@@ -65,6 +65,8 @@ class SealedTensor:
         return len(self._tensor)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that numpy, copy and others ask for before they read
+            raise AttributeError(name)
         raise _ValueRead(self._path, name)
 
     @classmethod
@@ -173,9 +175,7 @@ class Matcher:
 
     def matched(self, bits: int, event: Event, algorithms: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
         """The algorithms that act at an event under a schedule, in their listed order."""
-        chosen = {
-            q.algorithm.name for i, q in enumerate(self.questions) if q.event is event and bits >> i & 1
-        }
+        chosen = {q.algorithm.name for i, q in enumerate(self.questions) if q.event is event and bits >> i & 1}
         return tuple(a for a in algorithms if a.name in chosen or (event, a.name) in self.always)
 
     def _new_stretch(self, now: Timestamp, later: Timestamp) -> "_Stretch":

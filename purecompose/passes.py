@@ -112,8 +112,7 @@ def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Seque
     """
     remaining = list(algorithms)  # told apart by identity: what a pass adds may equal what is there
     earlier = {
-        id(late): [early for early in algorithms if early is not late and _precedes(early, late)]
-        for late in algorithms
+        id(late): [early for early in algorithms if early is not late and _precedes(early, late)] for late in algorithms
     }
     ordered: list[Algorithm] = []
     placed: set[int] = set()

@@ -13,7 +13,7 @@ from purecompose.predicate import NEVER
 
 __all__ = ["Plan", "PlanRow", "make_plan"]
 
-_STEP_EVENTS = frozenset(node for node, _ in walk(loop_events) if isinstance(node, Event))
+_STEP_EVENTS = frozenset(node for node in walk(loop_events) if isinstance(node, Event))
 
 
 class PlanRow(NamedTuple):

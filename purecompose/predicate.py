@@ -141,11 +141,9 @@ class _And(Predicate):
     def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
         first, end = self.first.during(timestamp)
         if first == NEVER:
-            return NEVER, end
+            return first, end
         second, second_end = self.second.during(timestamp)
-        if second == NEVER:
-            return NEVER, second_end
-        return _both(first, second), min(end, second_end)
+        return _both(first, second), second_end if second == NEVER else min(end, second_end)
 
     def __repr__(self) -> str:
         return f"{self.first!r} & {self.second!r}"
@@ -192,18 +190,14 @@ class _From(_Timed):
         return state.timestamp.reached(self.time)
 
     def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
-        is_reached = timestamp.reached(self.time)
         unit = _counter(self.time, timestamp.run)
         if unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
             return self, math.inf  # any batch may bring any number of them
-        if is_reached:
+        if timestamp.reached(self.time):
             return ALWAYS, math.inf
-        if unit in (TimeUnit.EPOCH, TimeUnit.ITERATION):
-            return NEVER, math.inf
         is_plain = self.time.unit is TimeUnit.BATCH
         turn = self.time.value if is_plain else timestamp.run.in_batches(self.time)
-        assert turn is not None
-        return NEVER, math.ceil(turn)
+        return NEVER, math.ceil(turn) if unit is TimeUnit.BATCH and turn is not None else math.inf
 
     def __repr__(self) -> str:
         return f"after({str(self.time)!r})"
@@ -260,9 +254,7 @@ class _EpochEnds(_Timed):
         timestamp: Timestamp = state.timestamp
         length = timestamp.run.batches_per_epoch
         if length is None:
-            raise ValueError(
-                f"{self!r} needs to know the epoch's length: State.create(..., batches_per_epoch=...)"
-            )
+            raise ValueError(f"{self!r} needs to know the epoch's length: State.create(..., batches_per_epoch=...)")
         if _LAG[event] == 0:
             return timestamp.batch > 0 and timestamp.batch_in_epoch == 0
         return timestamp.batch_in_epoch + 1 == length
@@ -349,9 +341,7 @@ def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
     if time.value <= 0:
         raise ValueError(f"every({interval!r}): expected a positive interval")
     if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):
-        raise ValueError(
-            f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)"
-        )
+        raise ValueError(f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)")
     return _Every(time, in_epoch)
 
 
@@ -390,9 +380,7 @@ def _point(time: float | Time | str) -> Time:
         return Time(float(time), TimeUnit.DURATION)
     point = Time.of(time)
     if point.unit is TimeUnit.SECOND:
-        raise ValueError(
-            f"{str(point)!r}: wall-clock time is no part of a state; use fit(duration={str(point)!r})"
-        )
+        raise ValueError(f"{str(point)!r}: wall-clock time is no part of a state; use fit(duration={str(point)!r})")
     return point
 
 

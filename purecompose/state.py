@@ -6,7 +6,7 @@ that states of different times and seeds map, stack and subtract.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,90 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, model as models, random, tree
-from purecompose._fingerprint import fingerprint
 from purecompose.clock import Clock
+from purecompose.context import Context, Static
 from purecompose.network import call_model
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
 
 
-__all__ = ["Context", "SealedTime", "State", "Static", "to_module"]
+__all__ = ["State", "to_module"]
 
 T = TypeVar("T")
 PRECISIONS = ("fp32", "bf16")
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """What stays the same all through a run; equal to another by structure and configuration."""
-
-    model: models.Model
-    loss: Callable[..., Tensor]
-    optimizer: Any
-    frozen: frozenset[str] = frozenset()
-    """Parameters without gradient and update."""
-    precision: str = "fp32"
-    """"fp32", or "bf16" for a forward pass under autocast."""
-    input_key: batches.Key = 0
-    target_key: batches.Key = 1
-    initialised: tuple[str, ...] = ()
-    """The algorithms whose INIT event is over."""
-    schedules: tuple[Schedule, ...] = ()
-    """Everything that the clock evaluates."""
-    trainable: tuple[str, ...] = field(init=False)
-    """The parameters that have a gradient."""
-
-    def __post_init__(self) -> None:
-        names = tuple(name for name in self.model.param_names if name not in self.frozen)
-        object.__setattr__(self, "trainable", names)
-
-    def replace(self, **changes: Any) -> "Context":
-        """A context with these changes."""
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def _identity(self) -> Hashable:
-        keys = fingerprint((self.loss, self.input_key, self.target_key))
-        return self.model, self.optimizer, self.frozen, self.precision, self.initialised, keys
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Context) and self._identity == other._identity)
-
-    def __hash__(self) -> int:
-        return hash((self.model, self.optimizer, self.frozen, self.initialised))
-
-
-class SealedTime:
-    """Stands for the timestamp while a step runs, because a number read there would be baked into compiled code."""
-
-    __slots__ = ("_now", "_later")
-
-    def __init__(self, now: Timestamp, later: Timestamp) -> None:
-        """Keeps the time before and after the step for the host's own use."""
-        self._now, self._later = now, later
-
-    def opened(self, *, later: bool) -> Timestamp:
-        """The time before or after the step, for code that runs on the host."""
-        return self._later if later else self._now
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(
-            f"timestamp.{name} was read inside a step, where it would be compiled in as a constant: read "
-            f"state.clock.{name if hasattr(Clock, name) else 'elapsed'} (a tensor), decide by time in `match`, or make "
-            "the algorithm a host one (host=True)"
-        )
-
-    def __repr__(self) -> str:
-        return "SealedTime()"
-
-
-@dataclass(frozen=True, slots=True)
-class Static:
-    """The static part of a state; the timestamp plays no part in its equality."""
-
-    context: Context
-    timestamp: Timestamp | SealedTime = field(compare=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -75,8 +75,7 @@ class Trace:
         silent = sorted({e.algorithm for e in self.entries} - {e.algorithm for e in ran})
         head = ["event", "order", "algorithm", "runs", "exit", "changed"]
         rows = [
-            [*map(str, (e.event.name, e.order, e.algorithm, e.runs, e.exit_code)), ", ".join(e.changed)]
-            for e in ran
+            [*map(str, (e.event.name, e.order, e.algorithm, e.runs, e.exit_code)), ", ".join(e.changed)] for e in ran
         ]
         text = table(head, rows) if rows else "nothing ran"
         return f"{text}\ndid not run: {', '.join(silent)}" if silent else text

@@ -118,9 +118,9 @@ def leaves_with_paths(tree: Any) -> dict[str, Any]:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether containers, key paths, shapes, dtypes and every bit agree (NaN equals NaN, 0.0 differs from -0.0).
+    """Whether containers, key paths, shapes, dtypes and every bit agree.
 
-    The static part of a state is no leaf and plays no part.
+    NaN equals NaN, 0.0 differs from -0.0. The static part of a state is no leaf and plays no part.
     """
     return next(iter(_differences(first, second)), None) is None
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the tests of matching: runs, walks through time, and predicates beside their meaning.
+"""Hypothesis strategies for the tests of matching: runs, walks through time, predicates beside their meaning.
 
 A predicate is drawn together with a second opinion, a plain function `(event, timestamp) -> bool` that is
 written from the documented meaning with exact arithmetic and shares no code with the library.

@@ -99,7 +99,11 @@ def test_the_settings_do_not_follow_the_dict_they_came_in() -> None:
         ({"traits": [3]}, TypeError, "mixup: traits=.*expected members of Trait"),
         ({"traits": None}, TypeError, "mixup: traits=None: expected members of Trait"),
         ({"runs_before": 3}, TypeError, "mixup: runs_before=3: expected algorithms' names or traits"),
-        ({"runs_after": ["sam", keep]}, TypeError, "mixup: runs_after=.*: expected algorithms' names or traits"),
+        (
+            {"runs_after": ["sam", keep]},
+            TypeError,
+            "mixup: runs_after=.*: expected algorithms' names or traits",
+        ),
     ],
 )
 def test_mistakes_are_told_when_it_is_built(changes: dict[str, Any], error: type[Exception], text: str) -> None:

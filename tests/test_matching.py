@@ -32,9 +32,7 @@ def make(match: Any, name: str = "watcher", *, host: bool = False) -> Algorithm:
 def state() -> State:
     net = nn.Linear(3, 2)
     optimizer = optim.sgd(0.1, momentum=0.9)
-    return State.create(
-        net, loss=losses.cross_entropy, optimizer=optimizer, duration="4ep", batches_per_epoch=5
-    )
+    return State.create(net, loss=losses.cross_entropy, optimizer=optimizer, duration="4ep", batches_per_epoch=5)
 
 
 def acts(
@@ -65,7 +63,7 @@ def sibling(run: RunLength) -> RunLength:
 
 @st.composite
 def visits(draw: st.DrawFn, run: RunLength) -> list[tuple[Timestamp, Timestamp]]:
-    """Steps (now, later) along walks in several runs: onwards, backwards, in jumps, from one run to another."""
+    """Steps (now, later) along walks in several runs: onwards, backwards, in jumps, from run to run."""
     twin = RunLength(run.duration, run.batches_per_epoch, run.iteration_length)
     points = [point for each in (run, twin, sibling(run)) for point in draw(walks(each, max_size=12))]
     starts = draw(st.lists(st.integers(0, len(points) - 1), min_size=1, max_size=5))
@@ -167,8 +165,9 @@ def test_what_is_settled_is_not_asked_again(state: State) -> None:
     matcher = Matcher([algorithm], [Event.BEFORE_LOSS])
     schedules = [bits for _, bits in walk(matcher, state, 20)]
     assert schedules == [1] * 7 + [0] * 13
-    # Once at the start, at the turn, and at the start of each epoch.
-    assert phase.calls == {"settled": 5}
+    # At the start, at the turn, in the 4 last batches of an epoch (after them the time is in the next one)
+    # and in the 3 first batches of another.
+    assert phase.calls == {"settled": 9}
 
 
 # Plain functions
@@ -268,7 +267,7 @@ def test_a_match_that_reads_a_value_is_told_the_ways_out(
         return
     with pytest.raises(MatchError, match=field) as caught:
         acts(match, state)
-    for text in ("watcher: match at Event.AFTER_DATALOADER read ", "host=True", "torch.where inside apply"[:11]):
+    for text in ("watcher: match at Event.AFTER_DATALOADER read ", "host=True", "torch.where"):
         assert text in str(caught.value)
 
 
@@ -334,7 +333,9 @@ def test_a_field_that_no_state_has_is_an_error(state: State) -> None:
 
 
 @pytest.mark.parametrize("predicate", [epoch_ends(), every("1ep"), ~epoch_ends() & after("1ba"), after(0.5)])
-def test_a_run_that_cannot_answer_names_the_algorithm_and_leaves_the_matcher_whole(predicate: Predicate) -> None:
+def test_a_run_that_cannot_answer_names_the_algorithm_and_leaves_the_matcher_whole(
+    predicate: Predicate,
+) -> None:
     matcher = Matcher([make(after("1ba"), "a"), make(predicate, "ema")], [Event.BATCH_END])
     known = Timestamp(run=RunLength("2ep", batches_per_epoch=2))
     expected = matcher.schedule(None, None, known, known.advance())  # pyright: ignore[reportArgumentType]

@@ -364,8 +364,6 @@ def test_mistakes_are_told_when_the_predicate_is_built(build: Any, error: type[E
         (after(0.5), RunLength(), r"State\.create\(duration="),
     ],
 )
-def test_what_a_run_cannot_answer_is_told_when_it_is_asked(
-    predicate: Predicate, run: RunLength, text: str
-) -> None:
+def test_what_a_run_cannot_answer_is_told_when_it_is_asked(predicate: Predicate, run: RunLength, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         predicate(Event.BATCH_START, at_time(Timestamp(run=run)))

@@ -165,16 +165,14 @@ def mixup(
 
 def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor) -> float | Tensor:
     """The partner's share, 0-d, float32."""
-    if isinstance(alpha, Tensor):
-        # Beta(0, 0) is undefined, but a member of a population may have alpha 0, and must not get NaN.
-        concentration = alpha.clamp(min=1e-30)
-        share = random.beta(_rng(key).named("mixing"), concentration, concentration)
-        return torch.where(alpha > 0, torch.minimum(share, 1 - share), 0)
-    check_number("mixup_batch: alpha", alpha, 0, hint=_ALPHA_HINT)
-    if alpha == 0:
-        return 0.0
+    if not isinstance(alpha, Tensor):
+        check_number("mixup_batch: alpha", alpha, 0, hint=_ALPHA_HINT)
+        if alpha == 0:
+            return 0.0
     share = random.beta(_rng(key).named("mixing"), alpha, alpha)
-    return torch.minimum(share, 1 - share)
+    share = torch.minimum(share, 1 - share)
+    # The draw is NaN for an alpha of 0, which a member of a population may have.
+    return torch.where(alpha > 0, share, 0) if isinstance(alpha, Tensor) else share
 
 
 def _rng(key: Tensor | random.Rng | None) -> random.Rng:

@@ -77,7 +77,6 @@ def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: fl
             f"{tuple(example_losses.shape)}; reduce over all other dims, as losses.per_example does"
         )
     num = len(example_losses)
-    example_losses = example_losses.detach()
     order = torch.sort(torch.where(example_losses.isnan(), -torch.inf, example_losses), stable=True).indices
     ranks = torch.arange(num, dtype=torch.float64, device=order.device)
     # Relative to the highest rank: for a small `keep` the power of (r + 1/2) / N is 0 in every rank.

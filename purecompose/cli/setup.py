@@ -46,8 +46,9 @@ class _Defaults(NamedTuple):
     algorithms: str = "mixup,label_smoothing,selective_backprop"
 
 
-# With all three algorithms on two cores: about 99 % of the digits in 5 s and of MNIST in half a minute. A second
-# thread gains nothing on the digits, and two threads that fight over a busy machine's cores are 100 times slower.
+# With all three algorithms on two cores: about 99 % of the digits in 5 s, and of MNIST in half a minute. A
+# second thread gains nothing on the digits, and on a busy machine, where two threads wait for each other at
+# every operation, it made them 100 times slower.
 _FOR_SMALL_SETS = _Defaults("40ep", 64, "adam(lr=5e-3)", threads=1)
 _FOR_LARGE_SETS = _Defaults("2ep", 128, "adam(lr=4e-3)", threads=2)
 _LARGE = 10_000

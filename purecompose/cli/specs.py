@@ -17,7 +17,7 @@ __all__ = ["Call", "SpecError", "build", "parse", "parse_one"]
 
 
 class SpecError(ValueError):
-    """A text that names no known thing, or a thing that does not take these arguments; one line says which."""
+    """A text that names no known thing, or a thing that does not take these arguments, in one line."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def parse(text: str) -> tuple[Call, ...]:
         >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
         ['mixup(alpha=0.2)', 'label_smoothing()']
     """
-    # Of equal length, so that columns stay what the user sees; outside parentheses Python ends at a line's end.
+    # Of equal length, so that columns stay what the user sees; at a line's end Python would stop reading.
     line = "".join(" " if character.isspace() else character for character in text)
     if line.strip().lower() in ("", "none"):
         return ()

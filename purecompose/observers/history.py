@@ -19,10 +19,10 @@ _MOST_UNREAD = 1000
 class History:
     """Collects one record for each batch and one for each evaluation.
 
-    A record is a dict of plain numbers. All have `batch` and `epoch`, the counts of batches and epochs gone by.
-    A batch's record adds `loss` and whatever 0-d metrics the algorithms reported; an evaluation's adds its
-    metrics as `eval/accuracy` and so on. A metric whose name has a slash keeps it: name the metrics of several
-    evaluators apart, as `{"test/accuracy": metrics.accuracy}`.
+    A record is a dict of plain numbers. All have `batch` and `epoch`, how many of them have gone by. A
+    batch's record adds `loss` and whatever 0-d metrics the algorithms reported; an evaluation's adds its
+    metrics as `eval/accuracy` and so on. A metric whose name has a slash keeps it, so that several evaluators
+    can be told apart: `{"test/accuracy": metrics.accuracy}`.
 
     Values stay on the device until they are read, so no batch waits for one.
 

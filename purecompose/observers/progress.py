@@ -28,9 +28,9 @@ _READINGS_IN_RATE = 30
 class Progress:
     """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
 
-    In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line after
-    each epoch. The loss is a running mean of about twenty batches, kept on the device and read a few times a
-    second: no batch waits for it.
+    In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line
+    after each epoch. The loss is a running mean of about twenty batches, kept on the device and read a few
+    times a second: no batch waits for it.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -115,11 +115,11 @@ class Progress:
         self._reset()
         self._is_running = True
         if self._live:
-            self._bar = _make_bar(self._console)
-            self._task = self._bar.add_task("training", total=None, done="", numbers="")
+            self._bar = bar = _make_bar(self._console)
+            self._task = bar.add_task("training", total=None, done="", numbers="")
             # Also where a run ends with an exception outside a with block, at the latest when Python exits.
-            self._finalizer = weakref.finalize(self, self._bar.stop)
-            self._bar.start()
+            self._finalizer = weakref.finalize(self, bar.stop)
+            bar.start()
             self._show(state)
 
     def _after_batch(self, state: State) -> None:
@@ -164,11 +164,8 @@ class Progress:
     def _numbers(self) -> list[str]:
         loss = [] if self._loss is None else [f"loss {self._loss:.3f}"]
         rate = self._rate()
-        return [
-            *loss,
-            *_describe(self._metrics),
-            *([f"{rate:.3g} ba/s" if rate < 100 else f"{rate:.0f} ba/s"]),
-        ]
+        speed = f"{rate:.0f} ba/s" if rate >= 100 else f"{rate:.3g} ba/s"
+        return [*loss, *_describe(self._metrics), speed]
 
     def _show(self, state: State, doing: str = "training") -> None:
         if self._bar is None:
@@ -194,14 +191,13 @@ def _make_bar(console: Any) -> "Bar":
     from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Column
 
-    fixed = {"no_wrap": True}
     columns = (
-        TextColumn("{task.description}", table_column=Column(**fixed)),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
-        TextColumn("{task.fields[done]}", table_column=Column(**fixed)),
-        TextColumn("{task.fields[numbers]}", table_column=Column(**fixed)),
-        TimeElapsedColumn(table_column=Column(**fixed)),
-        TimeRemainingColumn(compact=True, table_column=Column(**fixed)),
+        TextColumn("{task.fields[done]}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
     )
     return Bar(*columns, console=console, expand=True, refresh_per_second=5)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+
+from purecompose._functorch import is_transforming
 
 
 __all__ = ["add", "is_plain", "lerp", "maximum", "multiply", "root_plus", "subtract_ratio", "unbound"]
@@ -21,7 +22,7 @@ __all__ = ["add", "is_plain", "lerp", "maximum", "multiply", "root_plus", "subtr
 
 def is_plain() -> bool:
     """Whether nothing differentiates or maps the operations that run now."""
-    return not torch.is_grad_enabled() and peek_interpreter_stack() is None
+    return not torch.is_grad_enabled() and not is_transforming()
 
 
 def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tensor]:

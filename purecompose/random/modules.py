@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from purecompose._functorch import is_transforming
 from purecompose.random._functions import FUNCTIONS
 from purecompose.random._layers import LAYERS
 from purecompose.random._scope import Handler, Scope, UnkeyedRandomError, top_hooks, unkeyed
@@ -179,7 +179,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> torch.equal(torch.autograd.grad(y.sum(), x)[0], y.detach())
         True
     """
-    if peek_interpreter_stack() is not None:
+    if is_transforming():
         return fn(*args, **kwargs)
     # Bound here, so that no keyword of `fn` is taken for one of torch's.
     bound = functools.partial(fn, **kwargs)

@@ -162,6 +162,13 @@ def test_integers_become_floats_and_halves_stay():
     assert double.dtype == torch.float64 and double.tolist() == [[50.0], [150.0]]
 
 
+def test_half_precision_mixes_without_rounding_the_share():
+    inputs = torch.tensor([[0.0], [129.0]], dtype=torch.bfloat16)
+    share = torch.tensor(1 / 401)  # rounded to bfloat16 first, it would give 0.3203
+    mixed, mixture = mixup_batch(None, inputs, torch.arange(2), mixing=share, indices=torch.tensor([1, 0]))
+    assert mixed[0] == (share * 129).to(torch.bfloat16) and mixture.weights[1][0] == share
+
+
 def test_mixing_twice_gives_four_terms():
     inputs, targets = make_batch()
     order = torch.arange(10).roll(1)

@@ -1,0 +1,361 @@
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import nn
+
+from purecompose import losses, random, tree
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.label_smoothing import label_smoothing
+from purecompose.algorithms.mixup import mixup
+from purecompose.algorithms.selective_backprop import (
+    choose_by_loss,
+    select_using_loss,
+    selective_backprop,
+    should_selective_backprop,
+)
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
+from purecompose.optim import sgd
+from purecompose.passes import DEFAULT_PASSES
+from purecompose.predicate import NEVER, on
+from purecompose.state import State, to_module
+from purecompose.targets import Mixture
+
+
+LR = 0.3
+
+
+def always(**settings: Any) -> Algorithm:
+    return selective_backprop(**{"start": 0.0, "end": 1.0, "interrupt": 0, **settings})
+
+
+def make_state(net: nn.Module | None = None, loss: Any = losses.cross_entropy, **settings: Any) -> State:
+    torch.manual_seed(0)
+    net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    run = {"duration": "2ep", "batches_per_epoch": 10, **settings}
+    return State.create(net, loss=loss, optimizer=sgd(LR), key=7, **run)
+
+
+def make_batch(kind="index", num=10):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num, 6, generator=generator)
+    if kind == "index":
+        return inputs, torch.randint(0, 4, (num,), generator=generator)
+    return inputs, torch.softmax(torch.randn(num, 4, generator=generator), dim=1)
+
+
+def spy(seen, *events):
+    """Writes down the batches that pass by."""
+    return Algorithm("spy", on(*events), lambda event, state: seen.append(state.batch) or state)
+
+
+def one_step(algorithms, state, batch, **settings):
+    step = compose(loop_events, algorithms, **settings)
+    return step(step.init(state), batch)
+
+
+def selected(algorithm, state, batch):
+    """The batch as training sees it."""
+    seen = []
+    one_step([algorithm, spy(seen, "before_forward")], state, batch)
+    return seen[0]
+
+
+def row_numbers(rows, table):
+    """Where each row stands in the table, by comparing all with all."""
+    return [next(i for i, own in enumerate(table) if torch.equal(own, row)) for row in rows]
+
+
+# In a step
+
+
+@given(st.integers(0, 8), st.integers(9, 16), st.integers(0, 5), st.integers(1, 7))
+def test_predicate_is_the_truth_table(start, end, interrupt, epoch_length):
+    start, end = start / 16, end / 16
+    match = selective_backprop(start, end, interrupt=interrupt).match
+    timestamp = make_state(duration="3ep", batches_per_epoch=epoch_length).timestamp
+    total = 3 * epoch_length
+    for batch in range(total):
+        expected = should_selective_backprop(
+            batch / total, batch % epoch_length, start=start, end=end, interrupt=interrupt
+        )
+        moment = _Moment(timestamp)
+        assert match(Event.AFTER_DATALOADER, moment) is expected  # pyright: ignore[reportArgumentType]
+        timestamp = timestamp.advance()
+
+
+@dataclasses.dataclass
+class _Moment:
+    timestamp: Any
+
+
+def test_acts_in_the_right_batches_of_a_run():
+    seen = []
+    step = compose(loop_events, [selective_backprop(0.5, 0.9, 0.5), spy(seen, "before_forward")])
+    state = step.init(make_state())
+    for _ in range(20):
+        state = step(state, make_batch())
+    sizes = [len(inputs) for inputs, _ in seen]
+    # Fractions .5 to .9 of 20 batches; the second epoch starts at 10; each second batch is whole.
+    assert [i for i, size in enumerate(sizes) if size == 5] == [10, 12, 14, 16]
+    assert set(sizes) == {5, 10}
+    assert state.timestamp.sample == 200  # the whole batches are counted
+
+
+def test_trains_on_what_the_function_selects():
+    state, (inputs, targets) = make_state(), make_batch()
+    x, y = select_using_loss(
+        state.rng("selective_backprop"), inputs, targets, to_module(state), losses.cross_entropy
+    )
+    assert tree.equal(selected(always(), state, (inputs, targets)), (x, y))
+    net = to_module(state)
+    loss = F.cross_entropy(net(x), y)
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    after = one_step([always()], state, (inputs, targets))
+    torch.testing.assert_close(after.loss, loss.detach())
+    for (name, param), grad in zip(net.named_parameters(), grads, strict=True):
+        torch.testing.assert_close(after.params[name], (param - LR * grad).detach())
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+@given(num=st.integers(1, 12), keep=st.floats(0.05, 0.99))
+def test_selects_pairs_of_the_batch(kind, num, keep):
+    inputs, targets = make_batch(kind, num)
+    x, y = selected(always(keep=keep), make_state(), (inputs, targets))
+    rows = row_numbers(x, inputs)
+    assert len(rows) == max(1, int(keep * num)) == len(set(rows))
+    assert torch.equal(y, targets[rows])
+
+
+def test_every_member_of_the_batch_keeps_in_step():
+    inputs, targets = make_batch()
+    mixture = Mixture.of(targets).mixed_with(torch.arange(10).flip(0), 0.25)
+    batch = {
+        "x": inputs,
+        "y": mixture,
+        "more": {"id": torch.arange(10), "note": "kept", "scale": torch.tensor(2.0)},
+    }
+    state = make_state(input_key="x", target_key="y")
+    chosen = selected(always(), state, batch)
+    ids = chosen["more"]["id"]
+    assert len(ids) == 5 and chosen["more"]["note"] == "kept" and chosen["more"]["scale"] == 2
+    assert torch.equal(chosen["x"], inputs[ids])
+    assert torch.equal(chosen["y"].targets[1], targets.flip(0)[ids]) and len(chosen["y"].weights[0]) == 5
+    explicit = selected(always(input_key="x", target_key="y"), state, batch)
+    assert tree.equal(explicit, chosen)
+
+
+@dataclasses.dataclass
+class Pair:
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+def test_a_dataclass_is_a_batch_too():
+    inputs, targets = make_batch()
+    state = make_state(input_key="image", target_key="label")
+    chosen = selected(always(), state, Pair(inputs, targets))
+    assert isinstance(chosen, Pair)
+    assert torch.equal(chosen.label, targets[row_numbers(chosen.image, inputs)])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_comes_first_wherever_it_is_listed(place):
+    algorithms = [mixup(1.0), mixup(0.4, name="second")]
+    algorithms.insert(place, always())
+    step = compose(loop_events, algorithms, passes=DEFAULT_PASSES)
+    assert step.order(algorithms, Event.AFTER_DATALOADER)[0].name == "selective_backprop"
+    seen = []
+    step = compose(loop_events, [*algorithms, spy(seen, "before_forward")], passes=DEFAULT_PASSES)
+    state, (inputs, targets) = step.init(make_state()), make_batch()
+    step(state, (inputs, targets))
+    x, y = select_using_loss(
+        state.rng("selective_backprop"), inputs, targets, to_module(state), losses.cross_entropy
+    )
+    # The raw rows were chosen: the first terms of the mixture are their targets.
+    assert torch.equal(seen[0][1].targets[0], y) and seen[0][0].shape == x.shape
+
+
+@pytest.mark.parametrize("microbatches", [2, 5])
+def test_microbatches_cut_what_was_selected(microbatches):
+    algorithms = [mixup(1.0), label_smoothing(0.1), always()]
+    expected = one_step(algorithms, make_state(), make_batch())
+    after = one_step(algorithms, make_state(), make_batch(), microbatches=microbatches)
+    torch.testing.assert_close(after.params, expected.params)
+    torch.testing.assert_close(after.loss, expected.loss)
+
+
+def test_batchnorm_statistics_see_the_chosen_rows_alone():
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    state, batch = make_state(net), make_batch()
+    x, _ = selected(always(), state, batch)
+    expected = to_module(state)
+    expected(x)
+    after = one_step([always()], state, batch)
+    torch.testing.assert_close(after.buffers, dict(expected.named_buffers()))
+    assert after.buffers["1.num_batches_tracked"] == 1
+
+
+def test_ranking_pass_draws_dropout_by_its_own_name():
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 4))
+    state, batch = make_state(net), make_batch()
+    first, again = selected(always(), state, batch), selected(always(), state, batch)
+    assert tree.equal(first, again)
+    inputs, targets = batch
+    outputs, _ = state.run_model(inputs, train=True, rng_name="selective_backprop.forward")
+    example_losses = F.cross_entropy(outputs, targets, reduction="none")
+    chosen = choose_by_loss(state.rng("selective_backprop"), example_losses)
+    assert tree.equal(first, (inputs[chosen], targets[chosen]))
+    # The forward pass that is trained on draws what it would have drawn without selection.
+    outputs = []
+    watch = Algorithm("spy", on("after_forward"), lambda event, s: outputs.append(s.outputs) or s)
+    one_step([always(), watch], state, batch)
+    one_step([watch], state, first)
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_params_and_gradient_stay_those_of_the_chosen_rows():
+    state, batch = make_state(), make_batch()
+    plain = compose(loop_events)
+    after, expected = one_step([always()], state, batch), plain(state, selected(always(), state, batch))
+    assert tree.equal((after.params, after.loss), (expected.params, expected.loss))
+
+
+def test_outer_gradients_are_those_of_the_chosen_rows():
+    step, plain = compose(loop_events, [always()]), compose(loop_events)
+    state, batch = step.init(make_state()), make_batch()
+    chosen = selected(always(), state, batch)
+
+    def gradient(run, data):
+        return torch.func.grad(
+            lambda bias: run(state.replace(params={**state.params, "2.bias": bias}), data).loss
+        )
+
+    bias = state.params["2.bias"]
+    torch.testing.assert_close(gradient(step, batch)(bias), gradient(plain, chosen)(bias))
+
+
+def test_members_of_a_population_choose_each_for_itself():
+    step, batch = compose(loop_events, [always()]), make_batch()
+    state = step.init(make_state())
+    keys = random.split(random.key(1), 3)
+    together = torch.func.vmap(lambda key: step(state.replace(key=key), batch).params)(keys)
+    for i, key in enumerate(keys):
+        alone = step(state.replace(key=key), batch).params
+        torch.testing.assert_close({name: p[i] for name, p in together.items()}, alone)
+
+
+def test_step_leaves_its_input_and_repeats_itself():
+    step = compose(loop_events, [always()])
+    state, batch = step.init(make_state(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))), make_batch()
+    kept = tree.map(torch.clone, (state.params, state.buffers, state.opt_state, batch))
+    first, second = step(state, batch), step(state, batch)
+    assert tree.equal((state.params, state.buffers, state.opt_state, batch), kept)
+    assert tree.equal((first.params, first.loss), (second.params, second.loss))
+    other = selected(always(), state.replace(key=random.key(8)), batch)
+    assert not tree.equal(other, selected(always(), state, batch))
+    assert not tree.equal(selected(always(name="b"), state, batch), selected(always(), state, batch))
+
+
+@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 1.0}, {"interrupt": 1}])
+def test_neutral_settings_are_absent(settings):
+    algorithm = always(**settings)
+    assert algorithm.match == NEVER and algorithm.events == ()
+    state, batch = make_state(), make_batch()
+    plain, after = compose(loop_events)(state, batch), one_step([algorithm], state, batch)
+    assert tree.equal((after.params, after.loss), (plain.params, plain.loss))
+
+
+def test_before_its_start_it_is_absent():
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+    state, batch = make_state(net), make_batch()
+    plain, after = compose(loop_events)(state, batch), one_step([selective_backprop()], state, batch)
+    assert tree.equal((after.params, after.buffers, after.loss), (plain.params, plain.buffers, plain.loss))
+
+
+def test_a_step_with_a_scale_factor_ranks_small_images_and_trains_on_large_ones():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    state = make_state(net)
+    inputs = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(8) % 4
+    x, y = selected(always(scale_factor=0.5), state, (inputs, targets))
+    small = F.avg_pool2d(inputs, 2)
+    example_losses = F.cross_entropy(to_module(state)(small), targets, reduction="none")
+    expected = choose_by_loss(state.rng("selective_backprop"), example_losses)
+    assert torch.equal(x, inputs[expected]) and torch.equal(y, targets[expected])
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"keep": 0}, ValueError),
+        ({"keep": -0.5}, ValueError),
+        ({"keep": 1.5}, ValueError),
+        ({"keep": float("nan")}, ValueError),
+        ({"keep": "half"}, TypeError),
+        ({"keep": True}, TypeError),
+        ({"start": -0.1}, ValueError),
+        ({"start": 1.5}, ValueError),
+        ({"end": 1.1}, ValueError),
+        ({"start": 0.9, "end": 0.5}, ValueError),
+        ({"start": 0.5, "end": 0.5}, ValueError),
+        ({"start": "5ep"}, TypeError),
+        ({"interrupt": -1}, ValueError),
+        ({"interrupt": 2.0}, TypeError),
+        ({"interrupt": True}, TypeError),
+        ({"scale_factor": 0}, ValueError),
+        ({"scale_factor": 2}, ValueError),
+        ({"scale_factor": None}, TypeError),
+        ({"input_key": 0.5}, TypeError),
+        ({"target_key": True}, TypeError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        selective_backprop(**settings)
+
+
+@pytest.mark.parametrize(
+    "loss", [losses.model_loss, nn.CrossEntropyLoss(), lambda outputs, targets: outputs.mean()]
+)
+def test_a_loss_without_losses_per_example_is_refused_at_init(loss):
+    state = make_state(loss=loss)
+    with pytest.raises(TypeError, match="losses per example"):
+        compose(loop_events, [selective_backprop()]).init(state)
+    with pytest.raises(TypeError, match="losses per example"):
+        select_using_loss(random.key(0), *make_batch(), lambda x: x, loss)
+
+
+def test_inputs_that_are_no_images_are_refused_in_the_first_batch():
+    # The selection itself would start half-way through the run.
+    step = compose(loop_events, [selective_backprop(scale_factor=0.5)])
+    with pytest.raises(ValueError, match=r"shape \(10, 6\); use scale_factor=1"):
+        step(step.init(make_state()), make_batch())
+    with pytest.raises(ValueError, match=r"the input is a list; use scale_factor=1"):
+        step(step.init(make_state(input_key=[0])), make_batch())
+
+
+def test_a_run_without_a_duration_is_refused_in_the_first_step():
+    step = compose(loop_events, [selective_backprop()])
+    state = step.init(make_state(duration=None))
+    with pytest.raises(RuntimeError, match="selective_backprop: .*duration"):
+        step(state, make_batch())
+
+
+def test_registry_and_print():
+    assert FACTORIES["selective_backprop"] is selective_backprop
+    algorithm = selective_backprop(0.4, 0.8, 0.6, interrupt=3)
+    expected = "selective_backprop(start=0.4, end=0.8, keep=0.6, scale_factor=1.0, interrupt=3)"
+    assert repr(algorithm) == expected
+    assert algorithm.events == (Event.INIT, Event.AFTER_DATALOADER)
+    assert algorithm.traits == {Trait.SELECTS_EXAMPLES}

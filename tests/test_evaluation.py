@@ -1,0 +1,237 @@
+"""Evaluation and prediction: right numbers, and training never touched."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    assert_same,
+    changing,
+    copied,
+    make_batch,
+    make_batches,
+    make_cnn,
+    make_mlp,
+    make_state,
+    noise,
+    recorder,
+    run_steps,
+)
+
+import purecompose as pc
+from purecompose import Algorithm, Evaluator, Event, compose, evaluate, loop_events, on, predict
+from purecompose.evaluation import run_evaluator
+from purecompose.loop import eval_events
+
+
+def uneven(num=3):
+    return [make_batch(seed, size) for seed, size in zip(range(num), (8, 5, 3), strict=False)]
+
+
+def by_hand(net, batches):
+    """(mean loss, accuracy) over all examples at once."""
+    net = net.eval()
+    inputs, targets = (torch.cat(members) for members in zip(*batches, strict=True))
+    outputs = net(inputs)
+    return F.cross_entropy(outputs, targets).item(), (outputs.argmax(1) == targets).double().mean().item()
+
+
+def test_the_numbers_do_not_depend_on_the_batches():
+    net = make_mlp(dropout=0.5)
+    found = evaluate(
+        make_state(net),
+        uneven(),
+        {
+            "accuracy": pc.metrics.accuracy,
+            "loss": pc.metrics.mean_loss(pc.losses.cross_entropy),
+            "function": lambda outputs, targets: (outputs.argmax(1) == targets).float(),
+        },
+    )
+    loss, accuracy = by_hand(net, uneven())
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["accuracy"] == accuracy
+    assert found["function"] == pytest.approx(accuracy)
+    assert all(type(value) is float for value in found.values())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("total", [12, 13, 16])
+def test_every_example_counts_once(size, total):
+    inputs, targets = make_batch(0, total)
+    batches = list(zip(inputs.split(size), targets.split(size), strict=True))
+    net = make_mlp()
+    found = evaluate(make_state(net), batches, {"accuracy": pc.metrics.accuracy})
+    assert found["accuracy"] == pytest.approx(by_hand(net, [(inputs, targets)])[1], rel=1e-6)
+
+
+def test_the_mean_loss_by_default():
+    net = make_mlp()
+    assert evaluate(make_state(net), uneven()) == {"loss": pytest.approx(by_hand(net, uneven())[0], rel=1e-6)}
+
+
+def test_models_with_their_own_loss():
+    class OwnLoss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_mlp()
+
+        def forward(self, inputs, labels):
+            return {"loss": F.cross_entropy(self.net(inputs), labels)}
+
+    batches = [{"inputs": inputs, "labels": targets} for inputs, targets in make_batches(3)]
+    found = evaluate(make_state(OwnLoss(), loss=pc.losses.model_loss), batches)
+    assert found == {"loss": pytest.approx(by_hand(make_mlp(), make_batches(3))[0], rel=1e-6)}
+
+
+def test_a_batch_without_a_target_reaches_metrics_whole():
+    batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
+    net = make_mlp()
+    state = make_state(net, input_key="x", target_key="label")
+    found = evaluate(state, batches, {"accuracy": lambda outputs, batch: outputs.argmax(1) == batch["y"]})
+    assert found["accuracy"] == pytest.approx(by_hand(net, uneven())[1], rel=1e-6)
+
+
+def test_evaluation_mode_uses_the_running_statistics():
+    net = make_cnn()
+    batches = make_batches(3, shape=(2, 6, 6))
+    state = run_steps(compose(loop_events), make_state(net), batches)
+    found = evaluate(state, batches)
+    trained = pc.to_module(state)
+    assert found["loss"] == pytest.approx(by_hand(trained, batches)[0], rel=1e-5)
+
+
+def test_the_state_and_the_batches_stay():
+    state = run_steps(compose(loop_events), make_state(make_cnn()), make_batches(2, shape=(2, 6, 6)))
+    batches = make_batches(2, shape=(2, 6, 6))
+    before, batches_before, time = copied(state), copied(batches), state.timestamp
+    first = evaluate(state, batches)
+    predict(state, batches)
+    assert evaluate(state, batches) == first
+    assert_same(state, before)
+    assert_same(batches, batches_before)
+    assert state.timestamp is time
+
+
+def test_averaged_weights_at_eval_start():
+    def zero(state):
+        return state.replace(params={name: torch.zeros_like(param) for name, param in state.params.items()})
+
+    state = make_state()
+    step = compose(loop_events, [changing("zero", Event.EVAL_START, zero)])
+    assert evaluate(state, uneven(), step=step)["loss"] == pytest.approx(torch.tensor(3.0).log().item())
+    assert evaluate(state, uneven())["loss"] != evaluate(state, uneven(), step=step)["loss"]
+
+
+def test_an_algorithm_may_change_evaluation_batches():
+    double = changing("double", Event.EVAL_BEFORE_FORWARD, lambda s: s.replace(inputs=2 * s.inputs))
+    net = make_mlp()
+    found = evaluate(make_state(net), uneven(), step=compose(loop_events, [double]))
+    expected = by_hand(net, [(2 * inputs, targets) for inputs, targets in uneven()])
+    assert found["loss"] == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_training_algorithms_are_not_asked():
+    plain = evaluate(make_state(), uneven())
+    assert evaluate(make_state(), uneven(), step=compose(loop_events, [noise()])) == plain
+
+
+def test_the_events_of_a_standalone_evaluation():
+    log = []
+    step = compose(loop_events, [recorder(log, "a", *[e for e in Event if e is not Event.INIT])])
+    evaluate(make_state(), uneven(2), step=step)
+    inner = [Event.EVAL_BATCH_START, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD, Event.EVAL_BATCH_END]
+    assert [event for _, event in log] == [
+        Event.EVAL_STANDALONE_START,
+        Event.EVAL_START,
+        *inner,
+        *inner,
+        Event.EVAL_END,
+        Event.EVAL_STANDALONE_END,
+    ]
+
+
+def test_the_events_of_a_prediction():
+    log = []
+    step = compose(loop_events, [recorder(log, "a", *[e for e in Event if e is not Event.INIT])])
+    predict(make_state(), uneven(2), step=step)
+    inner = [
+        Event.PREDICT_BATCH_START,
+        Event.PREDICT_BEFORE_FORWARD,
+        Event.PREDICT_AFTER_FORWARD,
+        Event.PREDICT_BATCH_END,
+    ]
+    assert [event for _, event in log] == [Event.PREDICT_START, *inner, *inner, Event.PREDICT_END]
+
+
+def test_predictions_come_batch_by_batch():
+    net = make_mlp(dropout=0.5)
+    found = predict(make_state(net), uneven())
+    for outputs, (inputs, _) in zip(found, uneven(), strict=True):
+        torch.testing.assert_close(outputs, net.eval()(inputs))
+        assert not outputs.requires_grad
+    assert predict(make_state(), []) == []
+
+
+def test_predictions_need_no_targets():
+    inputs = make_batch()[0]
+    (found,) = predict(make_state(), [(inputs,)])
+    torch.testing.assert_close(found, make_mlp()(inputs))
+
+
+def test_predict_start_transforms_what_predicts():
+    zero = changing(
+        "zero",
+        Event.PREDICT_START,
+        lambda s: s.replace(params={name: torch.zeros_like(param) for name, param in s.params.items()}),
+    )
+    (found,) = predict(make_state(), [make_batch()], step=compose(loop_events, [zero]))
+    assert torch.equal(found, torch.zeros(8, 3))
+
+
+def test_the_result_holds_the_values_and_observers_see_them():
+    seen = []
+
+    def observer(event, state):
+        seen.append((event, dict(state.metrics)))
+
+    state = make_state()
+    evaluator = Evaluator(uneven(), {"accuracy": pc.metrics.accuracy}, label="test")
+    end = run_evaluator(evaluator, state, compose(eval_events), [observer])
+    assert [event for event, _ in seen] == [Event.EVAL_START, *[Event.EVAL_BATCH_END] * 3, Event.EVAL_END]
+    assert seen[-1][1].keys() == {"accuracy"}
+    assert end.metrics["accuracy"].item() == evaluate(state, uneven(), evaluator.metrics)["accuracy"]
+    assert state.metrics == {}
+
+
+def test_what_eval_end_does_is_kept_in_the_result():
+    double = Algorithm(
+        "double",
+        on(Event.EVAL_END),
+        lambda e, s: s.replace(metrics={name: 2 * value for name, value in s.metrics.items()}),
+    )
+    data, state = uneven(), make_state()
+    found = evaluate(state, data, step=compose(loop_events, [double]))
+    assert found["loss"] == pytest.approx(2 * evaluate(state, data)["loss"])
+
+
+def test_no_data_is_an_error():
+    for data in ([], iter(())):
+        with pytest.raises(ValueError, match="'eval' has no batch; is it an iterator used up"):
+            evaluate(make_state(), data)
+
+
+@pytest.mark.parametrize("interval", ["0ep", "-1ba", "10sec"])
+def test_intervals_are_positive_and_not_in_seconds(interval):
+    with pytest.raises(ValueError, match="expected a positive time"):
+        Evaluator([], interval=interval)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", 3])
+def test_what_is_no_metric(metric):
+    with pytest.raises(TypeError):
+        Evaluator([], {"accuracy": metric})
+
+
+def test_a_step_needs_its_init_for_evaluation_too():
+    step = compose(loop_events, [changing("surgery", Event.INIT, lambda s: s)])
+    with pytest.raises(RuntimeError, match="surgery: not initialised"):
+        evaluate(make_state(), uneven(), step=step)
