@@ -1,4 +1,4 @@
-"""Structure as a value: what two modules, losses or configurations have in common when they are "the same"."""
+"""Structure as a value: what modules, losses or configurations have in common when they are "the same"."""
 
 import enum
 import functools

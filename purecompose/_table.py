@@ -1,27 +1,34 @@
 """Plain-text tables for plans and traces."""
 
+import textwrap
 from collections.abc import Sequence
 
 
 __all__ = ["table"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 120) -> str:
-    """Columns under a header, the last one cut so that lines stay within `width`.
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 110) -> str:
+    """Columns under a header; the last one is wrapped so that lines stay within `width`.
 
     Example:
-        >>> print(table(["a", "b"], [["1", "x"], ["22", "y"]]))
+        >>> print(table(["a", "b"], [["1", "x"], ["22", "y z"]], width=5))
         a   b
         --  -
         1   x
         22  y
+            z
     """
-    lines = [list(head), *map(list, rows)]
-    sizes = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    lines.insert(1, ["-" * size for size in sizes])
-    texts = ("  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)) for line in lines)
-    return "\n".join(_cut(text.rstrip(), width) for text in texts)
+    fixed = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head) - 1)]
+    left = sum(fixed) + 2 * len(fixed)
+    wrapped = [textwrap.wrap(row[-1], max(width - left, 1)) or [""] for row in rows]
+    longest = max([len(head[-1]), *(len(part) for parts in wrapped for part in parts)])
+    lines = [_line(head, head[-1], fixed), _line(["-" * size for size in fixed], "-" * longest, fixed)]
+    for row, parts in zip(rows, wrapped, strict=True):
+        lines.append(_line(row, parts[0], fixed))
+        lines += [" " * left + part for part in parts[1:]]
+    return "\n".join(lines)
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _line(cells: Sequence[str], last: str, sizes: Sequence[int]) -> str:
+    padded = [cell.ljust(size) for cell, size in zip(cells, sizes, strict=False)]
+    return "  ".join([*padded, last]).rstrip()

@@ -76,8 +76,7 @@ def put(batch: Any, key: Key, value: Any) -> Any:
         return key[1](batch, value)
     if callable(key):
         raise TypeError(
-            f"the batch key {key!r} can only read; give a pair (getter, setter), "
-            "with setter(batch, value) -> new batch"
+            f"the batch key {key!r} can only read; give a pair (getter, setter), with setter(batch, value) -> new batch"
         )
     if isinstance(key, list):
         for part, member in zip(key, value, strict=True):
@@ -120,9 +119,7 @@ def split(batch: Any, num_parts: int) -> list[Any]:
     total = num_examples(batch)
     if not 1 <= num_parts <= total:
         raise ValueError(f"cannot cut a batch of {total} examples into {num_parts} microbatches")
-    parts = {
-        id(leaf): leaf.tensor_split(num_parts) if leaf.ndim else [leaf] * num_parts for leaf in tensors(batch)
-    }
+    parts = {id(leaf): leaf.tensor_split(num_parts) if leaf.ndim else [leaf] * num_parts for leaf in tensors(batch)}
     return [map_tensors(lambda leaf, i=i: parts[id(leaf)][i], batch) for i in range(num_parts)]
 
 
@@ -159,8 +156,7 @@ def check_key(key: Key, role: str) -> None:
     is_pair = isinstance(key, tuple) and len(key) == 2 and all(callable(part) for part in key)
     if isinstance(key, bool) or not (isinstance(key, (int, str, list)) or is_pair or callable(key)):
         raise TypeError(
-            f"{role}={key!r}: expected an index, a name, a list of these, a getter, "
-            "or a pair (getter, setter)"
+            f"{role}={key!r}: expected an index, a name, a list of these, a getter, or a pair (getter, setter)"
         )
 
 

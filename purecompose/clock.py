@@ -1,7 +1,7 @@
 """The time of a step as traced code may read it: one small tensor.
 
-The host's counters are the only source. They are written into the tensor, with the values that every schedule takes
-then, so that traced code holds no changing Python number.
+The host's counters are the only source. They are written into the tensor, with the values that every schedule
+takes then, so that traced code holds no changing Python number.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _FIELDS = ("batch", "epoch", "batch_in_epoch", "sample", "token", "elapsed")
 
 
 class Clock:
-    """Time inside a step. Its tensor is made when it is first read: a step that reads no time pays nothing."""
+    """Time inside a step. Its tensor is made when first read: a step that reads no time pays nothing."""
 
     __slots__ = ("schedules", "_values", "_later", "_source")
 
@@ -87,8 +87,8 @@ class Clock:
         """
         if schedule not in self.schedules:
             raise KeyError(
-                f"{schedule!r} is not evaluated in this step: schedules work in optimizers' settings and in those "
-                "that an algorithm lists in its config"
+                f"{schedule!r} is not evaluated in this step: schedules work in optimizers' settings and in "
+                "those that an algorithm lists in its config"
             )
         return self.values[len(_FIELDS) + self.schedules.index(schedule)]
 

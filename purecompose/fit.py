@@ -7,7 +7,9 @@ the events that lie outside it.
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from purecompose.compose import Step
 from purecompose.evaluation import Evaluator, Observer, on_device, run_evaluator
@@ -17,13 +19,21 @@ from purecompose.state import State
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 
 
-__all__ = ["fit"]
+__all__ = ["EpochData", "fit"]
+
+
+class EpochData(Protocol):
+    """Data that bring their own order, so that a run goes on in the middle of an epoch without skipping."""
+
+    def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
+        """The batches of an epoch from batch `start` on, in an order that follows from the run's key alone."""
+        ...
 
 
 def fit(
     step: Step,
     state: State,
-    data: Iterable[Any],
+    data: Iterable[Any] | EpochData,
     *,
     duration: Time | str | None = None,
     evaluate: Evaluator | Iterable[Evaluator] = (),
@@ -82,7 +92,7 @@ class _Run:
         self.step, self.eval_step = step, eval_step
         self.evaluators, self.observers = evaluators, observers
         self._deadline = time.monotonic() + budget
-        self._evaluated: dict[int, Timestamp] = {}
+        self._evaluated: dict[int, int] = {}
 
     def is_over(self, state: State) -> bool:
         """Whether the run's length or the time budget is used up."""
@@ -102,18 +112,18 @@ class _Run:
             evaluator
             for evaluator in self.evaluators
             if _is_due(evaluator.interval, event, before, state.timestamp)
-            and self._evaluated.get(id(evaluator)) != state.timestamp
+            and self._evaluated.get(id(evaluator)) != state.timestamp.batch
         ]
         if not due:
             return
         current = self.fire(Event.EVAL_BEFORE_ALL, state)
         for evaluator in due:
             run_evaluator(evaluator, current, self.eval_step, self.observers)
-            self._evaluated[id(evaluator)] = state.timestamp
+            self._evaluated[id(evaluator)] = state.timestamp.batch
         self.fire(Event.EVAL_AFTER_ALL, current)
 
 
-def _epoch(run: _Run, state: State, data: Iterable[Any]) -> State:
+def _epoch(run: _Run, state: State, data: Iterable[Any] | EpochData) -> State:
     """What is left of one epoch."""
     start = state.timestamp
     if _begins_iteration(start):
@@ -127,7 +137,7 @@ def _epoch(run: _Run, state: State, data: Iterable[Any]) -> State:
         before = state.timestamp
         if batch is _EXHAUSTED:
             _check_exhausted(before)
-            return _end_epoch(run, state.replace(timestamp=before.advance_epoch()), start, before)
+            return _end_epoch(run, state.replace(timestamp=before.advance_epoch()), before)
         state = run.step(state, on_device(batch, state.device))
         state = run.fire(Event.BATCH_END, state)
         run.evaluate(Event.BATCH_END, state, before)
@@ -135,7 +145,7 @@ def _epoch(run: _Run, state: State, data: Iterable[Any]) -> State:
         if state.timestamp.epoch != before.epoch:
             if not run.is_over(state) or _counts_epochs(state):
                 state = run.fire(Event.BEFORE_DATALOADER, state)  # the one that finds the epoch exhausted
-            return _end_epoch(run, state, start, before)
+            return _end_epoch(run, state, before)
         state = _end_iteration(run, state, before)
         if run.is_over(state):
             return state
@@ -143,10 +153,10 @@ def _epoch(run: _Run, state: State, data: Iterable[Any]) -> State:
             state = run.fire(Event.ITERATION_START, state)
 
 
-def _end_epoch(run: _Run, state: State, start: Timestamp, before: Timestamp) -> State:
+def _end_epoch(run: _Run, state: State, before: Timestamp) -> State:
     """The events after an epoch; the time has moved on already, from `before`."""
     state = run.fire(Event.EPOCH_END, state)
-    run.evaluate(Event.EPOCH_END, state, start)
+    run.evaluate(Event.EPOCH_END, state, before)
     state = run.fire(Event.EPOCH_CHECKPOINT, state)
     return _end_iteration(run, state, before)
 
@@ -230,10 +240,17 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
     """Whether a multiple of the interval was passed between two times; epochs are counted at their end."""
     if event is Event.FIT_END:
         return True
-    if (event is Event.EPOCH_END) != (interval.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)):
+    unit = interval.unit
+    if event is Event.EPOCH_END:
+        # Fractions too: in epochs of unknown length they move here alone.
+        is_counted_here = unit in (TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
+    else:
+        is_inside_epoch = before.epoch == now.epoch
+        is_counted_here = unit is not TimeUnit.EPOCH and (unit is not TimeUnit.ITERATION or is_inside_epoch)
+    if not is_counted_here:
         return False
-    if interval.unit is not TimeUnit.DURATION:
-        return before.get(interval.unit) // interval.value != now.get(interval.unit) // interval.value
+    if unit is not TimeUnit.DURATION:
+        return before.get(unit) // interval.value != now.get(unit) // interval.value
     past, present = before.elapsed(), now.elapsed()
     if past is None or present is None:
         raise ValueError(f"interval {str(interval)!r}: fractions of the run need a run with a duration")

@@ -1,9 +1,9 @@
 """A network as a skeleton and its tensors.
 
-`Model` is a deep copy of an `nn.Module` in which every tensor is a `meta` twin: it has the architecture and no
-weights. The weights live in plain dictionaries by qualified name. To run the network they are put into their
-*places* (the containers that hold them) for as long as a `with` block lasts, so a user's module is never
-touched, and states share skeletons.
+`Model` is a deep copy of an `nn.Module` in which every tensor is a `meta` twin: it has the architecture and
+no weights. The weights live in plain dictionaries by qualified name. To run the network they are put into
+their *places* (the containers that hold them) for as long as a `with` block lasts, so a user's module is
+never touched, and states share skeletons.
 """
 
 import copy
@@ -58,9 +58,7 @@ class Model:
         known = set(param_names)
         self.buffer_names = tuple(name for name in names.values() if name not in known)
         # The memo keeps the meta tensors themselves, so that one table of names serves both skeletons.
-        evaluation = copy.deepcopy(
-            module, {id(place.tensor): place.tensor for place in _places(module)}
-        ).eval()
+        evaluation = copy.deepcopy(module, {id(place.tensor): place.tensor for place in _places(module)}).eval()
         warned: set[str] = set()
         self._skeletons = {
             True: Skeleton(module, names, known, warned),
@@ -97,9 +95,7 @@ class Model:
 class Skeleton:
     """One copy of the architecture, and the places where its tensors go."""
 
-    def __init__(
-        self, module: nn.Module, names: Mapping[int, str], param_names: set[str], warned: set[str]
-    ) -> None:
+    def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: set[str], warned: set[str]) -> None:
         """Finds the places; `warned` holds the attributes already named in a warning."""
         self.module = module
         self._param_slots: list[_Slot] = []
@@ -167,8 +163,8 @@ class Skeleton:
     def restore_attributes(self) -> None:
         """Undoes what a forward pass wrote into the modules' dictionaries, and names it once in a warning."""
         try:
-            # Comparing lists takes a third of the time that comparing members by `is` does (they are tried for
-            # identity first), and this is on every step. What is equal and not identical does no harm.
+            # Comparing lists takes a third of the time that comparing members by `is` does (they are tried
+            # for identity first), and this is on every step. What is equal and not identical does no harm.
             is_same = [list(container.values()) for container in self._dicts] == self._values
         except Exception:  # tensors and arrays that differ have no truth value
             is_same = False
@@ -182,8 +178,8 @@ class Skeleton:
         if fresh:
             self._warned.update(fresh)
             warnings.warn(
-                f"forward changed {', '.join(fresh)}, which is neither a parameter nor a buffer: it was put back, "
-                "because a state keeps nothing outside its tensors. Register what must survive as a buffer.",
+                f"forward changed {', '.join(fresh)}, which is neither a parameter nor a buffer: it was put "
+                "back, because a state keeps nothing outside its tensors. Register what must survive as a buffer.",
                 stacklevel=2,
             )
 
@@ -223,9 +219,7 @@ class _Bound:
 
     __slots__ = ("skeleton", "params", "buffers", "saved")
 
-    def __init__(
-        self, skeleton: Skeleton, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, skeleton: Skeleton, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         self.skeleton, self.params, self.buffers = skeleton, params, buffers
         self.saved: list[tuple[Any, Any, Any]] = []
 
@@ -294,9 +288,7 @@ def from_module(module: nn.Module) -> Parts:
             continue
         _check_tensor(tensor, name)
         if kind == "__dict__":
-            warnings.warn(
-                f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer", stacklevel=3
-            )
+            warnings.warn(f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer", stacklevel=3)
         names[id(tensor)] = name
         twins[id(tensor)] = _meta_twin(tensor)
         parts[kind == "_parameters"][name] = tensor.detach().clone()
@@ -358,13 +350,11 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
     if is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")
     if tensor.is_meta:
-        raise ValueError(
-            f"{name} is on the meta device and has no values: give it values first (to_empty, load)"
-        )
+        raise ValueError(f"{name} is on the meta device and has no values: give it values first (to_empty, load)")
     if tensor.grad_fn is not None:
         raise ValueError(
-            f"{name} is computed from other tensors, as torch.nn.utils.weight_norm and spectral_norm leave it: "
-            "use the ones in torch.nn.utils.parametrizations"
+            f"{name} is computed from other tensors, as torch.nn.utils.weight_norm and spectral_norm leave "
+            "it: use the ones in torch.nn.utils.parametrizations"
         )
 
 
@@ -374,8 +364,8 @@ def _check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int
     if hidden:
         found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in hidden[:3])
         raise ValueError(
-            f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can reach "
-            f"them: {found}. Keep them in lists or dictionaries, or register them as buffers"
+            f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can "
+            f"reach them: {found}. Keep them in lists or dictionaries, or register them as buffers"
         )
 
 
@@ -402,9 +392,7 @@ def _restored(guard: _Guard) -> list[str]:
     container, before, absent = guard.container, guard.before, object()
     names = [guard.name]
     if guard.is_attributes:
-        keys = [
-            k for k in {**before, **container} if container.get(k, absent) is not before.get(k, absent)
-        ]
+        keys = [k for k in {**before, **container} if container.get(k, absent) is not before.get(k, absent)]
         names = [f"{guard.name}.{key}".lstrip(".") for key in keys]
     container.clear()
     container.extend(before) if isinstance(container, list) else container.update(before)

@@ -1,8 +1,8 @@
 """The state: an immutable pytree that holds all that training knows.
 
-Between steps the state is the checkpoint: nothing else carries anything over. Its tensors are leaves; the model,
-the loss, the optimizer and the host's counters form one static part, whose equality leaves the counters out, so
-that states of different times and seeds map, stack and subtract.
+Between steps the state is the checkpoint: nothing else carries anything over. Its tensors are leaves; the
+model, the loss, the optimizer and the host's counters form one static part, whose equality leaves the counters
+out, so that states of different times and seeds map, stack and subtract.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class State:
     clock: Clock | None = None
     """Inside a step: the time, as tensors."""
     first_example: Any = None
-    """Inside a step: the index in the whole batch of the microbatch's first example, 0-d int64 or `None` for 0."""
+    """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
     regrad: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], Tensor]] | None = None
     """Inside a step, after its gradients: see `gradient`."""
 
@@ -84,13 +84,15 @@ class State:
         """The state at the start of a run.
 
         Args:
-            net: The network; it is copied and never touched. Parameters with `requires_grad=False` start frozen.
-            loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that computes
-                its own.
+            net: The network; it is copied and never touched. Parameters with `requires_grad=False` start
+                frozen.
+            loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that
+                computes its own.
             optimizer: A pure optimizer, such as `optim.sgd(0.1)`.
             key: The run's seed, or its key (int64 of shape (2,)).
             duration: The run's length, such as `"20ep"`; fractions of a run need one.
-            batches_per_epoch: The epoch's length in batches; without it nothing can be told in fractions of an epoch.
+            batches_per_epoch: The epoch's length in batches; without it nothing can be told in fractions of
+                an epoch.
             iteration_length: The length of an iteration, a group of epochs or tokens.
             input_key: Names the model's input in a batch; by default the first member, or the whole batch for
                 `losses.model_loss`. See `purecompose.batch`.
@@ -229,13 +231,13 @@ class State:
     def rng(self, name: str) -> random.Rng:
         """Where draws called `name` come from: the run's key and the current batch.
 
-        The same name in the same batch gives the same draws; other names and other batches give unrelated ones.
+        The same name in the same batch gives the same draws; other names and batches give unrelated ones.
         """
         batch = self.clock.batch if self.clock is not None else self.timestamp.batch
         return random.Rng(self.key, draw=random.salt(name), example=0, batch=batch)
 
     def example_rng(self, name: str) -> random.Rng:
-        """Like `rng`, for draws about single examples: a microbatch draws what the whole batch would have drawn."""
+        """Like `rng`, for draws about single examples: a microbatch draws what the whole batch would have."""
         indices = torch.arange(self.num_examples, dtype=torch.int64, device=self.device)
         if self.first_example is not None:
             indices = indices + self.first_example

@@ -34,9 +34,7 @@ def make_cnn(seed: int = 0) -> nn.Sequential:
     return _reset(net, seed)
 
 
-def make_batch(
-    seed: int = 0, size: int = 8, shape: Sequence[int] = (4,), dtype: torch.dtype = torch.float32
-) -> Batch:
+def make_batch(seed: int = 0, size: int = 8, shape: Sequence[int] = (4,), dtype: torch.dtype = torch.float32) -> Batch:
     """Inputs (size, *shape) and class indices (size,) of three classes."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, *shape, generator=generator, dtype=dtype)
@@ -46,6 +44,16 @@ def make_batch(
 def make_batches(num: int = 5, size: int = 8, **options: Any) -> list[Batch]:
     """Different batches."""
     return [make_batch(seed, size, **options) for seed in range(num)]
+
+
+class Unsized:
+    """Batches whose number nobody knows."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
 
 
 def make_state(net: nn.Module | None = None, **options: Any) -> State:

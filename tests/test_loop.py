@@ -190,9 +190,7 @@ def gen_loss(state: State) -> State:
 
 def gan_batches(num: int):
     generator = torch.Generator().manual_seed(7)
-    return [
-        (torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(num)
-    ]
+    return [(torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(num)]
 
 
 def train_gan_by_hand(batches):

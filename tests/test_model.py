@@ -335,8 +335,7 @@ def test_two_sets_of_weights_share_a_skeleton_without_disturbing_each_other():
 def test_threads_take_turns():
     parts = from_module(make())
     variants = [
-        parts._replace(params={name: value + shift for name, value in parts.params.items()})
-        for shift in range(4)
+        parts._replace(params={name: value + shift for name, value in parts.params.items()}) for shift in range(4)
     ]
     expected = [run(variant, inputs())[0] for variant in variants]
     wrong = []
@@ -360,7 +359,8 @@ def test_bindings_last_to_the_end_of_a_held_scope():
     with skeleton.held(), skeleton.held():
         with skeleton.bound(parts.params, parts.buffers):
             pass
-        assert skeleton.module.get_parameter("first.weight") is parts.params["first.weight"]
+        first: Any = skeleton.module.get_submodule("first")
+        assert first.weight is parts.params["first.weight"]
     assert on_meta(parts.model)
 
 

@@ -42,7 +42,7 @@ def test_a_leaf_written_anew_with_the_same_bits_has_not_changed():
 
 
 def test_new_and_lost_leaves_have_changed():
-    report = changing("report", Event.AFTER_LOSS, lambda s: s.replace(metrics={"twice": 2 * s.loss}))
+    report = changing("report", Event.AFTER_LOSS, lambda s: s.replace(metrics={"twice": s.loss.mul(2)}))
     lose = changing("lose", Event.BATCH_END, lambda s: s.replace(metrics={}))
     trace = trace_of([report, lose])
     assert trace["report", Event.AFTER_LOSS].changed == ("metrics['twice']",)

@@ -70,7 +70,7 @@ def smooth_labels(
 def label_smoothing(
     smoothing: Scalar = 0.1, *, name: str = "label_smoothing", target_key: batches.Key | None = None
 ) -> Algorithm:
-    """Label smoothing; see `purecompose.algorithms.label_smoothing`.
+    """Spreads a share of each target over all classes; see `purecompose.algorithms.label_smoothing`.
 
     Args:
         smoothing: The share of each target that is spread over all classes, in [0, 1]. The number 0 never

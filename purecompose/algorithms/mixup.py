@@ -110,7 +110,7 @@ def mixup(
     input_key: batches.Key | None = None,
     target_key: batches.Key | None = None,
 ) -> Algorithm:
-    """MixUp on the whole batch; see `purecompose.algorithms.mixup`.
+    """Trains on mixtures of pairs of examples; see `purecompose.algorithms.mixup`.
 
     Args:
         alpha: Both parameters of the Beta distribution that the partner's share comes from, at least 0. The

@@ -160,7 +160,7 @@ def selective_backprop(
     input_key: batches.Key | None = None,
     target_key: batches.Key | None = None,
 ) -> Algorithm:
-    """Selective backprop; see `purecompose.algorithms.selective_backprop`.
+    """Trains on the harder part of each batch; see `purecompose.algorithms.selective_backprop`.
 
     It pays where less than about two thirds of the examples are kept, since the extra forward pass costs
     about a third of a step.

@@ -111,8 +111,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     add(
         "--algorithms",
         metavar="LIST",
-        help="names with or without arguments, separated by commas, or none "
-        "(mixup,label_smoothing,selective_backprop)",
+        help="names with or without arguments, separated by commas, or none (mixup,label_smoothing,selective_backprop)",
     )
     add("--optimizer", metavar="CALL", help="sgd, adam or adamw: sgd(lr=0.1, momentum=0.9) (by data size)")
     add("--schedule", metavar="CALL", help="of the learning rate: cosine, linear or constant (by data size)")

@@ -107,8 +107,7 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
         if name not in parameters and not takes_any:
             hint = _did_you_mean(name, parameters)
             raise SpecError(
-                f"{call.name} has no parameter {name!r};{hint} "
-                f"It has {', '.join(parameters) or 'no parameters'}"
+                f"{call.name} has no parameter {name!r};{hint} It has {', '.join(parameters) or 'no parameters'}"
             )
     try:
         signature.bind(*call.args, **call.kwargs)

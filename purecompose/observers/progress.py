@@ -4,7 +4,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from torch import Tensor
 
@@ -15,7 +15,9 @@ from purecompose.time import Timestamp, TimeUnit
 
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
+    from rich.live import Live
+    from rich.progress import Progress as Bar, TaskID
+    from rich.text import Text
 
 __all__ = ["Progress"]
 
@@ -47,15 +49,11 @@ class Progress:
         ValueError: `reads_per_second` is not positive.
     """
 
-    def __init__(
-        self, *, live: bool | None = None, file: TextIO | None = None, reads_per_second: float = 10.0
-    ) -> None:
+    def __init__(self, *, live: bool | None = None, file: TextIO | None = None, reads_per_second: float = 10.0) -> None:
         try:
             import rich.console
         except ImportError as error:
-            raise ImportError(
-                "Progress needs rich; install it with `pip install 'purecompose[cli]'`"
-            ) from error
+            raise ImportError("Progress needs rich; install it with `pip install 'purecompose[cli]'`") from error
         if not reads_per_second > 0:
             raise ValueError(f"reads_per_second={reads_per_second!r}: expected a positive number")
         self._console = rich.console.Console(file=file, force_terminal=live or None)
@@ -64,8 +62,7 @@ class Progress:
         self._file = file
         self._seconds_between_reads = 1.0 / reads_per_second
         self._stopwatch = Stopwatch()
-        self._bar: Bar | None = None
-        self._task: Any = None
+        self._display: _Display | None = None
         self._finalizer: weakref.finalize | None = None
         self._is_running = False
         self._reset()
@@ -100,7 +97,7 @@ class Progress:
         self._is_running = False
         if self._finalizer is not None:
             self._finalizer()
-        self._bar = self._finalizer = None
+        self._display = self._finalizer = None
 
     def _reset(self) -> None:
         self._running_loss: Tensor | None = None
@@ -115,12 +112,11 @@ class Progress:
         self._reset()
         self._is_running = True
         if self._live:
-            self._bar = bar = _make_bar(self._console)
-            self._task = bar.add_task("training", total=None, done="", numbers="")
-            # Also where a run ends with an exception outside a with block, at the latest when Python exits.
-            self._finalizer = weakref.finalize(self, bar.stop)
-            bar.start()
+            self._display = display = _make_display(self._console)
             self._show(state)
+            # Also where a run ends with an exception outside a with block, at the latest when Python exits.
+            self._finalizer = weakref.finalize(self, display.live.stop)
+            display.live.start()
 
     def _after_batch(self, state: State) -> None:
         # The loss of a population has a value for each member; none of them speaks for all.
@@ -168,16 +164,16 @@ class Progress:
         return [*loss, *_describe(self._metrics), speed]
 
     def _show(self, state: State, doing: str = "training") -> None:
-        if self._bar is None:
+        if self._display is None:
             return
         elapsed = state.timestamp.elapsed()
-        self._bar.update(
-            self._task,
+        self._display.numbers.plain = "  ".join(self._numbers())
+        self._display.bar.update(
+            self._display.task,
             description=doing,
             total=None if elapsed is None else 1.0,
             completed=min(elapsed or 0.0, 1.0),
             done=_describe_time(state.timestamp),
-            numbers="  ".join(self._numbers()),
         )
 
     def _print_line(self, state: State) -> None:
@@ -187,19 +183,36 @@ class Progress:
         print("  ".join(parts), file=self._file or sys.stdout, flush=True)
 
 
-def _make_bar(console: Any) -> "Bar":
+class _Display(NamedTuple):
+    """What the terminal shows: the bar, and below it the numbers, since 80 columns do not hold both."""
+
+    live: "Live"
+    bar: "Bar"
+    task: "TaskID"
+    numbers: "Text"
+
+
+def _make_display(console: Any) -> _Display:
+    from rich.console import Group
+    from rich.live import Live
     from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Column
+    from rich.text import Text
 
-    columns = (
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
+    bar = Bar(
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=10)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
         TextColumn("{task.fields[done]}", table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+        TextColumn("left", table_column=Column(no_wrap=True)),
+        console=console,
+        expand=True,
     )
-    return Bar(*columns, console=console, expand=True, refresh_per_second=5)
+    task = bar.add_task("training", total=None, done="")
+    numbers = Text(no_wrap=True, overflow="ellipsis")
+    live = Live(Group(bar, numbers), console=console, refresh_per_second=5)
+    return _Display(live, bar, task, numbers)
 
 
 def _describe(metrics: dict[str, float]) -> list[str]:
@@ -213,7 +226,7 @@ def _describe(metrics: dict[str, float]) -> list[str]:
 
 
 def _describe_time(timestamp: Timestamp) -> str:
-    """How far the run is, in its own unit: `3.5/20 ep`."""
+    """How far the run is, in its own unit: `3.5/20 ep`, of constant width."""
     duration, elapsed = timestamp.run.duration, timestamp.elapsed()
     if duration is None or elapsed is None:
         return f"{timestamp.batch} ba"

@@ -1,0 +1,187 @@
+"""What a step asks of its algorithms, and what happens at the events around it: INIT and the outer ones."""
+
+import pytest
+import torch
+from helpers import (
+    assert_close,
+    assert_same,
+    changing,
+    counter,
+    decay,
+    make_batch,
+    make_batches,
+    make_state,
+    noise,
+    recorder,
+    run_steps,
+)
+
+from purecompose import Algorithm, ContractError, Event, State, compose, hparam, loop_events, on, schedule
+
+
+# What an algorithm must keep
+
+
+def without(mapping, name):
+    return {key: value for key, value in mapping.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("fn", "path"),
+    [
+        (lambda s: s.replace(params=without(s.params, "3.bias")), "params['3.bias']"),
+        (lambda s: s.replace(params={**s.params, "3.bias": s.params["3.bias"].double()}), "params['3.bias']"),
+        (lambda s: s.replace(buffers={"new": torch.zeros(1)}), "buffers['new']"),
+        (lambda s: s.replace(slots={**s.slots, "late": torch.zeros(1)}), "slots['late']"),
+        (lambda s: s.replace(slots={"counter": s.slots["counter"].expand(2)}), "slots['counter']"),
+        (lambda s: s.replace(hparams={"lr": torch.tensor(0.1)}), "hparams['lr']"),
+        (lambda s: s.replace(opt_state={}), "opt_state['momentum']"),
+    ],
+)
+def test_what_must_last_is_named_by_algorithm_and_path(fn, path):
+    broken = changing("broken", Event.BATCH_END, fn)
+    step = compose(loop_events, [counter(), decay(), broken, noise()])
+    state = step.init(make_state())
+    with pytest.raises(ContractError) as caught:
+        step(state, make_batch())
+    assert str(caught.value).startswith(f"broken at Event.BATCH_END changed state.{path}")
+
+
+def test_a_broken_step_is_refused_every_time():
+    step = compose(loop_events, [changing("broken", Event.BATCH_END, lambda s: s.replace(slots={"x": s.loss}))])
+    for _ in range(2):
+        with pytest.raises(ContractError, match=r"slots\['x'\] from absent"):
+            step(make_state(), make_batch())
+
+
+def test_what_is_temporary_is_free():
+    end = compose(
+        loop_events,
+        [
+            changing("report", Event.AFTER_LOSS, lambda s: s.replace(metrics={"doubled": s.loss.mul(2)})),
+            changing("mess", Event.BATCH_END, lambda s: s.replace(batch=None, outputs=3, grads=None)),
+        ],
+    )(make_state(), make_batch())
+    assert end.loss is not None
+    assert end.metrics["doubled"] == 2 * end.loss
+    assert (end.batch, end.outputs, end.grads, end.regrad, end.first_example) == (None,) * 5
+
+
+def test_a_missing_return_statement():
+    for event in (Event.BATCH_START, Event.INIT):
+        step = compose(loop_events, [Algorithm("forgetful", on(event), lambda event, state: None)])  # pyright: ignore
+        with pytest.raises(ContractError, match="forgetful: apply at .*return statement missing") as caught:
+            step(step.init(make_state()), make_batch())
+        assert caught.value.__notes__ == [f"in forgetful at {event}"]
+
+
+@pytest.mark.parametrize("result", [3, (1, 2), "state"])
+def test_a_wrong_result(result):
+    step = compose(loop_events, [changing("odd", Event.BATCH_START, lambda state: result)])
+    with pytest.raises(ContractError, match="must return a State or"):
+        step(make_state(), make_batch())
+
+
+def test_only_init_and_host_algorithms_change_the_static_part():
+    freeze = changing("freeze", Event.BATCH_END, lambda s: s.replace(frozen=frozenset({"0.weight"})))
+    with pytest.raises(ContractError, match="freeze at Event.BATCH_END changed the static part"):
+        compose(loop_events, [freeze])(make_state(), make_batch())
+
+
+def test_errors_say_where_they_came_from():
+    def fail(state):
+        raise KeyError("missing")
+
+    for event in (Event.AFTER_LOSS, Event.INIT, Event.EPOCH_END):
+        step = compose(loop_events, [changing("failing", event, fail)])
+        with pytest.raises(KeyError, match="missing") as caught:
+            step.fire(Event.EPOCH_END, step(step.init(make_state()), make_batch()))
+        assert caught.value.__notes__ == [f"in failing at {event}"]
+
+
+# init
+
+
+def test_init_twice_is_init_once():
+    log = []
+    step = compose(loop_events, [counter(), recorder(log, "a", Event.INIT)])
+    once = step.init(make_state())
+    twice = step.init(once)
+    assert_same(once, twice)
+    assert once.context == twice.context
+    assert log == [("a", Event.INIT)]
+    moved = step(once, make_batch())
+    assert_same(step.init(moved), moved)
+
+
+def test_a_later_algorithm_is_initialised_alone():
+    log = []
+    state = compose(loop_events, [recorder(log, "a", Event.INIT)]).init(make_state())
+    step = compose(loop_events, [recorder(log, "a", Event.INIT), recorder(log, "b", Event.INIT)])
+    state = step.init(state)
+    assert log == [("a", Event.INIT), ("b", Event.INIT)]
+    assert state.context.initialised == ("a", "b")
+
+
+def test_a_missing_init_is_named():
+    with pytest.raises(RuntimeError, match=r"counter: not initialised; call state = step\.init"):
+        compose(loop_events, [noise(), counter()])(make_state(), make_batch())
+
+
+def test_without_init_events_no_init_is_needed():
+    step, state = compose(loop_events, [noise()]), make_state()
+    assert_same(step(state, make_batch()), step(step.init(state), make_batch()))
+
+
+def scaling(name, scale):
+    def apply(state: State) -> State:
+        return state.replace(inputs=state.inputs * state.scalar(scale))
+
+    return changing(name, Event.BATCH_START, apply, config={"scale": scale})
+
+
+def test_hparams_and_schedules_of_algorithms_are_registered_at_init():
+    ramp = schedule.linear(1.0, 0.0, t_max="4ba")
+    algorithms = [scaling("a", hparam("scale", 0.5)), scaling("b", ramp), scaling("c", hparam("scale", 0.5))]
+    step = compose(loop_events, algorithms)
+    with pytest.raises(RuntimeError, match="a, b, c: not initialised"):
+        step(make_state(), make_batch())
+    state = step.init(make_state())
+    assert {name: value.item() for name, value in state.hparams.items()} == {"scale": 0.5}
+
+    inputs, targets = make_batch()
+    later = state.replace(timestamp=state.timestamp.replace(batch=1))
+    end = step(later, (inputs, targets))
+    expected = compose(loop_events)(make_state(), (inputs * 0.25 * 0.75, targets))
+    assert_close(end.params, expected.params)
+
+
+def test_two_defaults_for_one_hparam_are_an_error():
+    step = compose(loop_events, [scaling("a", hparam("scale", 0.5)), scaling("b", hparam("scale", 0.6))])
+    with pytest.raises(ValueError, match="hparam 'scale' has two defaults: 0.5 and 0.6"):
+        step.init(make_state())
+
+
+# fire
+
+
+def test_outer_events_fire_in_order_with_a_clock():
+    log = []
+
+    def apply(event, state):
+        log.append((event, state.clock.batch.item()))
+        return state.replace(params={name: param + 1 for name, param in state.params.items()})
+
+    step = compose(loop_events, [Algorithm("outer", on(Event.EPOCH_END, Event.EVAL_START), apply)])
+    state = run_steps(step, make_state(), make_batches(2))
+    moved = step.fire("epoch_end", state)
+    assert log == [(Event.EPOCH_END, 2)]
+    assert_close(moved.params, {name: param + 1 for name, param in state.params.items()})
+    assert (moved.timestamp, moved.clock) == (state.timestamp, None)
+    assert step.fire(Event.FIT_END, state) is state
+
+
+@pytest.mark.parametrize("event", [Event.INIT, Event.BATCH_END, Event.AFTER_LOSS])
+def test_inner_events_are_not_fired_from_outside(event):
+    with pytest.raises(ValueError, match="fires inside the step"):
+        compose(loop_events).fire(event, make_state())
