@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose.model import Model, Skeleton
+from purecompose._skeleton import Skeleton
+from purecompose.model import Model
 from purecompose.random import modules
 
 

@@ -176,7 +176,7 @@ class _Not(Predicate):
             if isinstance(inner.first, _Not) and isinstance(inner.second, _Not):
                 return f"({~inner.first!r} | {~inner.second!r})"
             return f"~({inner!r})"
-        return f"~{inner!r}"
+        return f"before({str(inner.time)!r})" if isinstance(inner, _From) else f"~{inner!r}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -316,7 +316,7 @@ def between(start: float | Time | str, end: float | Time | str) -> Predicate:
 
     Example:
         >>> on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2)
-        on(AFTER_DATALOADER) & after('0.5dur') & ~after('0.9dur') & ~every('2ba')
+        on(AFTER_DATALOADER) & after('0.5dur') & before('0.9dur') & ~every('2ba')
     """
     first, last = _point(start), _point(end)
     if first.unit is last.unit and last < first:

@@ -92,6 +92,12 @@ def noise(name: str = "noise", scale: float = 0.1, **options: Any) -> Algorithm:
     return changing(name, Event.AFTER_DATALOADER, add, **options)
 
 
+def loss_of(state: State) -> Tensor:
+    """The loss that a step has set."""
+    assert state.loss is not None
+    return state.loss
+
+
 def counter(name: str = "counter") -> Algorithm:
     """Counts the batches in its slot."""
 

@@ -7,6 +7,7 @@ from helpers import (
     assert_same,
     changing,
     counter,
+    loss_of,
     make_batch,
     make_batches,
     make_cnn,
@@ -64,7 +65,7 @@ def test_a_plain_step_leaves_no_graph():
         seen.extend([state.loss, state.outputs, *state.buffers.values(), *state.slots.values()])
         return state
 
-    keep = changing("keep", Event.AFTER_LOSS, lambda s: s.replace(slots={**s.slots, "counter": s.loss.clone()}))
+    keep = changing("keep", Event.AFTER_LOSS, lambda s: s.replace(slots={**s.slots, "counter": loss_of(s).clone()}))
     step = compose(loop_events, [counter(), keep, changing("look", Event.AFTER_TRAIN_BATCH, look)])
     state = step.init(make_state(make_cnn()))
     step(state, make_batch(shape=(2, 6, 6)))

@@ -106,6 +106,33 @@ def test_the_schedule_depends_on_its_arguments_alone(data: st.DataObject) -> Non
         assert used.schedule(None, None, now, later) == fresh.schedule(None, None, now, later)  # pyright: ignore
 
 
+ROLLING = RunLength("9ep", batches_per_epoch=9, iteration_length="7tok")
+
+
+@pytest.mark.parametrize(
+    ("match", "event", "first", "second"),
+    [
+        # (batch, iteration) before and after each step; every answer is yes, then no.
+        (after("1iter"), Event.BATCH_START, ((3, 1), (4, 1)), ((3, 0), (4, 1))),
+        (after("1iter"), Event.BATCH_END, ((3, 0), (4, 1)), ((3, 0), (4, 0))),
+        (before("1iter"), Event.BATCH_START, ((3, 0), (4, 1)), ((5, 1), (6, 1))),
+        (after("7ba"), Event.BATCH_START, ((7, 0), (7, 0)), ((6, 0), (7, 0))),
+        (after("8ba"), Event.BATCH_END, ((7, 0), (8, 0)), ((7, 0), (7, 0))),
+        (before("8ba"), Event.BATCH_START, ((7, 0), (7, 0)), ((8, 0), (8, 0))),
+        (before("8ba"), Event.BATCH_END, ((7, 0), (7, 0)), ((7, 0), (8, 0))),
+    ],
+)
+def test_a_single_counter_that_moves_is_noticed(match: Any, event: Event, first: Any, second: Any) -> None:
+    algorithm = make(match)
+    matcher = Matcher([algorithm], [event])
+    acted = []
+    for step in (first, second, first):
+        now, later = (Timestamp(batch=batch, iteration=iteration, run=ROLLING) for batch, iteration in step)
+        bits = matcher.schedule(None, None, now, later)  # pyright: ignore[reportArgumentType]
+        acted.append(matcher.matched(bits, event, [algorithm]) == (algorithm,))
+    assert acted == [True, False, True]
+
+
 def walk(matcher: Matcher, state: State, count: int) -> Iterator[tuple[Timestamp, int]]:
     """The schedules of the first steps of a run."""
     now = state.timestamp

@@ -256,6 +256,25 @@ def test_what_forward_keeps_elsewhere_is_put_back_and_named_once():
     assert not hasattr(module, "fresh") and not hasattr(module, "made")
 
 
+@pytest.mark.parametrize("name", ["cache", "made"])
+def test_a_buffer_that_forward_registers_does_not_stay(name):
+    class Registering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if name == "cache":
+                self.register_buffer("cache", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = getattr(self, name, None)
+            self.register_buffer(name, x)
+            return x if kept is None else x + 100
+
+    parts = from_module(Registering())
+    with pytest.warns(UserWarning, match=f"forward changed {name},"):
+        run(parts, inputs())
+    assert torch.equal(run(parts, inputs())[0], inputs())
+
+
 def test_the_skeleton_survives_a_warning_that_is_an_error_and_a_forward_that_fails():
     parts = from_module(make(Caching))
     with warnings.catch_warnings():

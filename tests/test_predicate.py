@@ -280,7 +280,7 @@ def test_who_reads_more_than_time() -> None:
     [
         (
             on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2),
-            "on(AFTER_DATALOADER) & after('0.5dur') & ~after('0.9dur') & ~every('2ba')",
+            "on(AFTER_DATALOADER) & after('0.5dur') & before('0.9dur') & ~every('2ba')",
         ),
         (on(Event.BATCH_END) & epoch_ends(), "on(BATCH_END) & epoch_ends()"),
         (on("batch_end", "init"), "on(INIT, BATCH_END)"),

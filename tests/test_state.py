@@ -121,6 +121,24 @@ def test_steps_equal_the_imperative_loop_with_ties_and_batch_statistics():
     assert state.buffers["norm.num_batches_tracked"] == 4
 
 
+def test_buffers_that_forward_rebinds_are_part_of_the_new_state():
+    class Running(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("running", torch.zeros(4))
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            self.running = 0.5 * self.running + x.detach().mean(0)
+            return super().forward(x, labels) + self.running.sum()
+
+    (x, y), state = batch(), start(seeded(Running))
+    after = step(step(state, (x, y)), (2 * x, y))
+    torch.testing.assert_close(after.buffers["running"], 2.5 * x.mean(0))
+    sliced = step.replace(microbatches=2)(state, (x, y))
+    torch.testing.assert_close(sliced.buffers["running"], 0.5 * x[:3].mean(0) + x[3:].mean(0))
+    assert not state.buffers["running"].any()
+
+
 def test_neither_the_network_nor_a_state_nor_a_global_generator_is_touched():
     net = seeded(lambda: Net(dropout=0.5)).eval()
     net.head.bias.requires_grad_(False)

@@ -1,7 +1,19 @@
 """A trace says what every algorithm did, and changes nothing."""
 
 import pytest
-from helpers import assert_same, changing, counter, decay, make_batch, make_cnn, make_mlp, make_state, noise, recorder
+from helpers import (
+    assert_same,
+    changing,
+    counter,
+    decay,
+    loss_of,
+    make_batch,
+    make_cnn,
+    make_mlp,
+    make_state,
+    noise,
+    recorder,
+)
 from hypothesis import given, settings, strategies as st
 
 import purecompose as pc
@@ -42,7 +54,7 @@ def test_a_leaf_written_anew_with_the_same_bits_has_not_changed():
 
 
 def test_new_and_lost_leaves_have_changed():
-    report = changing("report", Event.AFTER_LOSS, lambda s: s.replace(metrics={"twice": s.loss.mul(2)}))
+    report = changing("report", Event.AFTER_LOSS, lambda s: s.replace(metrics={"twice": 2 * loss_of(s)}))
     lose = changing("lose", Event.BATCH_END, lambda s: s.replace(metrics={}))
     trace = trace_of([report, lose])
     assert trace["report", Event.AFTER_LOSS].changed == ("metrics['twice']",)

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from purecompose import __version__
 from purecompose.algorithms import FACTORIES
+from purecompose.cli import specs
 from purecompose.cli.setup import UsageError
 from purecompose.cli.train import show_plan, train
 from purecompose.models import MODELS
@@ -126,9 +127,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
 def _list_algorithms(options: argparse.Namespace) -> None:
     del options
     for name, factory in sorted(FACTORIES.items()):
-        parameters = inspect.signature(factory).parameters.values()
-        # Without annotations: what to type counts here.
-        plain = [str(parameter.replace(annotation=parameter.empty)) for parameter in parameters]
-        print(textwrap.fill(f"{name}({', '.join(plain)})", 100, subsequent_indent=" " * (len(name) + 1)))
+        call = specs.describe(name, inspect.signature(factory))
+        print(textwrap.fill(call, 100, subsequent_indent=" " * (len(name) + 1)))
         summary = (inspect.getdoc(factory) or "").partition("\n\n")[0]
         print(textwrap.fill(" ".join(summary.split()), 100, initial_indent="    ", subsequent_indent="    "))

@@ -15,6 +15,7 @@ from purecompose.algorithms import FACTORIES
 from purecompose.cli import specs
 from purecompose.compose import Step, compose
 from purecompose.loop import loop_events
+from purecompose.random import key
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
 
@@ -93,16 +94,17 @@ def prepare(options: argparse.Namespace, data: datasets.ImageData) -> Setup:
         compose(loop_events, microbatches=options.microbatches)
     with reported_as("--duration"):
         duration = _duration(options.duration)
-    step, net, optimizer = _step(options), _network(options, data), _optimizer(options)
     with reported_as("--seed"):
-        state = State.create(
-            net,
-            loss=losses.cross_entropy,
-            optimizer=optimizer,
-            key=options.seed,
-            duration=duration,
-            batches_per_epoch=len(train_data),
-        )
+        run_key = key(options.seed)
+    step, net, optimizer = _step(options), _network(options, data), _optimizer(options)
+    state = State.create(
+        net,
+        loss=losses.cross_entropy,
+        optimizer=optimizer,
+        key=run_key,
+        duration=duration,
+        batches_per_epoch=len(train_data),
+    )
     with reported_as("--schedule"):
         for curve in state.context.schedules:
             curve(state.timestamp)  # a warm-up longer than the run shows here, not at the first batch

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 
-__all__ = ["Call", "SpecError", "build", "parse", "parse_one"]
+__all__ = ["Call", "SpecError", "build", "describe", "parse", "parse_one"]
 
 
 class SpecError(ValueError):
@@ -100,6 +100,18 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
         raise SpecError(named) from error
 
 
+def describe(name: str, signature: inspect.Signature) -> str:
+    """A function as one types it: parameters with defaults, without annotations.
+
+    Example:
+        >>> def scaled(alpha: float, *, power: int = 2) -> float: ...
+        >>> describe("scaled", inspect.signature(scaled))
+        'scaled(alpha, *, power=2)'
+    """
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return f"{name}{inspect.Signature(plain)}"
+
+
 def _check_arguments(call: Call, signature: inspect.Signature) -> None:
     parameters = signature.parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -112,7 +124,7 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
     try:
         signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
-        raise SpecError(f"{call.name}: {error}; its parameters are {signature}") from error
+        raise SpecError(f"{call.name}: {error}; it is {describe(call.name, signature)}") from error
 
 
 def _did_you_mean(name: str, known: Mapping[str, Any]) -> str:
@@ -128,9 +140,13 @@ def _expression(line: str, indent: int) -> ast.expr:
             return ast.parse(line.strip(), mode="eval").body
     except SyntaxError as error:
         column = indent + (error.offset or 1)
-        raise SpecError(f"cannot read {line!r} at column {column}: {error.msg}") from error
+        raise SpecError(f"cannot read {_cut(line)} at column {column}: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise SpecError(f"cannot read {line[:60]!r}: {error}") from error
+        raise SpecError(f"cannot read {_cut(line)}: {error}") from error
+
+
+def _cut(line: str) -> str:
+    return repr(line if len(line) <= 80 else line[:77] + "...")
 
 
 def _call(node: ast.expr, line: str, indent: int) -> Call:
@@ -140,7 +156,7 @@ def _call(node: ast.expr, line: str, indent: int) -> Call:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise SpecError(
             f"expected a name, with or without arguments in parentheses, got {where.text(node)} "
-            f"at column {where.column(node)} of {line!r}"
+            f"at column {where.column(node)} of {_cut(line)}"
         )
     name = node.func.id
     kwargs = {}
