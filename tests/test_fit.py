@@ -110,6 +110,24 @@ def test_evaluation_never_changes_training():
     assert_same(evaluated, plain)
 
 
+def test_a_round_of_evaluators_starts_from_what_eval_before_all_made():
+    zero = changing(
+        "zero",
+        Event.EVAL_BEFORE_ALL,
+        lambda s: s.replace(params={name: torch.zeros_like(param) for name, param in s.params.items()}),
+    )
+    losses = []
+
+    def observer(event, state):
+        if event is Event.EVAL_END:
+            losses.append(state.metrics["loss"].item())
+
+    evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1))]
+    fit(compose(loop_events, [zero]), make_state(), make_batches(2), evaluate=evaluators, observers=[observer])
+    # Two rounds of two; without weights all classes are equally likely.
+    assert losses == pytest.approx([torch.tensor(3.0).log().item()] * 4)
+
+
 def test_outer_events_change_the_state():
     halve = changing(
         "halve",

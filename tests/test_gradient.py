@@ -131,6 +131,20 @@ def test_changes_of_params_inside_stay_inside():
     assert_close(end.params, expected)
 
 
+@pytest.mark.parametrize("prepare", [lambda state: state, required], ids=["autograd", "functorch"])
+def test_changes_of_the_batch_inside_stay_inside(prepare):
+    seen = []
+
+    def look(state):
+        seen.append(state.batch)
+        return state
+
+    zero = changing("zero", Event.BEFORE_FORWARD, lambda s: s.replace(inputs=0 * s.inputs))
+    step = compose(loop_events, [zero, changing("look", Event.AFTER_BACKWARD, look)])
+    step(prepare(make_state()), make_batch())
+    assert_same(seen, [make_batch()])
+
+
 # state.gradient
 
 

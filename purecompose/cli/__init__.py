@@ -15,7 +15,7 @@ from purecompose import __version__
 from purecompose.algorithms import FACTORIES
 from purecompose.cli import specs
 from purecompose.cli.setup import UsageError
-from purecompose.cli.train import show_plan, train
+from purecompose.cli.train import show_plan, train as run_training
 from purecompose.models import MODELS
 
 
@@ -83,7 +83,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"purecompose {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, help_text, run in (
-        ("train", "train a network and show its accuracy, speed and checksum", train),
+        ("train", "train a network and show its accuracy, speed and checksum", run_training),
         ("plan", "show which algorithms would act at which events, in what order and why", show_plan),
         ("algorithms", "list the algorithms with their parameters", _list_algorithms),
     ):

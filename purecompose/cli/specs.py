@@ -163,6 +163,8 @@ def _call(node: ast.expr, line: str, indent: int) -> Call:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise SpecError(f"{name}: write the arguments out, not as **{where.text(keyword.value)}")
+        if keyword.arg in kwargs:
+            raise SpecError(f"{name}: {keyword.arg} is given twice")
         kwargs[keyword.arg] = _literal(keyword.value, f"{name}: {keyword.arg}=", where)
     return Call(name, tuple(_literal(argument, f"{name}: ", where) for argument in node.args), kwargs)
 

@@ -1,5 +1,6 @@
 """A live display of a run in the terminal, or a line for each epoch where there is no terminal."""
 
+import math
 import sys
 import time
 import weakref
@@ -104,7 +105,7 @@ class Progress:
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
         self._readings: deque[tuple[float, int]] = deque(maxlen=_READINGS_IN_RATE)
-        self._last_read = 0.0
+        self._last_read = -math.inf
         self._printed_batch = -1
 
     def _open(self, state: State) -> None:

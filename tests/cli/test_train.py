@@ -1,0 +1,200 @@
+"""Whole commands, in this process: results, repeatability, refusals."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from purecompose import compose, data, loop_events, losses, models, optim, schedule
+from purecompose.cli import main
+from purecompose.cli.train import checksum
+from purecompose.state import State
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def found_checksum(text: str) -> str:
+    match = re.search(r"checksum\W+([0-9a-f]{16}) \(1 thread\)", text)
+    assert match is not None, text
+    return match[1]
+
+
+def test_a_short_run_learns_and_ends_with_a_table(capsys) -> None:
+    out = run(capsys, "train", "--duration", "5ep")
+    lines = [line for line in out.splitlines() if re.match(r"\d\.0/5 ep ", line)]
+    assert len(lines) == 5
+    assert all("loss" in line and "accuracy" in line and "ba/s" in line for line in lines)
+    accuracy = re.search(r"test accuracy\W+([\d.]+)%", out)
+    assert accuracy is not None and float(accuracy[1]) >= 95.0
+    assert f"accuracy {float(accuracy[1]):.1f}%" in lines[-1]
+    assert re.search(r"steps\W+110, [\d.]+ a second", out)  # 5 epochs of 1437 // 64 batches
+    assert "\x1b" not in out
+
+
+@pytest.mark.slow
+def test_the_default_run_reaches_98_percent(capsys) -> None:
+    accuracy = re.search(r"test accuracy\W+([\d.]+)%", run(capsys, "train", "--quiet"))
+    assert accuracy is not None and float(accuracy[1]) >= 98.0
+
+
+def test_same_seed_same_bits(capsys) -> None:
+    arguments = ("train", "--duration", "1ep", "--quiet", "--model", "mlp")
+    first, second = (found_checksum(run(capsys, *arguments)) for _ in range(2))
+    other = found_checksum(run(capsys, *arguments, "--seed", "1"))
+    assert first == second != other
+
+
+def test_the_command_is_the_hand_written_loop(capsys) -> None:
+    out = run(
+        capsys, *"train --quiet --model mlp(hidden=16) --algorithms none --duration 30ba --seed 5".split(),
+        *"--optimizer sgd(0.1,momentum=0.9) --schedule linear --batch-size 100".split(),
+    )  # fmt: skip
+    digits = data.load("digits")
+    net = models.build("mlp", in_shape=digits.in_shape, num_classes=10, seed=5, hidden=16)
+    state = State.create(
+        net,
+        loss=losses.cross_entropy,
+        optimizer=optim.sgd(0.1 * schedule.linear(), momentum=0.9),
+        key=5,
+        duration="30ba",
+        batches_per_epoch=14,
+    )
+    batches = data.arrays(digits.train_inputs, digits.train_targets, 100, drop_last=True)
+    step = compose(loop_events)
+    for epoch in range(3):
+        for batch in batches.epoch(state.key, epoch):
+            if not state.timestamp.is_finished():
+                state = step(state, batch)
+    assert found_checksum(out) == checksum(state.params)
+
+
+def test_microbatches_change_the_result_by_rounding_alone(capsys) -> None:
+    arguments = ("train", "--duration", "1ep", "--model", "mlp", "--algorithms", "none", "--quiet")
+    whole, cut = (run(capsys, *arguments, "--microbatches", k) for k in ("1", "4"))
+    accuracies = [re.search(r"accuracy\W+([\d.]+)%", out) for out in (whole, cut)]
+    assert accuracies[0] is not None and accuracies[1] is not None
+    assert abs(float(accuracies[0][1]) - float(accuracies[1][1])) < 1.0
+    assert found_checksum(whole) != found_checksum(cut)
+
+
+def test_the_process_is_left_as_it_was(capsys) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    run(capsys, "train", "--duration", "3ba", "--threads", "2", "--quiet")
+    assert torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_plans_differ_along_the_run(capsys) -> None:
+    start = run(capsys, "plan")
+    assert run(capsys, "train", "--plan") == start
+    later = run(capsys, "plan", "--at", "0.6dur")
+
+    def rows(plan: str) -> list[list[str]]:
+        return [line.split()[1:3] for line in plan.splitlines() if line.startswith("AFTER_DATALOADER")]
+
+    assert rows(start) == [["0", "mixup"], ["-", "selective_backprop"]]
+    assert rows(later) == [["0", "selective_backprop"], ["1", "mixup"]]
+    assert run(capsys, "plan", "--at", "24ep") == run(capsys, "plan", "--at", f"{24 * 22 * 64}sp")
+
+
+def test_algorithms_are_listed_with_parameters(capsys) -> None:
+    out = run(capsys, "algorithms")
+    assert "mixup(alpha=0.2, *," in out
+    assert "label_smoothing(smoothing=0.1, *," in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "--algorithms", "mixpu"], "--algorithms: no algorithm is called 'mixpu'"),
+        (["train", "--algorithms", "mixup,mixup"], "used twice"),
+        (["train", "--algorithms", "mixup(alpha=-1)"], "--algorithms: mixup"),
+        (["train", "--data", "digit"], "--data: "),
+        (["train", "--model", "cn"], "did you mean 'cnn'?"),
+        (["train", "--model", "cnn(widht=3)"], "--model: cnn() got an unexpected keyword argument"),
+        (["train", "--model", "mlp(3)"], "options by name"),
+        (["train", "--optimizer", "sgd"], "--optimizer: sgd: missing a required argument: 'lr'"),
+        (["train", "--optimizer", "adam(lr=-1)"], "--optimizer: adam: lr"),
+        (["train", "--schedule", "cosine(warmup='90ep')"], "--schedule: warmup=90ep is longer"),
+        (["train", "--duration", "10sec"], "--duration: 10sec"),
+        (["train", "--duration", "0ep"], "--duration: 0ep"),
+        (["train", "--duration", "soon"], "--duration: "),
+        (["train", "--batch-size", "0"], "--batch-size: "),
+        (["train", "--microbatches", "0"], "--microbatches: "),
+        (["train", "--microbatches", "65"], "65 slices of a batch of 64"),
+        (["train", "--seed", "-1"], "--seed: "),
+        (["train", "--seed", str(2**64)], "--seed: "),
+        (["train", "--seed", "x"], "invalid int value"),
+        (["train", "--threads", "0"], "--threads: "),
+        (["train", "--device", "bogus"], "--device: 'bogus'"),
+        (["plan", "--at", "3tok"], "--at: 3tok"),
+        (["train", "--durration", "1ep"], "unrecognized arguments"),
+        (["trian"], "invalid choice"),
+        ([], "COMMAND"),
+    ],
+)
+def test_usage_errors_are_one_line_and_status_2(capsys, arguments: list[str], part: str) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("python -m purecompose")
+    assert captured.err.count("\n") == 1
+    assert part in captured.err
+
+
+def test_a_missing_package_is_one_line_and_status_1(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["train"]) == 1
+    assert "pip install 'purecompose[cli]'" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("purecompose.cli.train.fit", interrupted)
+    assert main(["train", "--quiet"]) == 130
+    assert capsys.readouterr().err == "python -m purecompose train: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_and_version(capsys, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "purecompose" in capsys.readouterr().out
+
+
+def test_the_module_runs_and_passes_on_the_status() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "purecompose", "train", "--model", "cn"], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and "did you mean 'cnn'?" in result.stderr
+
+
+def test_checksums_see_names_dtypes_shapes_and_bits() -> None:
+    one = torch.tensor([[1.0, 2.0]])
+    different = [
+        {"w": one},
+        {"v": one},
+        {"w": one.T},
+        {"w": one.double()},
+        {"w": one.view(torch.int32)},
+        {"w": one.nextafter(torch.tensor(3.0))},
+        {"w": torch.tensor(1.0)},
+    ]
+    assert len({checksum(params) for params in different}) == len(different)
+    # What is equal is equal: not order of names, not strides, not identity.
+    strided = torch.tensor([[1.0, 0.0, 2.0, 0.0]])[:, ::2]
+    assert checksum({"a": one, "b": one}) == checksum({"b": strided, "a": one.clone()})

@@ -1,0 +1,112 @@
+"""The history holds the numbers of the run, and reads none of them before it is asked."""
+
+import pytest
+import torch
+
+from purecompose import Evaluator, Event, State, compose, evaluate, fit, loop_events, losses, metrics, optim
+from purecompose.observers import History
+
+
+def make_state(duration: str = "3ep") -> State:
+    net = torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        net.weight.copy_(torch.arange(12.0).reshape(3, 4) / 10)
+        net.bias.zero_()
+    return State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.5), duration=duration)
+
+
+def make_batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(count)]
+
+
+def test_records_are_those_of_the_hand_written_loop() -> None:
+    batches, step, history = make_batches(), compose(loop_events), History()
+    end = fit(step, make_state(), batches, observers=[history])
+    state, expected = make_state(), []
+    for epoch in range(3):
+        for index, batch in enumerate(batches):
+            state = step(state, batch)
+            assert state.loss is not None
+            gone_by = epoch + (index == len(batches) - 1)
+            expected.append({"batch": 4 * epoch + index + 1, "epoch": gone_by, "loss": state.loss.item()})
+    assert history.records == expected
+    assert len(history) == 12
+    assert all(torch.equal(end.params[name], state.params[name]) for name in state.params)
+
+
+def test_evaluations_have_records_under_their_label() -> None:
+    batches, history = make_batches(), History()
+    evaluators = [
+        Evaluator(batches, {"accuracy": metrics.accuracy}),
+        Evaluator(batches[:1], {"small/accuracy": metrics.accuracy}, interval="2ep"),
+    ]
+    end = fit(compose(loop_events), make_state(), batches, evaluate=evaluators, observers=[history])
+    assert history.series("eval/accuracy")[0] == [4, 8, 12]
+    assert history.series("small/accuracy")[0] == [8, 12]  # the last one at FIT_END
+    expected = evaluate(end, batches, {"accuracy": metrics.accuracy})["accuracy"]
+    assert history.series("eval/accuracy")[1][-1] == expected
+    [record] = [record for record in history.records if "small/accuracy" in record and record["batch"] == 8]
+    assert list(record) == ["batch", "epoch", "small/accuracy"]
+
+
+def test_no_value_is_read_during_a_run(monkeypatch) -> None:
+    history, batches = History(), make_batches()
+    read: list[str] = []
+    for name in ("item", "tolist"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, name=name, original=original: (read.append(name), original(self))[1]
+        )
+    state = make_state()
+    fit(compose(loop_events), state, batches)
+    without = len(read)
+    read.clear()
+    fit(compose(loop_events), state, batches, observers=[history])
+    assert len(read) == without
+    read.clear()
+    assert len(history.records) == 12
+    assert read == ["tolist"]  # one transfer for all twelve losses
+
+
+def test_unread_values_are_bounded_and_right() -> None:
+    history, state = History(), make_state()
+    for value in range(2500):
+        history(Event.BATCH_END, state.replace(loss=torch.tensor(float(value))))
+    unread = sum(isinstance(record["loss"], torch.Tensor) for record in history._records)
+    assert unread <= 1000
+    assert history.series("loss")[1] == [float(value) for value in range(2500)]
+
+
+def test_records_do_not_follow_a_loss_that_is_written_over() -> None:
+    history, loss = History(), torch.tensor(1.0)
+    history(Event.BATCH_END, make_state().replace(loss=loss))
+    loss.fill_(2.0)
+    assert history.series("loss")[1] == [1.0]
+
+
+def test_metrics_of_several_kinds_become_plain_numbers() -> None:
+    history = History()
+    state = make_state().replace(
+        metrics={"kept": torch.tensor(5), "norm": torch.tensor(0.5, dtype=torch.float64), "many": torch.zeros(3)}
+    )
+    history(Event.BATCH_END, state)
+    history(Event.EPOCH_START, state)
+    assert history.records == [{"batch": 0, "epoch": 0, "kept": 5, "norm": 0.5}]
+    assert type(history.records[0]["kept"]) is int
+
+
+def test_the_records_given_out_are_copies() -> None:
+    history = History()
+    history(Event.BATCH_END, make_state().replace(loss=torch.tensor(1.0)))
+    history.records[0]["loss"] = 7.0
+    assert history.records[0]["loss"] == 1.0
+
+
+def test_an_unknown_series_names_the_known_ones() -> None:
+    history = History()
+    with pytest.raises(KeyError, match="no records yet"):
+        history.series("loss")
+    history(Event.BATCH_END, make_state().replace(loss=torch.tensor(1.0)))
+    with pytest.raises(KeyError, match="batch, epoch, loss"):
+        history.series("lost")

@@ -1,0 +1,165 @@
+"""The display: what it says is true, where it writes, and that it gives the terminal back."""
+
+import gc
+import io
+import re
+import sys
+
+import pytest
+import torch
+
+from purecompose import Evaluator, Event, State, compose, evaluate, fit, loop_events, losses, metrics, optim
+from purecompose.observers import History, Progress
+
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+def make_state(duration: str | None = "3ep") -> State:
+    net = torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        net.weight.copy_(torch.arange(12.0).reshape(3, 4) / 10)
+        net.bias.zero_()
+    return State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.5), duration=duration)
+
+
+def make_batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(count)]
+
+
+def run(progress: Progress, duration: str = "3ep", **options: object) -> State:
+    step, evaluator = compose(loop_events), Evaluator(make_batches(), {"accuracy": metrics.accuracy})
+    return fit(step, make_state(duration), make_batches(), evaluate=evaluator, observers=[progress], **options)  # type: ignore[arg-type]
+
+
+def test_without_a_terminal_there_is_a_plain_line_for_each_epoch() -> None:
+    file = io.StringIO()
+    end = run(Progress(file=file))
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["1.0/3 ep", "2.0/3 ep", "3.0/3 ep"]
+    assert "\x1b" not in file.getvalue()
+    accuracy = evaluate(end, make_batches(), {"accuracy": metrics.accuracy})["accuracy"]
+    assert f"accuracy {accuracy:.1%}" in lines[-1]
+    assert re.search(r"[\d.]+ ba/s  [\d.]+ s$", lines[-1])
+
+
+def test_the_loss_is_a_running_mean() -> None:
+    file, history = io.StringIO(), History()
+    fit(compose(loop_events), make_state(), make_batches(), observers=[Progress(file=file), history])
+    first, *rest = history.series("loss")[1]
+    mean = first
+    for loss in rest:
+        mean += 0.05 * (loss - mean)
+    assert f"loss {mean:.3f}" in file.getvalue().splitlines()[-1]
+
+
+def test_a_run_that_ends_within_an_epoch_has_its_line_and_its_evaluation() -> None:
+    file = io.StringIO()
+    run(Progress(file=file), "6ba")
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["4/6 ba", "6/6 ba", "6/6 ba"]
+
+
+def test_a_run_without_a_length_of_its_own_counts_batches() -> None:
+    file = io.StringIO()
+    progress = Progress(file=file)
+    state = make_state(None)
+    for batch in make_batches():
+        state = compose(loop_events)(state, batch)
+        progress(Event.BATCH_END, state)
+    progress(Event.FIT_END, state)
+    assert file.getvalue().startswith("4 ba  loss ")
+
+
+def test_standard_output_is_the_default_and_may_be_redirected(capsys) -> None:
+    run(Progress())
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 3
+    assert captured.err == ""
+
+
+def test_a_live_display_shows_the_run_and_closes() -> None:
+    file = io.StringIO()
+    run(Progress(live=True, file=file))
+    text = file.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "3.0/3 ep" in plain and "trained" in plain and "accuracy" in plain and "ba/s" in plain
+    assert text.count(HIDE_CURSOR) == text.count(SHOW_CURSOR) == 1
+    assert text.rindex(SHOW_CURSOR) > text.rindex("3.0/3 ep")
+
+
+def failing(event: Event, state: State) -> None:
+    if event is Event.BATCH_END and state.timestamp.batch == 5:
+        raise RuntimeError("the fifth batch")
+
+
+def run_to_failure(progress: Progress) -> None:
+    with pytest.raises(RuntimeError, match="the fifth batch"):
+        fit(compose(loop_events), make_state(), make_batches(), observers=[progress, failing])
+
+
+def test_an_exception_gives_the_terminal_back_at_the_end_of_the_with_block() -> None:
+    file = io.StringIO()
+    with Progress(live=True, file=file) as progress:
+        run_to_failure(progress)
+        assert SHOW_CURSOR not in file.getvalue()
+    assert file.getvalue().count(SHOW_CURSOR) == 1
+
+
+def test_an_exception_gives_the_terminal_back_when_the_display_is_dropped() -> None:
+    file = io.StringIO()
+    progress = Progress(live=True, file=file)
+    run_to_failure(progress)
+    del progress
+    gc.collect()
+    assert file.getvalue().count(SHOW_CURSOR) == 1
+
+
+def test_one_display_serves_several_runs() -> None:
+    file = io.StringIO()
+    progress = Progress(live=True, file=file)
+    run_to_failure(progress)
+    run(progress)
+    progress.close()
+    assert file.getvalue().count(SHOW_CURSOR) == file.getvalue().count(HIDE_CURSOR) == 2
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_it_changes_nothing(live: bool) -> None:
+    watched = run(Progress(live=live, file=io.StringIO()))
+    alone = fit(compose(loop_events), make_state(), make_batches())
+    assert all(torch.equal(watched.params[name], alone.params[name]) for name in alone.params)
+
+
+def test_the_loss_is_not_read_at_every_batch(monkeypatch) -> None:
+    read = []
+    original = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: (read.append(self), original(self))[1])
+    fit(compose(loop_events), make_state("1ep"), make_batches(60))
+    without = len(read)
+    read.clear()
+    progress = Progress(file=io.StringIO(), reads_per_second=1e-3)
+    fit(compose(loop_events), make_state("1ep"), make_batches(60), observers=[progress])
+    assert len(read) - without <= 5  # the first batch, the ends of the epoch and the run
+
+
+def test_losses_of_a_population_are_left_out() -> None:
+    file = io.StringIO()
+    progress = Progress(file=file)
+    state = make_state().replace(loss=torch.zeros(3))
+    progress(Event.BATCH_END, state)
+    progress(Event.FIT_END, state)
+    assert "loss" not in file.getvalue() and "ba/s" in file.getvalue()
+
+
+def test_a_missing_rich_names_the_extra(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ImportError, match=r"purecompose\[cli\]"):
+        Progress()
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_rates_are_positive(rate: float) -> None:
+    with pytest.raises(ValueError, match="reads_per_second"):
+        Progress(reads_per_second=rate)
