@@ -5,20 +5,21 @@ once, with the algorithms in the order that the passes give them; a step looks i
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import batch as batches
 from purecompose.algorithm import Algorithm
+from purecompose.application import Observe, application, applied, check_contract, in_turn
 from purecompose.clock import Clock
 from purecompose.context import Context, SealedTime, Static
 from purecompose.event import Event
 from purecompose.gradient import Op, wants_outer_gradient
-from purecompose.loop import Node, Program, advance, build, walk
+from purecompose.loop import Grad, Node, Program, advance, build, walk
 from purecompose.matching import Matcher
 from purecompose.network import looking_for_draws
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes
@@ -27,19 +28,7 @@ from purecompose.predicate import NEVER
 from purecompose.state import State
 
 
-__all__ = ["ContractError", "Observe", "Step", "compose"]
-
-
-class ContractError(RuntimeError):
-    """An algorithm broke what every step keeps: the structure, shapes and dtypes of what outlives it."""
-
-
-class Observe(Protocol):
-    """Sees each application of an algorithm: the state before, the state after, the exit code it left."""
-
-    def __call__(
-        self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None, /
-    ) -> None: ...
+__all__ = ["Step", "compose"]
 
 
 class _Compiled(NamedTuple):
@@ -65,6 +54,7 @@ class Step:
         self.program, self.algorithms, self.passes = program, algorithms, passes
         self.microbatches = microbatches
         self.events = tuple(dict.fromkeys(node for node in walk(program) if isinstance(node, Event)))
+        self.differentiated = tuple(_events_in_grad(program))
         self.has_advance = any(node is advance for node in walk(program))
         self.matcher = Matcher(algorithms, self.events)
         self._order = compose_passes(*passes)
@@ -130,7 +120,7 @@ class Step:
         fresh = [a for a in self.algorithms if a.name not in state.context.initialised]
         matched = self._matched_now(Event.INIT, state, fresh)
         for algorithm in self.order(matched, Event.INIT):
-            state, _ = _applied(algorithm, Event.INIT, state)
+            state, _ = applied(algorithm, Event.INIT, state)
         context = state.context
         schedules = [schedule for algorithm in fresh for schedule in algorithm.schedules]
         changes = {
@@ -155,7 +145,7 @@ class Step:
         clock = Clock.of(now, now, context.schedules, state.device)
         inner = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
         for algorithm in matched:
-            inner = _application(algorithm, event)(inner)
+            inner = application(algorithm, event)(inner)
         return inner.replace(static=Static(inner.context, now), clock=None)
 
     def plan(self, state: State, batch: Any = None) -> Plan:
@@ -200,11 +190,13 @@ class Step:
 
     def _compile(self, bits: int) -> _Compiled:
         orders = {e: self.order(self.matcher.matched(bits, e, self.algorithms), e) for e in self.events}
+        for event in self.differentiated:
+            _check_no_host(event, orders[event])
 
         def program(observe: Observe | None) -> Op:
             def at(event: Event) -> Op | None:
-                ops = [_application(algorithm, event, observe) for algorithm in orders[event]]
-                return _in_turn(ops) if ops else None
+                ops = [application(algorithm, event, observe) for algorithm in orders[event]]
+                return in_turn(ops) if ops else None
 
             return build(self.program, at, self.microbatches)
 
@@ -223,7 +215,7 @@ class Step:
 
         with looking_for_draws():
             end = compiled.observed(watch)(start)
-        _check_contract(start, end, history)
+        check_contract(start, end, history)
         self._checked[bits] = start.context
         return end
 
@@ -277,6 +269,8 @@ def compose(
             raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: expected a positive number of slices")
+    for event in _events_in_grad(program):
+        _check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
     return Step(program, chosen, ordering, microbatches)
 
 
@@ -297,87 +291,18 @@ def _as_program(loop: Iterable[Node]) -> Program:
     return program
 
 
-def _application(algorithm: Algorithm, event: Event, observe: Observe | None = None) -> Op:
-    """One algorithm at one event, as a function of the state."""
+def _events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
+    scopes = (node for node in walk(program) if isinstance(node, Grad))
+    return (node for scope in scopes for node in walk(scope.body) if isinstance(node, Event))
 
-    def op(state: State) -> State:
-        before = _unsealed(state, event) if algorithm.host else state
-        after, exit_code = _applied(algorithm, event, before)
+
+def _check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
+    for algorithm in algorithms:
         if algorithm.host:
-            after = after.replace(static=Static(after.context, state.static.timestamp))
-        elif after.static is not before.static:
-            raise ContractError(
-                f"{algorithm.name} at {event} changed the static part (model, optimizer, time): "
-                "only INIT and host algorithms may"
+            raise ValueError(
+                f"{algorithm.name} is a host algorithm and acts at {event}, inside a Grad: what runs there is "
+                "differentiated and compiled as a whole. Let it act before or after the gradient, or drop host=True"
             )
-        if observe is not None:
-            observe(algorithm, event, state, after, exit_code)
-        return after
-
-    return op
-
-
-def _applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:
-    """What `apply` returns, checked: (state, exit code). What it raises says where it was."""
-    try:
-        return _checked_result(algorithm.apply(event, state), algorithm, event)
-    except Exception as error:
-        error.add_note(f"in {algorithm.name} at {event}")
-        raise
-
-
-def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[State, int | None]:
-    exit_code = None
-    if isinstance(result, tuple) and len(result) == 2:
-        result, exit_code = result
-    if not isinstance(result, State):
-        raise ContractError(
-            f"{algorithm.name}: apply at {event} must return a State or (State, exit code), got "
-            f"{type(result).__name__}{' (is a return statement missing?)' if result is None else ''}"
-        )
-    return result, exit_code
-
-
-def _unsealed(state: State, event: Event) -> State:
-    sealed = state.static.timestamp
-    assert isinstance(sealed, SealedTime)
-    return state.replace(static=Static(state.context, sealed.opened(later=event.sees_new_time)))
-
-
-def _in_turn(ops: Sequence[Op]) -> Op:
-    def run(state: State) -> State:
-        for op in ops:
-            state = op(state)
-        return state
-
-    return ops[0] if len(ops) == 1 else run
-
-
-_LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
-
-
-def _check_contract(start: State, end: State, history: list[tuple[Algorithm, Event, State, State]]) -> None:
-    before, after = _specs(start), _specs(end)
-    if before == after:
-        return
-    path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
-    culprit = "the step itself"
-    for algorithm, event, old, new in history:
-        if _specs(old).get(path) != _specs(new).get(path):
-            culprit = f"{algorithm.name} at {event}"
-    raise ContractError(
-        f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
-        "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
-    )
-
-
-def _specs(state: State) -> dict[str, str]:
-    found = {}
-    for name in _LASTING:
-        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items():
-            is_tensor = isinstance(leaf, Tensor)
-            found[f"{name}{path}"] = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
-    return found
 
 
 def _needs_init(algorithm: Algorithm) -> bool:

@@ -31,7 +31,7 @@ class Evaluator:
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss.
         interval: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
             of the run. It also runs once at the end.
-        label: Names it in records.
+        label: Names it in records: a metric appears as "label/name".
 
     Raises:
         ValueError: An interval that is not positive, or in seconds.
@@ -75,7 +75,7 @@ def evaluate(
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
     result = run_evaluator(evaluator, begun, inner)
     inner.fire(Event.EVAL_STANDALONE_END, begun)
-    return {name: value.item() for name, value in result.metrics.items()}
+    return {name.removeprefix(f"{evaluator.label}/"): value.item() for name, value in result.metrics.items()}
 
 
 def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
@@ -88,7 +88,8 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         observers: Told at EVAL_START and EVAL_END, and after every batch.
 
     Returns:
-        The evaluation's own state, whose `metrics` hold the values as 0-d tensors on the state's device.
+        The evaluation's own state, whose `metrics` hold the values as "label/name", 0-d tensors on the state's
+        device.
 
     Raises:
         ValueError: There is no batch.
@@ -106,7 +107,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
             num_batches += 1
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an iterator used up?")
-        values = {name: metric.compute(totals[name]) for name, metric in metrics.items()}
+        values = {f"{evaluator.label}/{name}": metric.compute(totals[name]) for name, metric in metrics.items()}
         return _tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses
@@ -98,7 +99,8 @@ class Microbatches(_Scope):
 
     Args:
         body: Events, stages and a `Grad`.
-        k: The number of slices; by default the step's `microbatches`.
+        k: The number of slices; by default the step's `microbatches`. A batch of fewer examples is cut into
+            single ones.
     """
 
     body: "Program"
@@ -250,41 +252,48 @@ def _repeatable(run_once: Op) -> Op:
                 raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
             return again.grads, again.loss
 
-        return run_once(state).replace(batch=state.batch, regrad=regrad)
+        # Outputs are a slice's; the batch is whole again.
+        return run_once(state).replace(batch=state.batch, outputs=None, regrad=regrad)
 
     return run
 
 
 def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
-    """Runs the body on k slices and adds up loss and gradients, each slice weighted by the terms in its mean."""
-    current, offset = state, 0
-    weights, all_losses, all_grads = [], [], []
-    for part in batches.split(state.batch, k):
+    """Runs the body on k slices and averages loss and gradients, each slice weighted by the terms in its mean."""
+    current, offset, total = state, 0, 0
+    mean_loss: Tensor | None = None
+    mean_grads: dict[str, Tensor] | None = None
+    # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
+    for part in batches.split(state.batch, min(k, state.num_examples)):
         size = batches.num_examples(part)
         first = offset if state.first_example is None else state.first_example + offset
         start = current.replace(batch=part, first_example=first, grads=state.grads)
         current = body(start)
-        weights.append(_num_terms(start, current) if uses_loss else size)
-        all_losses.append(current.loss)
-        all_grads.append(current.grads)
-        offset += size
-    total = sum(weights[1:], weights[0])
-    return current.replace(
-        batch=state.batch,
-        first_example=state.first_example,
-        loss=None if current.loss is None else _weighted(all_losses, weights, total),
-        grads=None if current.grads is None else _weighted_grads(all_grads, state.grads or {}, weights, total),
-    )
+        weight = _num_terms(start, current) if uses_loss else size
+        total, offset = total + weight, offset + size
+        if current.loss is not None:
+            mean_loss = _averaged(mean_loss, current.loss, weight, total)
+        if current.grads is not None:
+            earlier, before = state.grads or {}, mean_grads or {}
+            # What an earlier Grad left is no slice's, and stays as it is.
+            mean_grads = {
+                name: grad if grad is earlier.get(name) else _averaged(before.get(name), grad, weight, total)
+                for name, grad in current.grads.items()
+            }
+    return current.replace(batch=state.batch, first_example=state.first_example, loss=mean_loss, grads=mean_grads)
 
 
-def _weighted_grads(
-    parts: list[dict[str, Tensor]], earlier: dict[str, Tensor], weights: list[Any], total: Any
-) -> dict[str, Tensor]:
-    """The slices' gradients together; those that an earlier `Grad` left are no slice's and stay as they are."""
-    return {
-        name: grad if grad is earlier.get(name) else _weighted([part[name] for part in parts], weights, total)
-        for name, grad in parts[-1].items()
-    }
+def _averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
+    """The weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
+
+    A running mean, so that one set of gradients is alive besides the slice's own, whatever the number of slices.
+    """
+    if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
+        return value if mean is None else torch.lerp(mean, value, weight / total)
+    weight, total = torch.as_tensor(weight, device=value.device), torch.as_tensor(total, device=value.device)
+    mean = torch.zeros_like(value) if mean is None else mean
+    share = (weight / total.clamp(min=1)).to(value.dtype)
+    return torch.where(weight > 0, torch.lerp(mean, value, share), mean)
 
 
 def _num_terms(before: State, after: State) -> int | Tensor:
@@ -292,11 +301,6 @@ def _num_terms(before: State, after: State) -> int | Tensor:
     if isinstance(loss_fn, losses.ModelLoss):
         return before.num_examples
     return losses.num_terms(loss_fn, after.outputs, before.targets)
-
-
-def _weighted(values: list[Any], weights: list[Any], total: Any) -> Any:
-    shares = [losses.share_of_mean(value, weight, total) for value, weight in zip(values, weights, strict=True)]
-    return sum(shares[1:], shares[0]).to(values[0].dtype)
 
 
 def _update(state: State, wrt: str | None) -> State:

@@ -208,9 +208,7 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
         )
 
 
-def evaluate_loss(
-    loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str = "mean"
-) -> Tensor:
+def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
     """The loss of plain or mixed targets: what the loss stage differentiates and logs.
 
     A mixture of one term is its plain target. Others become soft targets or, with `interpolate_loss`, a sum
@@ -345,7 +343,5 @@ def _reduce(losses: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     if reduction not in ("mean", "sum"):
-        raise ValueError(
-            f'expected reduction "mean", "sum" or "none", came {reduction!r}; choose one of them'
-        )
+        raise ValueError(f'expected reduction "mean", "sum" or "none", came {reduction!r}; choose one of them')
     return losses.mean() if reduction == "mean" else losses.sum()

@@ -153,9 +153,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
         1.5
     """
     if not callable(fn) or isinstance(fn, type):
-        raise TypeError(
-            f"expected a function (outputs, targets) -> tensor, came {fn!r} ({type(fn).__name__})"
-        )
+        raise TypeError(f"expected a function (outputs, targets) -> tensor, came {fn!r} ({type(fn).__name__})")
 
     def update(acc: Mean, outputs: Any, targets: Any) -> Mean:
         if isinstance(targets, Mixture):

@@ -25,9 +25,7 @@ __all__ = ["MODELS", "ResidualBlock", "build", "cnn", "mlp", "resnet", "resnet8"
 _MIN_IMAGE_SIZE = 4
 
 
-def mlp(
-    in_features: int, hidden: int | Sequence[int], num_classes: int, *, dropout: float = 0.0
-) -> nn.Sequential:
+def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, dropout: float = 0.0) -> nn.Sequential:
     """A multi-layer perceptron: flatten, then linear layers with ReLU and dropout between them.
 
     Args:
@@ -118,9 +116,7 @@ class ResidualBlock(nn.Module):
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                _conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
-            )
+            self.shortcut = nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
         self.relu = nn.ReLU()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -235,9 +231,7 @@ MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
-    conv = nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2, bias=False
-    )
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
 

@@ -77,9 +77,7 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
             f"expected class indices with one dim less than the outputs, came shape {tuple(targets.shape)}, "
             "the outputs' own; such targets are dense already and can be used as they are"
         )
-    return _scatter_classes(
-        targets, torch.ones_like(targets, dtype=wide_dtype(outputs)), outputs, ignore_index
-    )
+    return _scatter_classes(targets, torch.ones_like(targets, dtype=wide_dtype(outputs)), outputs, ignore_index)
 
 
 def num_examples(outputs: Any, targets: Any) -> int:
@@ -153,9 +151,7 @@ class Mixture:
         """
         return replace(self, targets=tuple(fn(targets) for targets in self.targets))
 
-    def mixed_with(
-        self, permutation: Tensor, weight: Tensor | float, interpolate_loss: bool = False
-    ) -> Mixture:
+    def mixed_with(self, permutation: Tensor, weight: Tensor | float, interpolate_loss: bool = False) -> Mixture:
         """Mix each example with a partner; this doubles the terms.
 
         Args:

@@ -322,3 +322,26 @@ def test_passes_are_the_callers_choice():
 
     compose(loop_events, chosen, passes=[drop_a])(make_state(), make_batch())
     assert log == [("a", Event.BATCH_START), ("b", Event.BATCH_START), ("b", Event.AFTER_LOSS)]
+
+
+def test_host_algorithms_are_refused_inside_a_gradient():
+    host = Algorithm("host", on(Event.BEFORE_LOSS), lambda event, state: state, host=True)
+    with pytest.raises(ValueError, match="host is a host algorithm and acts at Event.BEFORE_LOSS, inside a Grad"):
+        compose(loop_events, [host])
+    hidden = Algorithm("hidden", lambda event, state: event is Event.AFTER_FORWARD, host.apply, host=True)
+    step = compose(loop_events, [hidden])  # a plain function tells only when it is asked
+    with pytest.raises(ValueError, match="hidden .* Event.AFTER_FORWARD"):
+        step(step.init(make_state()), make_batch())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_after_the_gradient_the_batch_is_whole_and_outputs_are_gone(k):
+    seen = []
+
+    def look(state):
+        seen.append((state.num_examples, state.outputs))
+        return state
+
+    step = compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)], microbatches=k)
+    step(make_state(), make_batch(size=8))
+    assert seen == [(8, None)]

@@ -197,8 +197,8 @@ def test_the_result_holds_the_values_and_observers_see_them():
     evaluator = Evaluator(uneven(), {"accuracy": pc.metrics.accuracy}, label="test")
     end = run_evaluator(evaluator, state, compose(eval_events), [observer])
     assert [event for event, _ in seen] == [Event.EVAL_START, *[Event.EVAL_BATCH_END] * 3, Event.EVAL_END]
-    assert seen[-1][1].keys() == {"accuracy"}
-    assert end.metrics["accuracy"].item() == evaluate(state, uneven(), evaluator.metrics)["accuracy"]
+    assert seen[-1][1].keys() == {"test/accuracy"}
+    assert end.metrics["test/accuracy"].item() == evaluate(state, uneven(), evaluator.metrics)["accuracy"]
     assert state.metrics == {}
 
 

@@ -120,7 +120,7 @@ def test_a_round_of_evaluators_starts_from_what_eval_before_all_made():
 
     def observer(event, state):
         if event is Event.EVAL_END:
-            losses.append(state.metrics["loss"].item())
+            losses.append(state.metrics["eval/loss"].item())
 
     evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1))]
     fit(compose(loop_events, [zero]), make_state(), make_batches(2), evaluate=evaluators, observers=[observer])

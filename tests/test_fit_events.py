@@ -264,9 +264,10 @@ def test_each_evaluator_has_its_own_interval_and_numbers():
         if event is Event.BATCH_END:
             current[:] = [state]
         if event is Event.EVAL_END:
-            (name,) = state.metrics
-            expected = evaluate(current[0], tests[name], {name: pc.metrics.accuracy})[name]
-            found[name].append((state.timestamp.batch, state.metrics[name].item() == expected))
+            ((full_name, value),) = state.metrics.items()
+            label, name = full_name.split("/")
+            expected = evaluate(current[0], tests[label], {name: pc.metrics.accuracy})[name]
+            found[label].append((state.timestamp.batch, value.item() == expected))
 
     fit(
         compose(loop_events),
@@ -274,8 +275,8 @@ def test_each_evaluator_has_its_own_interval_and_numbers():
         make_batches(3),
         duration="4ba",
         evaluate=[
-            Evaluator(tests["a"], {"a": pc.metrics.accuracy}, "2ba"),
-            Evaluator(tests["b"], {"b": pc.metrics.accuracy}, "3ba"),
+            Evaluator(tests["a"], {"accuracy": pc.metrics.accuracy}, "2ba", label="a"),
+            Evaluator(tests["b"], {"accuracy": pc.metrics.accuracy}, "3ba", label="b"),
         ],
         observers=[observer],
     )

@@ -66,7 +66,7 @@ def test_a_plain_step_leaves_no_graph():
         return state
 
     keep = changing("keep", Event.AFTER_LOSS, lambda s: s.replace(slots={**s.slots, "counter": loss_of(s).clone()}))
-    step = compose(loop_events, [counter(), keep, changing("look", Event.AFTER_TRAIN_BATCH, look)])
+    step = compose(loop_events, [counter(), keep, changing("look", Event.AFTER_BACKWARD, look)])
     state = step.init(make_state(make_cnn()))
     step(state, make_batch(shape=(2, 6, 6)))
     assert len(seen) > 3

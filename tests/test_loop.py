@@ -314,9 +314,10 @@ def test_batch_norm_buffers_flow_from_slice_to_slice():
     assert end.buffers["1.num_batches_tracked"] == 3
 
 
-def test_more_microbatches_than_examples_is_an_error():
-    with pytest.raises(ValueError, match="2 examples into 3 microbatches"):
-        compose(loop_events, microbatches=3)(make_state(), make_batch(size=2))
+def test_a_batch_of_fewer_examples_than_slices_is_cut_into_single_ones():
+    batch = make_batch(size=2)
+    expected = compose(loop_events)(make_state(), batch)
+    assert_close(compose(loop_events, microbatches=3)(make_state(), batch).params, expected.params)
 
 
 def test_the_scope_decides_before_the_step():

@@ -31,9 +31,7 @@ from purecompose.losses import (
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn, ignored: float = 0.0, min_size: int = 1
-) -> tuple[Tensor, Tensor, torch.Generator]:
+def problems(draw: st.DrawFn, ignored: float = 0.0, min_size: int = 1) -> tuple[Tensor, Tensor, torch.Generator]:
     """Logits (N, C, ...) in float64, indices (N, ...), a share of them -100, and a generator for the rest."""
     num, classes = draw(st.integers(min_size, 6)), draw(st.integers(2, 5))
     rest = draw(st.sampled_from([(), (3,), (2, 2)]))
@@ -194,9 +192,7 @@ def test_mixing_and_label_smoothing_are_the_closed_form(problem, smoothing, dens
     for mixture in (mixed_first, smoothed_first):
         none = evaluate_loss(cross_entropy, outputs, mixture, "none").numpy()
         np.testing.assert_allclose(none, expected, rtol=1e-6, atol=1e-6)
-        assert evaluate_loss(cross_entropy, outputs, mixture).item() == pytest.approx(
-            expected.mean(), rel=1e-6
-        )
+        assert evaluate_loss(cross_entropy, outputs, mixture).item() == pytest.approx(expected.mean(), rel=1e-6)
         total = evaluate_loss(cross_entropy, outputs, mixture, "sum").item()
         assert total == pytest.approx(expected.sum(), rel=1e-6)
 
@@ -248,9 +244,7 @@ def test_a_mixture_of_one_term_is_its_plain_target_bit_for_bit():
 
 
 def test_a_plain_function_without_reduction_is_a_loss_for_the_mean():
-    assert (
-        evaluate_loss(lambda outputs, targets: (outputs - targets).sum(), torch.ones(3), torch.zeros(3)) == 3
-    )
+    assert evaluate_loss(lambda outputs, targets: (outputs - targets).sum(), torch.ones(3), torch.zeros(3)) == 3
 
 
 def test_a_type_error_inside_a_loss_is_not_hidden():
@@ -271,13 +265,9 @@ def test_losses_trace_and_map():
         mixtures = [Mixture.of(indices).mixed_with(permutation, weight, flag) for flag in (False, True)]
         losses = [evaluate_loss(cross_entropy, outputs, targets) for targets in (indices, *mixtures)]
         terms = num_terms(cross_entropy, outputs, mixtures[0])
-        return torch.stack(
-            [*losses, per_example(cross_entropy, outputs, indices).sum(), torch.as_tensor(terms)]
-        )
+        return torch.stack([*losses, per_example(cross_entropy, outputs, indices).sum(), torch.as_tensor(terms)])
 
-    loop = torch.stack(
-        [all_ways(*member) for member in zip(outputs, indices, permutation, weight, strict=True)]
-    )
+    loop = torch.stack([all_ways(*member) for member in zip(outputs, indices, permutation, weight, strict=True)])
     mapped = torch.func.vmap(all_ways)(outputs, indices, permutation, weight)
     torch.testing.assert_close(mapped, loop, equal_nan=True)
     first = outputs[0], indices[0], permutation[0], weight[0]
@@ -306,9 +296,7 @@ def test_per_example_names_the_loss_that_cannot():
         evaluate_loss(lambda o, t, reduction="mean": o.new_zeros(1), outputs, mixture)
 
 
-@given(
-    problems(ignored=0.5, min_size=2), st.integers(1, 3), st.sampled_from(["plain", "soft", "interpolated"])
-)
+@given(problems(ignored=0.5, min_size=2), st.integers(1, 3), st.sampled_from(["plain", "soft", "interpolated"]))
 def test_microbatches_add_up_to_the_batch(problem, size, kind):
     """Losses and gradients, also where a microbatch holds nothing that counts (its own mean is NaN)."""
     outputs, indices, generator = problem

@@ -165,9 +165,7 @@ def test_as_metric_takes_metrics_losses_and_functions():
     expected = cross_entropy(outputs, targets).item()
     # Batches of 2, 2 and 1 hold 1, 2 and 0 that count: only a weight by positions gives the whole.
     assert run(as_metric(cross_entropy), outputs, targets, 2) == pytest.approx(expected)
-    assert run(as_metric(lambda o, t: o.sum(1)), outputs, targets, 2) == pytest.approx(
-        outputs.sum().item() / 5
-    )
+    assert run(as_metric(lambda o, t: o.sum(1)), outputs, targets, 2) == pytest.approx(outputs.sum().item() / 5)
 
 
 def test_as_metric_refuses_what_is_none_of_these():

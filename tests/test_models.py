@@ -143,9 +143,7 @@ def test_build_hands_options_on():
 
 
 def test_unknown_name_lists_the_known_and_the_closest():
-    with pytest.raises(
-        ValueError, match=r"'resnet9'; known are mlp, cnn, resnet8, resnet20; did you mean 'resnet"
-    ):
+    with pytest.raises(ValueError, match=r"'resnet9'; known are mlp, cnn, resnet8, resnet20; did you mean 'resnet"):
         models.build("resnet9", in_shape=(1, 8, 8), num_classes=3, seed=0)
     with pytest.raises(ValueError, match=r"resnet20$"):
         models.build("?", in_shape=(1, 8, 8), num_classes=3, seed=0)

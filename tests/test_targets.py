@@ -119,11 +119,7 @@ def test_mixing_once_is_the_closed_form(problem, weight):
     hot = numpy_one_hot(indices, outputs.shape[1])
     expected = (1 - weight) * hot + weight * hot[permutation.numpy()]
     for targets in (indices, torch.from_numpy(hot)):
-        soft = (
-            Mixture.of(targets)
-            .mixed_with(permutation, torch.tensor(weight, dtype=torch.float64))
-            .soft(outputs)
-        )
+        soft = Mixture.of(targets).mixed_with(permutation, torch.tensor(weight, dtype=torch.float64)).soft(outputs)
         np.testing.assert_allclose(soft.numpy(), expected, rtol=1e-6, atol=1e-7)
 
 

@@ -102,9 +102,7 @@ def label_smoothing(
             return state.replace(batch=batches.put(state.batch, key, state.slots[name]), slots=slots)
         targets = batches.get(state.batch, key)
         smoothed = _smooth_terms(state, targets, state.scalar(smoothing))
-        return state.replace(
-            batch=batches.put(state.batch, key, smoothed), slots={**state.slots, name: targets}
-        )
+        return state.replace(batch=batches.put(state.batch, key, smoothed), slots={**state.slots, name: targets})
 
     is_neutral = isinstance(smoothing, (int, float)) and smoothing == 0
     return Algorithm(

@@ -195,9 +195,7 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
 def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{where}: expected {name} to be a tensor, got {value!r:.80} ({type(value).__name__})"
-            )
+            raise TypeError(f"{where}: expected {name} to be a tensor, got {value!r:.80} ({type(value).__name__})")
         if value.ndim == 0:
             raise ValueError(f"{where}: expected {name} with examples along the first axis, got a 0-d tensor")
     if len(inputs) != len(targets):
@@ -208,9 +206,7 @@ def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:
     if len(inputs) == 0:
         raise ValueError(f"{where}: expected at least one example, got inputs of shape {tuple(inputs.shape)}")
     if inputs.device != targets.device:
-        raise ValueError(
-            f"{where}: inputs are on {inputs.device} and targets on {targets.device}; move one of them"
-        )
+        raise ValueError(f"{where}: inputs are on {inputs.device} and targets on {targets.device}; move one of them")
 
 
 def _check_count(where: str, name: str, value: int, *, low: int, high: int | None = None) -> None:

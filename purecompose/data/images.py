@@ -127,9 +127,7 @@ def _load_npz(path: Path) -> ImageData:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             stored = {name: archive[name] for name in names}
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
-        raise ValueError(
-            f"data.load: {path} cannot be read as an .npz archive of plain arrays: {error}"
-        ) from error
+        raise ValueError(f"data.load: {path} cannot be read as an .npz archive of plain arrays: {error}") from error
     images_train, labels_train, images_test, labels_test = (
         _from_numpy(f"{path}[{name}]", array) for name, array in stored.items()
     )
@@ -154,9 +152,7 @@ def _npz_keys(path: Path) -> tuple[str, ...]:
 
 def _from_numpy(where: str, array: "np.ndarray") -> Tensor:
     if array.dtype.kind not in "uif":
-        raise ValueError(
-            f"data.load: {where} holds {array.dtype}, expected integers or floating-point numbers"
-        )
+        raise ValueError(f"data.load: {where} holds {array.dtype}, expected integers or floating-point numbers")
     if array.dtype != "uint8":
         # torch takes neither foreign byte orders nor, in most operations, the wider unsigned types.
         array = array.astype("float32" if array.dtype.kind == "f" else "int64")
@@ -179,9 +175,7 @@ def _load_idx(folder: Path) -> ImageData:
         _read_idx(_find_idx(folder, stem, num_axes), num_axes)
         for stem, num_axes in zip(_IDX_STEMS, (3, 1, 3, 1), strict=True)
     )
-    return _image_data(
-        str(folder), train_images.unsqueeze(1), train_labels, test_images.unsqueeze(1), test_labels
-    )
+    return _image_data(str(folder), train_images.unsqueeze(1), train_labels, test_images.unsqueeze(1), test_labels)
 
 
 def _find_idx(folder: Path, stem: str, num_axes: int) -> Path:
@@ -248,13 +242,9 @@ def _image_data(
 
 def _check_part(where: str, images: Tensor, labels: Tensor) -> None:
     if labels.ndim != 1 or labels.is_floating_point():
-        raise ValueError(
-            f"{where} has labels {labels.dtype} {tuple(labels.shape)}; expected integers of shape (num,)"
-        )
+        raise ValueError(f"{where} has labels {labels.dtype} {tuple(labels.shape)}; expected integers of shape (num,)")
     if len(images) != len(labels):
-        raise ValueError(
-            f"{where} has {len(images)} images and {len(labels)} labels; expected one label each"
-        )
+        raise ValueError(f"{where} has {len(images)} images and {len(labels)} labels; expected one label each")
     if images.numel() == 0:
         raise ValueError(f"{where} is empty: its images have the shape {tuple(images.shape)}")
     if not images.isfinite().all():
@@ -272,6 +262,4 @@ def _channel_moments(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _missing(package: str, wanted_by: str) -> ImportError:
-    return ImportError(
-        f"data.load: {wanted_by} needs {package}; install it with `pip install 'purecompose[cli]'`"
-    )
+    return ImportError(f"data.load: {wanted_by} needs {package}; install it with `pip install 'purecompose[cli]'`")

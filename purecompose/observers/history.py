@@ -21,8 +21,7 @@ class History:
 
     A record is a dict of plain numbers. All have `batch` and `epoch`, how many of them have gone by. A
     batch's record adds `loss` and whatever 0-d metrics the algorithms reported; an evaluation's adds its
-    metrics as `eval/accuracy` and so on. A metric whose name has a slash keeps it, so that several evaluators
-    can be told apart: `{"test/accuracy": metrics.accuracy}`.
+    metrics under the evaluator's label, such as `eval/accuracy`.
 
     Values stay on the device until they are read, so no batch waits for one.
 
@@ -49,7 +48,7 @@ class History:
         if event is Event.BATCH_END:
             values = state.metrics if state.loss is None else {"loss": state.loss, **state.metrics}
         elif event is Event.EVAL_END:
-            values = {name if "/" in name else f"eval/{name}": value for name, value in state.metrics.items()}
+            values = state.metrics
         else:
             return
         now = state.timestamp

@@ -217,12 +217,12 @@ def _make_display(console: Any) -> _Display:
 
 
 def _describe(metrics: dict[str, float]) -> list[str]:
-    """Metrics in words, accuracies first and in percent; the evaluation's loss told from training's."""
+    """Metrics in words, accuracies first and in percent."""
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}
     return [
-        *(f"{name} {value:.1%}" for name, value in shares.items()),
-        *(f"{'eval loss' if name == 'loss' else name} {value:.3f}" for name, value in others.items()),
+        *(f"{name.removeprefix('eval/').replace('/', ' ')} {value:.1%}" for name, value in shares.items()),
+        *(f"{name.replace('/', ' ')} {value:.3f}" for name, value in others.items()),
     ]
 
 

@@ -129,19 +129,13 @@ class Adam:
     def __post_init__(self) -> None:
         where = "adamw" if self.decoupled else "adam"
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise TypeError(
-                f"{where}: betas: expected two numbers, got {self.betas!r} ({type(self.betas).__name__})"
-            )
-        betas = tuple(
-            checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(self.betas)
-        )
+            raise TypeError(f"{where}: betas: expected two numbers, got {self.betas!r} ({type(self.betas).__name__})")
+        betas = tuple(checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(self.betas))
         object.__setattr__(self, "betas", betas)
         for name in ("lr", "eps", "weight_decay"):
             object.__setattr__(self, name, checked_scalar(getattr(self, name), f"{where}: {name}"))
         if not isinstance(self.eps, float):
-            raise TypeError(
-                f"{where}: eps: expected a plain number, got {self.eps!r} ({type(self.eps).__name__})"
-            )
+            raise TypeError(f"{where}: eps: expected a plain number, got {self.eps!r} ({type(self.eps).__name__})")
         checked_flag(self.amsgrad, f"{where}: amsgrad")
         checked_flag(self.decoupled, f"{where}: decoupled")
         object.__setattr__(self, "groups", checked_groups(self, self.groups))

@@ -175,9 +175,7 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
     for pattern, options in _pairs(groups, "groups"):
         where = f"{type(rule).__name__.lower()}: groups[{pattern!r}]"
         if not isinstance(pattern, str):
-            raise TypeError(
-                f"{where}: expected a pattern of parameter names, such as '*.bias', got {_shown(pattern)}"
-            )
+            raise TypeError(f"{where}: expected a pattern of parameter names, such as '*.bias', got {_shown(pattern)}")
         options = dict(_pairs(options, where))
         unknown = [key for key in options if key not in valid]
         if unknown:
@@ -205,9 +203,7 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
             "no tensors: name the scalar with hparam('lr', 0.1), and its tensor lives in state.hparams"
         )
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real | Hparam | Product | Schedule):
-        raise TypeError(
-            f"{where}: expected a number, an hparam, a schedule or a product of them, got {_shown(scalar)}"
-        )
+        raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {_shown(scalar)}")
     factors = scalar.factors if isinstance(scalar, Product) else (scalar,)
     known = math.prod(number(factor) for factor in factors if not isinstance(factor, Schedule))
     bound = math.inf if any(isinstance(factor, Schedule) for factor in factors) else below
@@ -286,8 +282,7 @@ def _pairs(mapping: Any, where: str) -> list[tuple[Any, Any]]:
         return [(key, item) for key, item in (mapping.items() if isinstance(mapping, Mapping) else mapping)]
     except (TypeError, ValueError):
         raise TypeError(
-            f"{where}: expected a mapping, such as groups={{'*.bias': {{'weight_decay': 0.0}}}}, "
-            f"got {_shown(mapping)}"
+            f"{where}: expected a mapping, such as groups={{'*.bias': {{'weight_decay': 0.0}}}}, got {_shown(mapping)}"
         ) from None
 
 

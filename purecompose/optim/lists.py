@@ -75,9 +75,7 @@ def root_plus(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     """
     if not is_plain():
         zeros = [x == 0 for x in xs]
-        roots = [
-            torch.where(zero, 0, torch.where(zero, 1, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)
-        ]
+        roots = [torch.where(zero, 0, torch.where(zero, 1, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)]
         return [root + y for root, y in zip(roots, ys, strict=True)]
     roots = torch._foreach_sqrt(xs)
     torch._foreach_add_(roots, ys)

@@ -138,18 +138,14 @@ class SGD:
         momentum = read(self.momentum, value)
         new_slots, inflow = {}, grads
         if self.dampening != 0.0:
-            new_slots["step"], factors = _dampened(
-                slots["step"], read(self.dampening, value), wide_dtype(params)
-            )
+            new_slots["step"], factors = _dampened(slots["step"], read(self.dampening, value), wide_dtype(params))
             inflow = multiply(grads, factors)
         buffers = new_slots["momentum"] = add(inflow, slots["momentum"], momentum)
         direction = add(grads, buffers, momentum) if self.nesterov else buffers
         return add(params, direction, descent), new_slots
 
 
-def _dampened(
-    steps: list[Tensor], dampening: float | Tensor, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
+def _dampened(steps: list[Tensor], dampening: float | Tensor, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """New counts, and what each gradient is multiplied by: 1 in the first update, then 1 - dampening.
 
     Buffers start at zero, so a full first gradient makes the first buffer that gradient, as in torch.optim.

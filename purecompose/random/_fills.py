@@ -43,9 +43,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def fill_uniform(rng: Rng, shape: Shape, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Tensor:
     if dtype.is_complex:
-        return torch.view_as_complex(
-            uniform(rng, (*shape, 2), dtype=wide_dtype(dtype), low=low, high=high)
-        ).to(dtype)
+        return torch.view_as_complex(uniform(rng, (*shape, 2), dtype=wide_dtype(dtype), low=low, high=high)).to(dtype)
     if low == high:  # legal in torch, and no draw at all
         return torch.full(shape, low, dtype=dtype, device=rng.key.device)
     return uniform(rng, shape, low=low, high=high, dtype=dtype)
@@ -65,18 +63,12 @@ def fill_exponential(rng: Rng, shape: Shape, dtype: torch.dtype, lambd: float = 
     return exponential(rng, shape, rate=lambd, dtype=wide_dtype(dtype)).to(dtype)
 
 
-def fill_log_normal(
-    rng: Rng, shape: Shape, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
-) -> Tensor:
+def fill_log_normal(rng: Rng, shape: Shape, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Tensor:
     return normal(rng, shape, mean=mean, std=std, dtype=wide_dtype(dtype)).exp().to(dtype)
 
 
-def fill_cauchy(
-    rng: Rng, shape: Shape, dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0
-) -> Tensor:
-    return (median + sigma * torch.tan(math.pi * (uniform(rng, shape, dtype=wide_dtype(dtype)) - 0.5))).to(
-        dtype
-    )
+def fill_cauchy(rng: Rng, shape: Shape, dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    return (median + sigma * torch.tan(math.pi * (uniform(rng, shape, dtype=wide_dtype(dtype)) - 0.5))).to(dtype)
 
 
 def fill_geometric(rng: Rng, shape: Shape, dtype: torch.dtype, p: float) -> Tensor:
@@ -87,9 +79,7 @@ def fill_geometric(rng: Rng, shape: Shape, dtype: torch.dtype, p: float) -> Tens
     return trials.ceil().clamp_min(1).to(dtype)
 
 
-def fill_integers(
-    rng: Rng, shape: Shape, dtype: torch.dtype, low: int = 0, high: int | None = None
-) -> Tensor:
+def fill_integers(rng: Rng, shape: Shape, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
     """Integers in [low, high); without `high`, up to where `dtype` no longer holds every one."""
     if high is None and dtype.is_floating_point:
         high = int(2 / torch.finfo(dtype).eps) + 1  # 2**24 for float32, itself included

@@ -100,9 +100,7 @@ def _make(
         dtype, device = out.dtype, out.device
     dtype = dtype or torch.get_default_dtype()
     device = torch.get_default_device() if device is None else torch.device(device)
-    value = scope.draw(
-        func, lambda rng, shape: fill(rng, shape, dtype), shape, device, per_example=per_example
-    )
+    value = scope.draw(func, lambda rng, shape: fill(rng, shape, dtype), shape, device, per_example=per_example)
     if out is not None:
         return _write(func, out if out.shape == value.shape else out.resize_(value.shape), value)
     if memory_format not in (None, torch.preserve_format):
@@ -173,9 +171,7 @@ def _randperm(scope: Scope, func: Any, n: int, **options: Any) -> Tensor:
     return _make(scope, func, fill, (n,), per_example=False, **options)
 
 
-def _bernoulli(
-    scope: Scope, func: Any, input: Tensor, p: float | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def _bernoulli(scope: Scope, func: Any, input: Tensor, p: float | None = None, *, out: Tensor | None = None) -> Tensor:
     """0 or 1 in the input's dtype: with the input's own probabilities, or all with `p`."""
     value = _coins(scope, func, input if p is None else p, input.shape, input.device).to(input.dtype)
     return value if out is None else _write(func, out, value)

@@ -58,9 +58,7 @@ def _drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int]
     return _times(kept, 1.0 / (1.0 - p), inplace)
 
 
-def _alpha_drop(
-    scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int], inplace: bool
-) -> Tensor:
+def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int], inplace: bool) -> Tensor:
     """Dropped elements take SELU's saturation value; then an affine map restores mean 0 and variance 1."""
     if p == 1:
         return _times(input, 0.0, inplace)
@@ -94,9 +92,7 @@ def _kernel(drop: Callable[..., Tensor], *, features: bool, inplace: bool) -> Ha
     return handler
 
 
-def _native_dropout(
-    scope: Scope, func: Any, input: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
+def _native_dropout(scope: Scope, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if train is False or not 0 < p <= 1 or input.numel() == 0:
         return func(input, p, train)
     if p == 1:

@@ -146,9 +146,7 @@ class Scope(TorchFunctionMode):
             return not torch.is_grad_enabled() and _is_on_stack(_REENTRANT_FORWARD)
         # Known by name: torch has no public mark for a checkpointed region.
         is_checkpoint = getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
-        return is_checkpoint and all(
-            known is None or hooks[0] is not known[0] for known in self.replayable_hooks
-        )
+        return is_checkpoint and all(known is None or hooks[0] is not known[0] for known in self.replayable_hooks)
 
 
 # What torch.utils.checkpoint(..., use_reentrant=True) runs in the forward pass, without gradients.

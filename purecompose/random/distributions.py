@@ -98,9 +98,7 @@ def truncated_normal(
         lower, upper, sign = -upper, -lower, -1.0
     start, end = _normal_cdf(lower), _normal_cdf(upper)
     if not start < end:
-        raise ValueError(
-            f"truncated_normal: no mass in [{low}, {high}] for mean={mean}, std={std}; move the bounds"
-        )
+        raise ValueError(f"truncated_normal: no mass in [{low}, {high}] for mean={mean}, std={std}; move the bounds")
     unit = _open_unit(key, shape, dtype, "truncated_normal")
     standard = torch.special.ndtri(start + (end - start) * unit)
     return (mean + sign * std * standard).clamp(low, high).to(dtype)

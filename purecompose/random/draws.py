@@ -284,13 +284,9 @@ def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[i
 def _check_bounds(low: float, high: float, dtype: torch.dtype) -> None:
     greatest = torch.finfo(dtype).max
     if not low < high or max(-low, high, high - low) > greatest:
-        raise ValueError(
-            f"uniform: expected low < high within the range of {dtype}, got low={low}, high={high}"
-        )
+        raise ValueError(f"uniform: expected low < high within the range of {dtype}, got low={low}, high={high}")
     if _greatest_below(high, dtype) < low:
-        raise ValueError(
-            f"uniform: no {dtype} number lies in [{low}, {high}); take wider bounds or a wider dtype"
-        )
+        raise ValueError(f"uniform: no {dtype} number lies in [{low}, {high}); take wider bounds or a wider dtype")
 
 
 def _greatest_below(bound: float, dtype: torch.dtype) -> float:

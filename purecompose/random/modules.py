@@ -91,15 +91,9 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
             raise TypeError(f"keyed expects num_examples as an int or None, got {describe(num_examples)}.")
         if num_examples < 0:
             raise ValueError(f"keyed expects num_examples >= 0, got {num_examples}.")
-    is_index = (
-        isinstance(first_example, Tensor) and first_example.dtype == torch.int64 and first_example.dim() == 0
-    )
-    if not is_index and (
-        isinstance(first_example, bool) or not isinstance(first_example, (int, torch.SymInt))
-    ):
-        raise TypeError(
-            f"keyed expects first_example as an int or int64 of shape (), got {describe(first_example)}."
-        )
+    is_index = isinstance(first_example, Tensor) and first_example.dtype == torch.int64 and first_example.dim() == 0
+    if not is_index and (isinstance(first_example, bool) or not isinstance(first_example, (int, torch.SymInt))):
+        raise TypeError(f"keyed expects first_example as an int or int64 of shape (), got {describe(first_example)}.")
     return Keyed(rng, num_examples, first_example)
 
 

@@ -47,18 +47,14 @@ def philox4x32(counter: Tensor | Sequence[Tensor | int], key: Tensor) -> Tensor:
     """
     lanes = counter.unbind(-1) if isinstance(counter, Tensor) else tuple(counter)
     if len(lanes) != 4:
-        raise ValueError(
-            f"philox4x32: expected a counter of 4 words, got {len(lanes)}; pass (..., 4) or four lanes"
-        )
+        raise ValueError(f"philox4x32: expected a counter of 4 words, got {len(lanes)}; pass (..., 4) or four lanes")
     if key.shape[-1:] != (2,):
         raise ValueError(f"philox4x32: expected a key of shape (..., 2), got {tuple(key.shape)}")
     c0, c1, c2, c3 = (lane & WORD for lane in lanes)
     return philox_lanes(c0, c1, c2, c3, key)
 
 
-def philox_lanes(
-    c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, key: Tensor
-) -> Tensor:
+def philox_lanes(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, key: Tensor) -> Tensor:
     """`philox4x32` of four lanes that are words already: the draws' way in, which skips the checks.
 
     A lane that is an int costs no tensor operation in the first round, and lanes of different shapes

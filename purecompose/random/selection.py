@@ -38,9 +38,7 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
     """
     if isinstance(n, Tensor):
         if n.dim() == 0:
-            raise ValueError(
-                "permutation: expected a tensor with rows, got one without dimensions; pass int(n)"
-            )
+            raise ValueError("permutation: expected a tensor with rows, got one without dimensions; pass int(n)")
         return n.index_select(0, permutation(key, n.shape[0]).to(n.device))
     _check_size(n, "permutation: n")
     rng = as_rng(key, "permutation").per_example(None)
@@ -88,9 +86,7 @@ def choice(
     _check_size(n, "choice: n")
     _check_size(k, "choice: k")
     if (k > n and not replace) or (k > 0 and n == 0):
-        raise ValueError(
-            f"choice: cannot choose k={k} of n={n} positions; choose fewer, or with replace=True of some"
-        )
+        raise ValueError(f"choice: cannot choose k={k} of n={n} positions; choose fewer, or with replace=True of some")
     rng = as_rng(key, "choice").per_example(None)
     if p is None:
         return randint(rng, k, 0, max(n, 1)) if replace else permutation(rng, n)[:k]
@@ -113,9 +109,7 @@ def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device:
             raise ValueError(f"choice: cannot choose k={k}, only {positive} of the weights are above 0")
         p = torch.tensor(values, dtype=torch.float64, device=device)
     if p.shape != (n,):
-        raise ValueError(
-            f"choice: expected {n} weights, one for each position, got p of shape {tuple(p.shape)}"
-        )
+        raise ValueError(f"choice: expected {n} weights, one for each position, got p of shape {tuple(p.shape)}")
     return p.detach().to(device=device, dtype=torch.float64)
 
 

@@ -182,9 +182,7 @@ def _without_dur(time: Time, run: RunLength) -> tuple[float, TimeUnit]:
     return time.value * run.duration.value, run.duration.unit
 
 
-def _annealed(
-    where: str, curve: Callable[[float], float], t_max: TimeLike | None, warmup: TimeLike
-) -> Schedule:
+def _annealed(where: str, curve: Callable[[float], float], t_max: TimeLike | None, warmup: TimeLike) -> Schedule:
     end = None if t_max is None else _time(t_max, f"{where}: t_max")
     start = _time(warmup, f"{where}: warmup")
     if end is not None and not end:

@@ -81,9 +81,7 @@ class Product(_Factor):
     def __post_init__(self) -> None:
         for factor in self.factors:
             if isinstance(factor, Product):
-                raise TypeError(
-                    f"Product: expected factors that are no products, got {factor!r}; multiply with *"
-                )
+                raise TypeError(f"Product: expected factors that are no products, got {factor!r}; multiply with *")
             if not isinstance(factor, Hparam | Schedule):
                 finite(factor, "Product: factor")
 
@@ -180,9 +178,7 @@ def number(scalar: Scalar) -> float:
             "read it (where a function takes `value=`, pass one that calls purecompose.schedule.resolve)"
         )
     if not _is_scalar(scalar):
-        raise TypeError(
-            f"expected a number, an hparam, a schedule or a product of them, got {_shown(scalar)}"
-        )
+        raise TypeError(f"expected a number, an hparam, a schedule or a product of them, got {_shown(scalar)}")
     return float(scalar)
 
 

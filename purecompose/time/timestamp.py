@@ -54,9 +54,7 @@ class RunLength:
         object.__setattr__(self, "duration", _positive("duration", duration))
         object.__setattr__(self, "iteration_length", _positive("iteration_length", iteration_length))
         if self.duration is not None and self.duration.unit is TimeUnit.DURATION:
-            raise ValueError(
-                f"duration={self.duration}: a run cannot be a fraction of itself; write '20ep' or '500ba'"
-            )
+            raise ValueError(f"duration={self.duration}: a run cannot be a fraction of itself; write '20ep' or '500ba'")
         if batches_per_epoch is not None:
             batches_per_epoch = whole(batches_per_epoch, "batches_per_epoch")
             if batches_per_epoch < 1:
@@ -148,9 +146,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
                 object.__setattr__(self, name, checked)
 
     def __repr__(self) -> str:
-        changed = (
-            f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Timestamp, name)
-        )
+        changed = (f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Timestamp, name))
         return f"Timestamp({', '.join(changed)})"
 
     def to_next_batch(self, samples: int = 0, tokens: int = 0, duration: float = 0.0) -> Timestamp:
@@ -160,9 +156,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
             ValueError: negative samples, tokens or duration.
         """
         if samples < 0 or tokens < 0 or duration < 0:
-            raise ValueError(
-                f"expected counts >= 0, got samples={samples}, tokens={tokens}, duration={duration}"
-            )
+            raise ValueError(f"expected counts >= 0, got samples={samples}, tokens={tokens}, duration={duration}")
         new, fields = self._copy()
         fields["batch"] += 1
         fields["batch_in_epoch"] += 1
@@ -195,9 +189,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         duration = _seconds(duration, "duration")
         new, fields = self._copy()
         fields["iteration"] += 1
-        fields.update(
-            epoch_in_iteration=0, token_in_iteration=0, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0
-        )
+        fields.update(epoch_in_iteration=0, token_in_iteration=0, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
         fields.update(iteration_wct=0.0, epoch_wct=0.0, batch_wct=0.0)
         fields["total_wct"] += duration
         return new

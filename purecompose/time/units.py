@@ -76,9 +76,7 @@ class Time:
 
     def __init__(self, value: float, unit: TimeUnit | str) -> None:
         unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
-        object.__setattr__(
-            self, "value", _fraction(value) if unit is TimeUnit.DURATION else whole(value, unit)
-        )
+        object.__setattr__(self, "value", _fraction(value) if unit is TimeUnit.DURATION else whole(value, unit))
         object.__setattr__(self, "unit", unit)
 
     @classmethod
@@ -100,9 +98,7 @@ class Time:
             return cls(3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND)
         match = _NUMBER_AND_UNIT.fullmatch(text)
         if match is None:
-            raise ValueError(
-                f"cannot read the time {text!r}; write a number and a unit ({_UNITS}) or '1h20m40s'"
-            )
+            raise ValueError(f"cannot read the time {text!r}; write a number and a unit ({_UNITS}) or '1h20m40s'")
         if not match["unit"]:
             raise ValueError(f"the time {text!r} has no unit; add one of {_UNITS}, as in '5ep'")
         unit = TimeUnit(match["unit"])
@@ -133,9 +129,7 @@ class Time:
         if default_unit is not None and is_number(time):
             return cls(time, default_unit)  # pyright: ignore[reportArgumentType]
         hint = f"; give it a unit, as in '{time}ep' or '{time}ba'" if is_number(time) else ""
-        raise TypeError(
-            f"expected a Time or a string such as '90ep', got {time!r} ({type(time).__name__}){hint}"
-        )
+        raise TypeError(f"expected a Time or a string such as '90ep', got {time!r} ({type(time).__name__}){hint}")
 
     def __repr__(self) -> str:
         return f"Time({self.value!r}, {self.unit})"

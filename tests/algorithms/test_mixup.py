@@ -23,9 +23,7 @@ from purecompose.targets import Mixture
 
 
 LR = 0.3
-SHAPES = st.tuples(st.integers(2, 9), st.integers(1, 4)) | st.tuples(
-    st.integers(2, 9), *[st.integers(1, 3)] * 3
-)
+SHAPES = st.tuples(st.integers(2, 9), st.integers(1, 4)) | st.tuples(st.integers(2, 9), *[st.integers(1, 3)] * 3)
 SEEDS = st.integers(0, 2**64 - 1)
 
 
@@ -108,13 +106,9 @@ def test_soft_targets_are_distributions_with_the_mean_of_the_labels(seed, mixing
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
 def test_share_follows_the_smaller_part_of_a_beta_variable(alpha):
     keys = random.split(random.key(5), 600)
-    _, mixture = torch.func.vmap(
-        lambda key: mixup_batch(key, torch.zeros(2, 1), torch.arange(2), alpha=alpha)
-    )(keys)
+    _, mixture = torch.func.vmap(lambda key: mixup_batch(key, torch.zeros(2, 1), torch.arange(2), alpha=alpha))(keys)
     # P(min(z, 1 - z) <= x) = 2 P(z <= x) for x up to 1/2, by symmetry.
-    result = stats.kstest(
-        mixture.weights[1][:, 0].double().numpy(), lambda x: 2 * stats.beta.cdf(x, alpha, alpha)
-    )
+    result = stats.kstest(mixture.weights[1][:, 0].double().numpy(), lambda x: 2 * stats.beta.cdf(x, alpha, alpha))
     assert result.pvalue > 0.01
 
 
@@ -210,9 +204,7 @@ def test_interpolated_losses_differ_from_soft_targets_where_the_loss_is_no_linea
     order, inputs = torch.tensor([1, 0]), torch.zeros(2, 1)
     targets = torch.tensor([[0.0], [2.0]])
     for interpolate_loss, expected in ((True, 0.75 * 0 + 0.25 * 4), (False, 0.5**2)):
-        _, mixture = mixup_batch(
-            None, inputs, targets, mixing=0.25, indices=order, interpolate_loss=interpolate_loss
-        )
+        _, mixture = mixup_batch(None, inputs, targets, mixing=0.25, indices=order, interpolate_loss=interpolate_loss)
         outputs = torch.tensor([[0.0], [2.0]])
         assert losses.evaluate_loss(losses.mse, outputs, mixture).item() == pytest.approx(expected)
 

@@ -110,9 +110,7 @@ def test_acts_in_the_right_batches_of_a_run():
 
 def test_trains_on_what_the_function_selects():
     state, (inputs, targets) = make_state(), make_batch()
-    x, y = select_using_loss(
-        state.rng("selective_backprop"), inputs, targets, to_module(state), losses.cross_entropy
-    )
+    x, y = select_using_loss(state.rng("selective_backprop"), inputs, targets, to_module(state), losses.cross_entropy)
     assert tree.equal(selected(always(), state, (inputs, targets)), (x, y))
     net = to_module(state)
     loss = F.cross_entropy(net(x), y)
@@ -175,9 +173,7 @@ def test_comes_first_wherever_it_is_listed(place):
     step = compose(loop_events, [*algorithms, spy(seen, "before_forward")], passes=DEFAULT_PASSES)
     state, (inputs, targets) = step.init(make_state()), make_batch()
     step(state, (inputs, targets))
-    x, y = select_using_loss(
-        state.rng("selective_backprop"), inputs, targets, to_module(state), losses.cross_entropy
-    )
+    x, y = select_using_loss(state.rng("selective_backprop"), inputs, targets, to_module(state), losses.cross_entropy)
     # The raw rows were chosen: the first terms of the mixture are their targets.
     assert torch.equal(seen[0][1].targets[0], y) and seen[0][0].shape == x.shape
 
@@ -233,9 +229,7 @@ def test_outer_gradients_are_those_of_the_chosen_rows():
     chosen = selected(always(), state, batch)
 
     def gradient(run, data):
-        return torch.func.grad(
-            lambda bias: run(state.replace(params={**state.params, "2.bias": bias}), data).loss
-        )
+        return torch.func.grad(lambda bias: run(state.replace(params={**state.params, "2.bias": bias}), data).loss)
 
     bias = state.params["2.bias"]
     torch.testing.assert_close(gradient(step, batch)(bias), gradient(plain, chosen)(bias))
@@ -325,9 +319,7 @@ def test_bad_settings_are_refused_when_built(settings, error):
         selective_backprop(**settings)
 
 
-@pytest.mark.parametrize(
-    "loss", [losses.model_loss, nn.CrossEntropyLoss(), lambda outputs, targets: outputs.mean()]
-)
+@pytest.mark.parametrize("loss", [losses.model_loss, nn.CrossEntropyLoss(), lambda outputs, targets: outputs.mean()])
 def test_a_loss_without_losses_per_example_is_refused_at_init(loss):
     state = make_state(loss=loss)
     with pytest.raises(TypeError, match="losses per example"):

@@ -96,9 +96,7 @@ def test_rows_come_in_pairs_at_full_size(shape, scale, keep):
         seen.append(x.shape)
         return x.flatten(1)[:, :1].squeeze(1)
 
-    x, y = select_using_loss(
-        random.key(0), inputs, targets, forward_fn, identity_losses, keep=keep, scale_factor=scale
-    )
+    x, y = select_using_loss(random.key(0), inputs, targets, forward_fn, identity_losses, keep=keep, scale_factor=scale)
     assert x.shape == (int(keep * 12), *shape[1:]) and torch.equal(x, inputs[y])
     assert seen == [(*shape[:2], *[int(size * scale) for size in shape[2:]])]
 

@@ -44,9 +44,7 @@ def write_idx(folder: Path, *, packed: bool = False) -> None:
 
 
 def write_npz(path: Path, **changes: np.ndarray) -> Path:
-    members: dict[str, Any] = (
-        dict(zip(("x_train", "y_train", "x_test", "y_test"), small_set(), strict=True)) | changes
-    )
+    members: dict[str, Any] = dict(zip(("x_train", "y_train", "x_test", "y_test"), small_set(), strict=True)) | changes
     np.savez(path, **members)
     return path
 
@@ -76,8 +74,7 @@ def test_digits_are_those_of_scikit_learn():
     # there.
     raw = (inputs - inputs.min()) / (inputs.max() - inputs.min()) * 16
     found = sorted(
-        (image.round().int().flatten().tolist(), int(label))
-        for image, label in zip(raw, targets, strict=True)
+        (image.round().int().flatten().tolist(), int(label)) for image, label in zip(raw, targets, strict=True)
     )
     stored = zip(bunch.images, bunch.target, strict=True)
     assert found == sorted((image.astype(int).flatten().tolist(), int(label)) for image, label in stored)
@@ -195,9 +192,7 @@ def test_damaged_idx_file_is_named(tmp_path, damage, message):
 def test_idx_folder_that_lacks_a_file(tmp_path):
     write_idx(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"neither t10k-labels-idx1-ubyte nor t10k-labels-idx1-ubyte.gz"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"neither t10k-labels-idx1-ubyte nor t10k-labels-idx1-ubyte.gz"):
         load(tmp_path)
 
 

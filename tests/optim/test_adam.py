@@ -44,9 +44,7 @@ def test_defaults_and_groups_equal_torch(assert_like_torch, pair: str):
 
 
 def test_hparams_equal_numbers(assert_like_torch):
-    ours = optim.adamw(
-        hparam("lr", 0.01), betas=(hparam("b1", 0.8), hparam("b2", 0.9)), weight_decay=hparam("wd", 0.1)
-    )
+    ours = optim.adamw(hparam("lr", 0.01), betas=(hparam("b1", 0.8), hparam("b2", 0.9)), weight_decay=hparam("wd", 0.1))
     assert_like_torch(ours, torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1})
 
 
@@ -137,8 +135,6 @@ def test_complex_parameters_are_refused():
         ({"amsgrad": 1}, TypeError, "amsgrad: expected True or False, got 1"),
     ],
 )
-def test_wrong_settings_are_refused_at_construction(
-    options: dict[str, Any], error: type[Exception], message: str
-):
+def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         optim.adam(**options)

@@ -226,9 +226,7 @@ def test_cells_partition_the_names_by_the_first_match(names: list[str], patterns
 
 
 def test_a_group_that_matches_nothing_is_named_at_init(tensors):
-    with pytest.raises(
-        ValueError, match=r"sgd: groups\['bias'\] matches no parameter; the names are body.weight"
-    ):
+    with pytest.raises(ValueError, match=r"sgd: groups\['bias'\] matches no parameter; the names are body.weight"):
         optim.sgd(0.1, groups={"*.bias": {}, "bias": {"lr": 0.0}}).init(tensors())
 
 
@@ -284,9 +282,7 @@ def test_wrong_scalars_are_refused_at_construction(lr: Any, error: type[Exceptio
 
 def test_a_gradient_of_an_unknown_parameter_is_named(tensors):
     optimizer, params = optim.sgd(0.1), tensors()
-    with pytest.raises(
-        KeyError, match="a gradient came for 'tail.bias', which is not among the 4 parameters"
-    ):
+    with pytest.raises(KeyError, match="a gradient came for 'tail.bias', which is not among the 4 parameters"):
         optimizer.update({"tail.bias": torch.ones(2)}, {}, params)
 
 

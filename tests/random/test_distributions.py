@@ -53,9 +53,7 @@ def test_exponential_lets_gradients_through_to_its_rate() -> None:
         (1, 3, 5, 2),
     ],
 )
-def test_truncated_normal_distribution(
-    low: float, high: float, mean: float, std: float, dtype: torch.dtype
-) -> None:
+def test_truncated_normal_distribution(low: float, high: float, mean: float, std: float, dtype: torch.dtype) -> None:
     draw = truncated_normal(key(1), N, low=low, high=high, mean=mean, std=std, dtype=dtype)
     assert draw.dtype == dtype
     tolerance = 1e-6 * max(1.0, abs(low))  # the bounds are rounded to dtype
@@ -83,9 +81,7 @@ def test_gamma_distribution(concentration: float, dtype: torch.dtype) -> None:
 
 
 @each_float
-@pytest.mark.parametrize(
-    ("a", "b"), [(0.2, 0.2), (1.0, 1.0), (0.05, 0.05), (2.0, 5.0), (0.5, 3.0), (300.0, 200.0)]
-)
+@pytest.mark.parametrize(("a", "b"), [(0.2, 0.2), (1.0, 1.0), (0.05, 0.05), (2.0, 5.0), (0.5, 3.0), (300.0, 200.0)])
 def test_beta_distribution(a: float, b: float, dtype: torch.dtype) -> None:
     """Float32 rounds what is near 1 to it: the mass near the edges is counted, the rest compared in shape."""
     draw = beta(key(3), a, b, N, dtype=dtype)
@@ -153,9 +149,7 @@ def test_gamma_and_beta_carry_no_gradient() -> None:
 
 @each_draw
 @each_dtype
-def test_draws_start_with_shorter_draws_and_keep_rows(
-    draw: Callable[..., Tensor], dtype: torch.dtype
-) -> None:
+def test_draws_start_with_shorter_draws_and_keep_rows(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
     assert torch.equal(draw(key(0), 9, dtype=dtype)[:4], draw(key(0), 4, dtype=dtype))
     rng = Rng(key(0), batch=3).named("x")
     whole = draw(rng.per_example(torch.arange(6)), (6, 2), dtype=dtype)

@@ -52,9 +52,7 @@ def test_longer_draws_start_with_shorter_ones(draw: Callable[..., Tensor], few: 
 
 @each_draw
 @given(st.permutations(range(7)), st.integers(0, 7), st.integers(1, 6))
-def test_rows_belong_to_their_examples(
-    draw: Callable[..., Tensor], order: list[int], num: int, width: int
-) -> None:
+def test_rows_belong_to_their_examples(draw: Callable[..., Tensor], order: list[int], num: int, width: int) -> None:
     rng = Rng(key(2), batch=torch.tensor(4)).named("noise")
     whole = draw(rng.per_example(torch.arange(7)), (7, width))
     some = torch.tensor(order[:num], dtype=torch.int64)
@@ -121,9 +119,7 @@ def test_compiled_equals_eager(name: str) -> None:
 
 
 @each_draw
-def test_one_philox_call_and_no_global_generator(
-    draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_philox_call_and_no_global_generator(draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def counted(*lanes: object) -> Tensor:

@@ -74,9 +74,7 @@ def test_without_training_or_with_p_0_nothing_is_drawn(name: str) -> None:
 @pytest.mark.parametrize("module", [MHA, ENCODER, DECODER, LSTM, GRU], ids=lambda m: type(m).__name__)
 def test_modules_in_eval_are_those_of_torch(module: nn.Module) -> None:
     s = sequences(images())
-    inputs = {"MultiheadAttention": (s, s, s), "TransformerDecoderLayer": (s, s)}.get(
-        type(module).__name__, (s,)
-    )
+    inputs = {"MultiheadAttention": (s, s, s), "TransformerDecoderLayer": (s, s)}.get(type(module).__name__, (s,))
     module.eval()
     try:
         expected = module(*inputs)
@@ -183,9 +181,7 @@ def test_alpha_dropout_keeps_mean_0_and_variance_1() -> None:
         assert stats.binomtest(int(counts.max()), out.numel(), 0.3).pvalue > 1e-3
         scale, alpha = 1.0507009873554805, 1.6732632423543772  # SELU: Klambauer et al. 2017
         a = (0.7 + (scale * alpha) ** 2 * 0.7 * 0.3) ** -0.5
-        torch.testing.assert_close(
-            values[counts.argmax()].item(), -a * scale * alpha * 0.7, rtol=1e-5, atol=0.0
-        )
+        torch.testing.assert_close(values[counts.argmax()].item(), -a * scale * alpha * 0.7, rtol=1e-5, atol=0.0)
 
 
 def test_in_place_forms_write_into_their_input() -> None:

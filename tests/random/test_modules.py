@@ -88,9 +88,7 @@ DIFFERENTIABLE: dict[str, Fn] = {
     "nn.RReLU": nn.RReLU(),
     "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=4),
     "nn.FractionalMaxPool2d": nn.FractionalMaxPool2d(2, output_ratio=0.7),
-    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(
-        x.unsqueeze(1), (2, 2, 2), output_size=(2, 4, 4)
-    ),
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x.unsqueeze(1), (2, 2, 2), output_size=(2, 4, 4)),
     "fractional_max_pool2d indices": lambda x: F.fractional_max_pool2d(x, 2, 4, return_indices=True)[0],
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, 0.7),
     "gumbel_softmax hard": lambda x: F.gumbel_softmax(x, hard=True),
@@ -201,9 +199,7 @@ def test_a_draw_of_another_leading_size_is_one_for_the_whole_batch() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 3), st.data())
-def test_rows_of_any_part_are_the_rows_of_the_whole(
-    n: int, rows: int, rest: int, data: st.DataObject
-) -> None:
+def test_rows_of_any_part_are_the_rows_of_the_whole(n: int, rows: int, rest: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, n - 1))
     size = data.draw(st.integers(1, n - first))
     whole = run(lambda x: torch.randn(n * rows, *([2] * rest)), torch.empty(n))
@@ -272,9 +268,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "generator in place": (lambda: torch.empty(3).normal_(generator=torch.Generator()), "given a generator"),
     "sparse": (lambda: torch.rand(3, layout=torch.sparse_coo), "sparse"),
     "packed": (
-        lambda: LSTM(
-            nn.utils.rnn.pack_padded_sequence(sequences(images()), torch.full((6,), 9), batch_first=True)
-        ),
+        lambda: LSTM(nn.utils.rnn.pack_padded_sequence(sequences(images()), torch.full((6,), 9), batch_first=True)),
         "packed sequences",
     ),
     "detected": (

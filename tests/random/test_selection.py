@@ -122,8 +122,7 @@ def test_weighted_choice_draws_one_by_one() -> None:
     total, num = sum(weights), 6000
     draws = torch.func.vmap(lambda k: choice(k, 4, 2, weights))(split(key(6), num))
     expected = [
-        num * weights[i] / total * weights[j] / (total - weights[i])
-        for i, j in itertools.permutations(range(4), 2)
+        num * weights[i] / total * weights[j] / (total - weights[i]) for i, j in itertools.permutations(range(4), 2)
     ]
     assert stats.chisquare(frequencies(draws, 4), expected).pvalue > LEAST_P
 

@@ -49,9 +49,7 @@ EPOCHS = RunLength("1000ep", batches_per_epoch=1000)
 )
 def test_reference_values(schedule: Schedule, run: RunLength, values: dict[int, float]) -> None:
     for batch, expected in values.items():
-        assert schedule(Timestamp(batch=batch, run=run)) == pytest.approx(
-            expected, abs=1e-5
-        )  # a third is 933333
+        assert schedule(Timestamp(batch=batch, run=run)) == pytest.approx(expected, abs=1e-5)  # a third is 933333
 
 
 def test_no_lag() -> None:

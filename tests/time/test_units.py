@@ -159,9 +159,7 @@ def test_of() -> None:
 def test_algebra() -> None:
     ep = TimeUnit.EPOCH
     one, two, three = Time(1, ep), Time(2, ep), Time(3, ep)
-    assert (
-        one + two == three and one + "2ep" == three and "1ep" + two == three and one + 2 == three == 2 + one
-    )
+    assert one + two == three and one + "2ep" == three and "1ep" + two == three and one + 2 == three == 2 + one
     assert two - one == one and one - two == Time(-1, ep) and 3 - one == two and "3ep" - one == two
     assert Time(0.5, "dur") * two == one == two * Time(0.5, "dur") == "0.5dur" * two
     assert 0.5 * two == one and two / 2 == one and Time(5, ep) / 2 == two and Time(-5, ep) / 2 == -two

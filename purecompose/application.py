@@ -1,0 +1,124 @@
+"""One algorithm at one event as a function of the state, and what every step must keep."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from purecompose import tree
+from purecompose.algorithm import Algorithm
+from purecompose.context import SealedTime, Static
+from purecompose.event import Event
+from purecompose.gradient import Op
+from purecompose.state import State
+
+
+__all__ = ["ContractError", "Observe", "application", "applied", "check_contract", "in_turn"]
+
+
+class ContractError(RuntimeError):
+    """An algorithm broke what every step keeps: the structure, shapes and dtypes of what outlives it."""
+
+
+class Observe(Protocol):
+    """Sees each application of an algorithm: the state before, the state after, the exit code it left."""
+
+    def __call__(
+        self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None, /
+    ) -> None: ...
+
+
+def application(algorithm: Algorithm, event: Event, observe: Observe | None = None) -> Op:
+    """One algorithm at one event, as a function of the state."""
+
+    def op(state: State) -> State:
+        before = _unsealed(state, event) if algorithm.host else state
+        after, exit_code = applied(algorithm, event, before)
+        if algorithm.host:
+            after = after.replace(static=Static(after.context, state.static.timestamp))
+        elif after.static is not before.static:
+            raise ContractError(
+                f"{algorithm.name} at {event} changed the static part (model, optimizer, time): "
+                "only INIT and host algorithms may"
+            )
+        if observe is not None:
+            observe(algorithm, event, state, after, exit_code)
+        return after
+
+    return op
+
+
+def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:
+    """What `apply` returns, checked: (state, exit code). What it raises says where it was."""
+    try:
+        return _checked_result(algorithm.apply(event, state), algorithm, event)
+    except Exception as error:
+        error.add_note(f"in {algorithm.name} at {event}")
+        raise
+
+
+def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[State, int | None]:
+    exit_code = None
+    if isinstance(result, tuple) and len(result) == 2:
+        result, exit_code = result
+    if not isinstance(result, State):
+        raise ContractError(
+            f"{algorithm.name}: apply at {event} must return a State or (State, exit code), got "
+            f"{type(result).__name__}{' (is a return statement missing?)' if result is None else ''}"
+        )
+    return result, exit_code
+
+
+def _unsealed(state: State, event: Event) -> State:
+    sealed = state.static.timestamp
+    assert isinstance(sealed, SealedTime)
+    return state.replace(static=Static(state.context, sealed.opened(later=event.sees_new_time)))
+
+
+def in_turn(ops: Sequence[Op]) -> Op:
+    """The functions one after the other."""
+
+    def run(state: State) -> State:
+        for op in ops:
+            state = op(state)
+        return state
+
+    return ops[0] if len(ops) == 1 else run
+
+
+_LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
+
+
+def check_contract(start: State, end: State, history: list[tuple[Algorithm, Event, State, State]]) -> None:
+    """Compares what outlives a step at its end with its start.
+
+    Args:
+        start: The state at the start.
+        end: The state at the end.
+        history: Each application: the algorithm, the event, the state before and after.
+
+    Raises:
+        ContractError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
+            that changed it there.
+    """
+    before, after = _specs(start), _specs(end)
+    if before == after:
+        return
+    path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
+    culprit = "the step itself"
+    for algorithm, event, old, new in history:
+        if _specs(old).get(path) != _specs(new).get(path):
+            culprit = f"{algorithm.name} at {event}"
+    raise ContractError(
+        f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
+        "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
+    )
+
+
+def _specs(state: State) -> dict[str, str]:
+    found = {}
+    for name in _LASTING:
+        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items():
+            is_tensor = isinstance(leaf, Tensor)
+            found[f"{name}{path}"] = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
+    return found
