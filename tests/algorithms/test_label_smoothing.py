@@ -1,10 +1,8 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from torch import nn
+from method_helpers import LR, make_batch, make_state
 
 from purecompose import losses, random, tree
 from purecompose.algorithm import Algorithm
@@ -13,29 +11,13 @@ from purecompose.algorithms.label_smoothing import label_smoothing, smooth_label
 from purecompose.compose import compose
 from purecompose.event import Event
 from purecompose.loop import loop_events
-from purecompose.optim import sgd
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import hparam, linear
-from purecompose.state import State, to_module
+from purecompose.state import to_module
 from purecompose.targets import Mixture
 
 
-LR = 0.3
 SMOOTHINGS = [0.0, 0.1, 0.5, 0.9, 1.0]
-
-
-def make_state(loss: Any = losses.cross_entropy, num_classes: int = 4, **settings: Any) -> State:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, num_classes))
-    return State.create(net, loss=loss, optimizer=sgd(LR), key=7, duration="10ba", **settings)
-
-
-def make_batch(kind="index", num=9):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(num, 6, generator=generator)
-    if kind == "index":
-        return inputs, torch.randint(0, 4, (num,), generator=generator)
-    return inputs, torch.softmax(torch.randn(num, 4, generator=generator), dim=1)
 
 
 def spy(seen, *events):
@@ -164,10 +146,10 @@ def test_originals_are_back_after_the_loss(kind):
     kept = batch[1].clone()
     # Without passes the order is that of the list: the spy comes first at both events.
     after = one_step(algorithms, state, batch, passes=())
-    assert seen[0][1] is batch[1] and seen[1][1].shape == (9, 4) and seen[1][1].dtype == torch.float32
+    assert seen[0][1] is batch[1] and seen[1][1].shape == (10, 4) and seen[1][1].dtype == torch.float32
     seen.clear()
     one_step(algorithms[::-1], state, batch, passes=())
-    assert seen[0][1].shape == (9, 4)
+    assert seen[0][1].shape == (10, 4)
     assert seen[1][1] is batch[1] and torch.equal(batch[1], kept)
     assert after.slots == {}
 
@@ -175,7 +157,7 @@ def test_originals_are_back_after_the_loss(kind):
 def test_a_mixture_comes_back_as_the_same_object():
     seen = []
     inputs, targets = make_batch()
-    mixture = Mixture.of(targets).mixed_with(torch.arange(9).flip(0), 0.3)
+    mixture = Mixture.of(targets).mixed_with(torch.arange(10).flip(0), 0.3)
     one_step([label_smoothing(0.1), spy(seen, "after_loss")], make_state(), (inputs, mixture), passes=())
     assert seen[0][1] is mixture
 
@@ -205,7 +187,7 @@ def test_microbatches_add_up(kind):
     if kind == "index":
         targets[:4] = -100  # a microbatch of nothing, and one of less than the others
     expected = one_step([label_smoothing(0.1)], state, (inputs, targets))
-    for k in (3, 9):
+    for k in (3, 10):
         after = one_step([label_smoothing(0.1)], state, (inputs, targets), microbatches=k)
         torch.testing.assert_close(after.params, expected.params)
         torch.testing.assert_close(after.loss, expected.loss)
@@ -263,7 +245,7 @@ def test_a_population_differs_in_the_smoothing():
 def test_a_schedule_moves_the_smoothing():
     batch = make_batch()
     step = compose(loop_events, [label_smoothing(0.4 * linear(1.0, 0.0))])
-    state = step.init(make_state())
+    state = step.init(make_state(duration="10ba"))
     for expected in (0.4, 0.36, 0.32):  # ten batches from 0.4 to 0
         hand = hand_loss(state, batch, expected).detach()
         state = step(state, batch)

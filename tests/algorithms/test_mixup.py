@@ -1,11 +1,9 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
+from method_helpers import LR, make_batch, make_state
 from scipy import stats
-from torch import nn
 
 from purecompose import losses, random, tree
 from purecompose.algorithm import Algorithm
@@ -15,30 +13,14 @@ from purecompose.algorithms.mixup import mixup, mixup_batch
 from purecompose.compose import compose
 from purecompose.event import Event
 from purecompose.loop import loop_events
-from purecompose.optim import sgd
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import hparam, linear
-from purecompose.state import State, to_module
+from purecompose.state import to_module
 from purecompose.targets import Mixture
 
 
-LR = 0.3
 SHAPES = st.tuples(st.integers(2, 9), st.integers(1, 4)) | st.tuples(st.integers(2, 9), *[st.integers(1, 3)] * 3)
 SEEDS = st.integers(0, 2**64 - 1)
-
-
-def make_state(loss: Any = losses.cross_entropy, **settings: Any) -> State:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    return State.create(net, loss=loss, optimizer=sgd(LR), key=7, duration="10ba", **settings)
-
-
-def make_batch(kind="index", num=10):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(num, 6, generator=generator)
-    if kind == "index":
-        return inputs, torch.randint(0, 4, (num,), generator=generator)
-    return inputs, torch.softmax(torch.randn(num, 4, generator=generator), dim=1)
 
 
 def spy(seen, *events):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
+from method_helpers import LR, make_batch, make_state
 from torch import nn
 
 from purecompose import losses, random, tree
@@ -21,33 +22,14 @@ from purecompose.algorithms.selective_backprop import (
 from purecompose.compose import compose
 from purecompose.event import Event
 from purecompose.loop import loop_events
-from purecompose.optim import sgd
 from purecompose.passes import DEFAULT_PASSES
 from purecompose.predicate import NEVER, on
-from purecompose.state import State, to_module
+from purecompose.state import to_module
 from purecompose.targets import Mixture
-
-
-LR = 0.3
 
 
 def always(**settings: Any) -> Algorithm:
     return selective_backprop(**{"start": 0.0, "end": 1.0, "interrupt": 0, **settings})
-
-
-def make_state(net: nn.Module | None = None, loss: Any = losses.cross_entropy, **settings: Any) -> State:
-    torch.manual_seed(0)
-    net = net or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    run = {"duration": "2ep", "batches_per_epoch": 10, **settings}
-    return State.create(net, loss=loss, optimizer=sgd(LR), key=7, **run)
-
-
-def make_batch(kind="index", num=10):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(num, 6, generator=generator)
-    if kind == "index":
-        return inputs, torch.randint(0, 4, (num,), generator=generator)
-    return inputs, torch.softmax(torch.randn(num, 4, generator=generator), dim=1)
 
 
 def spy(seen, *events):

@@ -7,25 +7,13 @@ import sys
 
 import pytest
 import torch
+from observer_helpers import make_batches, make_state
 
-from purecompose import Evaluator, Event, State, compose, evaluate, fit, loop_events, losses, metrics, optim
+from purecompose import Evaluator, Event, State, compose, evaluate, fit, loop_events, metrics
 from purecompose.observers import History, Progress
 
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-
-
-def make_state(duration: str | None = "3ep") -> State:
-    net = torch.nn.Linear(4, 3)
-    with torch.no_grad():
-        net.weight.copy_(torch.arange(12.0).reshape(3, 4) / 10)
-        net.bias.zero_()
-    return State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.5), duration=duration)
-
-
-def make_batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(count)]
 
 
 def run(progress: Progress, duration: str = "3ep", **options: object) -> State:

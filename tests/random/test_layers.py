@@ -1,10 +1,10 @@
 """The keyed forms of the random layers against torch's own, and against their laws."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from module_helpers import Fn, images, seeded, sequences
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,25 +12,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from purecompose.random.keys import Rng, key
 from purecompose.random.modules import UnkeyedRandomError, detect, keyed
-
-
-Fn = Callable[[Tensor], Tensor]
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """A float64 module with the same weights in every run, made without moving the global generator."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make().double()
-
-
-def images(n: int = 6) -> Tensor:
-    return torch.linspace(-2.0, 2.0, n * 4 * 36, dtype=torch.float64).sin().reshape(n, 4, 6, 6)
-
-
-def sequences(x: Tensor) -> Tensor:
-    """(n, 18, 8) from images."""
-    return x.reshape(len(x), 18, 8)
 
 
 MHA = seeded(lambda: nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from module_helpers import Fn, images, seeded, sequences
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,25 +14,6 @@ from torch.nn import functional as F
 
 from purecompose.random.keys import Rng, key, split
 from purecompose.random.modules import UnkeyedRandomError, detect, keyed
-
-
-Fn = Callable[[Tensor], Tensor]
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """A float64 module with the same weights in every run, made without moving the global generator."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make().double()
-
-
-def images(n: int = 6) -> Tensor:
-    return torch.linspace(-2.0, 2.0, n * 4 * 36, dtype=torch.float64).sin().reshape(n, 4, 6, 6)
-
-
-def sequences(x: Tensor) -> Tensor:
-    """(n, 18, 8) from images."""
-    return x.reshape(len(x), 18, 8)
 
 
 MHA = seeded(lambda: nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True))
