@@ -6,9 +6,9 @@ tuple; `compose` folds them into a training step.
 
 from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, schedule, tree
 from purecompose.algorithm import Algorithm, Trait, identity
-from purecompose.application import ContractError
 from purecompose.clock import Clock
 from purecompose.compose import Step, compose
+from purecompose.contract import ContractError
 from purecompose.evaluation import Evaluator, evaluate, predict
 from purecompose.event import Event
 from purecompose.fit import fit

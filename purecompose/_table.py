@@ -1,5 +1,6 @@
 """Plain-text tables for plans and traces."""
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 
@@ -7,20 +8,21 @@ from collections.abc import Sequence
 __all__ = ["table"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 110) -> str:
-    """Columns under a header; the last one is wrapped so that lines stay within `width`.
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
+    """Columns under a header; the last one is wrapped so that lines stay within `width` (by default the terminal's).
 
     Example:
-        >>> print(table(["a", "b"], [["1", "x"], ["22", "y z"]], width=5))
+        >>> print(table(["a", "b"], [["1", "one"], ["22", "two and twenty, or 11 + 11"]], width=24))
         a   b
-        --  -
-        1   x
-        22  y
-            z
+        --  --------------------
+        1   one
+        22  two and twenty, or
+            11 + 11
     """
+    width = width or min(shutil.get_terminal_size((110, 24)).columns, 110)
     fixed = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head) - 1)]
     left = sum(fixed) + 2 * len(fixed)
-    wrapped = [textwrap.wrap(row[-1], max(width - left, 1)) or [""] for row in rows]
+    wrapped = [textwrap.wrap(row[-1], max(width - left, 20)) or [""] for row in rows]
     longest = max([len(head[-1]), *(len(part) for parts in wrapped for part in parts)])
     lines = [_line(head, head[-1], fixed), _line(["-" * size for size in fixed], "-" * longest, fixed)]
     for row, parts in zip(rows, wrapped, strict=True):

@@ -1,23 +1,17 @@
-"""One algorithm at one event as a function of the state, and what every step must keep."""
+"""One algorithm at one event, as a function of the state."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from purecompose import tree
 from purecompose.algorithm import Algorithm
 from purecompose.context import SealedTime, Static
+from purecompose.contract import ContractError
 from purecompose.event import Event
 from purecompose.gradient import Op
 from purecompose.state import State
 
 
-__all__ = ["ContractError", "Observe", "application", "applied", "check_contract", "in_turn"]
-
-
-class ContractError(RuntimeError):
-    """An algorithm broke what every step keeps: the structure, shapes and dtypes of what outlives it."""
+__all__ = ["Observe", "application", "applied", "in_turn"]
 
 
 class Observe(Protocol):
@@ -84,41 +78,3 @@ def in_turn(ops: Sequence[Op]) -> Op:
         return state
 
     return ops[0] if len(ops) == 1 else run
-
-
-_LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
-
-
-def check_contract(start: State, end: State, history: list[tuple[Algorithm, Event, State, State]]) -> None:
-    """Compares what outlives a step at its end with its start.
-
-    Args:
-        start: The state at the start.
-        end: The state at the end.
-        history: Each application: the algorithm, the event, the state before and after.
-
-    Raises:
-        ContractError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
-            that changed it there.
-    """
-    before, after = _specs(start), _specs(end)
-    if before == after:
-        return
-    path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
-    culprit = "the step itself"
-    for algorithm, event, old, new in history:
-        if _specs(old).get(path) != _specs(new).get(path):
-            culprit = f"{algorithm.name} at {event}"
-    raise ContractError(
-        f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
-        "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
-    )
-
-
-def _specs(state: State) -> dict[str, str]:
-    found = {}
-    for name in _LASTING:
-        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items():
-            is_tensor = isinstance(leaf, Tensor)
-            found[f"{name}{path}"] = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
-    return found

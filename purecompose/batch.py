@@ -98,7 +98,7 @@ def num_examples(batch: Any) -> int:
             return first.shape[0]
     sizes = [leaf.shape[0] for leaf in tensors(batch) if leaf.ndim > 0]
     if len(set(sizes)) != 1:
-        found = f"found {sizes}" if sizes else "found no tensor at all"
+        found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
         raise ValueError(f"a batch's tensors must share their leading dimension; {found}")
     return sizes[0]
 

@@ -4,6 +4,7 @@ The step is a fold. For each schedule (which algorithms act at which events) the
 once, with the algorithms in the order that the passes give them; a step looks its schedule up and runs it.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose.algorithm import Algorithm
-from purecompose.application import Observe, application, applied, check_contract, in_turn
+from purecompose.application import Observe, application, applied, in_turn
 from purecompose.clock import Clock
 from purecompose.context import Context, SealedTime, Static
+from purecompose.contract import Contract, check_slots
 from purecompose.event import Event
 from purecompose.gradient import Op, wants_outer_gradient
 from purecompose.loop import Grad, Node, Program, advance, build, walk
@@ -26,6 +28,7 @@ from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes
 from purecompose.plan import Plan, describe_moment, make_plan
 from purecompose.predicate import NEVER
 from purecompose.state import State
+from purecompose.time import Timestamp, TimeUnit
 
 
 __all__ = ["Step", "compose"]
@@ -77,6 +80,8 @@ class Step:
 
     def fold(self, state: State, batch: Any, observe: Observe | None = None) -> State:
         """The fold over the program, without the clean-up at its end: outputs and batch are still there."""
+        if not isinstance(state, State):
+            raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
@@ -98,10 +103,8 @@ class Step:
 
     def finish(self, state: State) -> State:
         """The state as it is between steps: the time unsealed and advanced, the temporary fields gone."""
-        sealed = state.static.timestamp
-        assert isinstance(sealed, SealedTime)
         return state.replace(
-            static=Static(state.static.context, sealed.opened(later=True)),
+            static=Static(state.static.context, _opened(state, later=True)),
             batch=None,
             outputs=None,
             grads=None,
@@ -121,6 +124,7 @@ class Step:
         matched = self._matched_now(Event.INIT, state, fresh)
         for algorithm in self.order(matched, Event.INIT):
             state, _ = applied(algorithm, Event.INIT, state)
+        check_slots(state)
         context = state.context
         schedules = [schedule for algorithm in fresh for schedule in algorithm.schedules]
         changes = {
@@ -173,7 +177,7 @@ class Step:
     def replace(self, **changes: Any) -> "Step":
         """The step with another program, other algorithms, passes or microbatches."""
         given = {
-            "loop": self.program,
+            "program": self.program,
             "algorithms": self.algorithms,
             "passes": self.passes,
             "microbatches": self.microbatches,
@@ -206,18 +210,31 @@ class Step:
 
     def _run_checked(self, compiled: _Compiled, bits: int, start: State, observe: Observe | None) -> State:
         """The first run of a schedule: watches for unkeyed draws, and checks what the step must keep."""
-        history: list[tuple[Algorithm, Event, State, State]] = []
+        contract = Contract(start)
 
         def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
-            history.append((algorithm, event, before, after))
+            contract.note(algorithm, event, before, after)
             if observe is not None:
                 observe(algorithm, event, before, after, code)
 
+        self._warn_of_standing_time(start)
         with looking_for_draws():
             end = compiled.observed(watch)(start)
-        check_contract(start, end, history)
+        contract.check(end)
         self._checked[bits] = start.context
         return end
+
+    def _warn_of_standing_time(self, start: State) -> None:
+        """Epochs of unknown length are counted by whoever ends them; a plain loop that forgets it stands still."""
+        run = _opened(start, later=False).run
+        in_epochs = run.duration is not None and run.duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
+        if in_epochs and run.batches_per_epoch is None and (start.context.schedules or self.matcher.reads_time):
+            warnings.warn(
+                "epochs have no known length: time moves only when an epoch ends, so schedules and predicates stand "
+                "still within it. Give State.create batches_per_epoch=len(batches); or end epochs yourself, as fit "
+                "does, with state.replace(timestamp=state.timestamp.advance_epoch())",
+                stacklevel=5,
+            )
 
     def _check_ready(self, context: Context) -> None:
         missing = [a.name for a in self._wants_init if a.name not in context.initialised]
@@ -230,7 +247,7 @@ class Step:
 
 
 def compose(
-    loop: Iterable[Node],
+    program: Iterable[Node],
     algorithms: Iterable[Algorithm] = (),
     *,
     passes: Iterable[Pass] = DEFAULT_PASSES,
@@ -239,7 +256,7 @@ def compose(
     """A training step from a loop program and algorithms.
 
     Args:
-        loop: The program, such as `loop_events`; a plain list of events is one too.
+        program: The loop, such as `loop_events`; a plain list of events is one too.
         algorithms: The methods; their order is their order of application, as far as the passes leave it so.
         passes: What orders them at each event, applied from left to right.
         microbatches: Into how many slices `Microbatches` cuts a batch.
@@ -256,26 +273,34 @@ def compose(
         >>> compose(loop_events)
         Step(no algorithms)
     """
-    program, chosen = _as_program(loop), tuple(algorithms)
+    nodes, chosen = _as_program(program), _as_tuple(algorithms, "algorithms")
     for algorithm in chosen:
         if not isinstance(algorithm, Algorithm):
             raise TypeError(f"{algorithm!r} is no Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
     twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
     if twice:
         raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
-    ordering = tuple(passes)
+    ordering: tuple[Pass, ...] = _as_tuple(passes, "passes")
     for one_pass in ordering:
         if not callable(one_pass):
             raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: expected a positive number of slices")
-    for event in _events_in_grad(program):
+    for event in _events_in_grad(nodes):
         _check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
-    return Step(program, chosen, ordering, microbatches)
+    return Step(nodes, chosen, ordering, microbatches)
 
 
-def _as_program(loop: Iterable[Node]) -> Program:
-    program = tuple(Event(node) if isinstance(node, str) else node for node in loop)
+def _as_tuple(given: Any, role: str) -> tuple[Any, ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{role}={given!r}: expected a list of {role}; put a single one into a list")
+    return tuple(given)
+
+
+def _as_program(given: Iterable[Node]) -> Program:
+    if isinstance(given, Event) or not isinstance(given, Iterable):
+        raise TypeError(f"{given!r} is no program: a tuple of events, stages and scopes, such as loop_events")
+    program = tuple(Event(node) if isinstance(node, str) else node for node in given)
     if sum(node is advance for node in walk(program)) > 1:
         raise ValueError("the program has more than one advance: a step moves the time by one batch")
     is_later = False
@@ -289,6 +314,13 @@ def _as_program(loop: Iterable[Node]) -> Program:
         elif not callable(node) and not hasattr(node, "body"):
             raise TypeError(f"{node!r} is neither an event, a stage (a function State -> State), nor a scope")
     return program
+
+
+def _opened(state: State, *, later: bool) -> Timestamp:
+    """The time before or after the step that a state is in."""
+    sealed = state.static.timestamp
+    assert isinstance(sealed, SealedTime)
+    return sealed.opened(later=later)
 
 
 def _events_in_grad(program: Iterable[Node]) -> Iterator[Event]:

@@ -47,6 +47,8 @@ class Evaluator:
         interval = Time.of(self.interval)
         if interval.value <= 0 or interval.unit is TimeUnit.SECOND:
             raise ValueError(f"interval={self.interval!r}: expected a positive time that is not in seconds")
+        if not isinstance(self.metrics, Mapping):
+            raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
         object.__setattr__(self, "interval", interval)
         object.__setattr__(self, "metrics", {name: as_metric(m) for name, m in self.metrics.items()})
 
@@ -144,7 +146,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 def _sibling(step: Step | None, program: Any) -> Step:
     """A step with the same algorithms over another program."""
-    return compose(program) if step is None else step.replace(loop=program)
+    return compose(program) if step is None else step.replace(program=program)
 
 
 def _tell(observers: Iterable[Observer], event: Event, state: State) -> State:

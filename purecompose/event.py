@@ -15,19 +15,19 @@ class Event(enum.Enum):
     """A named point of the loop; the value is the name in lower case.
 
     `Event(text)` looks a member up by its name in any case. Members are plain: hashable, printed as
-    `Event.INIT`, and never equal to a string (convert first). INIT and the three checkpoint events stand
+    `Event.INIT`, and not to be compared with strings (convert first). INIT and the three checkpoint events stand
     alone; each of the others opens or closes something, and the two halves of a pair share a
     `canonical_name`.
 
     Raises:
         ValueError: no event has that name; close ones are listed.
-        TypeError: neither a string nor an event.
+        TypeError: neither a string nor an event; or an event was compared with a string.
 
     Example:
         >>> Event("Batch_End")
         <Event.BATCH_END: 'batch_end'>
-        >>> str(Event.INIT), Event.INIT == "init"
-        ('Event.INIT', False)
+        >>> str(Event.INIT), Event.INIT == Event("init")
+        ('Event.INIT', True)
     """
 
     INIT = "init"
@@ -72,6 +72,15 @@ class Event(enum.Enum):
     PREDICT_AFTER_FORWARD = "predict_after_forward"
     PREDICT_BATCH_END = "predict_batch_end"
     PREDICT_END = "predict_end"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            raise TypeError(
+                f"{self} == {other!r}: an event is no string; compare with a member, or with Event({other!r})"
+            )
+        return self is other
+
+    __hash__ = enum.Enum.__hash__
 
     @classmethod
     def _missing_(cls, value: object) -> "Event":

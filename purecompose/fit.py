@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from purecompose.compose import Step
+from purecompose.data.loaders import draws_globally, keyed_batches
 from purecompose.evaluation import Evaluator, Observer, on_device, run_evaluator
 from purecompose.event import Event
 from purecompose.loop import eval_events
@@ -59,10 +60,15 @@ def fit(
         ValueError: No duration anywhere, nothing left to train, no batch in the data, or fewer batches in it than
             the state's `batches_per_epoch`.
     """
+    _check_arguments(step, state)
     evaluators = (evaluate,) if isinstance(evaluate, Evaluator) else tuple(evaluate)
+    for evaluator in evaluators:
+        if not isinstance(evaluator, Evaluator):
+            raise TypeError(f"evaluate: expected Evaluator(data, metrics), got {type(evaluator).__name__}")
+    observers = (observers,) if callable(observers) else tuple(observers)
     state, budget = _with_duration(state, duration)
     state = _with_epoch_length(state, data)
-    run = _Run(step, step.replace(loop=eval_events), evaluators, tuple(observers), budget)
+    run = _Run(step, step.replace(program=eval_events), evaluators, tuple(observers), budget)
     if state.timestamp.is_finished():
         raise ValueError(
             f"nothing left to train: the state stands at {state.timestamp!r}, at the end of its run; "
@@ -76,6 +82,12 @@ def fit(
     state = run.fire(Event.FIT_END, state)
     run.evaluate(Event.FIT_END, state, state.timestamp)
     return state
+
+
+def _check_arguments(step: Any, state: Any) -> None:
+    if not isinstance(step, Step) or not isinstance(state, State):
+        came = f"{type(step).__name__}, {type(state).__name__}"
+        raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
 
 
 class _Run:
@@ -194,7 +206,7 @@ def _batches(data: Any, state: State) -> Iterator[Any]:
     now = state.timestamp
     if hasattr(data, "epoch"):
         return iter(data.epoch(state.key, now.epoch, now.batch_in_epoch))
-    loader = iter(data)
+    loader = keyed_batches(data, state.key, now.epoch) if draws_globally(data) else iter(data)
     for _ in range(now.batch_in_epoch):
         next(loader, None)
     return loader

@@ -239,7 +239,28 @@ def _build_node(node: Node, at: Callable[[Event], Op | None], microbatches: int,
         uses_loss = any(inner is loss for inner in walk(node.body))
         k = node.k or microbatches
         return _repeatable(body if k == 1 else lambda state: _run_sliced(body, state, k, uses_loss))
-    return node  # a Stage, or any function State -> State
+    return _noted(node) if isinstance(node, Stage) else node  # or any function State -> State
+
+
+def _noted(stage: Stage) -> Op:
+    """The stage; what it raises says what it was given."""
+    fn = stage.fn
+
+    def op(state: State) -> State:
+        try:
+            return fn(state)
+        except Exception as error:
+            given = {"batch": state.batch, "outputs": state.outputs}
+            forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
+            error.add_note(f"in the stage {stage.name}, with {', '.join(forms)}")
+            raise
+
+    return op
+
+
+def _form(value: Any) -> str:
+    tensors = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in batches.tensors(value))
+    return f"{type(value).__name__}({', '.join(tensors)})"
 
 
 def _repeatable(run_once: Op) -> Op:

@@ -148,6 +148,7 @@ class Matcher:
                     self.always.add((event, algorithm.name))
                 elif left != NEVER:
                     self.questions.append(Question(event, algorithm, left, not left.is_timed))
+        self.reads_time = any(question.predicate.is_timed for question in self.questions)
         self._stretch: _Stretch | None = None
 
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:
@@ -271,4 +272,8 @@ def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> 
 
 
 def _failure(error: Exception, question: Question) -> MatchError:
-    return MatchError(f"{question.algorithm.name}: match failed at {question.event}: {error}")
+    return MatchError(
+        f"{question.algorithm.name}: match failed at {question.event}: {type(error).__name__}: {error}. (Matching is "
+        "decided before the step: state.timestamp and shapes are known; outputs, grads and clock are None, loss and "
+        "metrics those of the last step. What needs values belongs into apply, or into a host algorithm, host=True.)"
+    )

@@ -112,7 +112,7 @@ def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Seque
     """
     remaining = list(algorithms)  # told apart by identity: what a pass adds may equal what is there
     earlier = {
-        id(late): [early for early in algorithms if early is not late and _precedes(early, late)] for late in algorithms
+        id(late): [early for early in algorithms if early is not late and precedes(early, late)] for late in algorithms
     }
     ordered: list[Algorithm] = []
     placed: set[int] = set()
@@ -150,7 +150,8 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
 )
 
 
-def _precedes(early: Algorithm, late: Algorithm) -> bool:
+def precedes(early: Algorithm, late: Algorithm) -> bool:
+    """Whether a constraint says that the one must come before the other."""
     return _refers(early.runs_before, late) or _refers(late.runs_after, early)
 
 

@@ -7,7 +7,7 @@ from purecompose._table import table
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.loop import loop_events, walk
-from purecompose.passes import Pass, run_pass
+from purecompose.passes import Pass, precedes, run_pass, set_filo_order
 from purecompose.predicate import NEVER
 
 
@@ -39,11 +39,17 @@ class Plan(NamedTuple):
         return tuple(row.algorithm for row in rows if row.order is not None)
 
     def __str__(self) -> str:
-        cells = [
-            [row.event.name, "-" if row.order is None else str(row.order), row.algorithm, row.reason]
-            for row in self.rows
+        acting = [
+            [row.event.name, str(row.order), row.algorithm, row.reason] for row in self.rows if row.order is not None
         ]
-        text = table(["event", "order", "algorithm", "why"], cells) if cells else "no algorithm acts anywhere"
+        absent: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.order is None:
+                absent.setdefault((row.algorithm, row.reason), []).append(row.event.name)
+        for (algorithm, reason), events in absent.items():
+            where = events[0] if len(events) == 1 else f"{len(events)} events"
+            acting.append([where, "-", algorithm, reason])
+        text = table(["event", "order", "algorithm", "why"], acting) if acting else "no algorithm acts anywhere"
         return "\n".join([text, *[f"warning: {warning}" for warning in self.warnings]])
 
 
@@ -72,14 +78,15 @@ def make_plan(step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], m
 
 
 def _rows_at(event: Event, step: _Planned, matched: Sequence[Algorithm], moment: str) -> list[PlanRow]:
-    current, moved_by = tuple(matched), []
+    current = tuple(matched)
+    placed_by: dict[str, str] = {}
     for one_pass in step.passes:
         following = run_pass(one_pass, current, event)
-        if following != current:
-            moved_by.append(getattr(one_pass, "__name__", repr(one_pass)))
+        if len(following) > 1:
+            placed_by |= {a.name: _name(one_pass) for a in following if _is_pinned(a, one_pass, current, event)}
         current = following
-    why = f"ordered by {', '.join(moved_by)}" if moved_by else "listed order" if len(current) > 1 else "alone"
-    rows = [PlanRow(event, i, algorithm.name, why) for i, algorithm in enumerate(current)]
+    listed = "listed order, reversed" if event.is_reversed and set_filo_order in step.passes else "listed order"
+    rows = [PlanRow(event, i, a.name, _why(a, current, placed_by.get(a.name, listed))) for i, a in enumerate(current)]
     for algorithm in step.algorithms:
         left = algorithm.predicate.at(event)
         if left != NEVER and algorithm not in current:
@@ -88,10 +95,33 @@ def _rows_at(event: Event, step: _Planned, matched: Sequence[Algorithm], moment:
     return rows
 
 
+def _is_pinned(algorithm: Algorithm, one_pass: Pass, given: Sequence[Algorithm], event: Event) -> bool:
+    """Whether a pass puts an algorithm in its place wherever it stood before."""
+    orders = [tuple(given), tuple(reversed(given)), (*given[1:], *given[:1])]
+    return len({tuple(run_pass(one_pass, order, event)).index(algorithm) for order in orders}) == 1
+
+
+def _why(algorithm: Algorithm, current: Sequence[Algorithm], placed_by: str) -> str:
+    if len(current) == 1:
+        return "alone"
+    partners = [f"before {other.name}" for other in current if precedes(algorithm, other)]
+    partners += [f"after {other.name}" for other in current if precedes(other, algorithm)]
+    return ", ".join([placed_by, *partners])
+
+
+def _name(one_pass: Pass) -> str:
+    return getattr(one_pass, "__name__", repr(one_pass))
+
+
 def _warnings(step: _Planned) -> list[str]:
     found = []
+    names = {algorithm.name for algorithm in step.algorithms}
     for algorithm in step.algorithms:
         events = algorithm.events
+        references = (*algorithm.runs_before, *algorithm.runs_after)
+        absent = [reference for reference in references if isinstance(reference, str) and reference not in names]
+        if absent:
+            found.append(f"{algorithm.name} is ordered by {', '.join(absent)}, which the step does not have")
         if not events:
             found.append(f"{algorithm!r} never acts: its settings are neutral")
         lacking = [event.name for event in events if event in _STEP_EVENTS and event not in step.events]
@@ -103,5 +133,5 @@ def _warnings(step: _Planned) -> list[str]:
 def describe_moment(timestamp: Any) -> str:
     """The time in words, for reasons."""
     elapsed = timestamp.elapsed()
-    share = "" if elapsed is None else f" ({elapsed:.0%} of the run)"
+    share = "" if elapsed is None else f" ({elapsed:.1%} of the run)"
     return f"at batch {timestamp.batch}{share}"

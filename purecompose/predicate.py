@@ -337,6 +337,8 @@ def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
     Raises:
         ValueError: An interval that is not positive, or in a unit that batches cannot count.
     """
+    if isinstance(interval, float):
+        raise TypeError(f"every({interval!r}): expected a number of batches; write '{interval}dur' for a fraction")
     time = Time.of(interval, TimeUnit.BATCH)
     if time.value <= 0:
         raise ValueError(f"every({interval!r}): expected a positive interval")

@@ -360,8 +360,8 @@ def _leading_dimension(inputs: Any) -> int | None:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise TypeError(
-            f"optimizer={optimizer!r}: expected a pure optimizer with init and update, such as optim.sgd(0.1); "
-            "torch.optim's objects hold state of their own and do not fit"
-        )
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return
+    came = getattr(optimizer, "__name__", type(optimizer).__name__)
+    hint = "call it: optim.sgd(0.1)" if callable(optimizer) else "torch.optim's objects hold state of their own"
+    raise TypeError(f"optimizer: expected a pure one with init and update, such as optim.sgd(0.1), got {came}; {hint}")

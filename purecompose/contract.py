@@ -1,0 +1,103 @@
+"""What every step keeps, checked in the first run of each schedule."""
+
+from typing import Any
+
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose.algorithm import Algorithm
+from purecompose.event import Event
+from purecompose.state import State
+
+
+__all__ = ["Contract", "ContractError", "check_slots"]
+
+_LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
+
+
+class ContractError(RuntimeError):
+    """An algorithm broke what every step keeps: its input, and the structure, shapes and dtypes of what lasts."""
+
+
+class Contract:
+    """Watches one step: nobody writes into what came in, and what outlives the step keeps its form."""
+
+    def __init__(self, start: State) -> None:
+        """Notes the form of the state, and the version that torch counts for each tensor."""
+        self._start = start
+        self._history: list[tuple[Algorithm, Event, State, State]] = []
+        self._versions = [
+            (path, tensor, version) for path, tensor in _incoming(start) if (version := _version(tensor)) is not None
+        ]
+
+    def note(self, algorithm: Algorithm, event: Event, before: State, after: State) -> None:
+        """Takes down one application.
+
+        Raises:
+            ContractError: It wrote into a tensor that the step was given.
+        """
+        self._history.append((algorithm, event, before, after))
+        self._check_versions(f"{algorithm.name} at {event}")
+
+    def check(self, end: State) -> None:
+        """Compares the end of the step with its start.
+
+        Raises:
+            ContractError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
+                that changed it there.
+        """
+        self._check_versions("the step itself")
+        before, after = _specs(self._start), _specs(end)
+        if before == after:
+            return
+        path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
+        culprit = "the step itself"
+        for algorithm, event, old, new in self._history:
+            if _specs(old).get(path) != _specs(new).get(path):
+                culprit = f"{algorithm.name} at {event}"
+        raise ContractError(
+            f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
+            "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
+        )
+
+    def _check_versions(self, culprit: str) -> None:
+        for path, tensor, version in self._versions:
+            if _version(tensor) != version:
+                raise ContractError(
+                    f"{culprit} wrote in place into state.{path}, which belongs to the caller and has lost its value "
+                    "now: make a new tensor (mul instead of mul_) and return state.replace(...) with it"
+                )
+
+
+def check_slots(state: State) -> None:
+    """Raises a `ContractError` for what an algorithm remembers in another form than tensors."""
+    for path, leaf in tree.leaves_with_paths(state.slots).items():
+        if not isinstance(leaf, Tensor):
+            raise ContractError(
+                f"state.slots{path} is {leaf!r} ({type(leaf).__name__}): slots hold tensors, so that states stack, "
+                "map and save; write torch.zeros(()) for a number"
+            )
+
+
+def _incoming(state: State) -> list[tuple[str, Tensor]]:
+    found = [
+        (f"{name}{path}", leaf)
+        for name in (*_LASTING, "key")
+        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items()
+        if isinstance(leaf, Tensor)
+    ]
+    return [*found, *[("batch", tensor) for tensor in batches.tensors(state.batch)]]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often torch saw a write into the tensor; `None` for inference tensors, which are not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _specs(state: State) -> dict[str, Any]:
+    found = {}
+    for name in _LASTING:
+        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items():
+            is_tensor = isinstance(leaf, Tensor)
+            found[f"{name}{path}"] = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
+    return found
