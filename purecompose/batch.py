@@ -1,4 +1,4 @@
-"""Batches of any shape: read and replace one member, count the examples, split.
+"""Batches of any shape: read and replace one member, count the examples, split, choose.
 
 A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested at will. A
 *key* names one member: an index, a mapping key, an attribute, a list of keys (several members at once), a
@@ -8,6 +8,7 @@ batch in place.
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from purecompose import tree
 
 
-__all__ = ["WHOLE", "Key", "get", "put", "num_examples", "split", "map_tensors", "tensors", "check_key"]
+__all__ = ["WHOLE", "Key", "get", "put", "num_examples", "split", "take", "map_tensors", "tensors", "check_key"]
 
 Key = int | str | list | tuple | Callable[[Any], Any]
 
@@ -86,28 +87,52 @@ def put(batch: Any, key: Key, value: Any) -> Any:
     return _put_one(batch, key, value)
 
 
-def num_examples(batch: Any) -> int:
-    """The leading dimension that all tensors of the batch share.
+def num_examples(batch: Any, key: Key | None = None) -> int:
+    """How many examples the batch holds: the leading dimension that its tensors share.
+
+    Args:
+        batch: The batch.
+        key: Names the input, for batches with tensors that are not per example (weights of the classes, position
+            ids of shape (1, L)): where the tensors disagree, the leading dimension of the input counts, or of its
+            first tensor. There a dimension of 1 broadcasts, and counts only if all are 1.
 
     Raises:
-        ValueError: There is no tensor with a leading dimension, or they disagree.
+        ValueError: There is no tensor with a leading dimension, or they disagree and there is no key.
+
+    Example:
+        >>> num_examples({"x": torch.zeros(8, 2), "class_weights": torch.ones(3)}, "x")
+        8
     """
     if type(batch) is tuple and len(batch) == 2 and type(batch[0]) is Tensor and type(batch[1]) is Tensor:
         first, second = batch
         if first.ndim and second.ndim and first.shape[0] == second.shape[0]:
             return first.shape[0]
-    sizes = [leaf.shape[0] for leaf in tensors(batch) if leaf.ndim > 0]
-    if len(set(sizes)) != 1:
-        found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
-        raise ValueError(f"a batch's tensors must share their leading dimension; {found}")
-    return sizes[0]
+    sizes = _leading_sizes(batch)
+    # Compared one by one: symbolic sizes have no hash.
+    if sizes and all(size == sizes[0] for size in sizes):
+        return sizes[0]
+    if not sizes and type(batch) is list and batch and all(isinstance(text, str) for text in batch):
+        return len(batch)
+    own = _leading_sizes(get(batch, key)) if sizes and key is not None else []
+    if own:
+        return next((size for size in own if size != 1), own[0])
+    found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
+    hint = "; name the input by input_key=, and its leading dimension counts" if sizes and key is None else ""
+    raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")
 
 
-def split(batch: Any, num_parts: int) -> list[Any]:
+def split(batch: Any, num_parts: int, key: Key | None = None) -> list[Any]:
     """Cuts the batch along the leading dimension into `num_parts` parts of (nearly) equal size.
 
-    Sizes differ by at most one, larger parts first. Lists of plain values (not tensors) are treated as one
-    member for all examples and go into each part whole, as do 0-d tensors.
+    Sizes differ by at most one, larger parts first. What is *per example* is cut: tensors and arrays whose leading
+    dimension is the number of examples, and lists and tuples of that length without a tensor in them, such as the
+    examples' names. All else, a 0-d tensor, a text, settings, goes into each part whole. Where something common
+    has that length by chance, give it another form, such as a named tuple or a leading dimension of 1.
+
+    Args:
+        batch: The batch.
+        num_parts: From 1 to the number of examples.
+        key: Names the input, as for `num_examples`.
 
     Raises:
         ValueError: There are fewer examples than parts, or the tensors disagree on their number.
@@ -115,12 +140,51 @@ def split(batch: Any, num_parts: int) -> list[Any]:
     Example:
         >>> [part.tolist() for part in split(torch.arange(5), 2)]
         [[0, 1, 2], [3, 4]]
+        >>> split({"x": torch.tensor([1, 2]), "name": ["a", "b"], "set": "train"}, 2)[1]
+        {'x': tensor([2]), 'name': ['b'], 'set': 'train'}
     """
-    total = num_examples(batch)
+    total = num_examples(batch, key)
     if not 1 <= num_parts <= total:
         raise ValueError(f"cannot cut a batch of {total} examples into {num_parts} microbatches")
-    parts = {id(leaf): leaf.tensor_split(num_parts) if leaf.ndim else [leaf] * num_parts for leaf in tensors(batch)}
-    return [map_tensors(lambda leaf, i=i: parts[id(leaf)][i], batch) for i in range(num_parts)]
+    size, num_larger = divmod(total, num_parts)
+    starts = [i * size + min(i, num_larger) for i in range(num_parts + 1)]
+    return [
+        _map_rows(lambda rows, start=start, stop=stop: rows[start:stop], batch, total)
+        for start, stop in itertools.pairwise(starts)
+    ]
+
+
+def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
+    """The chosen examples, in that order; what is per example is as in `split`, all else stays.
+
+    Lists and arrays are chosen from on the host: a batch that has some waits for the device, and does so under
+    neither `vmap` nor tracing.
+
+    Args:
+        batch: The batch.
+        indices: (K,), int64: positions in the batch.
+        num: How many examples the batch holds, by default `num_examples(batch)`.
+
+    Raises:
+        TypeError: The batch has per-example lists, and the indices have no values to read.
+        ValueError: The tensors disagree on the number of examples, and `num` is not given.
+
+    Example:
+        >>> take({"x": torch.tensor([1, 2, 3]), "name": ["a", "b", "c"]}, torch.tensor([2, 0]))
+        {'x': tensor([3, 1]), 'name': ['c', 'a']}
+    """
+    on_host: list[list[int]] = []
+
+    def chosen(rows: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows.index_select(0, indices)
+        if not on_host:
+            on_host.append(_read(indices, rows))
+        if isinstance(rows, (list, tuple)):
+            return type(rows)(rows[i] for i in on_host[0])
+        return rows[on_host[0]]
+
+    return _map_rows(chosen, batch, num_examples(batch) if num is None else num)
 
 
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -132,7 +196,7 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
     def on_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return fn(leaf)
-        members = _members(leaf)
+        members = tree.members(leaf)
         if not tensors(members):
             return leaf
         return _with_members(leaf, map_tensors(fn, members))
@@ -146,7 +210,7 @@ def tensors(batch: Any) -> list[Tensor]:
     for leaf in tree.leaves(batch):
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif members := _members(leaf):
+        elif members := tree.members(leaf):
             found += tensors(members)
     return found
 
@@ -160,15 +224,47 @@ def check_key(key: Key, role: str) -> None:
         )
 
 
-def _members(leaf: Any) -> dict[Any, Any]:
-    """What a leaf of the pytree holds that is a container all the same; empty for plain values."""
-    if isinstance(leaf, Mapping):
-        return dict(leaf)
-    if isinstance(leaf, type) or callable(leaf):
-        return {}
-    if dataclasses.is_dataclass(leaf):
-        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-    return dict(getattr(leaf, "__dict__", {}))
+def _leading_sizes(batch: Any) -> list[int]:
+    return [leaf.shape[0] for leaf in tensors(batch) if leaf.ndim]
+
+
+def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int) -> Any:
+    """Applies `fn` to all that has one row for each of `num` examples; see `split`."""
+
+    def is_rows(node: Any) -> bool:
+        return _is_rows(node, num)
+
+    def on_leaf(leaf: Any) -> Any:
+        if _is_rows(leaf, num):
+            return fn(leaf)
+        members = {} if isinstance(leaf, Tensor) else tree.members(leaf)
+        # An object's attributes are data only where some are tensors: a tokenizer's lists are its own.
+        is_data = isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf) or tensors(members)
+        if not members or not is_data:
+            return leaf
+        changed = _map_rows(fn, members, num)
+        is_same = all(changed[name] is members[name] for name in members)
+        return leaf if is_same else _with_members(leaf, changed)
+
+    return tree.map(on_leaf, batch, is_leaf=is_rows)
+
+
+def _is_rows(node: Any, num: int) -> bool:
+    if type(node) in (list, tuple):
+        return len(node) == num and not tensors(node)
+    shape = getattr(node, "shape", None)
+    is_array = isinstance(node, Tensor) or (hasattr(node, "dtype") and hasattr(node, "__getitem__"))
+    return is_array and isinstance(shape, tuple) and len(shape) > 0 and shape[0] == num
+
+
+def _read(indices: Tensor, rows: Any) -> list[int]:
+    try:
+        return indices.tolist()
+    except RuntimeError as error:
+        raise TypeError(
+            f"the batch holds a {type(rows).__name__} with a row for each example, which can be chosen from on the "
+            "host alone, not under vmap or while tracing; make it a tensor, or leave it out of the batch"
+        ) from error
 
 
 def _with_members(leaf: Any, members: dict[Any, Any]) -> Any:

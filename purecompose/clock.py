@@ -17,36 +17,55 @@ from purecompose.time import Timestamp
 
 __all__ = ["Clock"]
 
-_FIELDS = ("batch", "epoch", "batch_in_epoch", "sample", "token", "elapsed")
+_FIELDS = ("batch", "epoch", "batch_in_epoch", "sample", "token", "elapsed", "draw")
 
 
 class Clock:
-    """Time inside a step. Its tensor is made when first read: a step that reads no time pays nothing."""
+    """Time inside a step. Its tensor is made when first read: a step that reads no time pays nothing.
 
-    __slots__ = ("schedules", "_values", "_later", "_source")
+    Attributes:
+        schedules: The schedules whose values follow the counters.
+        purpose: What draws are for: "" in a training step, else the name of the program or event.
+    """
+
+    __slots__ = ("schedules", "purpose", "_values", "_later", "_source")
 
     def __init__(
         self,
         values: Tensor | None,
         later: "Clock | None",
         schedules: tuple[Schedule, ...],
-        source: tuple[Timestamp, torch.device] | None = None,
+        purpose: str,
+        source: tuple[Timestamp, int, torch.device] | None = None,
     ) -> None:
         """Takes the values, or what they can be made from; `Clock.of` is the usual way."""
-        self._values, self._later, self.schedules, self._source = values, later, schedules, source
+        self._values, self._later, self._source = values, later, source
+        self.schedules, self.purpose = schedules, purpose
 
     @classmethod
-    def of(cls, now: Timestamp, later: Timestamp, schedules: tuple[Schedule, ...], device: torch.device) -> "Clock":
-        """The clock of a step that leads from `now` to `later`."""
-        return cls(None, cls(None, None, schedules, (later, device)), schedules, (now, device))
+    def of(
+        cls,
+        now: Timestamp,
+        later: Timestamp,
+        schedules: tuple[Schedule, ...],
+        device: torch.device,
+        *,
+        purpose: str = "",
+        draw: int | None = None,
+    ) -> "Clock":
+        """The clock of a step that leads from `now` to `later`; `draw` numbers its draws, by default the batch."""
+        draw = now.batch if draw is None else draw
+        advanced = cls(None, None, schedules, purpose, (later, draw, device))
+        return cls(None, advanced, schedules, purpose, (now, draw, device))
 
     @property
     def values(self) -> Tensor:
         """float64 of shape (fields,), which holds every count below 2**53 exactly."""
         if self._values is None:
             assert self._source is not None
-            timestamp, device = self._source
-            self._values = torch.tensor(_read(timestamp, self.schedules), dtype=torch.float64, device=device)
+            timestamp, draw, device = self._source
+            numbers = _read(timestamp, draw, self.schedules)
+            self._values = torch.tensor(numbers, dtype=torch.float64, device=device)
         return self._values
 
     @property
@@ -79,6 +98,11 @@ class Clock:
         """The fraction of the run that is over, 0-d float64; NaN in a run without a duration."""
         return self.values[5]
 
+    @property
+    def draw(self) -> Tensor:
+        """What numbers this step's draws, 0-d int64: one number before and after `advance`, so that none repeats."""
+        return self.values[6].to(torch.int64)
+
     def scheduled(self, schedule: Schedule) -> Tensor:
         """The schedule's multiplier now, 0-d float64.
 
@@ -97,7 +121,7 @@ class Clock:
         return self._later or self
 
 
-def _read(timestamp: Timestamp, schedules: tuple[Schedule, ...]) -> list[float]:
+def _read(timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...]) -> list[float]:
     elapsed = timestamp.elapsed()
     return [
         timestamp.batch,
@@ -106,20 +130,22 @@ def _read(timestamp: Timestamp, schedules: tuple[Schedule, ...]) -> list[float]:
         timestamp.sample,
         timestamp.token,
         float("nan") if elapsed is None else elapsed,
+        draw,
         *[schedule(timestamp) for schedule in schedules],
     ]
 
 
 def _flatten(clock: Clock) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    static = (clock.schedules, clock.purpose)
     if clock._later is None:
-        return ("values",), (clock.values,), clock.schedules
-    return ("values", "later"), (clock.values, clock._later), clock.schedules
+        return ("values",), (clock.values,), static
+    return ("values", "later"), (clock.values, clock._later), static
 
 
-def _unflatten(names: tuple[str, ...], children: Iterable[Any], schedules: Any) -> Clock:
+def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> Clock:
     del names
     values, later = (*children, None)[:2]
-    return Clock(values, later, schedules)
+    return Clock(values, later, *static)
 
 
 tree.register_node(Clock, _flatten, _unflatten)

@@ -24,11 +24,13 @@ from purecompose.gradient import Op, wants_outer_gradient
 from purecompose.loop import Grad, Node, Program, advance, build, walk
 from purecompose.matching import Matcher
 from purecompose.network import looking_for_draws
-from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes
+from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
 from purecompose.plan import Plan, describe_moment, make_plan
 from purecompose.predicate import NEVER
+from purecompose.random.modules import detect
+from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.state import State
-from purecompose.time import Timestamp, TimeUnit
+from purecompose.time import Time, Timestamp, TimeUnit
 
 
 __all__ = ["Step", "compose"]
@@ -65,7 +67,7 @@ class Step:
         # Memory of what has been computed before; nothing here changes a result.
         self._outer_matchers: dict[Event, Matcher] = {}
         self._compiled: dict[int, _Compiled] = {}
-        self._checked: dict[int, Context] = {}
+        self._checked: dict[tuple[int, int], Context] = {}
         self._ready: Context | None = None
 
     def __call__(self, state: State, batch: Any) -> State:
@@ -78,28 +80,45 @@ class Step:
         """
         return self.finish(self.fold(state, batch))
 
-    def fold(self, state: State, batch: Any, observe: Observe | None = None) -> State:
-        """The fold over the program, without the clean-up at its end: outputs and batch are still there."""
+    def fold(
+        self,
+        state: State,
+        batch: Any,
+        observe: Observe | None = None,
+        *,
+        purpose: str = "",
+        draw: int | None = None,
+    ) -> State:
+        """The fold over the program, without the clean-up at its end: outputs and batch are still there.
+
+        Args:
+            state: The state.
+            batch: The batch.
+            observe: Told of each application of an algorithm.
+            purpose: What draws are for; two purposes draw apart.
+            draw: Numbers the draws of this call; by default the batch's number in the run does.
+        """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
-        later = now.advance(batches.num_examples(batch), _num_tokens(batch)) if self.has_advance else now
+        num_examples = batches.num_examples(batch)
+        later = now.advance(num_examples, _num_tokens(batch)) if self.has_advance else now
         bits = self.matcher.schedule(state, batch, now, later)
         compiled = self._compiled.get(bits) or self._compile(bits)
         start = state.replace(
             static=Static(context, SealedTime(now, later)),
-            clock=Clock.of(now, later, context.schedules, state.device),
+            clock=Clock.of(now, later, context.schedules, state.device, purpose=purpose, draw=draw),
             batch=batch,
-            loss=None,
             metrics={},
         )
-        checked = self._checked.get(bits)
+        variant = (bits, num_examples)
+        checked = self._checked.get(variant)
         with nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad():
             if observe is None and (checked is context or checked == context):
                 return compiled.run(start)
-            return self._run_checked(compiled, bits, start, observe)
+            return self._run_checked(compiled, variant, start, observe)
 
     def finish(self, state: State) -> State:
         """The state as it is between steps: the time unsealed and advanced, the temporary fields gone."""
@@ -119,14 +138,15 @@ class Step:
         Raises:
             ValueError: Two algorithms want different defaults for one hparam.
         """
-        state = state.with_hparams(hparam for algorithm in self.algorithms for hparam in algorithm.hparams)
+        settings = (state.optimizer, *(dict(algorithm.config) for algorithm in self.algorithms))
+        state = state.with_hparams(collect(settings, Hparam))
         fresh = [a for a in self.algorithms if a.name not in state.context.initialised]
         matched = self._matched_now(Event.INIT, state, fresh)
         for algorithm in self.order(matched, Event.INIT):
             state, _ = applied(algorithm, Event.INIT, state)
         check_slots(state)
         context = state.context
-        schedules = [schedule for algorithm in fresh for schedule in algorithm.schedules]
+        schedules = collect(settings, Schedule)
         changes = {
             "initialised": tuple(dict.fromkeys([*context.initialised, *[a.name for a in fresh]])),
             "schedules": tuple(dict.fromkeys([*context.schedules, *schedules])),
@@ -146,10 +166,17 @@ class Step:
         if not matched:
             return state
         now, context = state.timestamp, state.context
-        clock = Clock.of(now, now, context.schedules, state.device)
+        clock = Clock.of(now, now, context.schedules, state.device, purpose=event.value)
         inner = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
+        contract = Contract(inner)
+
+        def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
+            del code
+            contract.note(algorithm, event, before, after)
+
         for algorithm in matched:
-            inner = application(algorithm, event)(inner)
+            inner = application(algorithm, event, watch)(inner)
+        contract.check(inner)
         return inner.replace(static=Static(inner.context, now), clock=None)
 
     def plan(self, state: State, batch: Any = None) -> Plan:
@@ -208,8 +235,10 @@ class Step:
         self._compiled[bits] = compiled
         return compiled
 
-    def _run_checked(self, compiled: _Compiled, bits: int, start: State, observe: Observe | None) -> State:
-        """The first run of a schedule: watches for unkeyed draws, and checks what the step must keep."""
+    def _run_checked(
+        self, compiled: _Compiled, variant: tuple[int, int], start: State, observe: Observe | None
+    ) -> State:
+        """The first run of a schedule and batch size: watches for unkeyed draws, and for what a step must keep."""
         contract = Contract(start)
 
         def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
@@ -218,17 +247,20 @@ class Step:
                 observe(algorithm, event, before, after, code)
 
         self._warn_of_standing_time(start)
-        with looking_for_draws():
+        with looking_for_draws(), detect():
             end = compiled.observed(watch)(start)
         contract.check(end)
-        self._checked[bits] = start.context
+        self._checked[variant] = start.context
         return end
 
     def _warn_of_standing_time(self, start: State) -> None:
         """Epochs of unknown length are counted by whoever ends them; a plain loop that forgets it stands still."""
         run = _opened(start, later=False).run
+        if run.batches_per_epoch is not None:
+            return
+        units = {time.unit for time in (*collect(start.context.schedules, Time), *self.matcher.times)}
         in_epochs = run.duration is not None and run.duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
-        if in_epochs and run.batches_per_epoch is None and (start.context.schedules or self.matcher.reads_time):
+        if TimeUnit.EPOCH in units or (TimeUnit.DURATION in units and in_epochs):
             warnings.warn(
                 "epochs have no known length: time moves only when an epoch ends, so schedules and predicates stand "
                 "still within it. Give State.create batches_per_epoch=len(batches); or end epochs yourself, as fit "
@@ -286,6 +318,9 @@ def compose(
             raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: expected a positive number of slices")
+    if order_by_constraints in ordering:
+        for event in Event:  # an impossible set is told now, not when its members first meet
+            order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
     for event in _events_in_grad(nodes):
         _check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
     return Step(nodes, chosen, ordering, microbatches)

@@ -75,6 +75,8 @@ class SealedTime:
         return self._later if later else self._now
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy, pickle and the like ask whether there is such a thing
+            raise AttributeError(name)
         raise RuntimeError(
             f"timestamp.{name} was read inside a step, where it would be compiled in as a constant: read "
             f"state.clock.{name if hasattr(Clock, name) else 'elapsed'} (a tensor), decide by time in `match`, or make "

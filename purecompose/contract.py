@@ -1,5 +1,7 @@
 """What every step keeps, checked in the first run of each schedule."""
 
+import random as python_random
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +28,9 @@ class Contract:
         """Notes the form of the state, and the version that torch counts for each tensor."""
         self._start = start
         self._history: list[tuple[Algorithm, Event, State, State]] = []
-        self._versions = [
-            (path, tensor, version) for path, tensor in _incoming(start) if (version := _version(tensor)) is not None
-        ]
+        self._incoming = _incoming(start)
+        self._versions = [_version(tensor) for _, tensor in self._incoming]
+        self._generators = _global_generators()
 
     def note(self, algorithm: Algorithm, event: Event, before: State, after: State) -> None:
         """Takes down one application.
@@ -37,7 +39,7 @@ class Contract:
             ContractError: It wrote into a tensor that the step was given.
         """
         self._history.append((algorithm, event, before, after))
-        self._check_versions(f"{algorithm.name} at {event}")
+        self._check_input(f"{algorithm.name} at {event}")
 
     def check(self, end: State) -> None:
         """Compares the end of the step with its start.
@@ -46,7 +48,7 @@ class Contract:
             ContractError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
                 that changed it there.
         """
-        self._check_versions("the step itself")
+        self._check_input("the network, the loss or a stage (a layer with inplace=True?)")
         before, after = _specs(self._start), _specs(end)
         if before == after:
             return
@@ -60,13 +62,26 @@ class Contract:
             "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
         )
 
-    def _check_versions(self, culprit: str) -> None:
-        for path, tensor, version in self._versions:
+    def _check_input(self, culprit: str) -> None:
+        now = _incoming(self._start)
+        if len(now) != len(self._incoming) or any(
+            new is not old for (_, new), (_, old) in zip(now, self._incoming, strict=True)
+        ):
+            raise ContractError(
+                f"{culprit} replaced an entry of a dictionary or list of the state or batch it was given, which "
+                "belongs to the caller: make a new one, as in state.replace(params={**state.params, name: tensor})"
+            )
+        for (path, tensor), version in zip(self._incoming, self._versions, strict=True):
             if _version(tensor) != version:
                 raise ContractError(
                     f"{culprit} wrote in place into state.{path}, which belongs to the caller and has lost its value "
                     "now: make a new tensor (mul instead of mul_) and return state.replace(...) with it"
                 )
+        if _global_generators() != self._generators:
+            raise ContractError(
+                f"{culprit} drew from the global generator of Python's random or of NumPy, which no state holds: draw "
+                "with purecompose.random from state.rng(name)"
+            )
 
 
 def check_slots(state: State) -> None:
@@ -87,6 +102,13 @@ def _incoming(state: State) -> list[tuple[str, Tensor]]:
         if isinstance(leaf, Tensor)
     ]
     return [*found, *[("batch", tensor) for tensor in batches.tensors(state.batch)]]
+
+
+def _global_generators() -> tuple[Any, ...]:
+    """The states of the generators that torch's modes do not see."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else tuple(map(str, numpy.random.get_state()[1:3]))
+    return python_random.getstate(), of_numpy
 
 
 def _version(tensor: Tensor) -> int | None:

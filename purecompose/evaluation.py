@@ -102,7 +102,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         totals = {name: metric.init(state.device) for name, metric in metrics.items()}
         num_batches = 0
         for batch in evaluator.data:
-            inner = step.fold(current, on_device(batch, state.device))
+            inner = step.fold(current, on_device(batch, state.device), purpose="eval", draw=num_batches)
             targets = inner.targets if _has_targets(inner) else inner.batch
             totals = {name: metrics[name].update(totals[name], inner.outputs, targets) for name in metrics}
             current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
@@ -126,7 +126,7 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
     with torch.no_grad():
         current = inner.fire(Event.PREDICT_START, state)
         for batch in data:
-            folded = inner.fold(current, on_device(batch, state.device))
+            folded = inner.fold(current, on_device(batch, state.device), purpose="predict", draw=len(outputs))
             outputs.append(folded.outputs)
             current = inner.finish(folded)
         inner.fire(Event.PREDICT_END, current)

@@ -19,7 +19,8 @@ from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.predicate import ALWAYS, NEVER, Predicate
 from purecompose.state import State
-from purecompose.time import RunLength, Timestamp
+from purecompose.schedule import collect
+from purecompose.time import RunLength, Time, Timestamp
 
 
 __all__ = ["Matcher", "MatchError", "Question", "SealedTensor"]
@@ -148,7 +149,7 @@ class Matcher:
                     self.always.add((event, algorithm.name))
                 elif left != NEVER:
                     self.questions.append(Question(event, algorithm, left, not left.is_timed))
-        self.reads_time = any(question.predicate.is_timed for question in self.questions)
+        self.times = collect([question.predicate for question in self.questions], Time)
         self._stretch: _Stretch | None = None
 
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:

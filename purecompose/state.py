@@ -49,7 +49,7 @@ class State:
     """The run's root key, int64 of shape (2,)."""
     static: Static
     loss: Tensor | None = None
-    """The last step's loss, 0-d; reading its value waits for the device."""
+    """The last step's loss, 0-d, NaN before the first; reading its value waits for the device."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What algorithms report of the last step; nothing reads it back."""
     batch: Any = None
@@ -109,7 +109,7 @@ class State:
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
         if input_key is None:
-            input_key = batches.WHOLE if loss == losses.model_loss else 0
+            input_key = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
         batches.check_key(input_key, "input_key")
         batches.check_key(target_key, "target_key")
         schedules = collect(optimizer, Schedule)
@@ -125,11 +125,13 @@ class State:
         state = cls(
             params=parts.params,
             buffers=parts.buffers,
-            opt_state=optimizer.init({name: parts.params[name] for name in context.trainable}),
+            opt_state=optimizer.init(parts.params),
             slots={},
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
             static=Static(context, Timestamp(run=run)),
+            # There is no loss yet; the leaf is there, so that states before and after a step have one structure.
+            loss=torch.full((), torch.nan, dtype=_loss_dtype(parts.params)),
         )
         return state.with_hparams(collect(optimizer, Hparam)).to(where)
 
@@ -229,12 +231,15 @@ class State:
         return resolve(scalar, hparams=self.hparams, scheduled=self._scheduled)
 
     def rng(self, name: str) -> random.Rng:
-        """Where draws called `name` come from: the run's key and the current batch.
+        """Where draws called `name` come from: the run's key, the batch, and what they are for.
 
-        The same name in the same batch gives the same draws; other names and batches give unrelated ones.
+        The same name in the same step gives the same draws, at whichever event; other names and other steps give
+        unrelated ones, as do evaluation (whose batches are numbered from 0) and each event outside the step.
         """
-        batch = self.clock.batch if self.clock is not None else self.timestamp.batch
-        return random.Rng(self.key, draw=random.salt(name), example=0, batch=batch)
+        if self.clock is None:
+            return random.Rng(self.key, draw=random.salt(name), example=0, batch=self.timestamp.batch)
+        names = (self.clock.purpose, name) if self.clock.purpose else (name,)
+        return random.Rng(self.key, draw=random.salt(*names), example=0, batch=self.clock.draw)
 
     def example_rng(self, name: str) -> random.Rng:
         """Like `rng`, for draws about single examples: a microbatch draws what the whole batch would have."""
@@ -262,17 +267,18 @@ class State:
             raise RuntimeError("state.gradient(params) works inside a step, at events after its gradient")
         return self.regrad(params)
 
-    def forward(self, inputs: Any, *, train: bool = False) -> Any:
+    def forward(self, inputs: Any, *, train: bool = False, name: str = ".state.forward") -> Any:
         """The network's outputs for these inputs.
 
         Args:
             inputs: One argument, a list of arguments, or a mapping of keyword arguments.
             train: Run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
                 Buffers that the pass changes (running statistics) are dropped either way.
+            name: Names the network's draws: two passes under one name in one step draw the same.
         """
-        return self.run_model(inputs, train=train, rng_name="state.forward")[0]
+        return self.run_model(inputs, train=train, rng_name=name)[0]
 
-    def run_model(self, inputs: Any, *, train: bool, rng_name: str = "forward") -> tuple[Any, dict[str, Tensor]]:
+    def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
         """The network's outputs, and the buffers as the pass leaves them. `rng_name` names its draws."""
         context = self.context
         return call_model(
@@ -323,7 +329,11 @@ def _translate(state: State, changes: dict[str, Any]) -> dict[str, Any]:
         elif name == "timestamp":
             static = Static(static.context, value)
         elif name in _CONTEXT_FIELDS:
-            static = Static(static.context.replace(**{name: value}), static.timestamp)
+            context = static.context.replace(**{name: value})
+            if name == "optimizer":
+                schedules = dict.fromkeys([*context.schedules, *collect(value, Schedule)])
+                context = context.replace(schedules=tuple(schedules))
+            static = Static(context, static.timestamp)
         else:
             known = sorted({*_FIELDS, *_CONTEXT_FIELDS, "inputs", "targets", "timestamp"})
             raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
@@ -357,6 +367,12 @@ def _leading_dimension(inputs: Any) -> int | None:
         return inputs.shape[0] if inputs.ndim else None
     sizes = {leaf.shape[0] for leaf in batches.tensors(inputs) if leaf.ndim}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _loss_dtype(params: dict[str, Tensor]) -> torch.dtype:
+    """That of a double-precision network, else float32."""
+    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
+    return torch.float64 if wide else torch.float32
 
 
 def _check_optimizer(optimizer: Any) -> None:

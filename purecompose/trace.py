@@ -52,7 +52,10 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One entry per algorithm and event of the program, those that did not run included."""
+    """One entry per algorithm and event of the program, those that did not run included.
+
+    The algorithms are the step's own, and those that a pass has put in and that ran.
+    """
 
     entries: tuple[TraceEntry, ...]
 
@@ -101,10 +104,12 @@ def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:
         orders: dict[Event, list[str]] = {}
         for name, event in seen:
             orders.setdefault(event, []).append(name)
+        # A pass may have put in algorithms that the step does not list.
+        names = dict.fromkeys([*[algorithm.name for algorithm in step.algorithms], *[name for name, _ in seen]])
         entries = [
-            _entry(algorithm.name, event, seen.get((algorithm.name, event), []), orders.get(event, []))
+            _entry(name, event, seen.get((name, event), []), orders.get(event, []))
             for event in step.events
-            for algorithm in step.algorithms
+            for name in names
         ]
         entries.sort(key=lambda e: (step.events.index(e.event), not e.ran, e.order or 0))
         return end, Trace(tuple(entries))
@@ -125,7 +130,8 @@ def _changed(before: State, after: State) -> tuple[str, ...]:
         old, new = getattr(before, name), getattr(after, name)
         if old is new:
             continue
-        ours, theirs = tree.leaves_with_paths(old), tree.leaves_with_paths(new)
+        ours = tree.leaves_with_paths(old, into_objects=True)
+        theirs = tree.leaves_with_paths(new, into_objects=True)
         for path in {**ours, **theirs}:
             if path not in ours or path not in theirs or not tree.equal(ours[path], theirs[path]):
                 found.append(f"{name}{path}")

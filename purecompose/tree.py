@@ -5,8 +5,9 @@ optree's under the namespace `"purecompose"`, because it is fast and names key p
 their insertion order in both, so both give the same leaves in the same order.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ __all__ = [
     "flatten",
     "unflatten",
     "register_node",
+    "members",
     "equal",
     "diff",
     "global_norm",
@@ -81,9 +83,11 @@ def register_node(
     )
 
 
-def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:  # noqa: A001
-    """Applies `fn` to corresponding leaves; `None` is a leaf."""
-    return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
+def map(  # noqa: A001
+    fn: Callable[..., Any], tree: Any, *rests: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Applies `fn` to corresponding leaves; `None` is a leaf, and so is a node of which `is_leaf` says so."""
+    return optree.tree_map(fn, tree, *rests, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -106,15 +110,40 @@ def structure(tree: Any) -> optree.PyTreeSpec:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def leaves_with_paths(tree: Any) -> dict[str, Any]:
+def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any]:
     """The leaves by key path.
+
+    Args:
+        tree: The tree.
+        into_objects: Go on into leaves that hold tensors all the same, such as unregistered dataclasses.
 
     Example:
         >>> leaves_with_paths({"a": 1, "b": (2, 3)})
         {"['a']": 1, "['b'][0]": 2, "['b'][1]": 3}
     """
+    if into_objects:
+        return {path: leaf for path, leaf, _ in _entries(tree)}
     accessors, found, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True, namespace=NAMESPACE)
     return {accessor.codify(""): leaf for accessor, leaf in zip(accessors, found, strict=True)}
+
+
+def members(leaf: Any) -> dict[Any, Any]:
+    """What a leaf holds that is a container all the same: a mapping, a dataclass, an object with attributes.
+
+    Empty for plain values, and for what can be called: a module's weights are no members.
+
+    Example:
+        >>> import types
+        >>> members(types.SimpleNamespace(x=1))
+        {'x': 1}
+    """
+    if isinstance(leaf, Mapping):
+        return dict(leaf)
+    if isinstance(leaf, type) or callable(leaf):
+        return {}
+    if dataclasses.is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return dict(getattr(leaf, "__dict__", {}))
 
 
 def equal(first: Any, second: Any) -> bool:
@@ -160,13 +189,33 @@ def _differences(first: Any, second: Any) -> Iterable[str]:
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:
     """By key path: the leaf, or empty container, and the types of the nodes that lead to it."""
+    return {path: (leaf, above) for path, leaf, above in _entries(tree, is_leaf=_is_empty_container)}
+
+
+def _entries(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[str, Any, tuple[type, ...]]]:
+    """Key path, leaf and the types above it, also inside objects that hold tensors unknown to the registries.
+
+    Those must be taken apart: `==` on them would ask a tensor for its truth.
+    """
     accessors, found, _ = optree.tree_flatten_with_accessor(
-        tree, is_leaf=_is_empty_container, none_is_leaf=True, namespace=NAMESPACE
+        tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )
-    return {
-        accessor.codify(""): (leaf, tuple(entry.type for entry in accessor))
-        for accessor, leaf in zip(accessors, found, strict=True)
-    }
+    for accessor, leaf in zip(accessors, found, strict=True):
+        path, above = accessor.codify(""), tuple(entry.type for entry in accessor)
+        inner = {} if isinstance(leaf, Tensor) else members(leaf)
+        if not _holds_tensors(inner):
+            yield path, leaf, above
+            continue
+        for name, member in inner.items():
+            step = f"[{name!r}]" if isinstance(leaf, Mapping) else f".{name}"
+            for rest, inner_leaf, inner_above in _entries(member, is_leaf):
+                yield f"{path}{step}{rest}", inner_leaf, (*above, type(leaf), *inner_above)
+
+
+def _holds_tensors(node: Any) -> bool:
+    return any(isinstance(leaf, Tensor) or _holds_tensors(members(leaf)) for leaf in leaves(node)) if node else False
 
 
 def _is_empty_container(node: Any) -> bool:
@@ -177,9 +226,7 @@ def _leaf_difference(first: Any, second: Any) -> str:
     if first is second:
         return ""
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        are_nan = first != first and second != second
-        is_same = type(first) is type(second) and (first == second or are_nan)
-        return "" if is_same else f"{first!r} and {second!r}"
+        return "" if _are_same_values(first, second) else f"{first!r} and {second!r}"
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return f"{_describe(first)} and {_describe(second)}"
     unequal = _bits(first) != _bits(second)
@@ -193,6 +240,21 @@ def _leaf_difference(first: Any, second: Any) -> str:
     at = int(where[0])
     values = first.flatten()[at].item(), second.flatten()[at].item()
     return f"{len(where)} of {first.numel()} elements differ, first at {at}: {values[0]} and {values[1]}"
+
+
+def _are_same_values(first: Any, second: Any) -> bool:
+    """Of two leaves that are not both tensors."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, (float, complex)) and first != first:
+        return second != second
+    if hasattr(first, "dtype") and hasattr(first, "tolist"):  # arrays of numpy compare to arrays
+        is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+        return is_alike and equal(first.tolist(), second.tolist())
+    try:
+        return bool(first == second)
+    except (RuntimeError, TypeError, ValueError):  # objects that keep tensors or arrays out of sight
+        return False
 
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -86,7 +86,8 @@ def test_lookup_ignores_case(event: Event, data: st.DataObject) -> None:
 
 def test_members_are_plain() -> None:
     assert str(Event.INIT) == "Event.INIT"
-    assert Event.INIT != "init"
+    with pytest.raises(TypeError, match=r"an event is no string; compare with a member, or with Event\('init'\)"):
+        assert Event.INIT == "init"
     assert {Event.INIT: 1}[Event("INIT")] == 1
 
 

@@ -14,11 +14,10 @@ def reasons(plan, event):
 def test_orders_and_reasons():
     selecting = noise("selecting", traits={Trait.SELECTS_EXAMPLES})
     plan = compose(loop_events, [noise("a"), selecting, noise("b"), decay()]).plan(make_state())
-    by_passes = "ordered by set_filo_order, sort_selective_backprop_first"
     assert reasons(plan, Event.AFTER_DATALOADER) == {
-        "selecting": (0, by_passes),
-        "b": (1, by_passes),
-        "a": (2, by_passes),
+        "selecting": (0, "sort_selective_backprop_first"),
+        "b": (1, "listed order, reversed"),
+        "a": (2, "listed order, reversed"),
     }
     assert plan.order("after_dataloader") == ("selecting", "b", "a")
     assert reasons(plan, Event.BATCH_END) == {"decay": (0, "alone")}
@@ -36,7 +35,7 @@ def test_the_absent_say_why():
     step = compose(loop_events, [noise(when=pc.after(0.5))])
     state = make_state(duration="4ba")
     row = compose(loop_events, [noise(when=pc.after(0.5))]).plan(state).rows[0]
-    assert (row.order, row.reason) == (None, "after('0.5dur') does not hold at batch 0 (0% of the run)")
+    assert (row.order, row.reason) == (None, "after('0.5dur') does not hold at batch 0 (0.0% of the run)")
     later = state.replace(timestamp=state.timestamp.replace(batch=3))
     assert reasons(step.plan(later), Event.AFTER_DATALOADER) == {"noise": (0, "alone")}
 
@@ -48,7 +47,7 @@ def test_dropped_by_a_pass():
 
     plan = compose(loop_events, [noise(), noise("b")], passes=[drop]).plan(make_state())
     found = reasons(plan, Event.AFTER_DATALOADER)
-    assert found == {"b": (0, "ordered by drop"), "noise": (None, "dropped by a pass")}
+    assert found == {"b": (0, "alone"), "noise": (None, "dropped by a pass")}
 
 
 def test_the_plan_is_what_happens():
@@ -121,3 +120,21 @@ def test_planning_changes_nothing():
         step(state, make_batch()).params["0.weight"],
         compose(loop_events, [noise()])(state, make_batch()).params["0.weight"],
     )
+
+
+def test_constraints_are_named_with_their_partners():
+    chosen = [noise("a"), noise("b", runs_before=("c",)), noise("c")]
+    plan = compose(loop_events, chosen).plan(make_state())
+    assert reasons(plan, Event.AFTER_DATALOADER) == {
+        "b": (0, "listed order, reversed, before c"),
+        "c": (1, "listed order, reversed, after b"),
+        "a": (2, "listed order, reversed"),
+    }
+    plan = compose(loop_events, [noise("a", runs_after=("nobody",))]).plan(make_state())
+    assert plan.warnings == ("a is ordered by nobody, which the step does not have",)
+
+
+def test_one_reason_for_many_events_is_one_line():
+    curious = Algorithm("curious", lambda e, s: e is Event.BATCH_END, lambda e, s: s)
+    text = str(compose(loop_events, [curious]).plan(make_state()))
+    assert len(text.splitlines()) < 8 and "39 events" in text

@@ -342,7 +342,7 @@ def test_neither_predicate_nor_function(match: Any) -> None:
         (lambda: between("9ep", "5ep"), ValueError, "the start before the end"),
         (lambda: every(0), ValueError, r"every\(0\): expected a positive interval"),
         (lambda: every(-2), ValueError, "positive"),
-        (lambda: every(2.5), TypeError, "expected an int"),  # pyright: ignore[reportArgumentType]
+        (lambda: every(2.5), TypeError, "write '2.5dur' for a fraction"),  # pyright: ignore[reportArgumentType]
         (lambda: every(True), TypeError, "expected a Time"),
         (lambda: every("0ep"), ValueError, "positive"),
         (lambda: every("8sp"), ValueError, "expected batches"),

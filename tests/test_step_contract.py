@@ -1,5 +1,7 @@
 """What a step asks of its algorithms, and what happens at the events around it: INIT and the outer ones."""
 
+import random
+
 import pytest
 import torch
 from helpers import (
@@ -17,7 +19,8 @@ from helpers import (
     run_steps,
 )
 
-from purecompose import Algorithm, ContractError, Event, State, compose, hparam, loop_events, on, schedule
+import purecompose as pc
+from purecompose import Algorithm, ContractError, Event, State, compose, hparam, loop_events, on, optim, schedule
 
 
 # What an algorithm must keep
@@ -186,3 +189,120 @@ def test_outer_events_fire_in_order_with_a_clock():
 def test_inner_events_are_not_fired_from_outside(event):
     with pytest.raises(ValueError, match="fires inside the step"):
         compose(loop_events).fire(event, make_state())
+
+
+def changed_in_place(state: State) -> State:
+    state.params["0.weight"].mul_(0.5)
+    return state
+
+
+def changed_in_a_dictionary(state: State) -> State:
+    state.params["0.weight"] = state.params["0.weight"] * 0.5
+    return state
+
+
+def changed_in_the_batch(state: State) -> State:
+    state.inputs.zero_()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (changed_in_place, r"rude at Event.BATCH_START wrote in place into state.params\['0.weight'\]"),
+        (changed_in_a_dictionary, "rude at Event.BATCH_START replaced an entry of a dictionary or list"),
+        (changed_in_the_batch, "rude at Event.BATCH_START wrote in place into state.batch"),
+    ],
+)
+def test_writing_into_what_the_step_was_given_is_caught(fn, said):
+    step = compose(loop_events, [changing("rude", Event.BATCH_START, fn)])
+    with pytest.raises(ContractError, match=said):
+        step(make_state(), make_batch())
+
+
+def test_a_layer_that_works_in_place_on_the_batch_is_caught():
+    net = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 3))
+    with pytest.raises(ContractError, match="inplace=True.* wrote in place into state.batch"):
+        compose(loop_events)(make_state(net), make_batch())
+
+
+def test_draws_from_global_generators_in_an_algorithm_are_caught():
+    torchs = changing("torchs", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + torch.rand(())))
+    with pytest.raises(pc.UnkeyedRandomError, match="rand"):
+        compose(loop_events, [torchs])(make_state(), make_batch())
+    pythons = changing("pythons", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + random.random()))
+    with pytest.raises(ContractError, match="pythons at Event.BATCH_START drew from the global generator"):
+        compose(loop_events, [pythons])(make_state(), make_batch())
+
+
+def test_slots_hold_tensors():
+    counts = changing("counts", Event.INIT, lambda s: s.replace(slots={"counts": {"n": 0}}))
+    with pytest.raises(ContractError, match=r"state.slots\['counts'\]\['n'\] is 0 \(int\): slots hold tensors"):
+        compose(loop_events, [counts]).init(make_state())
+
+
+def test_a_batch_of_another_size_is_checked_too():
+    def keep(state: State) -> State:
+        return state.replace(slots={"rows": state.inputs[:, 0]})
+
+    start = Algorithm(
+        "rows",
+        on(Event.INIT, Event.BATCH_END),
+        lambda event, state: keep(state) if event is Event.BATCH_END else state.replace(slots={"rows": torch.zeros(8)}),
+    )
+    step = compose(loop_events, [start])
+    state = step(step.init(make_state()), make_batch(size=8))
+    with pytest.raises(ContractError, match=r"rows at Event.BATCH_END changed state.slots\['rows'\].*\(8,\).*\(3,\)"):
+        step(state, make_batch(size=3))
+
+
+def test_an_impossible_order_is_told_when_composed():
+    late = on(Event.BATCH_END) & pc.after(0.5)
+    chosen = [
+        Algorithm("a", late, lambda e, s: s, runs_before=("b",)),
+        Algorithm("b", late, lambda e, s: s, runs_before=("a",)),
+    ]
+    with pytest.raises(pc.OrderError, match="a before b before a|b before a before b"):
+        compose(loop_events, chosen)
+
+
+@pytest.mark.parametrize("optimizer", [optim.sgd(0.1 * schedule.linear()), optim.sgd(hparam("lr", 0.1))])
+def test_a_second_phase_brings_its_schedules_and_hparams(optimizer):
+    step = compose(loop_events)
+    state = make_state(batches_per_epoch=4).replace(optimizer=optimizer, opt_state={})
+    end = step(step.init(state), make_batch())
+    assert not torch.equal(end.params["0.weight"], state.params["0.weight"])
+
+
+def test_a_schedule_of_an_algorithm_whose_init_is_over_is_evaluated():
+    state = compose(loop_events, [scaling("a", hparam("scale", 0.5))]).init(make_state(batches_per_epoch=4))
+    second = compose(loop_events, [scaling("a", schedule.linear())])
+    second(second.init(state), make_batch())
+
+
+def test_states_before_and_after_a_step_have_one_structure():
+    before = make_state()
+    after = compose(loop_events)(before, make_batch())
+    assert pc.tree.structure(before) == pc.tree.structure(after)
+    moved = pc.tree.map(torch.sub, after.params, before.params)
+    assert pc.tree.global_norm(moved) > 0
+
+
+def test_draws_do_not_repeat_from_step_to_step_or_in_evaluation():
+    seen: dict[str, float] = {}
+
+    def look(event: Event, state: State) -> State:
+        draw = pc.random.uniform(state.rng("look"), ()).item()
+        assert seen.setdefault(f"{event.name} {len(seen)}", draw) == draw
+        return state
+
+    events = (Event.AFTER_DATALOADER, Event.BATCH_END, Event.EVAL_BATCH_START)
+    step = compose(loop_events, [Algorithm("look", on(*events), look)])
+    # A step's events share its draws; watching runs nothing twice.
+    state = make_state(batches_per_epoch=2)
+    for batch in (make_batch(0), make_batch(1)):
+        state = step(state, batch)
+    pc.evaluate(state, [make_batch(0), make_batch(1)], step=step)
+    values = list(seen.values())
+    assert values[0] == values[1] and values[2] == values[3]  # one step, one place
+    assert len(set(values)) == 4  # two steps and two evaluation batches
