@@ -93,8 +93,8 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
     Args:
         batch: The batch.
         key: Names the input, for batches with tensors that are not per example (weights of the classes, position
-            ids of shape (1, L)): where the tensors disagree, the leading dimension of the input counts, or of its
-            first tensor. There a dimension of 1 broadcasts, and counts only if all are 1.
+            ids of shape (1, L)): where the tensors disagree, the leading dimension of the input counts, that of
+            its first tensor where it has several.
 
     Raises:
         ValueError: There is no tensor with a leading dimension, or they disagree and there is no key.
@@ -115,7 +115,7 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
         return len(batch)
     own = _leading_sizes(get(batch, key)) if sizes and key is not None else []
     if own:
-        return next((size for size in own if size != 1), own[0])
+        return own[0]
     found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
     hint = "; name the input by input_key=, and its leading dimension counts" if sizes and key is None else ""
     raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose import batch as batches, model as models
+from purecompose import batch as batches
 from purecompose._fingerprint import fingerprint
 from purecompose.clock import Clock
+from purecompose.model import Model
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
 
@@ -25,7 +26,7 @@ __all__ = ["Context", "SealedTime", "Static"]
 class Context:
     """What stays the same all through a run; equal to another by structure and configuration."""
 
-    model: models.Model
+    model: Model
     loss: Callable[..., Tensor]
     optimizer: Any
     frozen: frozenset[str] = frozenset()

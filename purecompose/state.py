@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from purecompose import batch as batches, losses, model as models, random, tree
+from purecompose import batch as batches, losses, random, tree
 from purecompose.clock import Clock
 from purecompose.context import Context, Static
+from purecompose.model import Model, from_module, to_module as filled_module
 from purecompose.network import call_model
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
@@ -103,7 +104,7 @@ class State:
         Raises:
             TypeError, ValueError: An argument of the wrong kind; the message names it and the remedy.
         """
-        parts = models.from_module(net)
+        parts = from_module(net)
         losses.check_loss(loss)
         _check_optimizer(optimizer)
         if precision not in PRECISIONS:
@@ -143,7 +144,7 @@ class State:
         return self.static.context
 
     @property
-    def model(self) -> models.Model:
+    def model(self) -> Model:
         """The architecture."""
         return self.static.context.model
 
@@ -313,7 +314,7 @@ _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) 
 
 def to_module(state: State) -> nn.Module:
     """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties."""
-    return models.to_module(state.model, state.params, state.buffers)
+    return filled_module(state.model, state.params, state.buffers)
 
 
 def _translate(state: State, changes: dict[str, Any]) -> dict[str, Any]:

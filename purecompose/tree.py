@@ -192,9 +192,7 @@ def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:
     return {path: (leaf, above) for path, leaf, above in _entries(tree, is_leaf=_is_empty_container)}
 
 
-def _entries(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Iterator[tuple[str, Any, tuple[type, ...]]]:
+def _entries(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any, tuple[type, ...]]]:
     """Key path, leaf and the types above it, also inside objects that hold tensors unknown to the registries.
 
     Those must be taken apart: `==` on them would ask a tensor for its truth.
@@ -246,8 +244,8 @@ def _are_same_values(first: Any, second: Any) -> bool:
     """Of two leaves that are not both tensors."""
     if type(first) is not type(second):
         return False
-    if isinstance(first, (float, complex)) and first != first:
-        return second != second
+    if isinstance(first, (float, complex)):
+        return first == second or (first != first and second != second)
     if hasattr(first, "dtype") and hasattr(first, "tolist"):  # arrays of numpy compare to arrays
         is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)
         return is_alike and equal(first.tolist(), second.tolist())

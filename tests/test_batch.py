@@ -208,6 +208,118 @@ def test_split_is_a_partition_into_nearly_equal_parts(total, data):
     assert all(part["inner"][0][1:] == ("text", scalar) and part["none"] is None for part in parts)
 
 
+def names(num: int) -> list[str]:
+    return [f"name {i}" for i in range(num)]
+
+
+# The batch, and where its per-example members are: each of 12 examples, and none of them one tensor.
+PER_EXAMPLE = {
+    "list in a dict": ({"x": torch.arange(12), "id": names(12)}, lambda b: b["id"]),
+    "tuple beside tensors": ((torch.arange(12), torch.ones(12), tuple(names(12))), lambda b: b[2]),
+    "list of lists": ([torch.arange(12), [[i] * i for i in range(12)]], lambda b: b[1]),
+    "dict of metadata": ({"x": torch.arange(12), "meta": {"id": names(12)}}, lambda b: b["meta"]["id"]),
+    "list of dicts": ({"x": torch.arange(12), "meta": [{"id": i} for i in range(12)]}, lambda b: b["meta"]),
+    "user dict": (UserDict(x=torch.arange(12), meta=UserDict(id=names(12))), lambda b: b["meta"]["id"]),
+    "dataclass": (Data(torch.arange(12), Data(names(12), None)), lambda b: b.y.x),
+    "object": (SimpleNamespace(x=torch.arange(12), id=names(12)), lambda b: b.id),
+    "list of texts": (names(12), lambda b: b),
+}
+per_example = pytest.mark.parametrize("batch, member", PER_EXAMPLE.values(), ids=list(PER_EXAMPLE))
+
+
+@per_example
+def test_lists_with_an_entry_for_each_example_are_cut(batch, member):
+    whole = member(batch)
+    parts = [member(part) for part in batches.split(batch, 3)]
+    assert parts == [whole[0:4], whole[4:8], whole[8:12]]
+    assert [len(member(part)) for part in batches.split(batch, 5)] == [3, 3, 2, 2, 2]
+    assert member(batch) is whole and len(whole) == 12
+
+
+@per_example
+def test_lists_with_an_entry_for_each_example_are_chosen_from(batch, member):
+    whole, indices = member(batch), torch.tensor([7, 0, 7])
+    taken = member(batches.take(batch, indices))
+    assert taken == type(whole)([whole[7], whole[0], whole[7]])
+    assert member(batch) is whole and len(whole) == 12
+
+
+def test_arrays_are_cut_and_chosen_from():
+    numpy = pytest.importorskip("numpy")
+    batch = {"x": torch.arange(4), "id": numpy.array(["a", "b", "c", "d"]), "size": numpy.array([2, 2])}
+    parts = batches.split(batch, 2)
+    assert [part["id"].tolist() for part in parts] == [["a", "b"], ["c", "d"]]
+    assert parts[1]["size"] is batch["size"]
+    assert batches.take(batch, torch.tensor([3, 1]))["id"].tolist() == ["d", "b"]
+
+
+def test_what_is_common_to_all_examples_goes_into_each_part():
+    common = {"text": "abcd", "number": 4, "size": [32, 32], "none": None, "pair": Named(1, 2), "settings": Data(1, 2)}
+    batch = {"x": torch.arange(4), **common}
+    for part in [*batches.split(batch, 2), batches.take(batch, torch.tensor([1]))]:
+        assert {name: part[name] for name in common} == common
+        assert part["settings"] is common["settings"]
+    batch = {"x": torch.arange(2), "pair": Named(1, 2)}
+    assert batches.split(batch, 2)[0]["pair"] == Named(1, 2), "a named tuple is no list of examples"
+
+
+@kinds
+def test_take_picks_rows_in_order(make, input_key, target_key):
+    x, y = torch.arange(10.0).reshape(5, 2), torch.ones(5, 2)
+    taken = batches.take(make(x, y), torch.tensor([3, 0, 3]))
+    assert batches.get(taken, input_key).tolist() == [[6, 7], [0, 1], [6, 7]]
+    assert batches.get(taken, target_key).shape == (3, 2)
+
+
+def test_take_of_lists_says_why_it_does_not_map():
+    batch, indices = {"x": torch.arange(3), "id": names(3)}, torch.tensor([[0, 1], [2, 2]])
+    rows = torch.func.vmap(lambda i: batches.take(batch["x"], i))(indices)
+    assert rows.tolist() == [[0, 1], [2, 2]]
+    with pytest.raises(TypeError, match="list with a row for each example.*not under vmap"):
+        torch.func.vmap(lambda i: batches.take(batch, i)["x"])(indices)
+
+
+UNEQUAL = {
+    "weights of the classes": ({"x": torch.ones(8, 2), "y": torch.ones(8), "weights": torch.ones(3)}, "x"),
+    "before the input": ({"weights": torch.ones(3), "x": torch.ones(8, 2)}, "x"),
+    "position ids, whole": ({"x": torch.ones(8, 2), "weights": torch.ones(1, 2)}, batches.WHOLE),
+    "several inputs": ({"weights": torch.ones(3), "x": torch.ones(8, 2), "z": torch.ones(8)}, ["x", "z"]),
+    "a getter": (({"weights": torch.ones(3)}, {"x": torch.ones(8, 2)}), lambda b: b[1]),
+}
+
+
+@pytest.mark.parametrize("batch, key", UNEQUAL.values(), ids=list(UNEQUAL))
+def test_where_tensors_disagree_the_input_counts_and_others_stay_whole(batch, key):
+    with pytest.raises(ValueError, match="share their leading dimension.*input_key="):
+        batches.num_examples(batch)
+    assert batches.num_examples(batch, key) == 8
+    sizes = {id(leaf): len(leaf) for leaf in batches.tensors(batch)}
+    taken = batches.take(batch, torch.tensor([1, 2, 4]), 8)
+    for num, parts in ((4, batches.split(batch, 2, key)), (3, [taken])):
+        for part in parts:
+            pairs = zip(batches.tensors(batch), batches.tensors(part), strict=True)
+            assert all(len(new) == num if sizes[id(old)] == 8 else new is old for old, new in pairs)
+
+
+def test_a_key_does_not_help_where_the_input_has_no_leading_dimension():
+    batch = {"x": torch.tensor(1.0), "y": torch.ones(2), "z": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"found \[2, 3\]"):
+        batches.num_examples(batch, "x")
+    with pytest.raises(KeyError, match="no member 'image'"):
+        batches.num_examples(batch, "image")
+    assert batches.num_examples({"x": torch.ones(2), "y": torch.ones(2, 1)}, "x") == 2
+
+
+def test_sizes_may_be_symbols():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def run(x, y):
+        return x * batches.num_examples({"x": x, "y": y, "z": y})
+
+    graph = make_fx(run, tracing_mode="symbolic")(torch.ones(5), torch.ones(5, 2))
+    assert graph(torch.ones(7), torch.ones(7, 2)).tolist() == [7.0] * 7
+
+
 def test_objects_without_tensors_are_shared_by_map_tensors():
     plain, module = SimpleNamespace(a=1), torch.nn.Linear(1, 1)
     batch = (torch.ones(2), plain, module, {"text": ["a", "b"]})

@@ -1,5 +1,8 @@
 """A trace says what every algorithm did, and changes nothing."""
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 from helpers import (
     assert_same,
@@ -15,6 +18,7 @@ from helpers import (
     recorder,
 )
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 import purecompose as pc
 from purecompose import Algorithm, Event, compose, loop_events, on, traced
@@ -92,6 +96,40 @@ def test_a_pass_that_adds_an_algorithm_shows_in_the_states_it_makes():
     trace = trace_of([recorder([], "a", Event.AFTER_LOSS)], passes=[twice])
     assert log == [("a", Event.BATCH_START)]
     assert trace["a", Event.BATCH_START].ran
+
+
+def test_an_algorithm_that_a_pass_adds_has_entries():
+    log = []
+
+    def with_extra(algorithms, event):
+        return [extra, *algorithms] if event is Event.BATCH_START else algorithms
+
+    def scaled(event, state):
+        log.append(event)
+        return state.replace(inputs=2 * state.inputs), 7
+
+    extra = Algorithm("extra", on(Event.BATCH_START), scaled)
+    trace = trace_of([recorder([], "a", Event.BATCH_START)], passes=[with_extra])
+    assert log == [Event.BATCH_START]
+    assert trace["extra", Event.BATCH_START] == ("extra", Event.BATCH_START, 0, True, 1, 7, ("batch[0]",))
+    assert trace["a", Event.BATCH_START].order == 1
+    assert not trace["extra", Event.AFTER_LOSS].ran and len(trace) == 2 * len(compose(loop_events).events)
+
+
+@dataclass
+class Data:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("make, path", [(Data, "batch.x"), (lambda x, y: UserDict(x=x, y=y), "batch['x']")])
+def test_batches_of_kinds_that_no_registry_knows(make, path):
+    state = make_state(input_key="x", target_key="y")
+    double = changing("double", Event.BATCH_START, lambda s: s.replace(inputs=2 * s.inputs))
+    same = changing("same", Event.AFTER_DATALOADER, lambda s: s.replace(inputs=s.inputs.clone()))
+    trace = trace_of([double, same], state=state, batch=make(*make_batch()))
+    assert trace["double", Event.BATCH_START].changed == (path,)
+    assert trace["same", Event.AFTER_DATALOADER].changed == ()
 
 
 def test_orders():

@@ -1,6 +1,8 @@
 """Pytree helpers: both registries agree, and differences are told apart to the bit."""
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import optree
@@ -118,6 +120,62 @@ def test_equal(first, second, expected):
     assert tree.equal(first, second) is expected
     assert tree.equal(second, first) is expected
     assert bool(tree.diff({"x": first}, {"x": second})) is not expected
+
+
+@dataclass
+class Data:
+    x: Any
+    note: Any = None
+
+
+class Slotted:
+    """Compares tensors in a place that nobody can look into."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return (self.x,) == (other.x,)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+unregistered = pytest.mark.parametrize(
+    "make, path",
+    [
+        (Data, ".x"),
+        (lambda x: UserDict(x=x), "['x']"),
+        (lambda x: MappingProxyType({"x": x}), "['x']"),
+        (lambda x: SimpleNamespace(x=x), ".x"),
+        (lambda x: Data({"deep": (UserDict(x=x),)}), ".x['deep'][0]['x']"),
+    ],
+)
+
+
+@unregistered
+def test_objects_that_hold_tensors_are_compared_member_by_member(make, path):
+    first, same, other = (make(torch.tensor(values)) for values in ([1.0, nan], [1.0, nan], [2.0, nan]))
+    assert tree.equal({"b": first}, {"b": same})
+    assert tree.diff({"b": first}, {"b": other}) == [f"['b']{path}: 1 of 2 elements differ, first at 0: 1.0 and 2.0"]
+    assert not tree.equal(first, make(None)) and not tree.equal(make(None), first)
+    assert list(tree.leaves_with_paths({"b": first}, into_objects=True))[0] == f"['b']{path}"
+    assert list(tree.leaves_with_paths({"b": make(1)}, into_objects=True)) == ["['b']"]
+
+
+def test_what_is_no_tensor_in_such_an_object_counts_as_well():
+    x = torch.ones(2)
+    assert tree.diff(Data(x, "a"), Data(x, "b")) == [".note: 'a' and 'b'"]
+    assert not tree.equal(UserDict(x=x), {"x": x}) and not tree.equal(Data(x), SimpleNamespace(x=x, note=None))
+
+
+def test_values_that_cannot_be_compared_plainly():
+    one, two = Slotted(torch.ones(2)), Slotted(torch.ones(2))
+    assert tree.equal(one, one) and not tree.equal(one, two)
+    numpy = pytest.importorskip("numpy")
+    array = numpy.array([1.0, nan])
+    assert tree.equal([array], [array.copy()])
+    assert not tree.equal(array, array + 1) and not tree.equal(array, array.astype("float32"))
+    assert not tree.equal(array, array[None]) and not tree.equal(array, [1.0, nan])
 
 
 def test_diff_says_where_and_stops_at_the_limit():

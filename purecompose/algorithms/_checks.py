@@ -1,16 +1,26 @@
 """What factories check when an algorithm is built, and at INIT: settings, batch keys, the loss."""
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses
 from purecompose.schedule import Hparam, Product, Schedule, collect, number
 
 
-__all__ = ["check_flag", "check_number", "check_reads_targets", "check_scalar", "given_keys"]
+__all__ = [
+    "check_can_write",
+    "check_flag",
+    "check_number",
+    "check_per_example",
+    "check_reads_targets",
+    "check_scalar",
+    "given_keys",
+]
 
 
 def check_number(
@@ -47,16 +57,57 @@ def check_flag(role: str, value: Any) -> None:
         raise TypeError(f"{role}={value!r} ({type(value).__name__}): expected True or False")
 
 
-def given_keys(**keys: batches.Key | None) -> dict[str, batches.Key]:
+def given_keys(*, writes: Sequence[str] = (), **keys: batches.Key | None) -> dict[str, batches.Key]:
     """The batch keys that are given, by role; those left at `None` are the state's own.
 
+    Args:
+        writes: The roles of those that are written.
+        keys: The keys by role.
+
     Raises:
-        TypeError: What cannot be a key.
+        TypeError: What cannot be a key, or a getter without a setter among those that are written.
     """
     given = {role: key for role, key in keys.items() if key is not None}
     for role, key in given.items():
         batches.check_key(key, role)
+        if role in writes:
+            check_can_write(key, role)
     return given
+
+
+def check_can_write(key: batches.Key, role: str) -> None:
+    """Raises a `TypeError` for a getter without a setter, also in a list of keys."""
+    if isinstance(key, list):
+        for part in key:
+            check_can_write(part, role)
+    elif callable(key):
+        raise TypeError(
+            f"{role}={key!r} can only read, and this member of the batch is replaced: expected an index, a name, or "
+            "a pair (getter, setter), with setter(batch, value) -> new batch"
+        )
+
+
+def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
+    """Raises a `TypeError` for a loss that is seen to give no losses per example.
+
+    Beyond `losses.check_loss` it is tried on shapes (four examples, three classes, no values): what comes back as a
+    scalar for the reduction "none" has ignored it. A loss that does not take these shapes passes, and is found out
+    where it is first used.
+    """
+    losses.check_loss(loss_fn, per_example=True)
+    outputs = torch.empty(4, 3, device="meta")
+    for targets in (outputs, torch.empty(4, dtype=torch.int64, device="meta")):
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = loss_fn(outputs, targets, reduction="none")
+        except Exception:  # noqa: S112 - it may want anything: other shapes, values, weights on another device
+            continue
+        if isinstance(result, Tensor) and result.ndim == 0:
+            raise TypeError(
+                f'expected a loss that gives losses per example for reduction="none", came {loss_fn!r}, which takes '
+                "the argument and returns a scalar all the same; let it return one loss for each example"
+            )
 
 
 def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose.algorithm import Algorithm
-from purecompose.algorithms._checks import check_number, check_reads_targets, check_scalar, given_keys
+from purecompose.algorithms._checks import (
+    check_can_write,
+    check_number,
+    check_reads_targets,
+    check_scalar,
+    given_keys,
+)
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar
@@ -80,8 +86,8 @@ def label_smoothing(
         target_key: Names the batch's target; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that the model
-            computes itself. In the step: as `smooth_labels`.
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT:
+            a loss that the model computes itself, or such a key of the state's. In the step: as `smooth_labels`.
 
     Example:
         >>> label_smoothing(0.1)
@@ -90,13 +96,14 @@ def label_smoothing(
         never
     """
     check_scalar("label_smoothing: smoothing", smoothing, 0, 1, hint=_HINT)
-    keys = given_keys(target_key=target_key)
+    keys = given_keys(writes=("target_key",), target_key=target_key)
 
     def apply(event: Event, state: State) -> State:
+        key = keys.get("target_key", state.context.target_key)
         if event is Event.INIT:
             check_reads_targets(name, state.context.loss)
+            check_can_write(key, "target_key")
             return state
-        key = keys.get("target_key", state.context.target_key)
         if event is Event.AFTER_LOSS:
             slots = {slot: value for slot, value in state.slots.items() if slot != name}
             return state.replace(batch=batches.put(state.batch, key, state.slots[name]), slots=slots)

@@ -27,6 +27,7 @@ from torch import Tensor
 from purecompose import batch as batches, losses, random
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import (
+    check_can_write,
     check_flag,
     check_number,
     check_reads_targets,
@@ -123,9 +124,9 @@ def mixup(
         target_key: Names the target; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that the model
-            computes itself, or with `interpolate_loss` one without a reduction. In the step: inputs that are
-            not one tensor.
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT:
+            such a key of the state's, a loss that the model computes itself, or with `interpolate_loss` one
+            without a reduction. In the step: inputs that are not one tensor.
 
     Example:
         >>> mixup(0.2)
@@ -135,15 +136,17 @@ def mixup(
     """
     check_scalar("mixup: alpha", alpha, 0, hint=_ALPHA_HINT)
     check_flag("mixup: interpolate_loss", interpolate_loss)
-    keys = given_keys(input_key=input_key, target_key=target_key)
+    keys = given_keys(writes=("input_key", "target_key"), input_key=input_key, target_key=target_key)
 
     def apply(event: Event, state: State) -> State:
+        own_input = keys.get("input_key", state.context.input_key)
+        own_target = keys.get("target_key", state.context.target_key)
         if event is Event.INIT:
+            check_can_write(own_input, "input_key")
+            check_can_write(own_target, "target_key")
             check_reads_targets(name, state.context.loss)
             losses.check_loss(state.context.loss, per_example=interpolate_loss)
             return state
-        own_input = keys.get("input_key", state.context.input_key)
-        own_target = keys.get("target_key", state.context.target_key)
         inputs, targets = mixup_batch(
             state.rng(name),
             batches.get(state.batch, own_input),

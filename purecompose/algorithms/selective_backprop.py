@@ -12,8 +12,9 @@ It is active from `start` to `end` of the run (as fractions), except in every `i
 epoch.
 
 Events: AFTER_DATALOADER, where it comes first by the trait SELECTS_EXAMPLES (INIT, to check the loss, and
-with a `scale_factor` BATCH_START, to check the input's shape from the first batch on). Reads params, buffers,
-the batch; replaces the batch by its chosen rows, in the order of drawing.
+BATCH_START, to check the batch's members from the first batch on). Reads params, buffers, the batch; replaces
+the batch by its chosen examples, in the order of drawing. Lists with an entry for each example are chosen from
+on the host: a batch that has some waits for the device, and does not trace.
 
 What differs from the original: the extra pass runs in training mode, as there, but leaves no trace in
 BatchNorm's statistics; at least one example is kept (there a small batch came out empty); NaN losses rank
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._checks import check_number, given_keys
+from purecompose.algorithms._checks import check_number, check_per_example, given_keys
 from purecompose.event import Event
 from purecompose.predicate import NEVER, Predicate, between, every, on
 from purecompose.random.keys import as_rng
@@ -125,7 +126,8 @@ def select_using_loss(
     losses.check_loss(loss_fn, per_example=True)
     ranking_losses = _ranking_losses(forward_fn, loss_fn, inputs, targets, scale_factor)
     chosen = choose_by_loss(key, ranking_losses, keep=keep)
-    return _rows(inputs, chosen), _rows(targets, chosen)
+    num = len(ranking_losses)
+    return batches.take(inputs, chosen, num), batches.take(targets, chosen, num)
 
 
 def should_selective_backprop(
@@ -177,8 +179,10 @@ def selective_backprop(
         target_key: Names the target; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that gives no
-            losses per example. In the first step: with `scale_factor` below 1, inputs that are no images.
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that has no
+            `reduction`, or ignores it on outputs (N, C); other losses that ignore it are found out where the
+            selection starts. In the first step: with `scale_factor` below 1, inputs that are no images.
+        KeyError: In the first step: the batch has no such input or target.
 
     Example:
         >>> selective_backprop(start=0.5, end=0.9, keep=0.5)
@@ -193,39 +197,46 @@ def selective_backprop(
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            losses.check_loss(state.context.loss, per_example=True)
+            check_per_example(state.context.loss)
             return state
-        inputs = batches.get(state.batch, keys.get("input_key", state.context.input_key))
+        own_key = keys.get("input_key", state.context.input_key)
+        inputs = batches.get(state.batch, own_key)
+        targets = batches.get(state.batch, keys.get("target_key", state.context.target_key))
         if event is Event.BATCH_START:
-            _check_images(inputs, scale_factor)
+            if scale_factor != 1:
+                _check_images(inputs, scale_factor)
             return state
 
         def forward_fn(scaled: Any) -> Any:
             # New buffers are dropped, so that BatchNorm's statistics see each batch once.
             return state.run_model(scaled, train=True, rng_name=f"{name}.forward")[0]
 
-        targets = batches.get(state.batch, keys.get("target_key", state.context.target_key))
         ranking_losses = _ranking_losses(forward_fn, state.context.loss, inputs, targets, scale_factor)
+        num = batches.num_examples(state.batch, own_key)
+        if len(ranking_losses) != num:
+            raise ValueError(
+                f"{name}: expected one loss for each of the batch's {num} examples, came {len(ranking_losses)}; name "
+                "a member with one row for each by input_key="
+            )
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
-        return state.replace(batch=_rows(state.batch, chosen))
+        return state.replace(batch=batches.take(state.batch, chosen, num))
 
     settings = {"scale_factor": scale_factor, "interrupt": interrupt, **keys}
     return Algorithm(
         name,
-        NEVER if keep == 1 or interrupt == 1 else _match(start, end, interrupt, scale_factor),
+        NEVER if keep == 1 or interrupt == 1 else _match(start, end, interrupt),
         apply,
         traits=frozenset({Trait.SELECTS_EXAMPLES}),
         config={"start": start, "end": end, "keep": keep, **settings},
     )
 
 
-def _match(start: float, end: float, interrupt: int, scale_factor: float) -> Predicate:
+def _match(start: float, end: float, interrupt: int) -> Predicate:
     active = on(Event.AFTER_DATALOADER) & between(start, end)
     if interrupt:
         active = active & ~every(interrupt, in_epoch=True)
-    # In every batch: a check of the shape in the first one alone would be one more schedule to compile.
-    checks = on(Event.INIT) if scale_factor == 1 else on(Event.INIT, Event.BATCH_START)
-    return checks | active
+    # In every batch: a check in the first one alone would be one more schedule to compile.
+    return on(Event.INIT, Event.BATCH_START) | active
 
 
 def _ranking_losses(
@@ -248,11 +259,6 @@ def _shrunk(inputs: Any, scale_factor: float) -> Any:
     size = [max(1, int(length * scale_factor)) for length in inputs.shape[2:]]
     shrunk = F.interpolate(floating, size, mode=_MODES[inputs.ndim], align_corners=False)
     return shrunk if inputs.is_floating_point() else shrunk.round().to(inputs.dtype)
-
-
-def _rows(batch: Any, chosen: Tensor) -> Any:
-    """The chosen rows of all tensors, so that what else a batch holds keeps in step."""
-    return batches.map_tensors(lambda leaf: leaf.index_select(0, chosen) if leaf.ndim else leaf, batch)
 
 
 def _num_kept(num: int, keep: float) -> int:

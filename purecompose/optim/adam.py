@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from purecompose.optim.base import (
+    ByGroup,
     Groups,
     OptState,
     Value,
     checked_flag,
     checked_groups,
     checked_scalar,
-    init_by_group,
     read,
-    update_by_group,
     wide_dtype,
 )
 from purecompose.optim.lists import add, lerp, maximum, multiply, root_plus, subtract_ratio, unbound
-from purecompose.schedule import Scalar, number
+from purecompose.schedule import Scalar
 
 
 __all__ = ["Adam", "adam", "adamw"]
@@ -115,7 +114,7 @@ def adamw(
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam:
+class Adam(ByGroup):
     """What `adam` and `adamw` make; see there."""
 
     lr: Scalar = 1e-3
@@ -148,26 +147,11 @@ class Adam:
                     f"adam: expected real parameters, got {name!r} of {param.dtype}; "
                     "hold its real view (torch.view_as_real) as the parameter instead"
                 )
-        return init_by_group(self, params)
-
-    def update(
-        self,
-        grads: Mapping[str, Tensor],
-        opt_state: OptState,
-        params: Mapping[str, Tensor],
-        value: Value = number,
-    ) -> tuple[dict[str, Tensor], OptState]:
-        """One step; see `Optimizer.update`."""
-        return update_by_group(self, grads, opt_state, params, value)
+        return super().init(params)
 
     @property
     def slots(self) -> tuple[str, ...]:
         return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
-
-    def fresh(self, slot: str, param: Tensor) -> Tensor:
-        if slot == "step":
-            return torch.zeros((), dtype=torch.float32, device=param.device)
-        return torch.zeros_like(param, requires_grad=False)
 
     def move(
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value

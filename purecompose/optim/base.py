@@ -1,8 +1,8 @@
 """What the optimizers share: the protocol, parameter groups, and checks of settings.
 
 An optimizer of this room is a `Rule`: it says what it remembers of one parameter (`slots`, `fresh`) and how a
-list of parameters moves (`move`). The functions here make `init` and `update` of it: they split the
-parameters by group, gather the lists, and put the results back under their names.
+list of parameters moves (`move`). `ByGroup` makes `init` and `update` of it: it splits the parameters by group,
+gathers the lists, and puts the results back under their names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,8 @@ __all__ = [
     "checked_flag",
     "checked_groups",
     "checked_scalar",
-    "init_by_group",
+    "ByGroup",
     "read",
-    "update_by_group",
     "wide_dtype",
 ]
 
@@ -97,47 +96,57 @@ class Cell(NamedTuple):
     slots: tuple[str, ...]
 
 
-def init_by_group(rule: Rule, params: Mapping[str, Tensor]) -> OptState:
-    """The state of every parameter under its group's rule, each slot in the order of `params`.
+class ByGroup:
+    """What the library's optimizers share: a rule (`slots`, `move`) applied group by group, starting from zeros."""
 
-    Raises:
-        ValueError: a group's pattern matches no parameter.
-    """
-    for pattern, _ in rule.groups:
-        if not any(fnmatchcase(name, pattern) for name in params):
-            known = ", ".join(list(params)[:5]) or "none at all"
-            raise ValueError(
-                f"{type(rule).__name__.lower()}: groups[{pattern!r}] matches no parameter; the names are "
-                f"{known}{', ...' if len(params) > 5 else ''}; patterns match whole names, as in '*.bias'"
-            )
-    cell_of = {name: cell for cell in cells(rule, tuple(params)) for name in cell.names}
-    opt_state: OptState = {}
-    for name, param in params.items():
-        for slot in cell_of[name].slots:
-            opt_state.setdefault(slot, {})[name] = cell_of[name].rule.fresh(slot, param)
-    return opt_state
+    groups: Groups
 
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for every parameter, frozen ones included, each slot in the order of `params`.
 
-def update_by_group(
-    rule: Rule,
-    grads: Mapping[str, Tensor],
-    opt_state: Mapping[str, Mapping[str, Tensor]],
-    params: Mapping[str, Tensor],
-    value: Value,
-) -> tuple[dict[str, Tensor], OptState]:
-    """Move every parameter that has a gradient, under its group's rule.
+        Raises:
+            ValueError: a group's pattern matches no parameter.
+        """
+        for pattern, _ in self.groups:
+            if not any(fnmatchcase(name, pattern) for name in params):
+                known = ", ".join(list(params)[:5]) or "none at all"
+                raise ValueError(
+                    f"{type(self).__name__.lower()}: groups[{pattern!r}] matches no parameter; the names are "
+                    f"{known}{', ...' if len(params) > 5 else ''}; patterns match whole names, as in '*.bias'"
+                )
+        cell_of = {name: cell for cell in cells(cast(Rule, self), tuple(params)) for name in cell.names}
+        opt_state: OptState = {}
+        for name, param in params.items():
+            for slot in cell_of[name].slots:
+                opt_state.setdefault(slot, {})[name] = cell_of[name].rule.fresh(slot, param)
+        return opt_state
 
-    Raises:
-        KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
-    """
-    new_params = dict(params)
-    new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
-    for cell in cells(rule, tuple(grads)):
-        moved, slots = cell.rule.move(*_gathered(cell, grads, opt_state, params), value)
-        new_params.update(zip(cell.names, moved, strict=True))
-        for slot, leaves in slots.items():
-            new_opt_state[slot].update(zip(cell.names, leaves, strict=True))
-    return new_params, new_opt_state
+    def update(
+        self,
+        grads: Mapping[str, Tensor],
+        opt_state: Mapping[str, Mapping[str, Tensor]],
+        params: Mapping[str, Tensor],
+        value: Value = number,
+    ) -> tuple[dict[str, Tensor], OptState]:
+        """Moves every parameter that has a gradient; see `Optimizer.update`.
+
+        Raises:
+            KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
+        """
+        new_params = dict(params)
+        new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
+        for cell in cells(cast(Rule, self), tuple(grads)):
+            moved, slots = cell.rule.move(*_gathered(cell, grads, opt_state, params), value)
+            new_params.update(zip(cell.names, moved, strict=True))
+            for slot, leaves in slots.items():
+                new_opt_state[slot].update(zip(cell.names, leaves, strict=True))
+        return new_params, new_opt_state
+
+    def fresh(self, slot: str, param: Tensor) -> Tensor:
+        """What a slot starts from: a count of steps, 0-d float32, or zeros like the parameter."""
+        if slot == "step":
+            return torch.zeros((), dtype=torch.float32, device=param.device)
+        return torch.zeros_like(param, requires_grad=False)
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from purecompose.optim.base import (
+    ByGroup,
     Groups,
-    OptState,
     Value,
     checked_flag,
     checked_groups,
     checked_scalar,
-    init_by_group,
     read,
-    update_by_group,
     wide_dtype,
 )
 from purecompose.optim.lists import add, multiply, unbound
-from purecompose.schedule import Scalar, number
+from purecompose.schedule import Scalar
 
 
 __all__ = ["SGD", "sgd"]
@@ -80,7 +78,7 @@ def sgd(
 
 
 @dataclasses.dataclass(frozen=True)
-class SGD:
+class SGD(ByGroup):
     """What `sgd` makes; see there."""
 
     lr: Scalar
@@ -101,30 +99,11 @@ class SGD:
             )
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
-    def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
-        return init_by_group(self, params)
-
-    def update(
-        self,
-        grads: Mapping[str, Tensor],
-        opt_state: OptState,
-        params: Mapping[str, Tensor],
-        value: Value = number,
-    ) -> tuple[dict[str, Tensor], OptState]:
-        """One step; see `Optimizer.update`."""
-        return update_by_group(self, grads, opt_state, params, value)
-
     @property
     def slots(self) -> tuple[str, ...]:
         if self.momentum == 0.0:
             return ()
         return ("momentum",) if self.dampening == 0.0 else ("step", "momentum")
-
-    def fresh(self, slot: str, param: Tensor) -> Tensor:
-        if slot == "step":
-            return torch.zeros((), dtype=torch.float32, device=param.device)
-        return torch.zeros_like(param, requires_grad=False)
 
     def move(
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value

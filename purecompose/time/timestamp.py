@@ -33,12 +33,14 @@ class RunLength:
     """How long a run is, and what is needed to count its times in batches.
 
     Args:
-        duration: when the run is finished, in any unit but `dur`; None for never.
+        duration: when the run is finished, in any unit but `dur`; None for never. In iterations it needs an
+            `iteration_length`.
         batches_per_epoch: batches in an epoch; None where the loader cannot tell.
         iteration_length: epochs or tokens in an iteration; None for a run without iterations.
 
     Raises:
-        TypeError, ValueError: a value that is not of this kind or not positive.
+        TypeError, ValueError: a value that is not of this kind or not positive, or a duration in iterations
+            without their length.
     """
 
     duration: Time | None = None
@@ -63,6 +65,11 @@ class RunLength:
         length = self.iteration_length
         if length is not None and length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN):
             raise ValueError(f"expected an iteration_length in ep or tok, got {length}")
+        if length is None and self.duration is not None and self.duration.unit is TimeUnit.ITERATION:
+            raise ValueError(
+                f"duration={self.duration} without an iteration_length: no iteration would ever end; "
+                "give iteration_length='2ep', say, or the duration in epochs or batches"
+            )
 
     @functools.cached_property
     def total_batches(self) -> float | None:

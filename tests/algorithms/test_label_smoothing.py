@@ -326,3 +326,14 @@ def test_registry_and_print():
     assert FACTORIES["label_smoothing"] is label_smoothing
     assert repr(label_smoothing(0.2)) == "label_smoothing(smoothing=0.2)"
     assert label_smoothing().events == (Event.INIT, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+
+
+def read_second(batch):
+    return batch[1]
+
+
+def test_keys_that_can_only_read_are_refused():
+    with pytest.raises(TypeError, match="target_key=.*can only read.*getter, setter"):
+        label_smoothing(0.1, target_key=read_second)
+    with pytest.raises(TypeError, match="target_key=.*can only read"):
+        compose(loop_events, [label_smoothing(0.1)]).init(make_state(target_key=read_second))

@@ -358,3 +358,21 @@ def test_registry_and_print():
     assert FACTORIES["mixup"] is mixup
     assert repr(mixup(1.0, input_key="x")) == "mixup(alpha=1.0, interpolate_loss=False, input_key='x')"
     assert mixup().events == (Event.INIT, Event.AFTER_DATALOADER)
+
+
+def read_first(batch):
+    return batch[0]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"input_key": read_first}, {"target_key": read_first}, {"input_key": [0, read_first]}]
+)
+def test_keys_that_can_only_read_are_refused_when_built(keys):
+    with pytest.raises(TypeError, match=f"{next(iter(keys))}=.*can only read.*getter, setter"):
+        mixup(**keys)
+
+
+@pytest.mark.parametrize("role", ["input_key", "target_key"])
+def test_the_states_own_keys_that_can_only_read_are_refused_at_init(role):
+    with pytest.raises(TypeError, match=f"{role}=.*can only read"):
+        compose(loop_events, [mixup()]).init(make_state(**{role: read_first}))

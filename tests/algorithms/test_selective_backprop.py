@@ -319,6 +319,69 @@ def test_inputs_that_are_no_images_are_refused_in_the_first_batch():
         step(step.init(make_state(input_key=[0])), make_batch())
 
 
+def ignores_reduction(outputs, targets, reduction="mean"):
+    del reduction
+    return F.cross_entropy(outputs, targets)
+
+
+def test_a_loss_that_ignores_its_reduction_is_refused_at_init():
+    step = compose(loop_events, [selective_backprop()])
+    for loss in (ignores_reduction, lambda o, t, reduction="mean": ((o - t) ** 2).mean()):
+        with pytest.raises(TypeError, match="returns a scalar all the same"):
+            step.init(make_state(loss=loss))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [losses.cross_entropy, losses.mse, losses.binary_cross_entropy, F.cross_entropy, nn.functional.nll_loss]
+    + [
+        lambda o, t, reduction="mean": losses.cross_entropy(o["logits"], t["y"], reduction),
+        lambda o, t, reduction="mean": F.cross_entropy(o, t, weight=torch.ones(10), reduction=reduction),
+    ],
+)
+def test_losses_that_do_not_take_the_made_up_shapes_pass_init(loss):
+    compose(loop_events, [selective_backprop()]).init(make_state(loss=loss))
+
+
+@pytest.mark.parametrize("keys", [{"input_key": "image"}, {"target_key": 2}, {"target_key": "label"}])
+def test_keys_that_the_batch_lacks_are_refused_in_the_first_batch(keys):
+    # The selection itself would start half-way through the run.
+    step = compose(loop_events, [selective_backprop(**keys)])
+    with pytest.raises(KeyError, match=f"no member {next(iter(keys.values()))!r}"):
+        step(step.init(make_state()), make_batch())
+
+
+def test_the_checks_add_no_schedule():
+    # On and off: as many schedules as the selection has by itself.
+    step = compose(loop_events, [selective_backprop(start=0.5, end=0.9, interrupt=0)])
+    state = step.init(make_state())
+    for _ in range(20):
+        state = step(state, make_batch())
+    assert len(step._compiled) == 2
+
+
+def test_lists_with_an_entry_for_each_example_keep_in_step():
+    inputs, targets = make_batch()
+    names = [f"example {i}" for i in range(10)]
+    batch = {"x": inputs, "y": targets, "name": names, "meta": {"id": tuple(range(10)), "set": "train"}}
+    picked = selected(always(), make_state(input_key="x", target_key="y"), batch)
+    rows = row_numbers(picked["x"], inputs)
+    assert len(rows) == 5 and picked["name"] == [names[i] for i in rows]
+    assert picked["meta"] == {"id": tuple(rows), "set": "train"}
+    assert batch["name"] is names and len(names) == 10
+
+
+def test_losses_that_are_not_one_for_each_example_of_the_batch_are_refused():
+    # Two views of each example are in one tensor, and the network joins them again.
+    net = nn.Sequential(nn.Unflatten(0, (5, 2)), nn.Flatten(), nn.Linear(12, 4))
+    inputs, targets = make_batch()
+    batch = {"views": inputs, "y": targets[:5]}
+    state = make_state(net, input_key="views", target_key="y")
+    apply = always().apply
+    with pytest.raises(ValueError, match="each of the batch's 10 examples, came 5"):
+        apply(Event.AFTER_DATALOADER, state.replace(batch=batch))
+
+
 def test_a_run_without_a_duration_is_refused_in_the_first_step():
     step = compose(loop_events, [selective_backprop()])
     state = step.init(make_state(duration=None))
@@ -331,5 +394,5 @@ def test_registry_and_print():
     algorithm = selective_backprop(0.4, 0.8, 0.6, interrupt=3)
     expected = "selective_backprop(start=0.4, end=0.8, keep=0.6, scale_factor=1.0, interrupt=3)"
     assert repr(algorithm) == expected
-    assert algorithm.events == (Event.INIT, Event.AFTER_DATALOADER)
+    assert algorithm.events == (Event.INIT, Event.AFTER_DATALOADER, Event.BATCH_START)
     assert algorithm.traits == {Trait.SELECTS_EXAMPLES}
