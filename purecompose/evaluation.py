@@ -11,6 +11,7 @@ from purecompose import batch as batches
 from purecompose.compose import Step, compose
 from purecompose.event import Event
 from purecompose.loop import eval_events, predict_events
+from purecompose.losses import ModelLoss
 from purecompose.metrics import Metric, as_metric, mean_loss
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
@@ -62,7 +63,7 @@ def evaluate(
         state: The state; evaluation starts from it and throws its own copy away.
         data: Batches of the form that training uses.
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
-            A batch without a target reaches them whole in the target's place.
+            With `losses.model_loss`, a batch without a target reaches them whole in the target's place.
         step: The training step, if its algorithms are to act at evaluation's events (averaged weights do).
 
     Returns:
@@ -70,6 +71,7 @@ def evaluate(
 
     Raises:
         ValueError: There is no batch.
+        KeyError: A batch has no target at the state's `target_key`.
         TypeError: Something that is no metric.
     """
     evaluator = Evaluator(data, metrics or {})
@@ -95,6 +97,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
 
     Raises:
         ValueError: There is no batch.
+        KeyError: A batch has no target at the state's `target_key`.
     """
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(state.context.loss)}
     with torch.no_grad():
@@ -103,7 +106,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         num_batches = 0
         for batch in evaluator.data:
             inner = step.fold(current, on_device(batch, state.device), purpose="eval", draw=num_batches)
-            targets = inner.targets if _has_targets(inner) else inner.batch
+            targets = _targets(inner)
             totals = {name: metrics[name].update(totals[name], inner.outputs, targets) for name in metrics}
             current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
             num_batches += 1
@@ -155,8 +158,12 @@ def _tell(observers: Iterable[Observer], event: Event, state: State) -> State:
     return state
 
 
-def _has_targets(state: State) -> bool:
+def _targets(state: State) -> Any:
+    """The batch's target; for a model with its own loss, whose batches may name none, else the whole batch."""
+    if not isinstance(state.context.loss, ModelLoss):
+        return state.targets
     try:
-        return state.targets is not None
+        targets = state.targets
     except KeyError:
-        return False
+        return state.batch
+    return state.batch if targets is None else targets

@@ -6,7 +6,7 @@ the events that lie outside it.
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -46,25 +46,25 @@ def fit(
         step: The training step. It is initialised here if that has not been done.
         state: The state to start from; it stays as it was.
         data: Batches, iterated anew for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
-            epoch's batches in an order that depends on the run's key alone. In the middle of an epoch, the batches
-            already trained on are skipped.
+            epoch's batches in an order that depends on the run's key alone. A `DataLoader` without a generator
+            draws by the run's key, too. In the middle of an epoch, the batches already trained on are skipped.
+            Data without an end need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
         duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
             wall-clock time for this call, on top of the state's own duration if it has one.
-        evaluate: Evaluators and their intervals.
-        observers: Functions `(event, state) -> None`, told at every event outside the step and at BATCH_END.
+        evaluate: An `Evaluator`, or several, with their intervals.
+        observers: Functions `(event, state) -> None`, or one, told at every event outside the step and at BATCH_END.
 
     Returns:
         The state at the end. Calling `fit` again with a longer duration goes on from there.
 
     Raises:
-        ValueError: No duration anywhere, nothing left to train, no batch in the data, or fewer batches in it than
-            the state's `batches_per_epoch`.
+        TypeError: Something that is no step, state or evaluator.
+        ValueError: No duration anywhere, one whose counter does not move with the batches, a step without
+            `advance`, nothing left to train, no batch in the data, or fewer batches in it than the state's
+            `batches_per_epoch`.
     """
     _check_arguments(step, state)
-    evaluators = (evaluate,) if isinstance(evaluate, Evaluator) else tuple(evaluate)
-    for evaluator in evaluators:
-        if not isinstance(evaluator, Evaluator):
-            raise TypeError(f"evaluate: expected Evaluator(data, metrics), got {type(evaluator).__name__}")
+    evaluators = _as_evaluators(evaluate)
     observers = (observers,) if callable(observers) else tuple(observers)
     state, budget = _with_duration(state, duration)
     state = _with_epoch_length(state, data)
@@ -88,6 +88,28 @@ def _check_arguments(step: Any, state: Any) -> None:
     if not isinstance(step, Step) or not isinstance(state, State):
         came = f"{type(step).__name__}, {type(state).__name__}"
         raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
+    if not step.has_advance:
+        raise ValueError(
+            "fit: the step's program has no `advance`, so time would stand still and training never end; "
+            "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
+        )
+
+
+def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
+    if isinstance(given, Evaluator):
+        return (given,)
+    # Batches for the test in an evaluator's place, a common slip: not iterated, which might load a whole data set.
+    members: Iterable[Any] = given if isinstance(given, (Collection, Iterator)) else (given,)
+    evaluators = []
+    for member in members:
+        if not isinstance(member, Evaluator):
+            came = type(given).__name__ if member is given else f"{type(member).__name__} in a {type(given).__name__}"
+            raise TypeError(
+                f"evaluate: expected Evaluator(data, metrics), or several, got {came}; "
+                "write evaluate=Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
+            )
+        evaluators.append(member)
+    return tuple(evaluators)
 
 
 class _Run:
@@ -151,6 +173,7 @@ def _epoch(run: _Run, state: State, data: Iterable[Any] | EpochData) -> State:
             _check_exhausted(before)
             return _end_epoch(run, state.replace(timestamp=before.advance_epoch()), before)
         state = run.step(state, on_device(batch, state.device))
+        _check_moved(before, state.timestamp)
         state = run.fire(Event.BATCH_END, state)
         run.evaluate(Event.BATCH_END, state, before)
         state = run.fire(Event.BATCH_CHECKPOINT, state)
@@ -198,13 +221,38 @@ def _check_exhausted(now: Timestamp) -> None:
         )
 
 
+def _check_moved(before: Timestamp, now: Timestamp) -> None:
+    """Raises where the run's length is counted in what the batch has none of: the run would never end."""
+    run = now.run
+    if run.duration is None:
+        return
+    unit = run.duration.unit
+    if unit is TimeUnit.ITERATION and run.iteration_length is not None:
+        unit = run.iteration_length.unit
+    if unit is TimeUnit.TOKEN and now.token == before.token:
+        raise ValueError(
+            f"the run is counted in tokens ({_in_words(run)}), but batch {before.batch} has none: tokens are the "
+            "elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
+        )
+    if unit is TimeUnit.SAMPLE and now.sample == before.sample:
+        raise ValueError(
+            f"the run is counted in samples ({_in_words(run)}), but batch {before.batch} has none; leave empty "
+            "batches out of the data, or give the duration in batches or epochs"
+        )
+
+
+def _in_words(run: RunLength) -> str:
+    in_iterations = run.duration is not None and run.duration.unit is TimeUnit.ITERATION
+    return f"duration {run.duration}" + (f" of {run.iteration_length}" if in_iterations else "")
+
+
 _EXHAUSTED = object()
 
 
 def _batches(data: Any, state: State) -> Iterator[Any]:
     """The epoch's batches from where the state stands."""
     now = state.timestamp
-    if hasattr(data, "epoch"):
+    if callable(getattr(data, "epoch", None)):
         return iter(data.epoch(state.key, now.epoch, now.batch_in_epoch))
     loader = keyed_batches(data, state.key, now.epoch) if draws_globally(data) else iter(data)
     for _ in range(now.batch_in_epoch):
@@ -226,7 +274,7 @@ def _with_duration(state: State, duration: Time | str | None) -> tuple[State, fl
 def _with_epoch_length(state: State, data: Any) -> State:
     """Learns the epoch's length from sized data, or checks it."""
     run = state.timestamp.run
-    length = len(data) if hasattr(data, "__len__") else None
+    length = _length(data)
     if length == 0:
         raise ValueError("the data has no batch: an epoch of length 0 would never end")
     if run.batches_per_epoch is None:
@@ -237,6 +285,14 @@ def _with_epoch_length(state: State, data: Any) -> State:
             "leave batches_per_epoch out, or make it at most the data's length"
         )
     return state
+
+
+def _length(data: Any) -> int | None:
+    """The number of batches. To have `__len__` is not to know it: a `DataLoader` over a stream raises."""
+    try:
+        return len(data) if hasattr(data, "__len__") else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _with_run(state: State, run: RunLength) -> State:

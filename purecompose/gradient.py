@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches
 from purecompose._functorch import is_transforming
@@ -32,6 +31,8 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
         for tensor in tensors.values():
             if tensor.requires_grad:
                 return True
+    if _requires_grad(state.opt_state):
+        return True
     if type(batch) is tuple and all(type(member) is Tensor for member in batch) and not state.slots:
         return any(member.requires_grad for member in batch)
     return any(tensor.requires_grad for tensor in batches.tensors((batch, state.slots)))
@@ -46,12 +47,18 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
         names: The parameters to differentiate in, at least one.
 
     Returns:
-        The body's state with `grads`, and a `loss` and `outputs` cut off from the graph unless the caller
-        differentiates through the step.
+        The body's state with `grads`. What the body set (loss, outputs, buffers, slots, ...) is cut off from the
+        graph unless the caller differentiates through the step.
 
     Raises:
         ValueError: No parameter to differentiate in, or the loss is no scalar.
+        RuntimeError: Within `torch.inference_mode`.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "a step was called within torch.inference_mode, where torch records no gradients: call it outside, or use "
+            "torch.no_grad, under which a step takes its gradients all the same"
+        )
     if not names:
         raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
     # A step turns grad mode off unless somebody differentiates through it.
@@ -67,41 +74,57 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
 
 def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
     leaves = {name: state.params[name].detach().requires_grad_() for name in names}
-    result = body(state.replace(params={**state.params, **leaves}))
+    result = body(state.replace(params={**state.params, **leaves}, loss=None))
     _check_loss(result.loss)
     grads = torch.autograd.grad(result.loss, list(leaves.values()), materialize_grads=True)  # pyright: ignore
-    cut = result.replace(
-        loss=_detached(result.loss),
-        outputs=_detached(result.outputs),
-        buffers=_detached(result.buffers) if result.buffers else result.buffers,
-        slots=_detached(result.slots) if result.slots else result.slots,
-        metrics=_detached(result.metrics) if result.metrics else result.metrics,
-    )
-    return cut, dict(zip(names, grads, strict=True))
+    cut = {name: _detached(value) for name, value in _set_by_body(state, result).items()}
+    return result.replace(**cut), dict(zip(names, grads, strict=True))
 
 
 def _with_functorch(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
-    statics: list[State] = []
+    results: list[State] = []
 
-    def loss_of(leaves: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        result = body(state.replace(params={**state.params, **leaves}))
+    def loss_of(leaves: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        result = body(state.replace(params={**state.params, **leaves}, loss=None))
         _check_loss(result.loss)
-        statics.append(result.replace(**dict.fromkeys(_CARRIED)))
-        return result.loss, {name: getattr(result, name) for name in _CARRIED}  # pyright: ignore
+        results.append(result)
+        # What a transform returns must come out through its result, which takes tensors alone.
+        return result.loss, tuple(batches.tensors(_set_by_body(state, result)))  # pyright: ignore
 
     leaves = {name: state.params[name] for name in names}
-    grads, (_, carried) = torch.func.grad_and_value(loss_of, has_aux=True)(leaves)
-    # What a transform returns must come out through its result; the rest of the state was never inside.
-    return statics[0].replace(**carried), grads
+    grads, (_, tensors) = torch.func.grad_and_value(loss_of, has_aux=True)(leaves)
+    (result,), fresh = results, iter(tensors)
+    return result.replace(**batches.map_tensors(lambda _: next(fresh), _set_by_body(state, result))), grads
 
 
-_CARRIED = ("loss", "outputs", "buffers", "slots", "metrics")
+# All that a body can replace and keep; parameters and the batch are the caller's again.
+_CARRIED = ("loss", "outputs", "buffers", "slots", "metrics", "hparams", "opt_state", "key")
+
+
+def _set_by_body(before: State, after: State) -> dict[str, Any]:
+    """The fields that the body replaced: only these can hang on its graph."""
+    old, new = before.__dict__, after.__dict__
+    return {name: new[name] for name in _CARRIED if new[name] is not old[name] or name == "loss"}
 
 
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
-    return torch_pytree.tree_map_only(Tensor, Tensor.detach, value)
+    return batches.map_tensors(Tensor.detach, value)
+
+
+def _requires_grad(opt_state: Any) -> bool:
+    """Whether a tensor of the optimizer's state requires a gradient; quick for the usual dict of dicts."""
+    for slot in opt_state.values() if type(opt_state) is dict else (opt_state,):
+        tensors = slot.values() if type(slot) is dict else (slot,)
+        for tensor in tensors:
+            if (
+                tensor.requires_grad
+                if type(tensor) is Tensor
+                else any(t.requires_grad for t in batches.tensors(tensor))
+            ):
+                return True
+    return False
 
 
 def _check_loss(loss: Any) -> None:

@@ -97,6 +97,10 @@ class Grad(_Scope):
 class Microbatches(_Scope):
     """Runs its body on slices of the batch, so that k slices give the gradient of the whole.
 
+    Loss, gradients and metrics that are single numbers (0-d, floating) become means over the slices, weighted by the
+    terms in each slice's loss. `outputs` and other metrics stay those of the last slice; buffers and slots pass from
+    slice to slice.
+
     Args:
         body: Events, stages and a `Grad`.
         k: The number of slices; by default the step's `microbatches`. A batch of fewer examples is cut into
@@ -212,11 +216,36 @@ def build(
         microbatches: How many slices a `Microbatches` makes that does not say so itself.
         is_slice: Whether this is the part that runs on slices, whose gradient is not the step's.
     """
-    ops = [op for node in program if (op := _build_node(node, at, microbatches, is_slice)) is not None]
+    built = [(node, op) for node in program if (op := _build_node(node, at, microbatches, is_slice)) is not None]
+    if sum(isinstance(node, Update) for node, _ in built) > 1:
+        return _with_several_updates(built)
+    ops = [op for _, op in built]
 
     def run(state: State) -> State:
         for op in ops:
             state = op(state)
+        return state
+
+    return run
+
+
+def _with_several_updates(built: list[tuple[Node, Op]]) -> Op:
+    """The fold over a program that moves the parameters more than once, each time by new gradients alone.
+
+    Gradients that an update has used stay in the state for those who look, until the next Grad; no update applies
+    them again.
+    """
+    takes_grads = [any(isinstance(inner, Grad) for inner in walk((node,))) for node, _ in built]
+
+    def run(state: State) -> State:
+        used: dict[str, Tensor] = {}
+        for (node, op), is_grad in zip(built, takes_grads, strict=True):
+            if isinstance(node, Update):
+                state, used = _update_unused(state, node.wrt, used)
+            elif is_grad and used and state.grads is not None:
+                state = op(state.replace(grads=_unused(state.grads, used) or None))
+            else:
+                state = op(state)
         return state
 
     return run
@@ -273,63 +302,109 @@ def _repeatable(run_once: Op) -> Op:
                 raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
             return again.grads, again.loss
 
-        # Outputs are a slice's; the batch is whole again.
-        return run_once(state).replace(batch=state.batch, outputs=None, regrad=regrad)
+        return run_once(state).replace(batch=state.batch, regrad=regrad)
 
     return run
 
 
 def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
-    """Runs the body on k slices and averages loss and gradients, each slice weighted by the terms in its mean."""
+    """Runs the body on k slices and averages loss, gradients and metrics, each slice weighted by its terms."""
     current, offset, total = state, 0, 0
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
+    mean_metrics: dict[str, Tensor] = {}
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
     for part in batches.split(state.batch, min(k, state.num_examples)):
         size = batches.num_examples(part)
         first = offset if state.first_example is None else state.first_example + offset
-        start = current.replace(batch=part, first_example=first, grads=state.grads)
+        # What a slice makes anew it does not find from the one before.
+        anew = {"loss": None, "outputs": state.outputs, "grads": state.grads, "metrics": state.metrics}
+        start = current.replace(batch=part, first_example=first, **anew)
         current = body(start)
         weight = _num_terms(start, current) if uses_loss else size
         total, offset = total + weight, offset + size
         if current.loss is not None:
             mean_loss = _averaged(mean_loss, current.loss, weight, total)
         if current.grads is not None:
-            earlier, before = state.grads or {}, mean_grads or {}
-            # What an earlier Grad left is no slice's, and stays as it is.
-            mean_grads = {
-                name: grad if grad is earlier.get(name) else _averaged(before.get(name), grad, weight, total)
-                for name, grad in current.grads.items()
-            }
-    return current.replace(batch=state.batch, first_example=state.first_example, loss=mean_loss, grads=mean_grads)
+            mean_grads = _averaged_by_name(mean_grads, current.grads, state.grads, weight, total)
+        if current.metrics is not state.metrics:
+            numbers = {name: value for name, value in current.metrics.items() if _is_number(value)}
+            mean_metrics = _averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
+    means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.metrics, **mean_metrics}}
+    return current.replace(batch=state.batch, first_example=state.first_example, **means)
+
+
+def _averaged_by_name(
+    means: dict[str, Tensor] | None,
+    values: dict[str, Tensor],
+    earlier: dict[str, Tensor] | None,
+    weight: int | Tensor,
+    total: int | Tensor,
+) -> dict[str, Tensor]:
+    """The means with one slice's values; what was there before the slices is no slice's, and stays as it is."""
+    means, earlier = means or {}, earlier or {}
+    averaged = {
+        name: value if value is earlier.get(name) else _averaged(means.get(name), value, weight, total)
+        for name, value in values.items()
+    }
+    return {**means, **averaged}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def _averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
     """The weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
 
     A running mean, so that one set of gradients is alive besides the slice's own, whatever the number of slices.
+    Where no value has weight, the first stands: that is what the whole batch gives too.
     """
+    if mean is None:
+        return value
     if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
-        return value if mean is None else torch.lerp(mean, value, weight / total)
+        return torch.lerp(mean, value, weight / total)
     weight, total = torch.as_tensor(weight, device=value.device), torch.as_tensor(total, device=value.device)
-    mean = torch.zeros_like(value) if mean is None else mean
-    share = (weight / total.clamp(min=1)).to(value.dtype)
-    return torch.where(weight > 0, torch.lerp(mean, value, share), mean)
+    share = (weight / torch.where(total > 0, total, 1)).to(value.dtype)
+    # Before the first value with weight the mean may be NaN, which lerp would keep.
+    mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
+    return torch.where(weight > 0, mixed, mean)
 
 
 def _num_terms(before: State, after: State) -> int | Tensor:
     loss_fn = before.context.loss
-    if isinstance(loss_fn, losses.ModelLoss):
-        return before.num_examples
-    return losses.num_terms(loss_fn, after.outputs, before.targets)
+    # A model that computes its loss finds its targets in the batch, by a way of its own.
+    targets = before.batch if isinstance(loss_fn, losses.ModelLoss) else before.targets
+    return losses.num_terms(loss_fn, after.outputs, targets)
 
 
 def _update(state: State, wrt: str | None) -> State:
+    return _moved(state, _chosen(state, wrt))
+
+
+def _update_unused(state: State, wrt: str | None, used: dict[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+    grads = _unused(_chosen(state, wrt), used)
+    if not grads:
+        raise RuntimeError(
+            f"{Update(wrt)!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
+            "a Grad before it, or leave it out"
+        )
+    return _moved(state, grads), {**used, **grads}
+
+
+def _unused(grads: dict[str, Tensor], used: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: grad for name, grad in grads.items() if grad is not used.get(name)}
+
+
+def _chosen(state: State, wrt: str | None) -> dict[str, Tensor]:
     if state.grads is None:
         raise RuntimeError("the program's update comes before any Grad: there are no gradients")
-    grads = state.grads
-    if wrt is not None:
-        grads = {name: grads[name] for name in _matching(tuple(grads), wrt)}
+    if wrt is None:
+        return state.grads
+    return {name: state.grads[name] for name in _matching(tuple(state.grads), wrt)}
+
+
+def _moved(state: State, grads: dict[str, Tensor]) -> State:
     params, opt_state = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
     return state.replace(params=params, opt_state=opt_state)
 

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from purecompose import batch as batches
 from purecompose.targets import Mixture, has_index_targets, num_examples, one_hot, per_row, wide_dtype
 
 
@@ -151,7 +152,16 @@ class ModelLoss:
     """The loss that the model computed itself: the outputs' entry or attribute `key`. Targets are not read.
 
     A scalar is taken for a mean, and is all there is; losses per example, (N, ...), reduce in every way.
-    How many terms a scalar is the mean of is not known, so microbatches are weighted by examples.
+    How many terms a scalar is the mean of is not known: microbatches are weighted by examples, unless `labels`
+    says where in the batch the labels are. Then those that are not `ignore_index` count, as a language model's
+    loss over padded sentences does, and k microbatches give the gradient of the whole batch.
+
+    Args:
+        key: The outputs' entry or attribute.
+        labels: The batch's member (a key of `purecompose.batch`, such as "labels") that holds class indices.
+        ignore_index: The label that does not count.
+        shift: How many labels at the start of the last dim the model leaves out: 1 for causal language models
+            that predict each label from those before it.
 
     Raises:
         ValueError: the outputs carry no such tensor; "sum" or "none" of a scalar.
@@ -159,9 +169,21 @@ class ModelLoss:
     Example:
         >>> model_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(4, 3)}, None).item()
         2.0
+        >>> padded = {"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}
+        >>> ModelLoss(labels="labels").num_terms(None, padded)
+        tensor(3)
     """
 
     key: str = "loss"
+    labels: batches.Key | None = None
+    ignore_index: int = -100
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.labels is not None:
+            batches.check_key(self.labels, "ModelLoss: labels")
+        if not isinstance(self.shift, int) or isinstance(self.shift, bool) or self.shift < 0:
+            raise ValueError(f"ModelLoss: shift={self.shift!r}: expected a number of labels, 0 or more")
 
     def __call__(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
         del targets
@@ -180,6 +202,15 @@ class ModelLoss:
                 "losses per example, or use a loss of outputs and targets, such as losses.cross_entropy"
             )
         return loss
+
+    def num_terms(self, outputs: Any, batch: Any) -> int | Tensor:
+        """How many labels of the batch count, 0-d int64; without `labels` the number of examples."""
+        if self.labels is None:
+            return num_examples(outputs, None) if batch is None else batches.num_examples(batch)
+        labels = batches.get(batch, self.labels)
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"{self!r}: expected a tensor of labels in the batch, came {type(labels).__name__}")
+        return (labels[..., self.shift :] != self.ignore_index).sum()
 
 
 cross_entropy = CrossEntropy()

@@ -44,11 +44,9 @@ def runs(draw: st.DrawFn, *, durations: tuple[str, ...] = ("ep", "ba", "sp", "to
     """Runs with a duration in any unit, with and without known epochs, with and without iterations."""
     unit = draw(st.sampled_from(durations))
     length = draw(st.integers(1, 60 if unit in ("sp", "tok") else 12))
-    return RunLength(
-        f"{length}{unit}",
-        draw(st.none() | st.integers(1, 5)),
-        draw(st.sampled_from([None, "1ep", "2ep", "7tok"])),
-    )
+    # A run counted in iterations has to know how long they are.
+    iterations = ["1ep", "2ep", "7tok"] if unit == "iter" else [None, "1ep", "2ep", "7tok"]
+    return RunLength(f"{length}{unit}", draw(st.none() | st.integers(1, 5)), draw(st.sampled_from(iterations)))
 
 
 @st.composite

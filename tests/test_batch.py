@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import batch as batches
 
@@ -311,8 +312,6 @@ def test_a_key_does_not_help_where_the_input_has_no_leading_dimension():
 
 
 def test_sizes_may_be_symbols():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     def run(x, y):
         return x * batches.num_examples({"x": x, "y": y, "z": y})
 

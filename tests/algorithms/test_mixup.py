@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -374,5 +376,6 @@ def test_keys_that_can_only_read_are_refused_when_built(keys):
 
 @pytest.mark.parametrize("role", ["input_key", "target_key"])
 def test_the_states_own_keys_that_can_only_read_are_refused_at_init(role):
+    keys: dict[str, Any] = {role: read_first}
     with pytest.raises(TypeError, match=f"{role}=.*can only read"):
-        compose(loop_events, [mixup()]).init(make_state(**{role: read_first}))
+        compose(loop_events, [mixup()]).init(make_state(**keys))

@@ -1,0 +1,92 @@
+"""What the pages in docs/ print is what runs, and what they link to is there."""
+
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def run_page(name: str) -> dict[str, Any]:
+    """The names that a page's blocks leave, run one after the other; each complaint has the page's own line."""
+    text = (ROOT / "docs" / name).read_text()
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # for the weights of the pages' networks
+        for block in re.finditer(r"```python\n(.*?)```", text, re.S):
+            lines_before = text[: block.start(1)].count("\n")
+            exec(compile("\n" * lines_before + block[1], name, "exec"), names)  # noqa: S102
+    return names
+
+
+def test_a_method_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("own_method.md")  # whose last block asserts what every method keeps
+    printed = capsys.readouterr().out
+    assert printed.count("('gradient_noise', 'clip')\n") == 2
+    assert (
+        "('selective_backprop', 'mixup', 'early_dropout')\n('selective_backprop', 'early_dropout', 'mixup')" in printed
+    )
+    assert "late is a host algorithm" in printed
+    assert names["lengths"] == [8] * 4 + [10] * 4 + [12] * 4 + [14] * 4
+
+
+def test_the_pages_running_loss_is_the_weighted_mean_of_the_losses() -> None:
+    names = run_page("own_method.md")
+    step = pc.compose(pc.loop_events, [names["running_loss"](0.5)])
+    state, losses = step.init(names["new_state"]()), []
+    for batch in names["batches"][:3]:
+        state = step(state, batch)
+        assert state.loss is not None
+        losses.append(state.loss.item())
+    expected = (losses[0] / 4 + losses[1] / 2 + losses[2]) / 1.75
+    assert state.metrics["running_loss"].item() == pytest.approx(expected)
+
+
+def test_the_pages_clipping_bounds_the_gradient() -> None:
+    names = run_page("own_method.md")
+    state = pc.State.create(
+        torch.nn.Linear(10, 2), loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(1.0), duration="1ep"
+    )
+    batch = (100 * names["inputs"], names["targets"])
+    for bound in (0.01, 1.0):
+        after = pc.compose(pc.loop_events, [names["clip"](bound)])(state, batch)
+        moved = {name: after.params[name] - state.params[name] for name in state.params}
+        assert pc.tree.global_norm(moved).item() == pytest.approx(bound, rel=1e-3)
+
+
+def test_training(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("training.md")
+    printed = capsys.readouterr().out
+    assert "3.0/3 ep" in printed  # the progress observer
+    assert "\n5 30\n12\n12\n16\n8\n" in printed
+    assert names["epochs_seen"] == [1, 2, 3]
+    batch_numbers, accuracies = names["history"].series("eval/accuracy")
+    assert batch_numbers == [6, 12, 18] and accuracies[-1] > 0.7
+    assert len(names["losses"]) == 18 and names["outputs"].shape == (48, 2)
+    assert isinstance(names["net"], torch.nn.Sequential)
+    assert names["slower"].hparams["lr"].item() == pytest.approx(0.01)
+
+
+def test_the_pages_gradient_through_two_steps_is_the_difference_quotient() -> None:
+    fn = run_page("training.md")["loss_after_two_steps"]
+    gradient = torch.func.grad(fn)(torch.tensor(0.1))
+    quotient = (fn(torch.tensor(0.11)) - fn(torch.tensor(0.09))) / 0.02
+    torch.testing.assert_close(gradient, quotient, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: pathlib.Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in text] == []
