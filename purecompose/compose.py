@@ -103,7 +103,7 @@ class Step:
         context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
-        num_examples = batches.num_examples(batch)
+        num_examples = batches.num_examples(batch, context.input_key)
         later = now.advance(num_examples, _num_tokens(batch)) if self.has_advance else now
         bits = self.matcher.schedule(state, batch, now, later)
         compiled = self._compiled.get(bits) or self._compile(bits)

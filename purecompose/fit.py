@@ -38,7 +38,7 @@ def fit(
     *,
     duration: Time | str | None = None,
     evaluate: Evaluator | Iterable[Evaluator] = (),
-    observers: Iterable[Observer] = (),
+    observers: Observer | Iterable[Observer] = (),
 ) -> State:
     """Trains until the run's length is reached, from wherever the state stands.
 

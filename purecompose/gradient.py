@@ -16,7 +16,7 @@ from purecompose._functorch import is_transforming
 from purecompose.state import State
 
 
-__all__ = ["Op", "differentiate", "wants_outer_gradient"]
+__all__ = ["Op", "averaged", "averaged_by_name", "differentiate", "wants_outer_gradient"]
 
 Op: TypeAlias = Callable[[State], State]
 
@@ -33,9 +33,13 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
                 return True
     if _requires_grad(state.opt_state):
         return True
-    if type(batch) is tuple and all(type(member) is Tensor for member in batch) and not state.slots:
-        return any(member.requires_grad for member in batch)
-    return any(tensor.requires_grad for tensor in batches.tensors((batch, state.slots)))
+    if state.slots and _requires_grad(state.slots):
+        return True
+    # Loops in place of any(...), which costs more than all the rest here, in every step.
+    for member in batch if type(batch) is tuple else (batch,):
+        if member.requires_grad if type(member) is Tensor else _is_any_required(member):
+            return True
+    return False
 
 
 def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
@@ -70,6 +74,39 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
     if state.grads:
         grads = {**state.grads, **grads}
     return result.replace(params=state.params, batch=state.batch, grads=grads)
+
+
+def averaged_by_name(
+    means: dict[str, Tensor] | None,
+    values: dict[str, Tensor],
+    earlier: dict[str, Tensor] | None,
+    weight: int | Tensor,
+    total: int | Tensor,
+) -> dict[str, Tensor]:
+    """The means with one slice's values; what was there before the slices is no slice's, and stays as it is."""
+    means, earlier = means or {}, earlier or {}
+    new_means = {
+        name: value if value is earlier.get(name) else averaged(means.get(name), value, weight, total)
+        for name, value in values.items()
+    }
+    return {**means, **new_means}
+
+
+def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
+    """The weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
+
+    A running mean, so that one set of gradients is alive besides the slice's own, whatever the number of slices.
+    Where no value has weight, the first stands: that is what the whole batch gives too.
+    """
+    if mean is None:
+        return value
+    if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
+        return torch.lerp(mean, value, weight / total)
+    weight, total = torch.as_tensor(weight, device=value.device), torch.as_tensor(total, device=value.device)
+    share = (weight / torch.where(total > 0, total, 1)).to(value.dtype)
+    # Before the first value with weight the mean may be NaN, which lerp would keep.
+    mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
+    return torch.where(weight > 0, mixed, mean)
 
 
 def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
@@ -110,21 +147,23 @@ def _set_by_body(before: State, after: State) -> dict[str, Any]:
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
-    return batches.map_tensors(Tensor.detach, value)
+    if type(value) is dict:  # buffers, slots and metrics; walking a tree costs more than a small network's layer
+        return {name: _detached(member) for name, member in value.items()}
+    is_empty = type(value) is dict and not value
+    return value if is_empty else batches.map_tensors(Tensor.detach, value)
 
 
-def _requires_grad(opt_state: Any) -> bool:
-    """Whether a tensor of the optimizer's state requires a gradient; quick for the usual dict of dicts."""
-    for slot in opt_state.values() if type(opt_state) is dict else (opt_state,):
-        tensors = slot.values() if type(slot) is dict else (slot,)
-        for tensor in tensors:
-            if (
-                tensor.requires_grad
-                if type(tensor) is Tensor
-                else any(t.requires_grad for t in batches.tensors(tensor))
-            ):
+def _requires_grad(by_name: Any) -> bool:
+    """Whether a tensor among slots requires a gradient; quick for the usual dict of dicts of tensors."""
+    for slot in by_name.values() if type(by_name) is dict else (by_name,):
+        for tensor in slot.values() if type(slot) is dict else (slot,):
+            if tensor.requires_grad if type(tensor) is Tensor else _is_any_required(tensor):
                 return True
     return False
+
+
+def _is_any_required(tree: Any) -> bool:
+    return any(tensor.requires_grad for tensor in batches.tensors(tree))
 
 
 def _check_loss(loss: Any) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses
 from purecompose.event import Event
-from purecompose.gradient import Op, differentiate
+from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
 from purecompose.state import State
 
 
@@ -314,8 +313,9 @@ def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
-    for part in batches.split(state.batch, min(k, state.num_examples)):
-        size = batches.num_examples(part)
+    input_key = state.context.input_key
+    for part in batches.split(state.batch, min(k, state.num_examples), input_key):
+        size = batches.num_examples(part, input_key)
         first = offset if state.first_example is None else state.first_example + offset
         # What a slice makes anew it does not find from the one before.
         anew = {"loss": None, "outputs": state.outputs, "grads": state.grads, "metrics": state.metrics}
@@ -324,51 +324,18 @@ def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
         weight = _num_terms(start, current) if uses_loss else size
         total, offset = total + weight, offset + size
         if current.loss is not None:
-            mean_loss = _averaged(mean_loss, current.loss, weight, total)
+            mean_loss = averaged(mean_loss, current.loss, weight, total)
         if current.grads is not None:
-            mean_grads = _averaged_by_name(mean_grads, current.grads, state.grads, weight, total)
+            mean_grads = averaged_by_name(mean_grads, current.grads, state.grads, weight, total)
         if current.metrics is not state.metrics:
             numbers = {name: value for name, value in current.metrics.items() if _is_number(value)}
-            mean_metrics = _averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
+            mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.metrics, **mean_metrics}}
     return current.replace(batch=state.batch, first_example=state.first_example, **means)
 
 
-def _averaged_by_name(
-    means: dict[str, Tensor] | None,
-    values: dict[str, Tensor],
-    earlier: dict[str, Tensor] | None,
-    weight: int | Tensor,
-    total: int | Tensor,
-) -> dict[str, Tensor]:
-    """The means with one slice's values; what was there before the slices is no slice's, and stays as it is."""
-    means, earlier = means or {}, earlier or {}
-    averaged = {
-        name: value if value is earlier.get(name) else _averaged(means.get(name), value, weight, total)
-        for name, value in values.items()
-    }
-    return {**means, **averaged}
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
-
-
-def _averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
-    """The weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
-
-    A running mean, so that one set of gradients is alive besides the slice's own, whatever the number of slices.
-    Where no value has weight, the first stands: that is what the whole batch gives too.
-    """
-    if mean is None:
-        return value
-    if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
-        return torch.lerp(mean, value, weight / total)
-    weight, total = torch.as_tensor(weight, device=value.device), torch.as_tensor(total, device=value.device)
-    share = (weight / torch.where(total > 0, total, 1)).to(value.dtype)
-    # Before the first value with weight the mean may be NaN, which lerp would keep.
-    mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
-    return torch.where(weight > 0, mixed, mean)
 
 
 def _num_terms(before: State, after: State) -> int | Tensor:

@@ -176,7 +176,7 @@ class State:
     @property
     def num_examples(self) -> int:
         """The number of examples in the batch."""
-        return batches.num_examples(self.batch)
+        return batches.num_examples(self.batch, self.context.input_key)
 
     # Changing
 

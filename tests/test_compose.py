@@ -9,6 +9,7 @@ from helpers import (
     decay,
     make_batch,
     make_batches,
+    make_mlp,
     make_state,
     noise,
     recorder,
@@ -335,13 +336,21 @@ def test_host_algorithms_are_refused_inside_a_gradient():
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_after_the_gradient_the_batch_is_whole_and_outputs_are_gone(k):
+def test_after_the_gradient_the_batch_is_whole_and_outputs_are_the_last_slices(k):
     seen = []
 
     def look(state):
+        assert not state.outputs.requires_grad
         seen.append((state.num_examples, state.outputs))
         return state
 
-    step = compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)], microbatches=k)
-    step(make_state(), make_batch(size=8))
-    assert seen == [(8, None)]
+    events = (Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+    looks = [changing(f"look {event}", event, look) for event in events]
+    batch = make_batch(size=8)
+    end = compose(loop_events, looks, microbatches=k)(make_state(), batch)
+    with torch.no_grad():
+        expected = make_mlp()(batch[0].tensor_split(k)[-1])
+    assert [num for num, _ in seen] == [8, 8]
+    for _, outputs in seen:
+        torch.testing.assert_close(outputs, expected)
+    assert end.outputs is None

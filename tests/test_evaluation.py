@@ -1,5 +1,7 @@
 """Evaluation and prediction: right numbers, and training never touched."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from helpers import (
 
 import purecompose as pc
 from purecompose import Algorithm, Evaluator, Event, compose, evaluate, loop_events, on, predict
+from purecompose.batch import WHOLE
 from purecompose.evaluation import run_evaluator
 from purecompose.loop import eval_events
 
@@ -82,12 +85,22 @@ def test_models_with_their_own_loss():
     assert found == {"loss": pytest.approx(by_hand(make_mlp(), make_batches(3))[0], rel=1e-6)}
 
 
-def test_a_batch_without_a_target_reaches_metrics_whole():
+@pytest.mark.parametrize("key", [1, "label", WHOLE])
+def test_a_batch_without_a_target_reaches_metrics_whole(key):
     batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
-    net = make_mlp()
-    state = make_state(net, input_key="x", target_key="label")
+    net, loss = make_mlp(), pc.losses.cross_entropy if key == WHOLE else pc.losses.model_loss
+    state = make_state(net, loss=loss, input_key="x", target_key=key)
     found = evaluate(state, batches, {"accuracy": lambda outputs, batch: outputs.argmax(1) == batch["y"]})
     assert found["accuracy"] == pytest.approx(by_hand(net, uneven())[1], rel=1e-6)
+
+
+def test_a_wrong_target_key_is_told():
+    batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
+    state = make_state(input_key="x", target_key="label")
+    for metrics in (None, {"accuracy": pc.metrics.accuracy}):
+        with pytest.raises(KeyError, match="no member 'label'.*target_key"):
+            evaluate(state, batches, metrics)
+    assert len(predict(state, batches)) == 3
 
 
 def test_evaluation_mode_uses_the_running_statistics():
@@ -229,6 +242,12 @@ def test_intervals_are_positive_and_not_in_seconds(interval):
 def test_what_is_no_metric(metric):
     with pytest.raises(TypeError):
         Evaluator([], {"accuracy": metric})
+
+
+def test_a_metric_without_a_name():
+    accuracy: Any = pc.metrics.accuracy
+    with pytest.raises(TypeError, match="expected a mapping by name, such as {'accuracy': accuracy}"):
+        evaluate(make_state(), uneven(), metrics=accuracy)
 
 
 def test_a_step_needs_its_init_for_evaluation_too():

@@ -148,6 +148,83 @@ def test_fit_initialises_once():
     assert log == [("a", Event.INIT)]
 
 
+def test_one_observer_alone():
+    log = []
+    fit(compose(loop_events), make_state(), make_batches(2), observers=lambda event, _: log.append(event))
+    assert log[0] is Event.FIT_START and log[-1] is Event.FIT_END
+
+
+def test_several_evaluators_in_any_collection():
+    log = []
+
+    def observer(event, _):
+        log.append(event)
+
+    step, given = compose(loop_events), {name: Evaluator(make_batches(1), label=name) for name in "ab"}
+    for evaluators in (given.values(), tuple(given.values()), iter(given.values())):
+        fit(step, make_state(), make_batches(2), duration="1ep", evaluate=evaluators, observers=observer)
+    assert log.count(Event.EVAL_END) == 6
+
+
+class Untouchable(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        raise AssertionError("iterated")
+
+
+@pytest.mark.parametrize(
+    ("data", "came"),
+    [
+        (pc.data.arrays(torch.zeros(4, 2), torch.zeros(4), batch_size=2), "Arrays"),
+        (torch.utils.data.DataLoader(Untouchable()), "DataLoader"),
+        (make_batches(2), "tuple in a list"),
+        (3, "int"),
+    ],
+)
+def test_batches_are_no_evaluator(data, came, monkeypatch):
+    monkeypatch.setattr(pc.data.Arrays, "__iter__", Untouchable.__iter__)
+    with pytest.raises(TypeError, match=rf"expected Evaluator\(data, metrics\).*got {came}; write evaluate=Evaluator"):
+        fit(compose(loop_events), make_state(), make_batches(2), evaluate=data)
+
+
+# Runs that would never end
+
+
+def test_a_step_without_advance_is_refused():
+    without = tuple(node for node in loop_events if node not in (pc.advance, Event.BATCH_END))
+    with pytest.raises(ValueError, match="no `advance`, so time would stand still"):
+        fit(compose(without), make_state(), make_batches(2))
+
+
+@pytest.mark.parametrize(
+    ("duration", "iteration_length", "words"),
+    [
+        ("60tok", None, "in tokens .duration 60tok., but batch 0 has none: .*'input_ids'"),
+        ("2iter", "30tok", "in tokens .duration 2iter of 30tok., but batch 0 has none"),
+    ],
+)
+def test_a_run_in_tokens_needs_tokens(duration, iteration_length, words):
+    state = make_state(iteration_length=iteration_length)
+    with pytest.raises(ValueError, match=words):
+        fit(compose(loop_events), state, make_batches(2), duration=duration)
+
+
+def test_a_run_in_samples_needs_samples():
+    empty = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="in samples .duration 60sp., but batch 1 has none"):
+        fit(compose(loop_events), make_state(), [make_batches(1)[0], empty], duration="60sp")
+    assert fit(compose(loop_events), make_state(), [make_batches(1)[0], empty], duration="3ba").timestamp.batch == 3
+
+
+def test_iterations_need_a_length():
+    step, batches = compose(loop_events), make_batches(2)
+    words = "2iter without an iteration_length: no iteration would ever end"
+    with pytest.raises(ValueError, match=words):
+        make_state(duration="2iter")
+    with pytest.raises(ValueError, match=words):
+        fit(step, make_state(), batches, duration="2iter")
+    assert fit(step, make_state(iteration_length="2ep"), batches, duration="2iter").timestamp.epoch == 4
+
+
 # Durations and lengths
 
 
@@ -223,6 +300,31 @@ def test_the_epochs_length_is_learnt_from_sized_data():
     unsized = fit(compose(loop_events), make_state(), Unsized(make_batches(3)), duration="1ep")
     assert unsized.timestamp.run.batches_per_epoch is None
     assert_same(unsized.params, end.params)
+
+
+class Lengthless(Unsized):
+    """Has `__len__`, and no length: as a DataLoader over a stream does."""
+
+    epoch = 3  # an attribute of that name is not yet keyed data
+
+    def __len__(self):
+        raise TypeError("object of type 'Stream' has no len()")
+
+
+def test_a_length_that_cannot_be_told():
+    end = fit(compose(loop_events), make_state(), Lengthless(make_batches(3)), duration="2ep")
+    assert (end.timestamp.batch, end.timestamp.run.batches_per_epoch) == (6, None)
+
+
+def test_in_epochs_of_unknown_length_schedules_move_at_their_ends():
+    optimizer = optim.sgd(schedule.linear())
+    data = Unsized(make_batches(2))
+    with pytest.warns(UserWarning, match="epochs have no known length"):
+        end = fit(compose(loop_events), make_state(optimizer=optimizer), data, duration="2ep")
+    expected = make_state(optimizer=optim.sgd(1.0))
+    expected = run_steps(compose(loop_events), expected, data.batches)
+    expected = run_steps(compose(loop_events), expected.replace(optimizer=optim.sgd(0.5)), data.batches)
+    assert_same(end.params, expected.params)
 
 
 class Keyed:

@@ -1,5 +1,7 @@
 """The two engines against each other, second gradients inside a step, and gradients through whole steps."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import (
@@ -19,7 +21,7 @@ from helpers import (
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, Grad, advance, compose, hparam, loop_events, optim, update
+from purecompose import Event, Grad, Microbatches, advance, compose, hparam, loop_events, optim, update
 from purecompose.gradient import wants_outer_gradient
 
 
@@ -53,6 +55,10 @@ def test_who_wants_an_outer_gradient():
         assert wants_outer_gradient(state, batch)
         assert not wants_outer_gradient(state.replace(slots={"a": torch.zeros(2)}), (inputs, targets))
     assert wants_outer_gradient(state.replace(slots={"a": wanted}), (inputs, targets))
+    assert wants_outer_gradient(state.replace(slots={"a": (wanted, targets)}), (inputs, targets))
+    momentum = {**state.opt_state["momentum"], "3.bias": torch.zeros(3, requires_grad=True)}
+    for opt_state in ({"momentum": momentum}, (momentum,), momentum["3.bias"], {"a": {"b": [momentum["3.bias"]]}}):
+        assert wants_outer_gradient(state.replace(opt_state=opt_state), (inputs, targets))
     with torch.no_grad():
         assert not wants_outer_gradient(required(state), (wanted, targets))
     torch.vmap(lambda x: (x, wants_outer_gradient(state, ()) or pytest.fail("a transform is active"))[0])(inputs)
@@ -143,6 +149,117 @@ def test_changes_of_the_batch_inside_stay_inside(prepare):
     step = compose(loop_events, [zero, changing("look", Event.AFTER_BACKWARD, look)])
     step(prepare(make_state()), make_batch())
     assert_same(seen, [make_batch()])
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Outputs that no pytree knows, one of them no tensor."""
+
+    logits: Tensor
+    name: str
+
+
+class Predictor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, inputs):
+        return Prediction(self.net(inputs), "mlp")
+
+
+def dataclass_loss(outputs: Prediction, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return nn.functional.cross_entropy(outputs.logits, targets, reduction=reduction)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("prepare", [lambda state: state, required], ids=["autograd", "functorch"])
+def test_outputs_may_be_a_plain_dataclass(prepare, k):
+    seen = []
+
+    def look(state):
+        seen.append(state.outputs)
+        return state
+
+    state = prepare(make_state(Predictor(), loss=dataclass_loss))
+    step = compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)], microbatches=k)
+    end, expected = step(state, make_batch()), compose(loop_events, microbatches=k)(make_state(), make_batch())
+    assert_close({name.removeprefix("net."): param for name, param in end.params.items()}, expected.params)
+    (outputs,) = seen
+    assert type(outputs) is Prediction and outputs.name == "mlp"
+    last = make_batch()[0].tensor_split(k)[-1]
+    torch.testing.assert_close(outputs.logits.detach(), make_mlp()(last).detach())
+
+
+def own_stage(state):
+    """Sets the loss and nothing else."""
+    inputs, targets = state.batch
+    return state.replace(loss=nn.functional.cross_entropy(state.forward(inputs, train=True), targets))
+
+
+def test_a_stage_that_sets_the_loss_alone_works_under_transforms():
+    step = compose([Grad(own_stage), update, advance])
+    plain = step(make_state(), make_batch())
+    stacked = pc.tree.map(lambda leaf: torch.stack([leaf, leaf]), make_state())
+    mapped = torch.vmap(step, in_dims=(0, None))(stacked, make_batch())
+    for i in range(2):
+        assert_close({name: param[i] for name, param in mapped.params.items()}, plain.params)
+    state = make_state(optimizer=optim.sgd(hparam("lr", 0.1)))
+
+    def norm(lr: Tensor) -> Tensor:
+        return pc.tree.global_norm(step(state.replace(hparams={"lr": lr}), make_batch()).params)
+
+    lr, eps = torch.tensor(0.1), 1e-2
+    expected = (norm(lr + eps) - norm(lr - eps)) / (2 * eps)
+    torch.testing.assert_close(torch.func.grad(norm)(lr), expected, rtol=1e-2, atol=1e-3)
+
+
+def set_everything(state):
+    """Writes values that hang on the graph into all that a body can replace."""
+    loss = state.loss
+    momentum = {name: value + loss for name, value in state.opt_state["momentum"].items()}
+    return state.replace(
+        hparams={"lr": state.hparams["lr"] + 0 * loss},
+        opt_state={"momentum": momentum},
+        metrics={"seen": 2 * loss},
+        slots={"memory": {"losses": [loss + 1]}},
+        key=state.key + (0 * loss).long(),
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_nothing_that_the_body_sets_carries_a_graph_out(k):
+    state = make_state(optimizer=optim.sgd(hparam("lr", 0.1), momentum=0.9))
+    state = state.replace(slots={"memory": {"losses": [torch.zeros(())]}})
+    step = compose(loop_events, [changing("set", Event.AFTER_LOSS, set_everything)], microbatches=k)
+    end = step(state, make_batch())
+    assert not [path for path, leaf in pc.tree.leaves_with_paths(end).items() if getattr(leaf, "requires_grad", False)]
+
+    # The other engine, mapped: what it returns are the same values, and no wrappers of a transform that is over.
+    stacked = pc.tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
+    mapped = torch.vmap(step, in_dims=(0, None))(stacked, make_batch())
+    for path, leaf in pc.tree.leaves_with_paths(mapped).items():
+        torch.testing.assert_close(leaf[1], pc.tree.leaves_with_paths(end)[path], msg=path)
+    outer = step(required(state), make_batch())
+    assert_close(outer.hparams, end.hparams)
+    assert_close(outer.opt_state["momentum"], end.opt_state["momentum"])
+    assert outer.opt_state["momentum"]["3.bias"].requires_grad
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_body_starts_without_a_loss(k):
+    stale = make_state().replace(loss=torch.tensor(1.0, requires_grad=True))
+    program = [Microbatches(Grad(pc.forward)), update]
+    with pytest.raises(ValueError, match="scalar loss, got None"):
+        compose(program, microbatches=k)(stale, make_batch())
+
+
+def test_inference_mode_is_named():
+    state, batch = make_state(), make_batch()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="within torch.inference_mode.*no_grad"):
+        compose(loop_events)(state, batch)
+    with torch.no_grad():
+        assert_same(compose(loop_events)(state, batch), compose(loop_events)(state, batch))
 
 
 # state.gradient

@@ -241,6 +241,63 @@ def test_an_earlier_grad_keeps_its_bits_through_microbatches():
     assert_same(alone, {name: seen[name] for name in alone})
 
 
+TWO_PLAYERS = (Grad(disc_loss, wrt="disc.*"), update(wrt="disc.*"), Grad(gen_loss, wrt="gen.*"))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_bare_update_after_a_second_grad_applies_the_new_gradients_alone(k):
+    seen = {}
+
+    def look(state):
+        seen.update({name: grad for name, grad in state.grads.items() if grad is not None})
+        return state
+
+    def twice(last):
+        first, move, second = TWO_PLAYERS
+        return [
+            Microbatches(first),
+            move,
+            Microbatches(second),
+            Event.AFTER_TRAIN_BATCH,
+            last,
+            advance,
+            Event.BATCH_END,
+        ]
+
+    # An algorithm that makes every gradient anew, as clipping does.
+    double = changing(
+        "double", Event.AFTER_TRAIN_BATCH, lambda s: s.replace(grads={n: 2 * g for n, g in s.grads.items()})
+    )
+    algorithms = [double, changing("look", Event.BATCH_END, look)]
+    batch, state = gan_batches(1)[0], make_state(Players())
+    bare = compose(twice(update), algorithms, microbatches=k)(state, batch)
+    named = compose(twice(update(wrt="gen.*")), algorithms, microbatches=k)(state, batch)
+    assert_same(bare, named)
+    assert seen and all(name.startswith("gen.") for name in seen)
+
+
+def test_gradients_that_no_update_has_used_last_until_one_does():
+    disc, move, gen = TWO_PLAYERS
+    batch, state = gan_batches(1)[0], make_state(Players(), optimizer=optim.sgd(0.1))
+    split = compose([disc, gen, move, update])(state, batch)
+    together = compose([disc, gen, update])(state, batch)
+    assert_same(split.params, together.params)
+    # The second Grad keeps what the first update left over.
+    some = compose([disc, update(wrt="disc.0.*"), gen, update])(state, batch)
+    for name in ("disc.2.weight", "disc.2.bias", "disc.0.weight"):
+        assert torch.equal(some.params[name], together.params[name])
+
+
+def test_an_update_without_new_gradients_is_an_error():
+    grad = Grad(pc.forward, pc.loss)
+    for program in ([grad, update, update], [grad, update, update(wrt="3.*")]):
+        with pytest.raises(RuntimeError, match=r"update.* has nothing to apply: an earlier update has used"):
+            compose(program)(make_state(), make_batch())
+    again = compose([grad, update, grad, update])(make_state(), make_batch())
+    one = compose([grad, update])
+    assert_same(again.params, one(one(make_state(), make_batch()), make_batch()).params)
+
+
 # Microbatches
 
 
@@ -280,6 +337,85 @@ def test_microbatches_weigh_by_tokens(k):
     sliced = run_steps(compose(loop_events, microbatches=k), state, batches)
     assert_close(whole.params, sliced.params)
     torch.testing.assert_close(whole.loss, sliced.loss)
+
+
+@pytest.mark.parametrize("loss_fn", [pc.losses.cross_entropy, pc.losses.ModelLoss(labels="labels")], ids=repr)
+def test_without_any_target_the_loss_is_nan_and_the_gradient_zero_in_slices_too(loss_fn):
+    inputs, targets = make_batch()
+    batch = {"inputs": inputs, "labels": torch.full_like(targets, -100)}
+    if loss_fn == pc.losses.cross_entropy:
+        state = make_state(loss=loss_fn, input_key="inputs", target_key="labels")
+    else:
+        state = make_state(OwnLoss(), loss=loss_fn)
+    for k in (1, 2, 4):
+        seen = {}
+        end = compose(loop_events, [grads_seen(seen)], microbatches=k)(state, batch)
+        assert end.loss is not None and end.loss.isnan()
+        assert seen.keys() == state.params.keys()
+        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in seen.values())
+
+
+class OwnTokenLoss(nn.Module):
+    """A causal language model's loss: the mean over the labels that are not padding, the first left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_mlp(3)
+
+    def forward(self, inputs: Tensor, labels: Tensor):
+        logits = self.net(inputs).transpose(1, 2)
+        return {"loss": F.cross_entropy(logits[..., :-1], labels[..., 1:])}
+
+
+@pytest.mark.parametrize("k", [2, 3, 6])
+def test_a_models_own_loss_weighs_by_its_labels(k):
+    state = make_state(OwnTokenLoss(), loss=pc.losses.ModelLoss(labels="labels", shift=1))
+    batch = dict(zip(("inputs", "labels"), token_batch(1), strict=True))
+    whole, sliced = {}, {}
+    end = compose(loop_events, [grads_seen(whole)])(state, batch)
+    in_slices = compose(loop_events, [grads_seen(sliced)], microbatches=k)(state, batch)
+    assert_close(whole, sliced)
+    torch.testing.assert_close(end.loss, in_slices.loss)
+    by_examples = {}
+    state = make_state(OwnTokenLoss(), loss=pc.losses.model_loss)
+    compose(loop_events, [grads_seen(by_examples)], microbatches=2)(state, batch)
+    assert not torch.allclose(whole["net.0.weight"], by_examples["net.0.weight"], rtol=1e-3)
+
+
+def fraction_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    del reduction
+    weights = 0.01 * (1 + targets)
+    return (weights * F.cross_entropy(outputs, targets, reduction="none")).sum() / weights.sum()
+
+
+fraction_loss.num_terms = lambda outputs, targets: (0.01 * (1 + targets)).sum()  # pyright: ignore
+
+
+def test_weights_of_less_than_one_average_too():
+    state = make_state(loss=fraction_loss)
+    whole = compose(loop_events)(state, make_batch())
+    sliced = compose(loop_events, microbatches=3)(state, make_batch())
+    assert_close(whole.params, sliced.params)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_numbers_among_metrics_are_means_over_slices(k):
+    def measure(state):
+        counted = (state.targets != -100).sum()
+        metrics = {"loss": 3 * state.loss, "counted": counted, "rows": state.inputs.mean((1, 2))}
+        return state.replace(metrics={**state.metrics, **metrics})
+
+    before = changing("before", Event.BATCH_START, lambda s: s.replace(metrics={"before": torch.tensor(7.0)}))
+    step = compose(loop_events, [before, changing("measure", Event.AFTER_LOSS, measure)], microbatches=k)
+    batch = token_batch(0)
+    end = step(make_state(Tagger()), batch)
+    whole = compose(loop_events)(make_state(Tagger()), batch)
+    assert whole.loss is not None
+    torch.testing.assert_close(end.metrics["loss"], 3 * whole.loss)
+    assert end.metrics["before"] == 7
+    inputs, targets = (part.tensor_split(k)[-1] for part in batch)
+    assert end.metrics["counted"] == (targets != -100).sum()
+    assert torch.equal(end.metrics["rows"], inputs.mean((1, 2)))
 
 
 class OwnLoss(nn.Module):

@@ -354,6 +354,21 @@ def test_a_loss_may_bring_its_own_number_of_terms():
     assert num_terms(model_loss, {"loss": torch.tensor(1.0), "logits": torch.zeros(7, 2)}, None) == 7
 
 
+def test_a_model_loss_counts_labels():
+    batch = {"labels": torch.tensor([[1, 2, -1], [3, -1, -1]])}
+    assert num_terms(ModelLoss(labels="labels", ignore_index=-1), None, batch) == 3
+    assert num_terms(ModelLoss(labels="labels", ignore_index=-1, shift=1), None, batch) == 1
+    assert num_terms(ModelLoss(labels="labels"), None, batch) == 6
+    assert num_terms(model_loss, None, batch) == 2
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="shift="):
+            ModelLoss(shift=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="labels=1.5"):
+        ModelLoss(labels=1.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="expected a tensor of labels.*came list"):
+        num_terms(ModelLoss(labels="labels"), None, {"labels": [1, 2], "x": torch.zeros(2)})
+
+
 def test_shares_of_a_half_precision_mean_are_not_rounded_twice():
     share = share_of_mean(torch.tensor(3.0, dtype=torch.bfloat16), torch.tensor(1), torch.tensor(3))
     assert share.dtype == torch.float32 and share.item() == pytest.approx(1.0, rel=1e-6)

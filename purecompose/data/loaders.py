@@ -33,9 +33,16 @@ def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int) -> Iterator[
         epoch: The number of epochs finished.
     """
     low, high = random.fold_in(random.fold_in(key, random.salt("data order")), epoch).tolist()
-    generator = torch.Generator().manual_seed((high << 32) | low)
+    seed = (high << 32) | low
+    generator = torch.Generator().manual_seed(seed)
     with _in_place_of_the_global(generator):
-        loader = iter(data)
+        # The workers' seed comes from a generator apart: persistent workers draw it in their first epoch only, and
+        # the order must not depend on which that is.
+        data.generator = torch.Generator().manual_seed(seed ^ random.salt("workers"))
+        try:
+            loader = iter(data)
+        finally:
+            data.generator = None
     while True:
         with _in_place_of_the_global(generator):
             batch = next(loader, _END)

@@ -53,6 +53,14 @@ def test_batches_then_an_epoch_keep_the_sums(sizes: list[tuple[int, int]]) -> No
     )
 
 
+def test_a_duration_in_iterations_needs_their_length() -> None:
+    with pytest.raises(ValueError, match="duration=3iter without an iteration_length.*give iteration_length='2ep'"):
+        RunLength("3iter", batches_per_epoch=5)
+    assert RunLength("3iter", 5, "2ep").total_batches == 30
+    with pytest.raises(ValueError, match="without an iteration_length"):
+        dataclasses.replace(RunLength("3iter", 5, "2ep"), iteration_length=None)
+
+
 @given(SIZES, st.integers(1, 7), st.integers(1, 4))
 def test_advance_rolls_over_as_nested_loops_do(sizes: list, length: int, epochs: int) -> None:
     run = RunLength(batches_per_epoch=length, iteration_length=Time(epochs, "ep"))
