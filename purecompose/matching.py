@@ -18,8 +18,8 @@ from purecompose import tree
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.predicate import ALWAYS, NEVER, Predicate
-from purecompose.state import State
 from purecompose.schedule import collect
+from purecompose.state import State
 from purecompose.time import RunLength, Time, Timestamp
 
 
