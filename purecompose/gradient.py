@@ -128,6 +128,8 @@ def _with_functorch(body: Op, state: State, names: tuple[str, ...]) -> tuple[Sta
         # What a transform returns must come out through its result, which takes tensors alone.
         return result.loss, tuple(batches.tensors(_set_by_body(state, result)))  # pyright: ignore
 
+    if state.clock is not None:
+        _ = state.clock.values  # made when first read: within the transform it would outlive that as a dead wrapper
     leaves = {name: state.params[name] for name in names}
     grads, (_, tensors) = torch.func.grad_and_value(loss_of, has_aux=True)(leaves)
     (result,), fresh = results, iter(tensors)

@@ -56,7 +56,7 @@ class State:
     batch: Any = None
     """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
     outputs: Any = None
-    """Inside a step: what the model returned."""
+    """Inside a step: what the model returned; after `Microbatches` the last slice's."""
     grads: dict[str, Tensor] | None = None
     """Inside a step: the gradients of trainable parameters."""
     clock: Clock | None = None

@@ -246,6 +246,19 @@ def test_nothing_that_the_body_sets_carries_a_graph_out(k):
     assert outer.opt_state["momentum"]["3.bias"].requires_grad
 
 
+def test_the_time_read_inside_is_no_wrapper_outside():
+    seen = []
+
+    def read(state):
+        seen.append(state.clock.values)
+        return state
+
+    step = compose(loop_events, [changing(f"read {e}", e, read) for e in (Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH)])
+    step(required(make_state()), make_batch())
+    assert len(seen) == 2
+    assert not any(torch._C._functorch.is_gradtrackingtensor(values) for values in seen)  # pyright: ignore
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_body_starts_without_a_loss(k):
     stale = make_state().replace(loss=torch.tensor(1.0, requires_grad=True))

@@ -265,9 +265,10 @@ def test_a_bare_update_after_a_second_grad_applies_the_new_gradients_alone(k):
         ]
 
     # An algorithm that makes every gradient anew, as clipping does.
-    double = changing(
-        "double", Event.AFTER_TRAIN_BATCH, lambda s: s.replace(grads={n: 2 * g for n, g in s.grads.items()})
-    )
+    def doubled(state):
+        return state.replace(grads={name: 2 * grad for name, grad in state.grads.items()})
+
+    double = changing("double", Event.AFTER_TRAIN_BATCH, doubled)
     algorithms = [double, changing("look", Event.BATCH_END, look)]
     batch, state = gan_batches(1)[0], make_state(Players())
     bare = compose(twice(update), algorithms, microbatches=k)(state, batch)

@@ -293,7 +293,7 @@ def test_replace_of_inputs_and_targets_goes_by_the_states_keys():
     assert state.inputs is x and state.targets is y and state.num_examples == 6
     after = state.replace(inputs=2 * x, targets=y + 1, loss=torch.ones(()))
     assert torch.equal(after.inputs, 2 * x) and torch.equal(after.targets, y + 1) and after.loss == 1
-    assert after.batch["rest"] == 1 and state.inputs is x and state.loss.isnan()
+    assert after.batch["rest"] == 1 and state.inputs is x and state.loss is not None and state.loss.isnan()
     both = state.replace(batch={"x": y, "y": x}, inputs=x)
     assert both.inputs is x and both.targets is x
     with pytest.raises(KeyError, match="input_key"):
