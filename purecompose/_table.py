@@ -14,7 +14,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
     Example:
         >>> print(table(["a", "b"], [["1", "one"], ["22", "two and twenty, or 11 + 11"]], width=24))
         a   b
-        --  --------------------
+        --  ------------------
         1   one
         22  two and twenty, or
             11 + 11
