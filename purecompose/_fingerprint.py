@@ -1,7 +1,9 @@
 """Structure as a value: what modules, losses or configurations have in common when they are "the same"."""
 
+import ctypes
 import enum
 import functools
+import hashlib
 import types
 import weakref
 from collections.abc import Hashable, Mapping
@@ -19,9 +21,10 @@ _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.Modul
 
 
 def fingerprint(thing: Any) -> Hashable:
-    """A hashable description of type, configuration and tensor shapes; values of tensors play no part.
+    """A hashable description of type, configuration, arrays and tensors.
 
-    Two separately built networks of one architecture have one fingerprint. Functions count by identity.
+    Tensors on `meta` stand for the weights of a skeleton and count by shape, others by their bytes. Two separately
+    built networks of one architecture have one fingerprint. Functions count by identity.
     """
     return _describe(thing, ())
 
@@ -30,7 +33,10 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
     if isinstance(thing, _PLAIN):
         return (type(thing).__qualname__, thing)
     if isinstance(thing, Tensor):
-        return ("Tensor", tuple(thing.shape), thing.dtype, thing.requires_grad)
+        return ("Tensor", tuple(thing.shape), thing.dtype, thing.requires_grad, _tensor_value(thing))
+    if hasattr(thing, "tobytes") and hasattr(thing, "dtype"):  # an array or number of NumPy, which need not be there
+        value = _describe(thing.tolist(), above) if thing.dtype.hasobject else _digest(thing.tobytes())
+        return (type(thing).__qualname__, thing.shape, str(thing.dtype), value)
     if isinstance(thing, _BY_IDENTITY):
         return thing
     if isinstance(thing, weakref.ref):
@@ -39,7 +45,7 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
         return ("seen", len(above) - above.index(id(thing)))
     inside = (*above, id(thing))
     if isinstance(thing, Mapping):
-        return ("map", tuple((str(key), _describe(value, inside)) for key, value in thing.items()))
+        return ("map", tuple((_describe(key, inside), _describe(value, inside)) for key, value in thing.items()))
     if isinstance(thing, (list, tuple)):
         return (type(thing).__qualname__, tuple(_describe(member, inside) for member in thing))
     if isinstance(thing, (set, frozenset)):
@@ -60,6 +66,20 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
     if hasattr(thing, "__dict__"):
         return (type(thing), _describe(vars(thing), inside))
     return thing if isinstance(thing, Hashable) else (type(thing), repr(thing))
+
+
+def _tensor_value(tensor: Tensor) -> Hashable:
+    if tensor.is_meta:
+        return None
+    try:
+        flat = tensor.detach().cpu().to_dense().contiguous().resolve_conj().resolve_neg()
+        return str(tensor.layout), _digest(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+    except (RuntimeError, NotImplementedError):  # traced or quantized ones show no bytes
+        return id(tensor)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 # Parts of nn.Module that say nothing about what it computes.

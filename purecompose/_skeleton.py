@@ -7,19 +7,23 @@ places is put back.
 
 import copy
 import operator
+import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 
-__all__ = ["Skeleton", "places"]
+__all__ = ["HOOKS", "Skeleton", "places", "replay"]
 
 # What torch keeps for itself in every module's __dict__.
 _OWN = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Skeleton:
@@ -36,15 +40,17 @@ class Skeleton:
             name = names[id(place.tensor)]
             slots = self._param_slots if name in param_names else self._buffer_slots
             slots.append(_Slot(name, place.container, place.key))
+        self._slots = self._param_slots + self._buffer_slots
         self._lock = threading.RLock()
         self._depth = 0
         self._held: list[_Bound] | None = None
         self._guards = [guard for name, m in module.named_modules() for guard in _guards(name, m)]
         self._empty = [guard.container for guard in self._guards if not guard.before]
-        self._dicts = [guard.container for guard in self._guards if guard.before and guard.is_attributes]
-        self._values = [list(container.values()) for container in self._dicts]
-        self._others = [guard for guard in self._guards if guard.before and not guard.is_attributes]
+        full = [guard for guard in self._guards if guard.before]
+        self._expected = [(guard.container, _items(guard.before)) for guard in full]
         self._warned = warned
+        self.is_fixed = all(map(_is_plain, module.modules()))
+        """Whether all modules are torch's own: what they draw and write to depends on their settings alone."""
         self.draws: bool | None = None
         """Whether a forward pass draws random numbers; None until one has been watched."""
 
@@ -58,7 +64,7 @@ class Skeleton:
 
     def slot_names(self) -> tuple[str, ...]:
         """Which tensor goes to each place: a tied one comes several times."""
-        return tuple(slot.name for slot in self._param_slots + self._buffer_slots)
+        return tuple(slot.name for slot in self._slots)
 
     def current_buffers(self) -> dict[str, Tensor]:
         """What the buffers' places hold now, those that a forward pass rebound included.
@@ -102,20 +108,23 @@ class Skeleton:
             try:
                 yield
             finally:
-                bindings, self._held = self._held, None
-                with ExitStack() as stack:
-                    for binding in bindings:
-                        stack.callback(binding.release)
+                scope, self._held = self._held, None
+                bindings = scope.copy()
+                scope.clear()  # a binding refers to its scope: the cycle would keep its tensors for a while
+                if len(bindings) == 1:  # the stack costs as much as the release
+                    bindings[0].release()
+                else:
+                    with ExitStack() as stack:
+                        for binding in bindings:
+                            stack.callback(binding.release)
+            for binding in bindings:
+                if binding.notes:
+                    binding.check_untouched()
 
     def restore_attributes(self) -> None:
         """Undoes what a forward pass wrote into the modules' dictionaries, and names it once in a warning."""
-        try:
-            # Comparing lists takes a third of the time that comparing members by `is` does (they are tried
-            # for identity first), and this is on every step. What is equal and not identical does no harm.
-            is_same = [list(container.values()) for container in self._dicts] == self._values
-        except Exception:  # tensors and arrays that differ have no truth value
-            is_same = False
-        if is_same and not any(self._empty) and not any(map(_is_changed, self._others)):
+        # By identity: `==` would compare arrays, and be traced where these are tensors.
+        if not any(self._empty) and not any(_differs(container, items) for container, items in self._expected):
             return
         changed = [name for guard in self._guards if _is_changed(guard) for name in _restored(guard)]
         self._warn(changed)  # last, since a warning may be an error
@@ -169,14 +178,44 @@ class _Slot(NamedTuple):
     key: Any
 
 
+_CURRENT: ContextVar["_Bound | None"] = ContextVar("binding", default=None)
+
+
+def replay() -> Callable[[], AbstractContextManager[Any]]:
+    """What brings back, for a recomputation, the tensors that the innermost bound module holds now.
+
+    Returns:
+        Gives a context in which the module holds the parameters of now and copies of the buffers of now;
+        a context that does nothing if no module is bound. It may be used in another thread, and more than once.
+    """
+    binding = _CURRENT.get()
+    if binding is None:
+        return nullcontext
+    buffers = binding.snapshot()
+
+    def again() -> _Bound:
+        return _Bound(binding.skeleton, binding.params, {n: _copied(b) for n, b in buffers.items()}, binding)
+
+    return again
+
+
 class _Bound:
     """Swaps tensors in and out; a class, since a generator costs twice as much and this is on every step."""
 
-    __slots__ = ("skeleton", "params", "buffers", "saved")
+    __slots__ = ("skeleton", "params", "buffers", "saved", "first", "scope", "start", "locks", "token", "notes")
 
-    def __init__(self, skeleton: Skeleton, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        self.skeleton, self.params, self.buffers = skeleton, params, buffers
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        first: "_Bound | None" = None,
+    ) -> None:
+        """`first` is the binding that this one repeats, for a recomputation."""
+        self.skeleton, self.params, self.buffers, self.first = skeleton, params, buffers, first
         self.saved: list[tuple[Any, Any, Any]] = []
+        self.scope: list[_Bound] | None = None
+        self.notes: dict[str, tuple[Tensor, int | None, Tensor | None]] = {}
 
     def __enter__(self) -> nn.Module:
         skeleton, params, buffers = self.skeleton, self.params, self.buffers
@@ -187,18 +226,31 @@ class _Bound:
             raise KeyError(
                 f"the model's tensor {error.args[0]!r} is missing from the given params and buffers"
             ) from None
-        skeleton._lock.acquire()
+        # In a held scope the recomputation may run in a thread of autograd's, while the one with the lock waits.
+        self.scope = None if self.first is None else self.first.scope
+        self.locks = self.scope is None or self.scope is not skeleton._held
+        if self.locks:
+            skeleton._lock.acquire()
+            self.scope = skeleton._held
+        self.start = 0 if self.scope is None else len(self.scope)
         skeleton._depth += 1
-        slots = skeleton._param_slots + skeleton._buffer_slots
+        slots = skeleton._slots
         self.saved = [(container, key, container[key]) for _, container, key in slots]
         for (_, container, key), tensor in zip(slots, new, strict=True):
             container[key] = tensor
+        self.token = _CURRENT.set(self)
         return skeleton.module
 
-    def __exit__(self, *error: object) -> None:
-        if self.skeleton._held is not None:
-            self.skeleton._held.append(self)
-        else:
+    def __exit__(self, kind: Any, *error: object) -> None:
+        _CURRENT.reset(self.token)
+        if self.scope is None or self.first is not None:
+            self.release()
+        elif kind is None:
+            self.notes = self._buffers_now() if self.buffers else self.notes
+            self.scope.append(self)
+        else:  # nothing of a failed forward will be computed again
+            while len(self.scope) > self.start:
+                self.scope.pop().release()
             self.release()
 
     def release(self) -> None:
@@ -212,7 +264,46 @@ class _Bound:
             if not skeleton._depth:
                 skeleton.restore_attributes()
         finally:
-            skeleton._lock.release()
+            if self.locks:
+                skeleton._lock.release()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the buffers as they are now; what has not changed since the last time is not copied again."""
+        copies: dict[str, Tensor] = {}
+        for name, tensor in self.skeleton.current_buffers().items():
+            known, version, copied = self.notes.get(name, (None, None, None))
+            if known is not tensor or copied is None or version is None or version != _version(tensor):
+                copied = _copied(tensor)
+                self.notes[name] = (tensor, _version(tensor), copied)
+            copies[name] = copied
+        return copies
+
+    def check_untouched(self) -> None:
+        """After a held scope: a recomputation that did not go through `replay` writes into the pass's result.
+
+        Raises:
+            RuntimeError: It did.
+        """
+        for name, (tensor, version, _) in self.notes.items():
+            if version != _version(tensor):
+                raise RuntimeError(
+                    f"backward ran forward again and wrote into the buffer {name!r} a second time, as "
+                    "torch.utils.checkpoint does: use purecompose.checkpoint(fn, *args) in its place"
+                )
+
+    def _buffers_now(self) -> dict[str, tuple[Tensor, int | None, Tensor | None]]:
+        slots = self.skeleton._buffer_slots
+        found = {name: box[key] for name, box, key in slots if isinstance(box, dict) and key in box}
+        return {name: (tensor, _version(tensor), None) for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    # Autograd saves other tensors where a gradient is wanted, so that is kept.
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class _Guard(NamedTuple):
@@ -228,21 +319,66 @@ class _Guard(NamedTuple):
 
 
 def _guards(name: str, module: nn.Module) -> Iterator[_Guard]:
-    if type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, nn.RNNBase):
+    if _is_plain(module) and not isinstance(module, nn.RNNBase):
         return  # they write into nothing but buffers, and looking costs 3 us a step in a small network
     # The recurrent ones rebuild their caches at every call: nothing is lost.
-    is_torchs = type(module).__module__.startswith("torch.nn.")
+    is_silent = _is_plain(module) or type(module).__module__.startswith("torch.nn.utils.")
     attributes = vars(module)
     for container in (attributes, module._parameters, module._buffers, module._modules):
-        yield _Guard(name, container, dict(container), True, is_torchs)
+        yield _Guard(name, container, dict(container), True, is_silent)
+    seen = {id(attributes)}
     for key, value in attributes.items():
-        if key not in _OWN and isinstance(value, (list, dict, set)):
-            yield _Guard(f"{name}.{key}".lstrip("."), value, copy.copy(value), False, is_torchs)
+        if key not in _OWN:
+            yield from _guards_inside(f"{name}.{key}".lstrip("."), value, is_silent, seen)
+
+
+def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> Iterator[_Guard]:
+    """Guards of a value that is or holds something to write to; `seen` has the `id`s of those that have one."""
+    if id(value) in seen or isinstance(value, (Tensor, nn.Module)):
+        return
+    if isinstance(value, (list, dict, set, deque)):
+        container: Any = value
+    elif isinstance(value, tuple) or _is_users(value):
+        container = None if isinstance(value, tuple) else vars(value)
+    else:
+        return
+    seen.add(id(value))
+    if container is not None:
+        is_attributes = container is not value
+        before = dict(container) if is_attributes else copy.copy(container)
+        yield _Guard(name, container, before, is_attributes, is_silent)
+    members = value if container is None else container
+    for key, member in members.items() if isinstance(members, dict) else enumerate(members):
+        yield from _guards_inside(f"{name}.{key}", member, is_silent, seen)
+
+
+def _is_users(value: Any) -> bool:
+    """Whether this is an object of a class of the user's, of which a skeleton has its own copy."""
+    kind = type(value)
+    root = (kind.__module__ or "").partition(".")[0]
+    is_others = root in sys.stdlib_module_names and root != "types"
+    if is_others or root in ("torch", "numpy", "purecompose") or isinstance(value, type):
+        return False
+    return hasattr(value, "__dict__") and not hasattr(kind, "__deepcopy__")
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing of the user's runs in the module: its class is torch's, without hooks and functions."""
+    if not type(module).__module__.startswith("torch.nn.modules."):
+        return False
+    if any(vars(module).get(hooks) for hooks in HOOKS):
+        return False
+    functions = (value for key, value in vars(module).items() if key not in _OWN and callable(value))
+    return all((getattr(function, "__module__", None) or "torch").startswith("torch") for function in functions)
+
+
+def _differs(container: Any, items: list[Any]) -> bool:
+    now = _items(container)
+    return len(now) != len(items) or not all(map(operator.is_, now, items))
 
 
 def _is_changed(guard: _Guard) -> bool:
-    now, before = _items(guard.container), _items(guard.before)
-    return len(now) != len(before) or not all(map(operator.is_, now, before))
+    return _differs(guard.container, _items(guard.before))
 
 
 def _restored(guard: _Guard) -> list[str]:
@@ -253,11 +389,11 @@ def _restored(guard: _Guard) -> list[str]:
         keys = [k for k in {**before, **container} if container.get(k, absent) is not before.get(k, absent)]
         names = [f"{guard.name}.{key}".lstrip(".") for key in keys]
     container.clear()
-    container.extend(before) if isinstance(container, list) else container.update(before)
+    container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
     return [] if guard.is_silent else names
 
 
 def _items(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container, *container.values()]
-    return list(container)
+    return sorted(container, key=id) if isinstance(container, set) else list(container)

@@ -6,8 +6,11 @@ skeleton for as long as a `with` block lasts, so a user's module is never touche
 """
 
 import copy
+import dis
+import functools
+import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from purecompose._fingerprint import fingerprint
-from purecompose._skeleton import Skeleton, places
+from purecompose._skeleton import HOOKS, Skeleton, places
 
 
 __all__ = ["Model", "Parts", "from_module", "to_module"]
@@ -96,7 +99,8 @@ def from_module(module: nn.Module) -> Parts:
     Raises:
         TypeError: `module` is not a plain `nn.Module`, or cannot be copied.
         ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as the old
-            `torch.nn.utils.weight_norm` leaves, or tensors hidden in tuples or objects.
+            `torch.nn.utils.weight_norm` leaves, or tensors hidden in tuples or objects; or a function among its
+            attributes or hooks keeps one of its modules or tensors, which a copy would share with it.
 
     Example:
         >>> parts = from_module(nn.Linear(2, 1))
@@ -120,6 +124,7 @@ def from_module(module: nn.Module) -> Parts:
         parts[kind == "_parameters"][name] = tensor.detach().clone()
         if kind == "_parameters" and not tensor.requires_grad:
             frozen.add(name)
+    _check_functions(module, names)
     memo: dict[int, Any] = dict(twins)
     try:
         skeleton = copy.deepcopy(module, memo)
@@ -163,6 +168,56 @@ def _check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int
             f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can "
             f"reach them: {found}. Keep them in lists or dictionaries, or register them as buffers"
         )
+
+
+def _check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
+    """Refuses functions that keep parts of the network: copied, they would still compute with the original."""
+    parts = {id(child): f"the module {name or 'itself'!r}" for name, child in module.named_modules()}
+    parts |= {key: f"the tensor {name!r}" for key, name in names.items()}
+    for prefix, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key in HOOKS or key not in _MODULE_KEYS:
+                for held in _kept(value, set()):
+                    if id(held) in parts:
+                        where = f"{prefix}.{key}".lstrip(".")
+                        raise ValueError(
+                            f"{where} has a function that keeps {parts[id(held)]}: it would go on computing with the "
+                            "network that it was made for. Make it a method, or let a hook use the module it is given"
+                        )
+
+
+_MODULE_KEYS = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # which torch does not copy
+
+
+def _kept(value: Any, seen: set[int], in_function: bool = False) -> Iterator[Any]:
+    """The modules and tensors that functions in a value keep: in closures, defaults and global names."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, types.FunctionType):
+        inside: list[Any] = [value.__defaults__, value.__kwdefaults__]
+        inside += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        loads = (i.argval for i in dis.get_instructions(value) if i.opname == "LOAD_GLOBAL")
+        # Of globals only what stands there itself: the functions among them lead through whole libraries.
+        found = [value.__globals__.get(name) for name in set(loads)]
+        inside += [thing for thing in found if isinstance(thing, (nn.Module, Tensor, list, tuple, dict))]
+        in_function = True
+    elif isinstance(value, (nn.Module, Tensor)):
+        if in_function:
+            yield value
+        return
+    elif isinstance(value, types.MethodType):
+        inside = [value.__func__, value.__self__]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, value.args, value.keywords]
+    elif isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = list(value)
+    else:
+        return
+    for member in inside:
+        yield from _kept(member, seen, in_function)
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:

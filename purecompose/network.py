@@ -1,14 +1,20 @@
 """One forward pass of a skeleton: tensors in place, randomness keyed, new buffers out."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
+from purecompose._functorch import is_transforming
 from purecompose._skeleton import Skeleton
 from purecompose.model import Model
 from purecompose.random import modules
@@ -17,14 +23,17 @@ from purecompose.random import modules
 __all__ = ["call_model", "looking_for_draws"]
 
 _LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
+_AS_IT_IS = nullcontext()
+_CPU = torch.device("cpu")
 
 
 @contextmanager
 def looking_for_draws() -> Iterator[None]:
-    """A scope in which every forward pass is watched for random functions that no key covers.
+    """A scope in which every forward pass is watched for random functions and for writes into parameters.
 
-    Watching costs more than a small network's forward, so a step does it once per schedule; in between a
-    skeleton remembers whether it ever drew anything.
+    Watching costs more than a small network's forward, so a step does it once per schedule. In between, modules
+    of torch do again what they did then; where a user's own may decide anew, the generators and the parameters'
+    versions are compared.
     """
     token = _LOOKING.set(True)
     try:
@@ -64,48 +73,193 @@ def call_model(
     Raises:
         KeyError: A tensor of the architecture is missing.
         UnkeyedRandomError: The network uses a random function that no key can cover.
+        RuntimeError: It wrote into a parameter. The first pass through a model is stopped before it does; a
+            later one, that decides by its inputs or buffers to write, is found out afterwards.
     """
     skeleton = model.skeleton(train)
-    # A forward pass writes into the buffers it is handed (batch norm's running statistics).
-    own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
-    looking = _LOOKING.get() or skeleton.draws is None
-    with skeleton.bound(params, own) as module, _autocast(precision, params):
-        if not looking and not skeleton.draws:
-            outputs = _call(module, inputs)
+    with _autocast(precision, params):
+        looking = _LOOKING.get()
+        if skeleton.draws is False and skeleton.is_fixed and not looking:
+            outputs, new_buffers = _run(skeleton, params, buffers, inputs)
         else:
-            outputs = _call_keyed(skeleton, inputs, rng(), num_examples, first_example, looking)
-        new_buffers = skeleton.current_buffers() if own else own
+            forward = _Pass(skeleton, params, buffers, inputs, rng, num_examples, first_example)
+            outputs, new_buffers = forward.first() if looking or skeleton.draws is None else forward.later()
     if precision == "bf16":
         # The loss and whatever edits outputs work outside of autocast: in bfloat16 a loss has three digits.
         outputs = batches.map_tensors(_widened, outputs)
     return outputs, new_buffers
 
 
-def _call_keyed(
+_Result = tuple[Any, dict[str, Tensor]]
+
+
+def _run(
     skeleton: Skeleton,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
     inputs: Any,
-    rng: random.Rng,
-    num_examples: int | None,
-    first_example: int | Tensor,
-    looking: bool,
-) -> Any:
-    with ExitStack() as stack:
-        if looking:
-            stack.enter_context(modules.detect())
-        record = stack.enter_context(modules.keyed(rng, num_examples=num_examples, first_example=first_example))
-        outputs = _call(skeleton.module, inputs)
-    skeleton.draws = bool(skeleton.draws) or record.draws > 0
-    return outputs
+    context: AbstractContextManager[Any] = _AS_IT_IS,
+) -> _Result:
+    """A pass within a context, on its own copies of the buffers."""
+    # A forward pass writes into the buffers it is handed (batch norm's running statistics).
+    own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
+    with skeleton.bound(params, own) as module, context:
+        outputs = _call(module, inputs)
+        return outputs, _without_aliases(skeleton.current_buffers(), own) if own else own
+
+
+class _Pass(NamedTuple):
+    """One forward pass, which may have to be run again."""
+
+    skeleton: Skeleton
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    inputs: Any
+    rng: Callable[[], random.Rng]
+    num_examples: int | None
+    first_example: int | Tensor
+
+    def first(self) -> _Result:
+        """The watched pass: stopped before it draws without a key or writes into a parameter."""
+        with _WriteGuard(self.params):
+            if is_transforming():
+                with modules.detect():
+                    result, draws = self._drawn()
+                self.skeleton.draws = draws > 0
+                return result
+            result = self._detected() if _is_hidden() else self._compared(self._detected)
+            self.skeleton.draws = result is None
+            if result is not None:
+                return result
+            with modules.detect():
+                return self._drawn()[0]
+
+    def later(self) -> _Result:
+        """The pass of a network that has been watched before."""
+        if is_transforming():  # where vmap has an error of its own for draws without a key
+            return self._drawn()[0]
+        if self.skeleton.draws:
+            result, draws = self._drawn()
+            if draws or self.skeleton.is_fixed:
+                return result
+            # Under keys torch computes some functions to other bits; what ran before must have no say in it.
+        result = self._detected() if _is_hidden() else self._compared(self._plain)
+        self.skeleton.draws = result is None
+        return self._drawn()[0] if result is None else result
+
+    def _plain(self, context: AbstractContextManager[Any] = _AS_IT_IS) -> _Result:
+        before = _versions(self.params)
+        result = _run(self.skeleton, self.params, self.buffers, self.inputs, context)
+        after = _versions(self.params)
+        if before != after:
+            names = [repr(name) for name, old, new in zip(self.params, before, after, strict=True) if old != new]
+            raise _write_error(", ".join(names), "so the tensor of the caller's state has changed")
+        return result
+
+    def _drawn(self) -> tuple[_Result, int]:
+        scope = modules.keyed(self.rng(), num_examples=self.num_examples, first_example=self.first_example)
+        return self._plain(scope), scope.draws
+
+    def _detected(self) -> _Result | None:
+        """The plain pass, or None where it would have drawn."""
+        with modules.detect() as detector:
+            try:
+                result = self._plain()
+            except random.UnkeyedRandomError:
+                if not detector.found:
+                    raise
+                return None
+        return None if detector.found else result
+
+    def _compared(self, run: Callable[[], _Result | None]) -> _Result | None:
+        """What `run` gives, or None where it moved a global generator; the generator is put back."""
+        device = _device(self.params)
+        cpu, cuda = _generators(device)
+        before = cpu.get_state(), 0 if cuda is None else cuda.get_offset()
+        result = run()
+        if torch.equal(cpu.get_state(), before[0]) and (cuda is None or cuda.get_offset() == before[1]):
+            return result
+        cpu.set_state(before[0])
+        if cuda is not None:
+            cuda.set_offset(before[1])
+        return None
+
+
+class _WriteGuard(TorchDispatchMode):
+    """Stops what would write into a parameter, by its name and also through `.data`."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {_storage(param): name for name, param in params.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in batches.tensors(given.get(argument.name)):
+                        if _storage(tensor) in self.names:
+                            raise _write_error(repr(self.names[_storage(tensor)]), f"by {func}, and was stopped")
+        return func(*args, **kwargs)
+
+
+def _write_error(names: str, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"forward wrote into the parameter {names}, {how}. Parameters change between forward passes alone: compute "
+        "a new tensor from it (F.embedding on normalized rows for max_norm, weight.clamp() for weight.clamp_()), "
+        "change it in an algorithm after the update, or register it as a buffer"
+    )
+
+
+def _storage(tensor: Tensor) -> int | None:
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return id(tensor)
+
+
+def _versions(params: Mapping[str, Tensor]) -> list[int]:
+    try:
+        return [param._version for param in params.values()]
+    except RuntimeError:  # tensors of inference mode have none
+        return []
+
+
+def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers; those that forward bound anew are copied, since they may be views of the batch."""
+    return {
+        name: buffer if buffer is own[name] or not isinstance(buffer, Tensor) else buffer.clone()
+        for name, buffer in buffers.items()
+    }
+
+
+def _is_hidden() -> bool:
+    """Whether the generators say nothing, because tensors are being traced or a CUDA graph is being captured."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _generators(device: torch.device) -> tuple[torch.Generator, torch.Generator | None]:
+    cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+    return torch.default_generator, cuda
+
+
+def _device(params: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(params.values())).device if params else _CPU
 
 
 def _autocast(precision: str, params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
-    if precision == "fp32":
+    if precision == "fp32" and not torch._C._is_any_autocast_enabled():
         return _AS_IT_IS
-    device = next(iter(params.values())).device.type if params else "cpu"
+    device = _device(params).type
+    if precision == "fp32":  # the state says how it computes; an autocast around the step does not
+        return torch.autocast(device, enabled=False)
     return torch.autocast(device, torch.bfloat16, cache_enabled=False)
-
-
-_AS_IT_IS = nullcontext()
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """Networks taken apart and put together: ties, buffers, modes, and what cannot be taken apart."""
 
+import collections
 import copy
+import functools
 import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -535,5 +538,200 @@ def test_fingerprints_of_things_that_are_no_modules():
         assert fingerprint(thing) == fingerprint(thing)
         hash(fingerprint(thing))
     assert fingerprint(Setting([1])) == fingerprint(Setting([1])) != fingerprint(Setting([2]))
-    assert fingerprint(torch.zeros(2)) == fingerprint(torch.ones(2)) != fingerprint(torch.ones(3))
+    meta = torch.zeros(2, device="meta")
+    assert fingerprint(meta) == fingerprint(torch.ones(2, device="meta")) != fingerprint(torch.ones(2))
     assert len({fingerprint(value) for value in (1, 1.0, True, "1", (1,), [1])}) == 6
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (torch.zeros(2), torch.ones(2)),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.ones(2).to_sparse(), torch.ones(2)),
+        (np.zeros(2), np.ones(2)),
+        (np.zeros(2), np.zeros(2, dtype=np.float32)),
+        (np.zeros((1, 2)), np.zeros((2, 1))),
+        (np.array(["a", None], dtype=object), np.array(["b", None], dtype=object)),
+        ({1: 0}, {"1": 0}),
+        ({1: 0}, {True: 0}),
+        (
+            functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 2])),
+            functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 3])),
+        ),
+    ],
+)
+def test_fingerprints_tell_values_and_types_apart(first, second):
+    assert fingerprint(first) == fingerprint(copy.deepcopy(first)) != fingerprint(second)
+
+
+def test_networks_with_other_constants_are_unequal():
+    class Scaled(nn.Linear):
+        def __init__(self, scale: float) -> None:
+            super().__init__(4, 3)
+            self.scale = np.full(3, scale)
+
+    one, again, two = (from_module(Scaled(scale)).model for scale in (1.0, 1.0, 2.0))
+    assert one == again != two
+
+
+# Attributes that forward changes, of every kind
+
+
+class Counter:
+    """A plain object of the user's."""
+
+    def __init__(self) -> None:
+        self.count, self.log = 0, []
+
+
+def bump(counter: Counter) -> int:
+    counter.count += 1
+    counter.log.append(1)
+    return counter.count + len(counter.log)
+
+
+class Remembering(nn.Module):
+    def __init__(self, memory: Any, use: Any) -> None:
+        super().__init__()
+        self.memory, self.use = memory, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.use(self.memory)
+
+
+def append(memory: Any) -> int:
+    memory.append(1)
+    return len(memory)
+
+
+MEMORIES: list[Any] = [
+    ([], append),
+    ({"a": {"b": []}}, lambda memory: append(memory["a"]["b"])),
+    (([],), lambda memory: append(memory[0])),
+    (collections.deque([1], maxlen=9), append),
+    (Counter(), bump),
+    ([{"inner": Counter()}], lambda memory: bump(memory[0]["inner"])),
+]
+
+
+@pytest.mark.parametrize("memory, use", MEMORIES, ids=["list", "nested", "tuple", "deque", "object", "deep"])
+def test_what_forward_keeps_deep_inside_attributes_is_put_back(memory, use):
+    parts = from_module(Remembering(memory, use))
+    with pytest.warns(UserWarning, match="forward changed memory"):
+        first, _ = run(parts, inputs())
+    assert torch.equal(run(parts, inputs())[0], first)
+
+
+class Renaming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = "value"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.after = vars(self).pop("before")
+        return x
+
+
+def test_a_renamed_attribute_is_put_back():
+    parts = from_module(Renaming())
+    with pytest.warns(UserWarning, match="forward changed before, after"):
+        run(parts, inputs())
+    assert torch.equal(run(parts, inputs())[0], inputs())
+
+
+def _count(module: Any, args: object, outputs: Tensor) -> Tensor:
+    module.count = getattr(module, "count", 0) + 1
+    return outputs * module.count
+
+
+def test_what_a_hook_writes_on_a_module_of_torch_is_put_back():
+    net = nn.Linear(4, 3)
+    net.register_forward_hook(_count)
+    parts = from_module(net)
+    with pytest.warns(UserWarning, match="forward changed count"):
+        first, _ = run(parts, inputs())
+    assert torch.equal(run(parts, inputs())[0], first)
+
+
+class Equal:
+    """Equal to everything, as a broken or lazy `__eq__` makes it."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+class Rebinding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.kept = Equal()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = x if self.kept is self.first else x + 1
+        self.kept = Equal()
+        return outputs
+
+
+def test_attributes_are_compared_by_identity():
+    parts = from_module(Rebinding())
+    with pytest.warns(UserWarning, match="forward changed kept"):
+        run(parts, inputs())
+    assert torch.equal(run(parts, inputs())[0], inputs())
+
+
+# Functions that keep the user's network
+
+
+def with_attribute(make_function: Any) -> nn.Module:
+    net = make()
+    net.f = make_function(net)
+    return net
+
+
+def hooked() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].register_forward_hook(lambda module, args, outputs: net[1](outputs))
+    return net
+
+
+GLOBAL_NET = nn.Linear(4, 3)
+
+
+def global_function(x: Tensor) -> Tensor:
+    return GLOBAL_NET(x)
+
+
+def with_global() -> nn.Module:
+    net: Any = nn.Sequential(GLOBAL_NET)
+    net.f = global_function
+    return net
+
+
+@pytest.mark.parametrize(
+    "factory, said",
+    [
+        (lambda: with_attribute(lambda net: lambda x: net.norm(x)), "f has .* keeps the module 'itself'"),
+        (lambda: with_attribute(lambda net: [lambda x, layer=net.norm: layer(x)]), "f has .* keeps the module 'norm'"),
+        (lambda: with_attribute(lambda net: lambda w=net.norm.weight: w), "keeps the tensor 'norm.weight'"),
+        (
+            lambda: with_attribute(lambda net: functools.partial(lambda f, x: net.first(f(x)), torch.relu)),
+            "f has .* keeps the module 'itself'",
+        ),
+        (hooked, "0._forward_hooks has .* keeps the module 'itself'"),
+        (with_global, "f has .* keeps the module '0'"),
+    ],
+    ids=["closure", "default", "tensor", "partial", "hook", "global"],
+)
+def test_functions_that_keep_the_network_are_refused(factory, said):
+    with pytest.raises(ValueError, match=f"{said}.*[Mm]ake it a method"):
+        from_module(factory())
+
+
+def test_functions_and_methods_that_keep_nothing_of_the_network_are_fine():
+    outside = nn.Linear(4, 4)
+    for make_function in (lambda net: net.forward, lambda net: F.relu, lambda net: lambda x: outside(x)):
+        from_module(with_attribute(make_function))
+    from_module(nn.TransformerEncoderLayer(8, 2, activation=F.gelu))
+    with_hook()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from purecompose._functorch import is_transforming
+from purecompose._skeleton import replay
 from purecompose.random._functions import FUNCTIONS
 from purecompose.random._layers import LAYERS
 from purecompose.random._scope import Handler, Scope, UnkeyedRandomError, top_hooks, unkeyed
@@ -154,7 +155,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Inside `keyed`, the second computation starts from the draw at which the first did, so that it draws the
     same numbers, also where backward runs outside of the scope. Elsewhere this is torch's non-reentrant
-    checkpoint, which restores the global generator. Under `torch.func` transforms, where torch has no
+    checkpoint, which restores the global generator. In the forward pass of a state's network, the second
+    computation sees the parameters and the buffers that the first saw, and its writes into buffers (batch
+    norm's statistics) are dropped. Under `torch.func` transforms, where torch has no
     checkpointing, `fn` runs plainly.
 
     Args:
@@ -178,9 +181,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Bound here, so that no keyword of `fn` is taken for one of torch's.
     bound = functools.partial(fn, **kwargs)
     scope = _innermost()
-    if scope is None:
-        return torch_checkpoint(bound, *args, use_reentrant=False)
-    return torch_checkpoint(_replayable(bound, scope), *args, use_reentrant=False, preserve_rng_state=False)
+    keeps_generator = scope is None
+    region = _replayable(bound, scope)
+    return torch_checkpoint(region, *args, use_reentrant=False, preserve_rng_state=keeps_generator)
 
 
 def _innermost() -> Keyed | None:
@@ -188,19 +191,21 @@ def _innermost() -> Keyed | None:
     return next((mode for mode in reversed(modes) if isinstance(mode, Keyed)), None)
 
 
-def _replayable(fn: Callable[..., Any], scope: Keyed) -> Callable[..., Any]:
+def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., Any]:
     """`fn` that draws in `scope` when first called, and the same numbers in a fresh scope each time after."""
-    start = scope.draws
+    start = 0 if scope is None else scope.draws
+    # Without gradients nothing will be computed again.
+    bound_again = replay() if torch.is_grad_enabled() else nullcontext
     is_first = True
 
     def replayable(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
         if not is_first:
-            with Keyed(scope.rng, scope.num_examples, scope.first_example, draws=start):
+            with bound_again(), nullcontext() if scope is None else _from(scope, start):
                 return fn(*args, **kwargs)
         is_first = False
         hooks = top_hooks()
-        if hooks is None:  # no gradients are recorded, nothing will be computed again
+        if hooks is None or scope is None:
             return fn(*args, **kwargs)
         scope.replayable_hooks.append(hooks)
         try:
@@ -209,3 +214,7 @@ def _replayable(fn: Callable[..., Any], scope: Keyed) -> Callable[..., Any]:
             scope.replayable_hooks.pop()
 
     return replayable
+
+
+def _from(scope: Keyed, start: int) -> Keyed:
+    return Keyed(scope.rng, scope.num_examples, scope.first_example, draws=start)

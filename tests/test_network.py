@@ -1,0 +1,276 @@
+"""One forward pass: what it may not write to, when it draws, and what it gives back."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import purecompose as pc
+from purecompose import Event, State, compose, loop_events
+from tests.helpers import assert_same, changing, copied, make_batch, make_batches, make_mlp, make_state, run_steps
+
+
+class Net(nn.Module):
+    """Subclasses change what `forward` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+        self.register_buffer("on", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x)
+
+
+# Parameters
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.last = nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.e(x.long().abs() % 5).mean(1))
+
+
+class Clamping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+class ThroughData(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.weight.data[0].mul_(0.5)
+        return super().forward(x)
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.bias.add_(1.0)
+        return super().forward(x)
+
+
+WRITING = [(Embedded, "e.weight"), (Clamping, "last.weight"), (ThroughData, "last.weight"), (Frozen, "last.bias")]
+
+
+@pytest.mark.parametrize("run", [lambda s, b: compose(loop_events)(s, b), lambda s, b: pc.evaluate(s, [b])])
+@pytest.mark.parametrize("factory, name", WRITING)
+def test_a_write_into_a_parameter_is_stopped_before_it_does_harm(factory, name, run):
+    state, batch = make_state(factory()), make_batch()
+    before = copied(state.params)
+    with pytest.raises(RuntimeError, match=f"forward wrote into the parameter '{name}'"):
+        run(state, batch)
+    assert_same(state.params, before)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.vmap(f)])
+def test_a_write_into_a_parameter_is_stopped_under_transforms(transform):
+    state, (x, _) = make_state(Clamping()), make_batch()
+    before = copied(state.params)
+    weight = state.params["last.weight"]
+
+    def loss(weight: Tensor) -> Tensor:
+        return state.replace(params={**state.params, "last.weight": weight}).forward(x).sum()
+
+    is_vmap = transform is not torch.func.grad
+    with pytest.raises(RuntimeError, match="forward wrote into the parameter 'last.weight'"):
+        transform(loss)(weight[None] if is_vmap else weight)
+    assert_same(state.params, before)
+
+
+def test_a_write_that_comes_later_is_told():
+    class Late(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 4:
+                with torch.no_grad():
+                    self.last.weight.clamp_(-0.05, 0.05)
+            return super().forward(x)
+
+    step, state = compose(loop_events), make_state(Late())
+    state = step(state, make_batch(0, 4))
+    with pytest.raises(RuntimeError, match="'last.weight', so the tensor of the caller's state has changed"):
+        state.forward(make_batch(0, 8)[0], train=True)
+
+
+# Draws
+
+
+class ByShape(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(x, 0.5) if len(x) > 4 else x)
+
+
+class ByBuffer(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(x, 0.5) if self.on else x)
+
+
+def switched(state: State) -> State:
+    return state.replace(buffers={"on": torch.ones((), dtype=torch.bool)})
+
+
+@pytest.mark.parametrize("factory", [ByShape, ByBuffer])
+def test_a_network_that_draws_at_times_has_no_memory_of_other_times(factory):
+    state, twin = make_state(factory()), make_state(factory())
+    quiet, loud, generator = make_batch(0, 4), make_batch(1, 8), torch.get_rng_state()
+
+    def last(state: State) -> State:
+        return switched(state) if factory is ByBuffer else state
+
+    fresh = pc.compose(loop_events)(last(twin.replace(params=state.params)), loud)
+    step = compose(loop_events)
+    step(state, quiet)  # watched, and remembered as one that draws nothing
+    again = last(state)
+    assert torch.equal(again.forward(loud[0], train=True), again.forward(loud[0], train=True))
+    step(state, quiet)
+    for _ in range(2):
+        assert_same(step(again, loud).params, fresh.params)
+    assert torch.equal(state.forward(quiet[0], train=True), F.linear(quiet[0], *state.params.values()))
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_network_that_draws_at_times_is_keyed_under_transforms():
+    state, generator = make_state(ByShape()), torch.get_rng_state()
+    quiet, loud = make_batch(0, 4)[0], make_batch(1, 8)[0]
+    state.forward(quiet, train=True)
+    expected = state.forward(loud, train=True)
+    state.forward(quiet, train=True)
+    found = torch.vmap(lambda p: state.replace(params=p).forward(loud, train=True), (0,))(
+        {name: param[None] for name, param in state.params.items()}
+    )
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_swallowed_error_does_not_hide_a_draw():
+    class Swallowing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.last(F.dropout(x, 0.5))
+            except RuntimeError:
+                return self.last(x)
+
+    state, x = make_state(Swallowing()), torch.ones(8, 4)
+    outputs = state.forward(x, train=True)
+    assert not torch.equal(outputs, F.linear(x, *state.params.values()))
+    assert torch.equal(outputs, state.forward(x, train=True))
+
+
+def test_the_first_pass_computes_the_bits_of_all_others():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        net = nn.Sequential(encoder, nn.Flatten(), nn.Linear(24, 3))
+    state, x = make_state(net), torch.linspace(-2, 2, 192).sin().reshape(8, 3, 8)
+    with torch.no_grad():
+        plain = net.eval()(x)
+        for _ in range(2):
+            assert torch.equal(state.forward(x), plain)
+
+
+# Buffers and recomputation
+
+
+class Normed(nn.Module):
+    """A block with batch norm, and one that reads a buffer which it has written; computed again if asked."""
+
+    def __init__(self, around: Any) -> None:
+        super().__init__()
+        self.block, self.last, self.around = make_mlp(1), nn.Linear(3, 3), around
+        self.block.append(nn.BatchNorm1d(3))
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        with torch.no_grad():
+            self.last.weight.copy_(torch.linspace(-1, 1, 9).reshape(3, 3))
+            self.last.bias.zero_()
+
+    def shifted(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return (x - self.mean).tanh() * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.around(self.shifted, self.around(self.block, x))
+        return self.last(self.around(self.shifted, hidden))
+
+
+def plainly(fn: Any, *args: Any) -> Any:
+    return fn(*args)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_recomputation_repeats_the_pass_and_leaves_its_buffers_alone(k):
+    step = compose(loop_events, microbatches=k)
+    plain, recomputed = (run_steps(step, make_state(Normed(f)), make_batches(3)) for f in (plainly, pc.checkpoint))
+    assert_same(recomputed.buffers, plain.buffers)
+    assert_same(recomputed.params, plain.params)
+    assert recomputed.buffers["block.4.num_batches_tracked"] == 3 * k
+
+
+def test_recomputation_after_the_pass_sees_the_tensors_of_the_pass():
+    gradients = []
+    for around in (plainly, pc.checkpoint):
+        state = make_state(Normed(around))
+        leaves = {name: param.clone().requires_grad_() for name, param in state.params.items()}
+        loss = state.replace(params=leaves).forward(make_batch()[0], train=True).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(leaves.values())))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_torchs_own_checkpoint_may_not_write_a_second_time():
+    def around(fn: Any, *args: Any) -> Any:
+        return torch_checkpoint(fn, *args, use_reentrant=False)
+
+    with pytest.raises(RuntimeError, match=r"into the buffer '.*' a second time.*purecompose.checkpoint"):
+        compose(loop_events)(make_state(Normed(around)), make_batch())
+
+
+def test_a_second_pass_in_a_gradient_does_not_lend_its_parameters_to_the_first():
+    def teach(state: State) -> State:
+        teacher = state.replace(params={name: 2 * param for name, param in state.params.items()})
+        return state.replace(outputs=state.outputs + teacher.forward(state.inputs, train=True).detach())
+
+    states = []
+    for around in (plainly, pc.checkpoint):
+        step = compose(loop_events, [changing("teach", Event.AFTER_FORWARD, teach)])
+        states.append(run_steps(step, make_state(Normed(around)), make_batches(2)))
+    assert_same(states[0].params, states[1].params)
+    assert_same(states[0].buffers, states[1].buffers)
+
+
+def test_a_buffer_bound_to_a_view_of_the_batch_is_a_copy():
+    class Viewing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x[0]
+            return super().forward(x)
+
+    batch = make_batch()
+    end = compose(loop_events)(make_state(Viewing()), batch)
+    expected = batch[0][0].clone()
+    batch[0].zero_()
+    assert torch.equal(end.buffers["seen"], expected)
+
+
+# Precision
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_autocast_around_the_pass_has_no_say(precision):
+    state, x = make_state(precision=precision), make_batch()[0]
+    expected = state.forward(x)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(state.forward(x), expected)
+        assert torch.is_autocast_enabled("cpu")
