@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from purecompose.algorithm import Algorithm
 from purecompose.context import SealedTime, Static
-from purecompose.contract import ContractError
+from purecompose.contract import ContractError, FormError
 from purecompose.event import Event
 from purecompose.gradient import Op
 from purecompose.state import State
@@ -31,9 +31,10 @@ def application(algorithm: Algorithm, event: Event, observe: Observe | None = No
         if algorithm.host:
             after = after.replace(static=Static(after.context, state.static.timestamp))
         elif after.static is not before.static:
-            raise ContractError(
+            raise FormError(
                 f"{algorithm.name} at {event} changed the static part (model, optimizer, time): "
-                "only INIT and host algorithms may"
+                "only INIT and host algorithms may",
+                event,
             )
         if observe is not None:
             observe(algorithm, event, state, after, exit_code)

@@ -18,7 +18,19 @@ from torch import Tensor
 from purecompose import tree
 
 
-__all__ = ["WHOLE", "Key", "get", "put", "num_examples", "split", "take", "map_tensors", "tensors", "check_key"]
+__all__ = [
+    "WHOLE",
+    "Key",
+    "get",
+    "put",
+    "num_examples",
+    "num_tokens",
+    "split",
+    "take",
+    "map_tensors",
+    "tensors",
+    "check_key",
+]
 
 Key = int | str | list | tuple | Callable[[Any], Any]
 
@@ -119,6 +131,14 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
     found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
     hint = "; name the input by input_key=, and its leading dimension counts" if sizes and key is None else ""
     raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")
+
+
+def num_tokens(batch: Any) -> int:
+    """The tokens of a language batch: the size of its `input_ids`; other batches have none."""
+    if type(batch) is tuple or not isinstance(batch, Mapping):
+        return 0
+    ids = batch.get("input_ids")
+    return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 def split(batch: Any, num_parts: int, key: Key | None = None) -> list[Any]:

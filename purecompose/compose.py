@@ -6,12 +6,11 @@ once, with the algorithms in the order that the passes give them; a step looks i
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose.algorithm import Algorithm
@@ -104,7 +103,7 @@ class Step:
         if context is not self._ready:
             self._check_ready(context)
         num_examples = batches.num_examples(batch, context.input_key)
-        later = now.advance(num_examples, _num_tokens(batch)) if self.has_advance else now
+        later = now.advance(num_examples, batches.num_tokens(batch)) if self.has_advance else now
         bits = self.matcher.schedule(state, batch, now, later)
         compiled = self._compiled.get(bits) or self._compile(bits)
         start = state.replace(
@@ -374,11 +373,3 @@ def _check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
 
 def _needs_init(algorithm: Algorithm) -> bool:
     return algorithm.predicate.at(Event.INIT) != NEVER or bool(algorithm.hparams or algorithm.schedules)
-
-
-def _num_tokens(batch: Any) -> int:
-    """The tokens of a language batch: the size of its `input_ids`; other batches have none."""
-    if type(batch) is tuple or not isinstance(batch, Mapping):
-        return 0
-    ids = batch.get("input_ids")
-    return ids.numel() if isinstance(ids, Tensor) else 0

@@ -19,7 +19,7 @@ from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
 
 
-__all__ = ["Context", "SealedTime", "Static"]
+__all__ = ["Context", "SealedTime", "SealedTimeError", "Static"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,10 @@ class Context:
         return hash((self.model, self.optimizer, self.frozen, self.initialised))
 
 
+class SealedTimeError(RuntimeError):
+    """The timestamp was read inside a step."""
+
+
 class SealedTime:
     """Stands for the timestamp while a step runs, because a number read there would be baked into compiled code."""
 
@@ -78,7 +82,7 @@ class SealedTime:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy, pickle and the like ask whether there is such a thing
             raise AttributeError(name)
-        raise RuntimeError(
+        raise SealedTimeError(
             f"timestamp.{name} was read inside a step, where it would be compiled in as a constant: read "
             f"state.clock.{name if hasattr(Clock, name) else 'elapsed'} (a tensor), decide by time in `match`, or make "
             "the algorithm a host one (host=True)"

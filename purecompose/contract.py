@@ -9,16 +9,37 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
+from purecompose.random.modules import UnkeyedRandomError
 from purecompose.state import State
 
 
-__all__ = ["Contract", "ContractError", "check_slots"]
+__all__ = ["Contract", "ContractError", "FormError", "GlobalDrawError", "InPlaceError", "check_slots"]
 
 _LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
 
 
 class ContractError(RuntimeError):
-    """An algorithm broke what every step keeps: its input, and the structure, shapes and dtypes of what lasts."""
+    """An algorithm broke what every step keeps; the subclasses say what.
+
+    Attributes:
+        event: Where, as far as that is known.
+    """
+
+    def __init__(self, message: str, event: Event | None = None) -> None:
+        super().__init__(message)
+        self.event = event
+
+
+class InPlaceError(ContractError):
+    """Somebody wrote into what a step was given, which belongs to the caller."""
+
+
+class GlobalDrawError(ContractError, UnkeyedRandomError):
+    """Somebody drew from the global generator of Python's random or of NumPy."""
+
+
+class FormError(ContractError):
+    """What outlives a step changed its structure, shape or dtype, or is not what it has to be."""
 
 
 class Contract:
@@ -36,16 +57,16 @@ class Contract:
         """Takes down one application.
 
         Raises:
-            ContractError: It wrote into a tensor that the step was given.
+            InPlaceError, GlobalDrawError: It wrote into what the step was given, or drew without a key.
         """
         self._history.append((algorithm, event, before, after))
-        self._check_input(f"{algorithm.name} at {event}")
+        self._check_input(f"{algorithm.name} at {event}", event)
 
     def check(self, end: State) -> None:
         """Compares the end of the step with its start.
 
         Raises:
-            ContractError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
+            FormError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
                 that changed it there.
         """
         self._check_input("the network, the loss or a stage (a layer with inplace=True?)")
@@ -53,42 +74,46 @@ class Contract:
         if before == after:
             return
         path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
-        culprit = "the step itself"
+        culprit, where = "the step itself", None
         for algorithm, event, old, new in self._history:
             if _specs(old).get(path) != _specs(new).get(path):
-                culprit = f"{algorithm.name} at {event}"
-        raise ContractError(
+                culprit, where = f"{algorithm.name} at {event}", event
+        raise FormError(
             f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
-            "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT"
+            "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT",
+            where,
         )
 
-    def _check_input(self, culprit: str) -> None:
+    def _check_input(self, culprit: str, event: Event | None = None) -> None:
         now = _incoming(self._start)
         if len(now) != len(self._incoming) or any(
             new is not old for (_, new), (_, old) in zip(now, self._incoming, strict=True)
         ):
-            raise ContractError(
+            raise InPlaceError(
                 f"{culprit} replaced an entry of a dictionary or list of the state or batch it was given, which "
-                "belongs to the caller: make a new one, as in state.replace(params={**state.params, name: tensor})"
+                "belongs to the caller: make a new one, as in state.replace(params={**state.params, name: tensor})",
+                event,
             )
         for (path, tensor), version in zip(self._incoming, self._versions, strict=True):
             if _version(tensor) != version:
-                raise ContractError(
+                raise InPlaceError(
                     f"{culprit} wrote in place into state.{path}, which belongs to the caller and has lost its value "
-                    "now: make a new tensor (mul instead of mul_) and return state.replace(...) with it"
+                    "now: make a new tensor (mul instead of mul_) and return state.replace(...) with it",
+                    event,
                 )
         if _global_generators() != self._generators:
-            raise ContractError(
+            raise GlobalDrawError(
                 f"{culprit} drew from the global generator of Python's random or of NumPy, which no state holds: draw "
-                "with purecompose.random from state.rng(name)"
+                "with purecompose.random from state.rng(name)",
+                event,
             )
 
 
 def check_slots(state: State) -> None:
-    """Raises a `ContractError` for what an algorithm remembers in another form than tensors."""
+    """Raises a `FormError` for what an algorithm remembers in another form than tensors."""
     for path, leaf in tree.leaves_with_paths(state.slots).items():
         if not isinstance(leaf, Tensor):
-            raise ContractError(
+            raise FormError(
                 f"state.slots{path} is {leaf!r} ({type(leaf).__name__}): slots hold tensors, so that states stack, "
                 "map and save; write torch.zeros(()) for a number"
             )

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -27,8 +27,10 @@ __all__ = [
     "unflatten",
     "register_node",
     "members",
+    "Difference",
     "equal",
     "diff",
+    "differences",
     "global_norm",
 ]
 
@@ -146,12 +148,27 @@ def members(leaf: Any) -> dict[Any, Any]:
     return dict(getattr(leaf, "__dict__", {}))
 
 
+class Difference(NamedTuple):
+    """One leaf, or its place, in which two trees differ; `str` says it in words."""
+
+    path: str
+    what: str
+    """What differs, such as "2 of 3 elements differ, first at 0"; empty where the values say it."""
+    first: Any = None
+    """The first element that differs, or the whole leaf; `None` where there is nothing to show."""
+    second: Any = None
+
+    def __str__(self) -> str:
+        values = [] if self.first is None and self.second is None else [f"{self.first!r} and {self.second!r}"]
+        return ": ".join([self.path, *([self.what] if self.what else []), *values])
+
+
 def equal(first: Any, second: Any) -> bool:
     """Whether containers, key paths, shapes, dtypes and every bit agree.
 
     NaN equals NaN, 0.0 differs from -0.0. The static part of a state is no leaf and plays no part.
     """
-    return next(iter(_differences(first, second)), None) is None
+    return next(differences(first, second), None) is None
 
 
 def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
@@ -161,7 +178,29 @@ def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
         >>> diff({"a": torch.zeros(2)}, {"a": torch.ones(2)})
         ["['a']: 2 of 2 elements differ, first at 0: 0.0 and 1.0"]
     """
-    return list(itertools.islice(_differences(first, second), limit))
+    return [str(difference) for difference in itertools.islice(differences(first, second), limit)]
+
+
+def differences(first: Any, second: Any, *, tolerance: float = 0.0) -> Iterator[Difference]:
+    """Where two trees differ, leaf by leaf, paired by key path; see `equal`.
+
+    Args:
+        first: One tree.
+        second: The other.
+        tolerance: Floating leaves may differ by this share of their largest finite magnitude; 0 compares bits.
+    """
+    ours, theirs = _nodes_above_leaves(first), _nodes_above_leaves(second)
+    yield from (Difference(path, "only in the first") for path in ours if path not in theirs)
+    yield from (Difference(path, "only in the second") for path in theirs if path not in ours)
+    for path, (leaf, above) in ours.items():
+        if path not in theirs:
+            continue
+        other, other_above = theirs[path]
+        if above != other_above:
+            names = [" > ".join(node.__name__ for node in nodes) for nodes in (above, other_above)]
+            yield Difference(path, f"in {names[0]} and in {names[1]}")
+        elif (found := _leaf_difference(path, leaf, other, tolerance)) is not None:
+            yield found
 
 
 def global_norm(tree: Any) -> Tensor:
@@ -170,21 +209,6 @@ def global_norm(tree: Any) -> Tensor:
     if not tensors:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in tensors]))
-
-
-def _differences(first: Any, second: Any) -> Iterable[str]:
-    ours, theirs = _nodes_above_leaves(first), _nodes_above_leaves(second)
-    yield from (f"{path}: only in the first" for path in ours if path not in theirs)
-    yield from (f"{path}: only in the second" for path in theirs if path not in ours)
-    for path, (leaf, above) in ours.items():
-        if path not in theirs:
-            continue
-        other, other_above = theirs[path]
-        if above != other_above:
-            names = [" > ".join(node.__name__ for node in nodes) for nodes in (above, other_above)]
-            yield f"{path}: in {names[0]} and in {names[1]}"
-        elif said := _leaf_difference(leaf, other):
-            yield f"{path}: {said}"
 
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:
@@ -220,24 +244,34 @@ def _is_empty_container(node: Any) -> bool:
     return isinstance(node, (dict, list, tuple)) and not node
 
 
-def _leaf_difference(first: Any, second: Any) -> str:
+def _leaf_difference(path: str, first: Any, second: Any, tolerance: float) -> Difference | None:
     if first is second:
-        return ""
+        return None
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return "" if _are_same_values(first, second) else f"{first!r} and {second!r}"
+        return None if _are_same_values(first, second) else Difference(path, "", first, second)
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
-        return f"{_describe(first)} and {_describe(second)}"
+        return Difference(path, f"{_describe(first)} and {_describe(second)}")
+    where = _unequal(first, second, tolerance).flatten().nonzero()
+    if not len(where):
+        return None
+    at = int(where[0])
+    what = f"{len(where)} of {first.numel()} elements differ, first at {at}"
+    return Difference(path, what, first.flatten()[at].item(), second.flatten()[at].item())
+
+
+def _unequal(first: Tensor, second: Tensor, tolerance: float) -> Tensor:
+    """Where two tensors of one form differ, elementwise."""
     unequal = _bits(first) != _bits(second)
     if first.is_complex():
         unequal = unequal.any(-1)
-    if first.is_floating_point() or first.is_complex():
-        unequal &= ~(first.isnan() & second.isnan())
-    where = unequal.flatten().nonzero()
-    if not len(where):
-        return ""
-    at = int(where[0])
-    values = first.flatten()[at].item(), second.flatten()[at].item()
-    return f"{len(where)} of {first.numel()} elements differ, first at {at}: {values[0]} and {values[1]}"
+    if not (first.is_floating_point() or first.is_complex()):
+        return unequal
+    unequal &= ~(first.isnan() & second.isnan())
+    if tolerance and first.numel():
+        magnitudes = torch.stack([first.abs(), second.abs()])
+        scale = torch.where(magnitudes.isfinite(), magnitudes, 0).max()
+        unequal &= ~((first - second).abs() <= tolerance * scale)
+    return unequal
 
 
 def _are_same_values(first: Any, second: Any) -> bool:

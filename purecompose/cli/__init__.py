@@ -11,9 +11,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
-from purecompose import __version__
+from purecompose import __version__, _specs as specs
 from purecompose.algorithms import FACTORIES
-from purecompose.cli import specs
 from purecompose.cli.setup import UsageError
 from purecompose.cli.train import show_plan, train as run_training
 from purecompose.models import MODELS

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from purecompose import data as datasets, losses, models, optim, schedule
+from purecompose import _specs as specs, data as datasets, losses, models, optim, schedule
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
-from purecompose.cli import specs
 from purecompose.compose import Step, compose
 from purecompose.loop import loop_events
 from purecompose.random import key

@@ -79,17 +79,7 @@ def _moved(state: State, at: str, batch_size: int) -> State:
     batches = time.value / batch_size if time.unit is TimeUnit.SAMPLE else run.in_batches(time)
     if batches is None or batches < 0 or run.batches_per_epoch is None:
         raise ValueError(f"{at}: expected a point of the run, such as 0.6dur, 5ep or 100ba")
-    batch = int(batches)
-    epoch, batch_in_epoch = divmod(batch, run.batches_per_epoch)
-    timestamp = state.timestamp.replace(
-        epoch=epoch,
-        batch=batch,
-        sample=batch * batch_size,
-        epoch_in_iteration=epoch,
-        batch_in_epoch=batch_in_epoch,
-        sample_in_epoch=batch_in_epoch * batch_size,
-    )
-    return state.replace(timestamp=timestamp)
+    return state.replace(timestamp=state.timestamp.advance_by(int(batches), batch_size))
 
 
 def _describe(setup: Setup) -> str:

@@ -212,6 +212,19 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
             return new.advance_epoch()
         return new if run.iteration_length is None else new._roll_iteration(run.iteration_length)
 
+    def advance_by(self, batches: int, samples: int = 0, tokens: int = 0) -> Timestamp:
+        """The point after so many more batches of so many samples and tokens each; see `advance`.
+
+        Raises:
+            ValueError: A negative number of batches.
+        """
+        if batches < 0:
+            raise ValueError(f"advance_by({batches!r}): expected a number of batches, 0 or more")
+        point = self
+        for _ in range(batches):
+            point = point.advance(samples, tokens)
+        return point
+
     def advance_epoch(self) -> Timestamp:
         """The point after the end of an epoch, for loops where the loader alone can tell that it is over."""
         new = self.to_next_epoch()

@@ -6,8 +6,8 @@ import keyword
 import pytest
 from hypothesis import given, strategies as st
 
+from purecompose._specs import Call, SpecError, build, describe, parse, parse_one
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.specs import Call, SpecError, build, describe, parse, parse_one
 
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(

@@ -85,7 +85,7 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
         (1+2j)
         >>> build(parse_one("complx"), {"complex": complex}, "number")
         Traceback (most recent call last):
-        purecompose.cli.specs.SpecError: no number is called 'complx'; did you mean 'complex'? Known: complex
+        purecompose._specs.SpecError: no number is called 'complx'; did you mean 'complex'? Known: complex
     """
     factory = factories.get(call.name)
     if factory is None:

@@ -1,0 +1,100 @@
+"""A case: one small, fully described situation in which a law is tried.
+
+A case holds plain values, so that it prints as what rebuilds it, shrinks to the simplest one that still breaks the
+law, and means the same in another process.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from purecompose import batch as batches
+from purecompose.algorithm import Algorithm
+from purecompose.compose import Step, compose
+from purecompose.loop import Program, loop_events
+from purecompose.passes import DEFAULT_PASSES, Pass
+from purecompose.state import State
+from purecompose.testing.companions import COMPANIONS
+from purecompose.testing.tasks import TASKS, Task
+from purecompose.time import RunLength, Timestamp
+
+
+__all__ = ["Case"]
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A task at a point of a run, and the company an algorithm is in.
+
+    Args:
+        task: The network and its batches.
+        seed: Of weights, data and the run's key.
+        batch_size: Examples in a batch.
+        num_batches: How many steps are taken.
+        start: Batches done before the first step.
+        batches_per_epoch: The epoch's length.
+        epochs: The run's length in epochs.
+        microbatches: Slices of a batch.
+        others: Names of `COMPANIONS` that are in the step as well.
+        place: How many of them are listed before the algorithm.
+    """
+
+    task: Task = TASKS["vectors"]
+    seed: int = 0
+    batch_size: int = 4
+    num_batches: int = 1
+    start: int = 0
+    batches_per_epoch: int = 2
+    epochs: int = 4
+    microbatches: int = 1
+    others: tuple[str, ...] = ()
+    place: int = 0
+
+    def state(self, *, dtype: torch.dtype = torch.float32, key: int | None = None) -> State:
+        """A new state at the case's time, before `step.init`.
+
+        Args:
+            dtype: Of weights.
+            key: The run's seed where it is to be another than the case's.
+        """
+        run = {"duration": f"{self.epochs}ep", "batches_per_epoch": self.batches_per_epoch}
+        state = self.task.make_state(self.seed, dtype=dtype, **run, **({} if key is None else {"key": key}))
+        tokens = batches.num_tokens(self.batch(0))
+        timestamp = _moment(state.timestamp.run, self.start, self.batch_size, tokens)
+        return state.replace(timestamp=timestamp)
+
+    def batch(self, index: int, dtype: torch.dtype = torch.float32) -> Any:
+        """The batch of a step, made anew; batches of different steps differ."""
+        return self.task.make_batch(1000 * self.seed + self.start + index, self.batch_size, dtype)
+
+    def batches(self, dtype: torch.dtype = torch.float32) -> list[Any]:
+        """The batches of all steps."""
+        return [self.batch(index, dtype) for index in range(self.num_batches)]
+
+    def listed(self, *algorithms: Algorithm) -> list[Algorithm]:
+        """The algorithms in their place among the companions."""
+        others = [COMPANIONS[name](name) for name in self.others]
+        return [*others[: self.place], *algorithms, *others[self.place :]]
+
+    def step(
+        self,
+        *algorithms: Algorithm,
+        microbatches: int | None = None,
+        passes: Iterable[Pass] = DEFAULT_PASSES,
+        program: Program = loop_events,
+    ) -> Step:
+        """The training step with these algorithms and the companions."""
+        slices = self.microbatches if microbatches is None else microbatches
+        return compose(program, self.listed(*algorithms), passes=passes, microbatches=slices)
+
+    def __repr__(self) -> str:
+        given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Case({', '.join(given)})"
+
+
+@functools.lru_cache(maxsize=1024)
+def _moment(run: RunLength, num_batches: int, samples: int, tokens: int) -> Timestamp:
+    return Timestamp(run=run).advance_by(num_batches, samples, tokens)

@@ -1,0 +1,73 @@
+"""Small lawful algorithms that keep the one under test company.
+
+What a law says of an algorithm must hold whatever else is in the step, so cases put some of these beside it.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from purecompose import random
+from purecompose.algorithm import Algorithm
+from purecompose.event import Event
+from purecompose.predicate import on
+from purecompose.state import State
+
+
+__all__ = ["COMPANIONS", "bystander", "noise", "shrink"]
+
+_WATCHED = (Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+
+
+def bystander(name: str = "bystander") -> Algorithm:
+    """Draws, counts and reports, and changes nothing that others read.
+
+    Its slot has "draws", float32 (2,): what `state.rng(name)` gave last; "example_draws", the same of the first
+    example; "count", 0-d float32: how often it acted.
+    """
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            slot = {"draws": torch.zeros(2), "example_draw": torch.zeros(()), "count": torch.zeros(())}
+            slot = {key: value.to(state.device) for key, value in slot.items()}
+            return state.replace(slots={**state.slots, name: slot})
+        draws = random.uniform(state.rng(name), (2,))
+        slot = {
+            "draws": draws,
+            "example_draw": random.uniform(state.example_rng(name), (state.num_examples,))[0],
+            "count": state.slots[name]["count"] + 1,
+        }
+        return state.replace(slots={**state.slots, name: slot}, metrics={**state.metrics, f"{name}/draw": draws[0]})
+
+    return Algorithm(name, on(Event.INIT, *_WATCHED), apply)
+
+
+def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
+    """Adds keyed noise, drawn per example, to floating inputs."""
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        inputs = state.inputs
+        if not inputs.is_floating_point():
+            return state
+        draws = random.normal(state.example_rng(name), tuple(inputs.shape)).to(inputs)
+        return state.replace(inputs=inputs + scale * draws)
+
+    return Algorithm(name, on(Event.AFTER_DATALOADER), apply, config={"scale": scale})
+
+
+def shrink(name: str = "shrink", factor: float = 0.99) -> Algorithm:
+    """Shrinks the parameters after the update."""
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        return state.replace(params={key: param * factor for key, param in state.params.items()})
+
+    return Algorithm(name, on(Event.BATCH_END), apply, config={"factor": factor})
+
+
+COMPANIONS: Mapping[str, Callable[[str], Algorithm]] = MappingProxyType(
+    {"bystander": bystander, "noise": noise, "shrink": shrink}
+)
+"""The companions by name; each factory takes the name."""

@@ -1,0 +1,172 @@
+"""What a law is, and the error that a broken one raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from purecompose.algorithm import Algorithm
+from purecompose.event import Event
+from purecompose.predicate import NEVER
+from purecompose.testing.case import Case
+from purecompose.testing.subject import Subject
+from purecompose.tree import Difference
+
+
+__all__ = ["Broken", "Law", "LawViolation", "law", "never_acts"]
+
+
+class LawViolation(AssertionError):
+    """An algorithm broke a law.
+
+    Attributes:
+        law: The law.
+        algorithm: The algorithm, as it prints.
+        event: The event at which it goes wrong, as far as that can be told.
+        path: The key path of the first leaf that differs, such as "params['0.weight']"; may be empty.
+        values: What was compared, by what it is: {"with 1 microbatch": 0.1, "with 2 microbatches": 0.2}.
+        what: What was found, in words.
+        case: The case that shows it.
+    """
+
+    def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
+        self.law, self.algorithm, self.case = law, repr(subject.algorithm), case
+        self.event, self.path, self.what, self.values = broken.event, broken.path, broken.what, broken.values
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        rows = [("algorithm", self.algorithm)]
+        if self.event is not None:
+            rows.append(("event", self.event.name))
+        if self.path:
+            rows.append(("leaf", self.path))
+        if self.what:
+            rows.append(("found", self.what))
+        rows += [(label, repr(value)) for label, value in self.values.items()]
+        rows += [("case", repr(self.case)), ("to do", self.law.remedy)]
+        width = max(len(label) for label, _ in rows)
+        lines = [f"  {label.ljust(width)}  {value}" for label, value in rows]
+        return "\n".join([f"the law {self.law.name} is broken: {self.law.promise}", *lines])
+
+
+class Broken(Exception):
+    """Raised by a law's function at the first difference; `Law` makes it a `LawViolation`."""
+
+    def __init__(
+        self,
+        difference: Difference | str,
+        labels: tuple[str, str] = ("first", "second"),
+        *,
+        event: Event | None = None,
+        where: str = "",
+    ) -> None:
+        """Takes what differs, or says it in words.
+
+        Args:
+            difference: The first difference, or what is wrong.
+            labels: What its two values are.
+            event: Where it happened, if known.
+            where: Stands before the difference's path, such as "params".
+        """
+        super().__init__(str(difference))
+        self.event = event
+        if isinstance(difference, str):
+            self.path, self.what, self.values = where, difference, {}
+        else:
+            self.path, self.what = f"{where}{difference.path}", difference.what
+            has_values = difference.first is not None or difference.second is not None
+            self.values = dict(zip(labels, (difference.first, difference.second), strict=True)) if has_values else {}
+
+
+@dataclass(frozen=True)
+class Law:
+    """Something that every algorithm keeps; call it with an algorithm and a case.
+
+    Args:
+        name: What reports and tests call it.
+        promise: What holds, in a sentence.
+        remedy: What an author whose algorithm breaks it can do.
+        judge: `(subject, case) -> bool`: raises `Broken`; tells whether the algorithm acted at all, so that a law
+            about nothing is not counted as kept.
+        owns: The library's own errors that mean this law.
+        exempt: Says why the law does not concern an algorithm, or `None`.
+    """
+
+    name: str
+    promise: str
+    remedy: str
+    judge: Callable[[Subject, Case], bool]
+    owns: tuple[type[Exception], ...] = ()
+    exempt: Callable[[Algorithm], str | None] = lambda algorithm: None
+
+    def __call__(self, algorithm: Algorithm | Subject | str, case: Case) -> bool:
+        """Tries the law.
+
+        Args:
+            algorithm: An algorithm, or a text as for `Subject.of`.
+            case: The situation.
+
+        Returns:
+            Whether the algorithm acted, so that there was something to judge.
+
+        Raises:
+            LawViolation: The law is broken.
+        """
+        subject = Subject.of(algorithm)
+        broken = self._find(subject, case)
+        if not isinstance(broken, Broken):
+            return broken
+        if broken.event is None:
+            broken.event = self._guilty_event(subject, case)
+        raise LawViolation(self, subject, broken, case) from broken.__cause__
+
+    def _find(self, subject: Subject, case: Case) -> bool | Broken:
+        try:
+            return self.judge(subject, case)
+        except Broken as broken:
+            return broken
+        except self.owns as error:
+            broken = Broken(str(error), event=getattr(error, "event", None))
+            broken.__cause__ = error
+            return broken
+
+    def _guilty_event(self, subject: Subject, case: Case) -> Event | None:
+        """The first event at which the algorithm alone breaks the law; `None` if it takes several."""
+        for event in subject.algorithm.events:
+            if event is Event.INIT:
+                continue
+            try:
+                if isinstance(self._find(subject.only_at(event), case), Broken):
+                    return event
+            except Exception:  # one half of a pair may not work without the other
+                continue
+        return None
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def law(
+    promise: str,
+    remedy: str,
+    *,
+    owns: Sequence[type[Exception]] = (),
+    exempt: Callable[[Algorithm], str | None] = lambda algorithm: None,
+) -> Callable[[Callable[[Subject, Case], bool]], Law]:
+    """Makes a law, named like the function, of a function `(subject, case) -> bool`; see `Law`."""
+
+    def made(judge: Callable[[Subject, Case], bool]) -> Law:
+        new = Law(judge.__name__, promise, remedy, judge, tuple(owns), exempt)
+        object.__setattr__(new, "__doc__", judge.__doc__)
+        return new
+
+    return made
+
+
+def never_acts(algorithm: Algorithm) -> str | None:
+    """The reason why hardly any law concerns an algorithm with neutral settings."""
+    return "its settings are neutral: it never acts" if algorithm.predicate == NEVER else None

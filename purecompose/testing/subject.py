@@ -1,0 +1,95 @@
+"""The algorithm that laws are tried on, and the text that makes it anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from purecompose import _specs as specs
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+from purecompose.event import Event
+from purecompose.predicate import on
+
+
+__all__ = ["Subject"]
+
+
+class Subject(NamedTuple):
+    """The algorithm under test, and the text that makes it anew, in this process or another."""
+
+    algorithm: Algorithm
+    source: str | None = None
+
+    @classmethod
+    def of(cls, given: Algorithm | Subject | str) -> Subject:
+        """Takes an algorithm, `"package.module:attribute"`, or a shipped one as a call, `"mixup(alpha=0.2)"`.
+
+        The attribute may be an algorithm or a function without required arguments that returns one.
+
+        Raises:
+            TypeError: Something else.
+            ValueError: A text that names nothing; `ImportError` where its module cannot be imported.
+
+        Example:
+            >>> Subject.of("mixup(0.4)").algorithm
+            mixup(alpha=0.4, interpolate_loss=False)
+        """
+        if isinstance(given, Subject):
+            return given
+        if isinstance(given, Algorithm):
+            return cls(given)
+        if not isinstance(given, str):
+            raise TypeError(f"{given!r} is no Algorithm, nor a text such as 'my_module:my_algorithm' or 'mixup(0.2)'")
+        return cls(_imported(given) if ":" in given.partition("(")[0] else _shipped(given), given)
+
+    @property
+    def name(self) -> str:
+        """The algorithm's name."""
+        return self.algorithm.name
+
+    def changed(self, **changes: Any) -> Subject:
+        """With a changed algorithm."""
+        return Subject(dataclasses.replace(self.algorithm, **changes), self.source)
+
+    def only_at(self, event: Event) -> Subject:
+        """An algorithm that acts at INIT and at one event, and nowhere else."""
+        return self.changed(match=self.algorithm.predicate & on(Event.INIT, event))
+
+
+def _shipped(text: str) -> Algorithm:
+    return specs.build(specs.parse_one(text), FACTORIES, "algorithm")
+
+
+def _imported(text: str) -> Algorithm:
+    module_name, _, attribute = text.partition(":")
+    found: Any = importlib.import_module(module_name)
+    try:
+        found = functools.reduce(getattr, attribute.split("."), found)
+    except AttributeError as error:
+        raise ValueError(f"{text}: {error}") from error
+    if not isinstance(found, Algorithm) and callable(found):
+        found = _called(text, found)
+    if not isinstance(found, Algorithm):
+        raise ValueError(f"{text} is {found!r} ({type(found).__name__}), expected an Algorithm or a function for one")
+    return found
+
+
+def _called(text: str, factory: Callable[..., Any]) -> Any:
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [
+        name
+        for name, parameter in inspect.signature(factory).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in optional
+    ]
+    if required:
+        attribute = text.rpartition(":")[2]
+        raise ValueError(
+            f"{text} has required arguments ({', '.join(required)}): define the algorithm in the module, as in "
+            f"my_algorithm = {attribute}(...), and name that"
+        )
+    return factory()

@@ -1,0 +1,1 @@
+"""Laws, by what they are about."""
