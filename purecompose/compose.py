@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from purecompose import batch as batches
+from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.application import Observe, application, applied, in_turn
 from purecompose.clock import Clock
@@ -315,8 +316,7 @@ def compose(
     for one_pass in ordering:
         if not callable(one_pass):
             raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ValueError(f"microbatches={microbatches!r}: expected a positive number of slices")
+    check_whole(microbatches, "compose: microbatches", 1)
     if order_by_constraints in ordering:
         for event in Event:  # an impossible set is told now, not when its members first meet
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)

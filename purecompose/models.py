@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from purecompose._checks import check_number, check_whole
+
 
 __all__ = ["MODELS", "ResidualBlock", "build", "cnn", "mlp", "resnet", "resnet8", "resnet20"]
 
@@ -44,7 +46,7 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
     widths = (hidden,) if isinstance(hidden, int) else tuple(hidden)
     _check_sizes("mlp", in_features=in_features, num_classes=num_classes)
     _check_sizes("mlp", **{f"hidden[{i}]": width for i, width in enumerate(widths)})
-    _check_dropout("mlp", dropout)
+    check_number(dropout, "mlp: dropout", 0, 1, below=True)
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip((in_features, *widths), widths, strict=False):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU(), *_dropout(dropout)]
@@ -75,7 +77,7 @@ def cnn(
         torch.Size([5, 10])
     """
     _check_sizes("cnn", in_channels=in_channels, num_classes=num_classes, width=width)
-    _check_dropout("cnn", dropout)
+    check_number(dropout, "cnn: dropout", 0, 1, below=True)
 
     def stage(channels_in: int, channels_out: int, *, stride: int = 1) -> list[nn.Module]:
         norm = [nn.BatchNorm2d(channels_out)] if batch_norm else []
@@ -242,12 +244,4 @@ def _dropout(probability: float) -> list[nn.Module]:
 
 def _check_sizes(where: str, **sizes: int) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"{where}: expected {name} to be an int of at least 1, got {size!r} ({type(size).__name__})"
-            )
-
-
-def _check_dropout(where: str, dropout: float) -> None:
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{where}: expected dropout in [0, 1), got {dropout!r} ({type(dropout).__name__})")
+        check_whole(size, f"{where}: {name}", 1)

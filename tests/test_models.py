@@ -157,10 +157,10 @@ def test_registry_cannot_be_written_to():
 @pytest.mark.parametrize(
     ("make_fn", "message"),
     [
-        (lambda: models.mlp(0, 3, 2), r"in_features .* got 0 \(int\)"),
-        (lambda: models.mlp(3, (4, -1), 2), r"hidden\[1\] .* got -1 \(int\)"),
-        (lambda: models.mlp(3, 4, 2, dropout=1.0), r"dropout in \[0, 1\), got 1.0 \(float\)"),
-        (lambda: models.cnn(1, True), r"num_classes .* got True \(bool\)"),
+        (lambda: models.mlp(0, 3, 2), r"in_features: .* got 0 \(int\)"),
+        (lambda: models.mlp(3, (4, -1), 2), r"hidden\[1\]: .* got -1 \(int\)"),
+        (lambda: models.mlp(3, 4, 2, dropout=1.0), r"dropout: .* in \[0, 1\), got 1.0 \(float\)"),
+        (lambda: models.cnn(1, True), r"num_classes: .* got True \(bool\)"),
         (lambda: models.cnn(1, 2, dropout=-0.1), r"dropout"),
         (lambda: models.resnet(9, 1, 2), r"depth=9 is not 6 n \+ 2"),
         (lambda: models.resnet(2, 1, 2), r"depth=2 is not 6 n \+ 2"),
@@ -173,5 +173,5 @@ def test_registry_cannot_be_written_to():
     ],
 )
 def test_refused_arguments(make_fn, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make_fn()

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses
+from purecompose._checks import check_number
 from purecompose.schedule import Hparam, Product, Schedule, collect, number
 
 
 __all__ = [
     "check_can_write",
-    "check_flag",
-    "check_number",
     "check_per_example",
     "check_reads_targets",
     "check_scalar",
@@ -23,24 +22,7 @@ __all__ = [
 ]
 
 
-def check_number(
-    role: str, value: Any, low: float, high: float = math.inf, *, hint: str, is_open: bool = False
-) -> None:
-    """Raises unless `value` is a finite number between the bounds, both included (`is_open`: `low` excluded).
-
-    Raises:
-        TypeError: No number.
-        ValueError: Out of range; the message ends with `hint`.
-    """
-    interval = f"{'(' if is_open else '['}{low:g}, {'inf)' if high == math.inf else f'{high:g}]'}"
-    came = f"{role}={value!r} ({type(value).__name__})"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{came}: expected a number in {interval}; {hint}")
-    if not math.isfinite(value) or not low <= value <= high or (is_open and value == low):
-        raise ValueError(f"{came}: expected a number in {interval}; {hint}")
-
-
-def check_scalar(role: str, value: Any, low: float, high: float = math.inf, *, hint: str) -> None:
+def check_scalar(value: Any, where: str, low: float, high: float = math.inf, *, hint: str) -> None:
     """As `check_number` for what may also be an hparam or a product: its default is checked.
 
     A schedule has a value only at a time, and passes.
@@ -48,13 +30,7 @@ def check_scalar(role: str, value: Any, low: float, high: float = math.inf, *, h
     if collect(value, Schedule):
         return
     plain = number(value) if isinstance(value, (Hparam, Product)) else value
-    check_number(role, plain, low, high, hint=hint)
-
-
-def check_flag(role: str, value: Any) -> None:
-    """Raises a `TypeError` unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{role}={value!r} ({type(value).__name__}): expected True or False")
+    check_number(plain, where, low, high, hint=hint)
 
 
 def given_keys(*, writes: Sequence[str] = (), **keys: batches.Key | None) -> dict[str, batches.Key]:

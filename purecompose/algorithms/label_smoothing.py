@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches
+from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import (
     check_can_write,
-    check_number,
     check_reads_targets,
     check_scalar,
     given_keys,
@@ -66,7 +66,7 @@ def smooth_labels(
         [[0.125, 0.625, 0.125, 0.125], [0.0, 0.0, 0.0, 0.0]]
     """
     if not isinstance(smoothing, Tensor):
-        check_number("smooth_labels: smoothing", smoothing, 0, 1, hint=_HINT)
+        check_number(smoothing, "smooth_labels: smoothing", 0, 1, hint=_HINT)
     dense = _dense(logits, targets, ignore_index)
     # A dense row of zeros is the form in which the loss recognises what to leave out.
     is_counted = dense.any(dim=1, keepdim=True)
@@ -95,7 +95,7 @@ def label_smoothing(
         >>> label_smoothing(0.0).match
         never
     """
-    check_scalar("label_smoothing: smoothing", smoothing, 0, 1, hint=_HINT)
+    check_scalar(smoothing, "label_smoothing: smoothing", 0, 1, hint=_HINT)
     keys = given_keys(writes=("target_key",), target_key=target_key)
 
     def apply(event: Event, state: State) -> State:

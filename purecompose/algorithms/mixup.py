@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
+from purecompose._checks import check_flag, check_number
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import (
     check_can_write,
-    check_flag,
-    check_number,
     check_reads_targets,
     check_scalar,
     given_keys,
@@ -94,7 +93,7 @@ def mixup_batch(
     if mixing is None:
         mixing = _draw_mixing(key, alpha)
     elif not isinstance(mixing, Tensor):
-        check_number("mixup_batch: mixing", mixing, 0, 1, hint="it is the share of the partner")
+        check_number(mixing, "mixup_batch: mixing", 0, 1, hint="it is the share of the partner")
     if indices is None:
         indices = random.permutation(_rng(key).named("permutation"), inputs.shape[0])
     partners = indices.to(inputs.device)
@@ -134,8 +133,8 @@ def mixup(
         >>> mixup(0).match
         never
     """
-    check_scalar("mixup: alpha", alpha, 0, hint=_ALPHA_HINT)
-    check_flag("mixup: interpolate_loss", interpolate_loss)
+    check_scalar(alpha, "mixup: alpha", 0, hint=_ALPHA_HINT)
+    check_flag(interpolate_loss, "mixup: interpolate_loss")
     keys = given_keys(writes=("input_key", "target_key"), input_key=input_key, target_key=target_key)
 
     def apply(event: Event, state: State) -> State:
@@ -169,7 +168,7 @@ def mixup(
 def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor) -> float | Tensor:
     """The partner's share, 0-d, float32."""
     if not isinstance(alpha, Tensor):
-        check_number("mixup_batch: alpha", alpha, 0, hint=_ALPHA_HINT)
+        check_number(alpha, "mixup_batch: alpha", 0, hint=_ALPHA_HINT)
         if alpha == 0:
             return 0.0
     share = random.beta(_rng(key).named("mixing"), alpha, alpha)

@@ -35,8 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
+from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._checks import check_number, check_per_example, given_keys
+from purecompose.algorithms._checks import check_per_example, given_keys
 from purecompose.event import Event
 from purecompose.predicate import NEVER, Predicate, between, every, on
 from purecompose.random.keys import as_rng
@@ -276,8 +277,8 @@ def _check_images(inputs: Any, scale_factor: float) -> None:
 
 def _check_window(start: float, end: float, interrupt: int) -> None:
     hint = "start and end are fractions of the run"
-    check_number("selective_backprop: start", start, 0, 1, hint=hint)
-    check_number("selective_backprop: end", end, 0, 1, hint=hint)
+    check_number(start, "selective_backprop: start", 0, 1, hint=hint)
+    check_number(end, "selective_backprop: end", 0, 1, hint=hint)
     if start >= end:
         raise ValueError(f"selective_backprop: expected start < end, came start={start}, end={end}; {hint}")
     if not isinstance(interrupt, int) or isinstance(interrupt, bool):
@@ -290,8 +291,8 @@ def _check_window(start: float, end: float, interrupt: int) -> None:
 
 
 def _check_keep(role: str, keep: float) -> None:
-    check_number(role, keep, 0, 1, is_open=True, hint="it is the share of examples to keep; 1 keeps all")
+    check_number(keep, role, 0, 1, above=True, hint="it is the share of examples to keep; 1 keeps all")
 
 
 def _check_scale_factor(role: str, scale_factor: float) -> None:
-    check_number(role, scale_factor, 0, 1, is_open=True, hint="it shrinks images; 1 leaves them as they are")
+    check_number(scale_factor, role, 0, 1, above=True, hint="it shrinks images; 1 leaves them as they are")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose._checks import check_whole
 from purecompose.random import Rng, key as make_key, permutation, salt
 
 
@@ -46,7 +47,7 @@ class Arrays:
 
     def __post_init__(self) -> None:
         _check_paired("arrays", self.inputs, self.targets)
-        _check_count("arrays", "batch_size", self.batch_size, low=1)
+        check_whole(self.batch_size, "arrays: batch_size", 1)
         if self.drop_last and self.batch_size > self.num_examples:
             raise ValueError(
                 f"arrays: drop_last=True leaves no batch at all: batch_size={self.batch_size} (int) is more "
@@ -95,8 +96,8 @@ class Arrays:
             (2, True, [0, 1, 2, 3, 4, 5])
         """
         # Checked here and not in the generator, whose body would wait for the first batch.
-        _check_count("Arrays.epoch", "epoch", epoch, low=0)
-        _check_count("Arrays.epoch", "start", start, low=0, high=len(self))
+        check_whole(epoch, "Arrays.epoch: epoch", 0)
+        check_whole(start, "Arrays.epoch: start", 0, len(self))
         if not self.shuffle:
             return self._stored(start)
         return self._permuted(self.order(key, epoch), start)
@@ -207,11 +208,3 @@ def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:
         raise ValueError(f"{where}: expected at least one example, got inputs of shape {tuple(inputs.shape)}")
     if inputs.device != targets.device:
         raise ValueError(f"{where}: inputs are on {inputs.device} and targets on {targets.device}; move one of them")
-
-
-def _check_count(where: str, name: str, value: int, *, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{where}: expected {name} to be an int, got {value!r:.80} ({type(value).__name__})")
-    if value < low or (high is not None and value > high):
-        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{where}: expected {name} {wanted}, got {value} (int)")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purecompose._checks import check_flag
 from purecompose.optim.base import (
     ByGroup,
     Groups,
     OptState,
     Value,
-    checked_flag,
     checked_groups,
     checked_scalar,
     read,
@@ -135,8 +135,8 @@ class Adam(ByGroup):
             object.__setattr__(self, name, checked_scalar(getattr(self, name), f"{where}: {name}"))
         if not isinstance(self.eps, float):
             raise TypeError(f"{where}: eps: expected a plain number, got {self.eps!r} ({type(self.eps).__name__})")
-        checked_flag(self.amsgrad, f"{where}: amsgrad")
-        checked_flag(self.decoupled, f"{where}: decoupled")
+        check_flag(self.amsgrad, f"{where}: amsgrad")
+        check_flag(self.decoupled, f"{where}: decoupled")
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from purecompose._checks import shown
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, number
 
 
@@ -29,7 +30,6 @@ __all__ = [
     "Rule",
     "Value",
     "cells",
-    "checked_flag",
     "checked_groups",
     "checked_scalar",
     "ByGroup",
@@ -184,7 +184,7 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
     for pattern, options in _pairs(groups, "groups"):
         where = f"{type(rule).__name__.lower()}: groups[{pattern!r}]"
         if not isinstance(pattern, str):
-            raise TypeError(f"{where}: expected a pattern of parameter names, such as '*.bias', got {_shown(pattern)}")
+            raise TypeError(f"{where}: expected a pattern of parameter names, such as '*.bias', got {shown(pattern)}")
         options = dict(_pairs(options, where))
         unknown = [key for key in options if key not in valid]
         if unknown:
@@ -212,25 +212,14 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
             "no tensors: name the scalar with hparam('lr', 0.1), and its tensor lives in state.hparams"
         )
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real | Hparam | Product | Schedule):
-        raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {_shown(scalar)}")
+        raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")
     factors = scalar.factors if isinstance(scalar, Product) else (scalar,)
     known = math.prod(number(factor) for factor in factors if not isinstance(factor, Schedule))
     bound = math.inf if any(isinstance(factor, Schedule) for factor in factors) else below
     if not 0 <= known < bound:  # also refuses nan, and inf, as no bound exceeds it
         upper = "" if below == math.inf else f" and < {below:g}"
-        raise ValueError(f"{where}: expected a finite number >= 0{upper}, got {_shown(scalar)}")
+        raise ValueError(f"{where}: expected a finite number >= 0{upper}, got {shown(scalar)}")
     return float(scalar) if isinstance(scalar, numbers.Real) else scalar
-
-
-def checked_flag(flag: bool, where: str) -> bool:
-    """A bool, and nothing that merely looks like one.
-
-    Raises:
-        TypeError: no bool.
-    """
-    if not isinstance(flag, bool):
-        raise TypeError(f"{where}: expected True or False, got {_shown(flag)}")
-    return flag
 
 
 # Helpers of the rules.
@@ -291,9 +280,5 @@ def _pairs(mapping: Any, where: str) -> list[tuple[Any, Any]]:
         return [(key, item) for key, item in (mapping.items() if isinstance(mapping, Mapping) else mapping)]
     except (TypeError, ValueError):
         raise TypeError(
-            f"{where}: expected a mapping, such as groups={{'*.bias': {{'weight_decay': 0.0}}}}, got {_shown(mapping)}"
+            f"{where}: expected a mapping, such as groups={{'*.bias': {{'weight_decay': 0.0}}}}, got {shown(mapping)}"
         ) from None
-
-
-def _shown(setting: object) -> str:
-    return f"{setting!r} ({type(setting).__name__})"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purecompose._checks import check_flag
 from purecompose.optim.base import (
     ByGroup,
     Groups,
     Value,
-    checked_flag,
     checked_groups,
     checked_scalar,
     read,
@@ -91,7 +91,7 @@ class SGD(ByGroup):
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "dampening", "weight_decay"):
             object.__setattr__(self, name, checked_scalar(getattr(self, name), f"sgd: {name}"))
-        checked_flag(self.nesterov, "sgd: nesterov")
+        check_flag(self.nesterov, "sgd: nesterov")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
                 "sgd: nesterov=True needs momentum > 0 and dampening=0, "

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from purecompose._checks import check_number
 from purecompose.random.draws import Shape, box_muller, check_float, element_words, join53
 from purecompose.random.keys import Rng
 
@@ -49,7 +50,7 @@ def exponential(
     """
     check_float(dtype, "exponential")
     if not isinstance(rate, Tensor):
-        _check_positive(rate, "exponential: rate")
+        check_number(rate, "exponential: rate", 0, above=True)
     return (-torch.log(_open_unit(key, shape, dtype, "exponential")) / rate).to(dtype)
 
 
@@ -89,7 +90,7 @@ def truncated_normal(
         True
     """
     check_float(dtype, "truncated_normal")
-    _check_positive(std, "truncated_normal: std")
+    check_number(std, "truncated_normal: std", 0, above=True)
     if not low < high:
         raise ValueError(f"truncated_normal: expected low < high, got low={low}, high={high}")
     lower, upper, sign = (low - mean) / std, (high - mean) / std, 1.0
@@ -213,15 +214,10 @@ def _parameter(key: Tensor | Rng, value: float | Tensor, what: str) -> Tensor:
     """A setting as a float64 tensor on the key's device, checked where the host knows it."""
     if isinstance(value, Tensor):
         return value.detach().to(torch.float64)
-    _check_positive(value, what)
+    check_number(value, what, 0, above=True)
     root = key.key if isinstance(key, Rng) else key
     device = root.device if isinstance(root, Tensor) else None  # what is no key is refused by the draw
     return torch.full((), value, dtype=torch.float64, device=device)
-
-
-def _check_positive(value: float, what: str) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{what}: expected a finite number above 0, got {value!r} ({type(value).__name__})")
 
 
 def _normal_cdf(x: float) -> float:

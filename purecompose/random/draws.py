@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose.random.keys import Rng, as_rng, describe, fold_in, key, salt, split
+from purecompose._checks import shown
+from purecompose.random.keys import Rng, as_rng, fold_in, key, salt, split
 from purecompose.random.philox import WORD, philox_lanes
 
 
@@ -263,11 +264,11 @@ def check_float(dtype: torch.dtype, what: str) -> None:
 def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """The sizes of a draw, those of its examples' dimension (or none), and the elements of one example."""
     if not isinstance(shape, int | torch.SymInt | Sequence) or isinstance(shape, str):
-        raise TypeError(f"{what}: expected a shape, an int or a sequence of ints, got {describe(shape)}")
+        raise TypeError(f"{what}: expected a shape, an int or a sequence of ints, got {shown(shape)}")
     sizes = (shape,) if isinstance(shape, int | torch.SymInt) else tuple(shape)
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-            raise TypeError(f"{what}: expected a shape of ints, got {describe(size)} in {shape}")
+            raise TypeError(f"{what}: expected a shape of ints, got {shown(size)} in {shape}")
         if size < 0:
             raise ValueError(f"{what}: expected sizes >= 0, got shape {sizes}")
     example = rng.example

@@ -8,8 +8,6 @@ and nothing else, so a draw can be repeated alone, by a rank, a microbatch or a 
 another. `Rng` holds a key and the last three numbers of that counter.
 """
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from hashlib import blake2s
@@ -19,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from purecompose._checks import check_whole, shown
 from purecompose.random.philox import WORD, philox_lanes
 
 
-__all__ = ["Rng", "as_rng", "describe", "fold_in", "key", "salt", "split"]
+__all__ = ["Rng", "as_rng", "fold_in", "key", "salt", "split"]
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -43,7 +42,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         >>> key(7)
         tensor([7, 0])
     """
-    number = _integer(seed, "key: seed")
+    number = check_whole(seed, "key: seed")
     if not 0 <= number < 2**64:
         raise ValueError(f"key: expected a seed in [0, 2**64), got {seed}; take it modulo 2**64 yourself")
     return torch.tensor([number & WORD, number >> 32], dtype=torch.int64, device=device)
@@ -95,7 +94,7 @@ class Rng:
         if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() > 1:
             raise TypeError(
                 "Rng.per_example: expected the examples' global indices, int64 of shape (n,), "
-                f"got {describe(indices)}; pass torch.arange(first, first + n)"
+                f"got {shown(indices)}; pass torch.arange(first, first + n)"
             )
         return replace(self, example=indices)
 
@@ -123,7 +122,7 @@ def split(key: Tensor | Rng, num: int = 2) -> Tensor | list[Rng]:
     Example:
         >>> first, second = split(key(0))
     """
-    if _integer(num, "split: num") < 0:
+    if check_whole(num, "split: num") < 0:
         raise ValueError(f"split: expected num >= 0, got {num}")
     if isinstance(key, Rng):
         branch = key.named("split")
@@ -157,16 +156,14 @@ def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
     """
     if isinstance(key, Rng):
         if isinstance(data, Tensor):
-            raise TypeError(
-                f"fold_in: an Rng takes a str or an int as name, got {describe(data)}; fold it into its key"
-            )
+            raise TypeError(f"fold_in: an Rng takes a str or an int as name, got {shown(data)}; fold it into its key")
         return key.named(data)
     root = as_rng(key, "fold_in").key
     if isinstance(data, Tensor):
         if data.dtype != torch.int64 or data.dim() != 0:
-            raise TypeError(f"fold_in: expected an int or a 0-d int64 tensor, got {describe(data)}")
+            raise TypeError(f"fold_in: expected an int or a 0-d int64 tensor, got {shown(data)}")
         return philox_lanes(data & WORD, _FOLD_IN, data >> 32 & WORD, 0, root)[:2]
-    number = _integer(data, "fold_in: data")
+    number = check_whole(data, "fold_in: data")
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"fold_in: expected an integer of 64 bits, got {number}")
     return philox_lanes(number & WORD, _FOLD_IN, number >> 32 & WORD, 0, root)[:2]
@@ -196,7 +193,7 @@ def as_rng(key: Tensor | Rng, what: str) -> Rng:
     root = rng.key
     if not isinstance(root, Tensor) or root.dtype != torch.int64 or root.shape != (2,):
         raise TypeError(
-            f"{what}: expected a key, an int64 tensor of shape (2,), got {describe(root)}; "
+            f"{what}: expected a key, an int64 tensor of shape (2,), got {shown(root)}; "
             "make one with key(seed), and use torch.func.vmap for many"
         )
     return rng
@@ -215,28 +212,10 @@ def _name_word(name: str | int) -> int:
     """A name as a word; small numbers are spread one-to-one so that siblings stay apart."""
     if isinstance(name, str):
         return int.from_bytes(blake2s(name.encode(), digest_size=4).digest(), "little")
-    number = _integer(name, "name of a draw")
+    number = check_whole(name, "name of a draw")
     if 0 <= number <= WORD:
         return _mix(0x9E3779B9, number)
     return _name_word(f"int {number}")
-
-
-def _integer(value: Any, what: str) -> int:
-    """`value` as an int; refuses bools, floats and tensors (whose value would be read from the device)."""
-    convert: Callable[[Any], int] = operator.index
-    if not isinstance(value, bool | Tensor):
-        try:
-            return convert(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{what}: expected an int, got {describe(value)}")
-
-
-def describe(value: Any) -> str:
-    """What came, for an error: a tensor by dtype and shape, all else by value and type."""
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
 
 
 _SPLIT, _FOLD_IN = salt("split"), salt("fold_in")

@@ -27,12 +27,13 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from purecompose._checks import shown
 from purecompose._functorch import is_transforming
 from purecompose._skeleton import replay
 from purecompose.random._functions import FUNCTIONS
 from purecompose.random._layers import LAYERS
 from purecompose.random._scope import Handler, Scope, UnkeyedRandomError, top_hooks, unkeyed
-from purecompose.random.keys import Rng, describe
+from purecompose.random.keys import Rng
 
 
 __all__ = ["Detector", "Keyed", "UnkeyedRandomError", "checkpoint", "detect", "keyed"]
@@ -86,15 +87,15 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
         True
     """
     if not isinstance(rng, Rng):
-        raise TypeError(f"keyed expects an Rng, got {describe(rng)}. Make one from a key: Rng(key).")
+        raise TypeError(f"keyed expects an Rng, got {shown(rng)}. Make one from a key: Rng(key).")
     if num_examples is not None:
         if isinstance(num_examples, bool) or not isinstance(num_examples, (int, torch.SymInt)):
-            raise TypeError(f"keyed expects num_examples as an int or None, got {describe(num_examples)}.")
+            raise TypeError(f"keyed expects num_examples as an int or None, got {shown(num_examples)}.")
         if num_examples < 0:
             raise ValueError(f"keyed expects num_examples >= 0, got {num_examples}.")
     is_index = isinstance(first_example, Tensor) and first_example.dtype == torch.int64 and first_example.dim() == 0
     if not is_index and (isinstance(first_example, bool) or not isinstance(first_example, (int, torch.SymInt))):
-        raise TypeError(f"keyed expects first_example as an int or int64 of shape (), got {describe(first_example)}.")
+        raise TypeError(f"keyed expects first_example as an int or int64 of shape (), got {shown(first_example)}.")
     return Keyed(rng, num_examples, first_example)
 
 

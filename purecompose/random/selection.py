@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from purecompose._checks import shown
 from purecompose.random.draws import element_words, join53, randint
-from purecompose.random.keys import Rng, as_rng, describe
+from purecompose.random.keys import Rng, as_rng
 
 
 __all__ = ["choice", "permutation"]
@@ -115,6 +116,6 @@ def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device:
 
 def _check_size(size: int, what: str) -> None:
     if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-        raise TypeError(f"{what}: expected an int, got {describe(size)}")
+        raise TypeError(f"{what}: expected an int, got {shown(size)}")
     if size < 0:
         raise ValueError(f"{what}: expected a number >= 0, got {size}")

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from purecompose.schedule.scalar import Schedule, finite
+from purecompose._checks import check_number
+from purecompose.schedule.scalar import Schedule
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit, UnitError
 
 
@@ -28,7 +29,7 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
         >>> [constant(warmup="4ba")(Timestamp(batch=t)) for t in (0, 1, 4, 9)]
         [0.0, 0.25, 1.0, 1.0]
     """
-    alpha = finite(alpha, "constant: alpha")
+    alpha = check_number(alpha, "constant: alpha")
     return _annealed("constant", _Constant(alpha, 1.0 if t_max is not None else alpha), t_max, warmup)
 
 
@@ -61,7 +62,7 @@ def linear(
         >>> [linear()(Timestamp(batch=t, run=run)) for t in (0, 2, 8)]
         [1.0, 0.75, 0.0]
     """
-    curve = _Linear(finite(alpha_i, "linear: alpha_i"), finite(alpha_f, "linear: alpha_f"))
+    curve = _Linear(check_number(alpha_i, "linear: alpha_i"), check_number(alpha_f, "linear: alpha_f"))
     return _annealed("linear", curve, t_max, warmup)
 
 
@@ -85,7 +86,7 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
     References:
         Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, 2017, arXiv:1608.03983.
     """
-    return _annealed("cosine", _Cosine(finite(alpha_f, "cosine: alpha_f")), t_max, warmup)
+    return _annealed("cosine", _Cosine(check_number(alpha_f, "cosine: alpha_f")), t_max, warmup)
 
 
 # Curves: tau in [0, 1] -> multiplier. Every schedule with a warm-up is a curve in `_Annealed`.

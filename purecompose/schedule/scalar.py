@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
+from purecompose._checks import check_number, is_number, shown
 from purecompose.time import Timestamp
 
 
@@ -41,8 +41,8 @@ class Hparam(_Factor):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise TypeError(f"hparam: expected a name, a string that is not empty, got {_shown(self.name)}")
-        object.__setattr__(self, "default", finite(self.default, f"hparam({self.name!r}): default"))
+            raise TypeError(f"hparam: expected a name, a string that is not empty, got {shown(self.name)}")
+        object.__setattr__(self, "default", check_number(self.default, f"hparam({self.name!r}): default"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Schedule(_Factor):
 
     def __post_init__(self) -> None:
         if isinstance(self.fn, Schedule) or not callable(self.fn):
-            raise TypeError(f"scheduled: expected a function (timestamp) -> float, got {_shown(self.fn)}")
+            raise TypeError(f"scheduled: expected a function (timestamp) -> float, got {shown(self.fn)}")
 
     def __call__(self, timestamp: Timestamp) -> float:
         """The multiplier at a point of the run.
@@ -69,7 +69,7 @@ class Schedule(_Factor):
         value = self.fn(timestamp)
         if type(value) is float and math.isfinite(value):
             return value
-        return finite(value, f"{self!r}: value at batch {timestamp.batch}")
+        return check_number(value, f"{self!r}: value at batch {timestamp.batch}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Product(_Factor):
             if isinstance(factor, Product):
                 raise TypeError(f"Product: expected factors that are no products, got {factor!r}; multiply with *")
             if not isinstance(factor, Hparam | Schedule):
-                finite(factor, "Product: factor")
+                check_number(factor, "Product: factor")
 
 
 Scalar: TypeAlias = float | int | Hparam | Schedule | Product
@@ -178,7 +178,7 @@ def number(scalar: Scalar) -> float:
             "read it (where a function takes `value=`, pass one that calls purecompose.schedule.resolve)"
         )
     if not _is_scalar(scalar):
-        raise TypeError(f"expected a number, an hparam, a schedule or a product of them, got {_shown(scalar)}")
+        raise TypeError(f"expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")
     return float(scalar)
 
 
@@ -211,24 +211,11 @@ def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
             _collect(value, kind, found)
 
 
-def finite(value: object, where: str) -> float:
-    """The value as a float; `where` opens the message if it is none, or not finite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: expected a number, got {_shown(value)}")
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: expected a finite number, got {_shown(value)}")
-    return float(value)
-
-
 def _is_scalar(value: object) -> bool:
     if isinstance(value, _Factor):
         return True
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number(value)
 
 
 def _factors(value) -> tuple[Scalar, ...]:
     return value.factors if isinstance(value, Product) else (value,)
-
-
-def _shown(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"

@@ -9,7 +9,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from purecompose.time.units import Time, TimeLike, TimeUnit, is_number, snapped, whole
+from purecompose._checks import check_number, check_whole
+from purecompose.time.units import Time, TimeLike, TimeUnit, snapped
 
 
 __all__ = ["RunLength", "Timestamp"]
@@ -58,7 +59,7 @@ class RunLength:
         if self.duration is not None and self.duration.unit is TimeUnit.DURATION:
             raise ValueError(f"duration={self.duration}: a run cannot be a fraction of itself; write '20ep' or '500ba'")
         if batches_per_epoch is not None:
-            batches_per_epoch = whole(batches_per_epoch, "batches_per_epoch")
+            batches_per_epoch = check_whole(batches_per_epoch, "batches_per_epoch")
             if batches_per_epoch < 1:
                 raise ValueError(f"expected batches_per_epoch >= 1 or None, got {batches_per_epoch}")
         object.__setattr__(self, "batches_per_epoch", batches_per_epoch)
@@ -149,7 +150,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
             raise TypeError(f"run: expected a RunLength, got {self.run!r} ({type(self.run).__name__})")
         for name, value in list(vars(self).items()):
             if name != "run":
-                checked = _seconds(value, name) if name.endswith("_wct") else _count(value, name)
+                checked = check_number(value, name, 0) if name.endswith("_wct") else check_whole(value, name, 0)
                 object.__setattr__(self, name, checked)
 
     def __repr__(self) -> str:
@@ -182,7 +183,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
 
     def to_next_epoch(self, duration: float = 0.0) -> Timestamp:
         """One epoch later: the in-epoch counters start at 0 again."""
-        duration = _seconds(duration, "duration")
+        duration = check_number(duration, "duration", 0)
         new, fields = self._copy()
         fields["epoch"] += 1
         fields["epoch_in_iteration"] += 1
@@ -193,7 +194,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
 
     def to_next_iteration(self, duration: float = 0.0) -> Timestamp:
         """One iteration later: the in-iteration and in-epoch counters start at 0 again."""
-        duration = _seconds(duration, "duration")
+        duration = check_number(duration, "duration", 0)
         new, fields = self._copy()
         fields["iteration"] += 1
         fields.update(epoch_in_iteration=0, token_in_iteration=0, batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0)
@@ -330,18 +331,3 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         fields["iteration"] += 1
         fields.update(epoch_in_iteration=0, token_in_iteration=0, iteration_wct=0.0)
         return new
-
-
-def _count(value: object, name: str) -> int:
-    count = whole(value, name)
-    if count < 0:
-        raise ValueError(f"{name}: expected a count >= 0, got {value}")
-    return count
-
-
-def _seconds(value: Any, name: str) -> float:
-    if not is_number(value):
-        raise TypeError(f"{name}: expected seconds, got {value!r} ({type(value).__name__})")
-    if not value >= 0:
-        raise ValueError(f"{name}: expected seconds >= 0, got {value!r}")
-    return float(value)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import numbers
 import operator
 import re
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeAlias
+
+from purecompose._checks import check_number, check_whole, is_number
 
 
 __all__ = ["Time", "TimeLike", "TimeUnit", "UnitError"]
@@ -76,7 +77,9 @@ class Time:
 
     def __init__(self, value: float, unit: TimeUnit | str) -> None:
         unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
-        object.__setattr__(self, "value", _fraction(value) if unit is TimeUnit.DURATION else whole(value, unit))
+        object.__setattr__(
+            self, "value", check_number(value, "dur") if unit is TimeUnit.DURATION else check_whole(value, unit.value)
+        )
         object.__setattr__(self, "unit", unit)
 
     @classmethod
@@ -229,27 +232,6 @@ class Time:
 
 
 TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]
-
-
-def is_number(value: object) -> bool:
-    """Whether the value is a real number; a bool is not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def whole(value: object, what: TimeUnit | str) -> int:
-    """The value as an int; a float is refused, whole or not, and the message names what was counted."""
-    name = what.value if isinstance(what, TimeUnit) else what
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
-    return operator.index(value)  # pyright: ignore[reportArgumentType]
-
-
-def _fraction(value: object) -> float:
-    if not is_number(value):
-        raise TypeError(f"dur: expected a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(fraction := float(value)):  # pyright: ignore[reportArgumentType]
-        raise ValueError(f"dur: expected a finite number, got {value!r}")
-    return fraction
 
 
 def snapped(value: float) -> float:

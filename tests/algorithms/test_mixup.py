@@ -312,9 +312,9 @@ def test_bad_settings_are_refused_when_built(settings, error):
 def test_bad_arguments_of_the_core_are_refused():
     inputs, targets = make_batch()
     key = random.key(0)
-    with pytest.raises(ValueError, match=r"alpha=-1"):
+    with pytest.raises(ValueError, match="alpha: .* got -1"):
         mixup_batch(key, inputs, targets, alpha=-1)
-    with pytest.raises(ValueError, match=r"mixing=1\.5"):
+    with pytest.raises(ValueError, match=r"mixing: .* got 1\.5"):
         mixup_batch(key, inputs, targets, mixing=1.5)
     with pytest.raises(ValueError, match="permutation of shape"):
         mixup_batch(key, inputs, targets, indices=torch.arange(3))

@@ -159,7 +159,7 @@ def test_bad_arguments_are_refused():
         choose_by_loss(random.key(0), torch.zeros(3, 2))
     with pytest.raises(ValueError, match=r"came shape \(0,\)"):
         choose_by_loss(random.key(0), torch.zeros(0))
-    with pytest.raises(ValueError, match="keep=0"):
+    with pytest.raises(ValueError, match="keep: .* got 0"):
         choose_by_loss(random.key(0), torch.zeros(3), keep=0)
     with pytest.raises(TypeError, match="expected a key"):
         choose_by_loss(torch.zeros(2), torch.zeros(3))

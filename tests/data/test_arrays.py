@@ -120,14 +120,14 @@ WRONG: Any = {"float": 2.5, "list": [1.0]}
 @pytest.mark.parametrize(
     ("make_fn", "message"),
     [
-        (lambda: numbered(5, 0), r"batch_size of at least 1, got 0"),
+        (lambda: numbered(5, 0), r"batch_size: expected an int >= 1, got 0"),
         (lambda: numbered(0, 2), r"at least one example, got inputs of shape \(0, 2\)"),
         (lambda: numbered(5, 6, drop_last=True), r"batch_size=6 \(int\) is more than the 5 examples"),
         (lambda: arrays(torch.zeros(3, 2), torch.zeros(4), 2), r"3 inputs do not pair with 4 targets"),
         (lambda: arrays(torch.zeros(()), torch.zeros(4), 2), r"inputs .* 0-d"),
         (lambda: arrays(torch.zeros(1), torch.zeros(1, device="meta"), 1), r"cpu and targets on meta"),
-        (lambda: numbered(5, 2).epoch(key(0), -1), r"epoch of at least 0, got -1"),
-        (lambda: numbered(5, 2).epoch(key(0), 0, 4), r"start from 0 to 3, got 4"),
+        (lambda: numbered(5, 2).epoch(key(0), -1), r"epoch: expected an int >= 0, got -1"),
+        (lambda: numbered(5, 2).epoch(key(0), 0, 4), r"start: expected an int in \[0, 3\], got 4"),
     ],
 )
 def test_impossible_values_are_refused_at_once(make_fn, message):
@@ -138,10 +138,10 @@ def test_impossible_values_are_refused_at_once(make_fn, message):
 @pytest.mark.parametrize(
     ("make_fn", "message"),
     [
-        (lambda: numbered(5, WRONG["float"]), r"batch_size to be an int, got 2.5 \(float\)"),
-        (lambda: numbered(5, True), r"batch_size to be an int, got True \(bool\)"),
+        (lambda: numbered(5, WRONG["float"]), r"batch_size: expected an int >= 1, got 2.5 \(float\)"),
+        (lambda: numbered(5, True), r"batch_size: expected an int >= 1, got True \(bool\)"),
         (lambda: arrays(WRONG["list"], torch.zeros(1), 1), r"inputs to be a tensor, got \[1.0\] \(list\)"),
-        (lambda: numbered(5, 2).epoch(key(0), WRONG["float"]), r"epoch to be an int, got 2.5"),
+        (lambda: numbered(5, 2).epoch(key(0), WRONG["float"]), r"epoch: expected an int >= 0, got 2.5"),
     ],
 )
 def test_wrong_types_are_refused_at_once(make_fn, message):

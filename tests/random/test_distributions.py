@@ -202,7 +202,7 @@ def test_settings_are_checked(wrong: float) -> None:
         lambda: exponential(key(0), 2, rate=wrong),
         lambda: truncated_normal(key(0), 2, std=wrong),
     ):
-        with pytest.raises(ValueError, match=r"expected a finite number above 0, got .*float"):
+        with pytest.raises(ValueError, match=r"expected a finite number > 0, got .*float"):
             call()
 
 

@@ -168,7 +168,7 @@ def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: call(linear, "1"), TypeError, r"linear: alpha_i: expected a number, got '1' \(str\)"),
+        (lambda: call(linear, "1"), TypeError, r"linear: alpha_i: expected a finite number, got '1' \(str\)"),
         (lambda: call(linear, 1.0, None), TypeError, "linear: alpha_f"),
         (lambda: cosine(True), TypeError, "cosine: alpha_f"),
         (lambda: constant(math.nan), ValueError, "constant: alpha: expected a finite number"),

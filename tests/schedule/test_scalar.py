@@ -113,7 +113,7 @@ def test_products_are_checked() -> None:
         _ = math.inf * cosine()
     with pytest.raises(TypeError, match="multiply with"):
         Product((2.0 * cosine(), 3.0))
-    with pytest.raises(TypeError, match="expected a number"):
+    with pytest.raises(TypeError, match="expected a finite number"):
         Product(("lr",))  # pyright: ignore[reportArgumentType]
 
 
@@ -122,9 +122,9 @@ def test_products_are_checked() -> None:
     [
         ("", 0.1, TypeError, "expected a name"),
         (3, 0.1, TypeError, r"got 3 \(int\)"),
-        ("lr", "0.1", TypeError, r"hparam\('lr'\): default: expected a number, got '0.1'"),
+        ("lr", "0.1", TypeError, r"hparam\('lr'\): default: expected a finite number, got '0.1'"),
         ("lr", math.nan, ValueError, "finite"),
-        ("lr", True, TypeError, "expected a number"),
+        ("lr", True, TypeError, "expected a finite number"),
     ],
 )
 def test_hparams_are_checked(name: Any, default: Any, error: type[Exception], message: str) -> None:
@@ -146,8 +146,8 @@ def test_plain_functions_are_schedules() -> None:
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
-        (torch.tensor(1.0), TypeError, "value at batch 2: expected a number, got tensor"),
-        (None, TypeError, "expected a number, got None"),
+        (torch.tensor(1.0), TypeError, "value at batch 2: expected a finite number, got a torch.float32 tensor"),
+        (None, TypeError, "expected a finite number, got None"),
         (math.inf, ValueError, "expected a finite number, got inf"),
     ],
 )

@@ -259,11 +259,11 @@ def test_replace() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"batch": -1}, ValueError, "batch: expected a count >= 0, got -1"),
-        ({"epoch": 1.0}, TypeError, "epoch: expected an int, got 1.0"),
+        ({"batch": -1}, ValueError, "batch: expected an int >= 0, got -1"),
+        ({"epoch": 1.0}, TypeError, "epoch: expected an int >= 0, got 1.0"),
         ({"epoch": True}, TypeError, "epoch: expected an int"),
-        ({"total_wct": "1s"}, TypeError, "total_wct: expected seconds"),
-        ({"total_wct": -1.0}, ValueError, "total_wct: expected seconds >= 0"),
+        ({"total_wct": "1s"}, TypeError, "total_wct: expected a finite number >= 0"),
+        ({"total_wct": -1.0}, ValueError, "total_wct: expected a finite number >= 0"),
         ({"run": "20ep"}, TypeError, "run: expected a RunLength, got '20ep'"),
     ],
 )
@@ -275,8 +275,8 @@ def test_timestamp_refuses(arguments: dict, error: type[Exception], message: str
 def test_steps_backwards_are_refused() -> None:
     backwards: list[dict[str, Any]] = [{"samples": -1}, {"tokens": -1}, {"duration": -1.0}]
     for arguments in backwards:
-        with pytest.raises(ValueError, match="counts >= 0"):
+        with pytest.raises(ValueError, match="counts >= 0|a finite number >= 0"):
             Timestamp().to_next_batch(**arguments)
     for move in (Timestamp().to_next_epoch, Timestamp().to_next_iteration):
-        with pytest.raises(ValueError, match="duration: expected seconds >= 0"):
+        with pytest.raises(ValueError, match="duration: expected a finite number >= 0"):
             move(-1.0)

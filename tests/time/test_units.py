@@ -130,7 +130,7 @@ def test_counts_are_ints(value: object) -> None:
 
 def test_a_fraction_is_a_finite_float() -> None:
     assert type(Time(1, "dur").value) is float
-    with pytest.raises(TypeError, match="dur: expected a number, got '1'"):
+    with pytest.raises(TypeError, match="dur: expected a finite number, got '1'"):
         Time("1", "dur")  # pyright: ignore[reportArgumentType]
     for value in (math.nan, math.inf):
         with pytest.raises(ValueError, match="finite"):

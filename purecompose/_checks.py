@@ -1,0 +1,102 @@
+"""Arguments, checked in one form of words: "where: expected what, got value (type); hint".
+
+`where` names the function and the argument, such as "sgd: lr". Each check returns the value.
+"""
+
+import math
+import numbers
+import operator
+from typing import Any
+
+from torch import Tensor
+
+
+__all__ = ["check_flag", "check_number", "check_whole", "is_number", "shown"]
+
+
+def check_flag(value: Any, where: str) -> bool:
+    """A bool, and nothing that merely looks like one.
+
+    Raises:
+        TypeError: No bool.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{where}: expected True or False, got {shown(value)}")
+    return value
+
+
+def check_whole(value: Any, where: str, low: float = -math.inf, high: float = math.inf, *, hint: str = "") -> int:
+    """An int, or what is one by `__index__`; floats are refused, whole or not, and tensors, whose value is far away.
+
+    Raises:
+        TypeError: No int.
+        ValueError: Outside of [low, high].
+    """
+    if type(value) is int and low <= value <= high:  # nearly always, and in every step
+        return value
+    is_int = hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+    if is_int and low <= operator.index(value) <= high:
+        return operator.index(value)
+    raise (ValueError if is_int else TypeError)(_refusal(where, f"an int{_range(low, high)}", value, hint))
+
+
+def check_number(
+    value: Any,
+    where: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+    hint: str = "",
+) -> float:
+    """A finite real number, as a float.
+
+    Args:
+        value: The value.
+        where: Opens the message.
+        low: The lower bound.
+        high: The upper bound.
+        above: Whether the lower bound is excluded.
+        below: Whether the upper bound is excluded.
+        hint: Ends the message.
+
+    Raises:
+        TypeError: No number.
+        ValueError: Not finite, or out of range.
+    """
+    if is_number(value) and math.isfinite(value) and low <= value <= high:
+        if not (above and value == low) and not (below and value == high):
+            return float(value)
+    wanted = f"a finite number{_range(low, high, above=above, below=below)}"
+    raise (ValueError if is_number(value) else TypeError)(_refusal(where, wanted, value, hint))
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a real number; a bool is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """What came: a tensor by dtype and shape, all else by value, cut at 80 characters, and type.
+
+    Example:
+        >>> shown(1.5)
+        '1.5 (float)'
+    """
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def _refusal(where: str, wanted: str, value: Any, hint: str) -> str:
+    return f"{where}: expected {wanted}, got {shown(value)}{f'; {hint}' if hint else ''}"
+
+
+def _range(low: float, high: float, *, above: bool = False, below: bool = False) -> str:
+    if high < math.inf and low > -math.inf:
+        return f" in {'(' if above else '['}{low:g}, {high:g}{')' if below else ']'}"
+    parts = [f"{'>' if above else '>='} {low:g}"] if low > -math.inf else []
+    parts += [f"{'<' if below else '<='} {high:g}"] if high < math.inf else []
+    return "".join(f" {part}" for part in parts)
