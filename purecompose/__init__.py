@@ -4,6 +4,9 @@
 tuple; `compose` folds them into a training step.
 """
 
+import importlib
+from typing import Any
+
 from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, schedule, tree
 from purecompose.algorithm import Algorithm, Trait, identity
 from purecompose.clock import Clock
@@ -115,3 +118,10 @@ __all__ = [
     "update",
     "warn_if_multiple_loss_interpolation",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`purecompose.testing` is imported when first asked for: it needs Hypothesis, which training does not."""
+    if name == "testing":
+        return importlib.import_module("purecompose.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,9 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
+    if config.getoption("--slow") or "slow" in config.getoption("-m"):
         return
-    skip = pytest.mark.skip(reason="slow: run with --slow")
+    skip = pytest.mark.skip(reason="slow: run with --slow, or alone with -m slow")
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
