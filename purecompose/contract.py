@@ -132,8 +132,10 @@ def _incoming(state: State) -> list[tuple[str, Tensor]]:
 def _global_generators() -> tuple[Any, ...]:
     """The states of the generators that torch's modes do not see."""
     numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else tuple(map(str, numpy.random.get_state()[1:3]))
-    return python_random.getstate(), of_numpy
+    if numpy is None:
+        return (python_random.getstate(),)
+    _, words, position, *_ = numpy.random.get_state()
+    return python_random.getstate(), words.tobytes(), position
 
 
 def _version(tensor: Tensor) -> int | None:

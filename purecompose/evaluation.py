@@ -63,7 +63,8 @@ def evaluate(
         state: The state; evaluation starts from it and throws its own copy away.
         data: Batches of the form that training uses.
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
-            With `losses.model_loss`, a batch without a target reaches them whole in the target's place.
+            With `losses.model_loss`, a batch without a target reaches them whole in the target's place; the
+            mean of such a loss itself always has the whole batch, in which it counts the labels.
         step: The training step, if its algorithms are to act at evaluation's events (averaged weights do).
 
     Returns:
@@ -106,8 +107,10 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         num_batches = 0
         for batch in evaluator.data:
             inner = step.fold(current, on_device(batch, state.device), purpose="eval", draw=num_batches)
-            targets = _targets(inner)
-            totals = {name: metrics[name].update(totals[name], inner.outputs, targets) for name in metrics}
+            totals = {
+                name: metric.update(totals[name], inner.outputs, _read_by(metric, inner))
+                for name, metric in metrics.items()
+            }
             current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
             num_batches += 1
         if not num_batches:
@@ -158,8 +161,10 @@ def _tell(observers: Iterable[Observer], event: Event, state: State) -> State:
     return state
 
 
-def _targets(state: State) -> Any:
+def _read_by(metric: Metric, state: State) -> Any:
     """The batch's target; for a model with its own loss, whose batches may name none, else the whole batch."""
+    if metric.reads_batch:
+        return state.batch
     if not isinstance(state.context.loss, ModelLoss):
         return state.targets
     try:

@@ -103,7 +103,7 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
     if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
         return torch.lerp(mean, value, weight / total)
     weight, total = torch.as_tensor(weight, device=value.device), torch.as_tensor(total, device=value.device)
-    share = (weight / torch.where(total > 0, total, 1)).to(value.dtype)
+    share = weight.to(value.dtype) / torch.where(total > 0, total, 1)
     # Before the first value with weight the mean may be NaN, which lerp would keep.
     mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
     return torch.where(weight > 0, mixed, mean)

@@ -204,70 +204,93 @@ def walk(program: Iterable[Node]) -> Iterator[Node]:
             yield from walk(node.body)
 
 
-def build(
-    program: Iterable[Node], at: Callable[[Event], Op | None], microbatches: int, *, is_slice: bool = False
-) -> Op:
-    """The program as one function.
+At: TypeAlias = Callable[[Event], Op | None]
 
-    Args:
-        program: The nodes.
-        at: What to do at an event, or `None` for nothing.
-        microbatches: How many slices a `Microbatches` makes that does not say so itself.
-        is_slice: Whether this is the part that runs on slices, whose gradient is not the step's.
-    """
-    built = [(node, op) for node in program if (op := _build_node(node, at, microbatches, is_slice)) is not None]
-    if sum(isinstance(node, Update) for node, _ in built) > 1:
-        return _with_several_updates(built)
-    ops = [op for _, op in built]
 
-    def run(state: State) -> State:
-        for op in ops:
-            state = op(state)
+def build(program: Iterable[Node], at: At, microbatches: int) -> Op:
+    """The program as one function, with what `at` gives to do at events, and so many slices where no k is given."""
+    body = _build_body(program, at, microbatches, is_slice=False)
+    return lambda state: body(state, set())
+
+
+_Body: TypeAlias = Callable[[State, set[str]], State]
+"""A part of a program. The set has the names of the gradients that an update has applied: none applies them again.
+
+They stay in the state, for those who look, until the next Grad. A Grad makes new ones, and so may a stage; algorithms
+at events edit them, and a used one that was edited is not new.
+"""
+
+
+def _build_body(program: Iterable[Node], at: At, microbatches: int, *, is_slice: bool) -> _Body:
+    """`is_slice`: whether this is the part that runs on slices, whose gradient is not the step's."""
+    ops = [op for node in program if (op := _build_node(node, at, microbatches, is_slice)) is not None]
+
+    def run(state: State, used: set[str]) -> State:
+        for op, is_body in ops:
+            state = op(state, used) if is_body else op(state)
         return state
 
     return run
 
 
-def _with_several_updates(built: list[tuple[Node, Op]]) -> Op:
-    """The fold over a program that moves the parameters more than once, each time by new gradients alone.
-
-    Gradients that an update has used stay in the state for those who look, until the next Grad; no update applies
-    them again.
-    """
-    takes_grads = [any(isinstance(inner, Grad) for inner in walk((node,))) for node, _ in built]
-
-    def run(state: State) -> State:
-        used: dict[str, Tensor] = {}
-        for (node, op), is_grad in zip(built, takes_grads, strict=True):
-            if isinstance(node, Update):
-                state, used = _update_unused(state, node.wrt, used)
-            elif is_grad and used and state.grads is not None:
-                state = op(state.replace(grads=_unused(state.grads, used) or None))
-            else:
-                state = op(state)
-        return state
-
-    return run
-
-
-def _build_node(node: Node, at: Callable[[Event], Op | None], microbatches: int, is_slice: bool) -> Op | None:
+def _build_node(node: Node, at: At, microbatches: int, is_slice: bool) -> tuple[Callable[..., State], bool] | None:
+    """What a node does, and whether it is told the gradients already used."""
     if isinstance(node, Event):
-        return at(node)
+        op = at(node)
+        return None if op is None else (op, False)
     if isinstance(node, Update):
-        return lambda state: _update(state, node.wrt)
+        return (lambda state, used: _update(state, node, used)), True
     if isinstance(node, Grad):
-        body = build(node.body, at, microbatches, is_slice=is_slice)
-
-        def run(state: State) -> State:
-            return differentiate(body, state, _matching(state.context.trainable, node.wrt))
-
-        return run if is_slice else _repeatable(run)
+        run = _grad(_build_body(node.body, at, microbatches, is_slice=is_slice), node.wrt)
+        return (run if is_slice else _repeatable(run)), True
     if isinstance(node, Microbatches):
-        body = build(node.body, at, microbatches, is_slice=True)
+        body = _build_body(node.body, at, microbatches, is_slice=True)
         uses_loss = any(inner is loss for inner in walk(node.body))
         k = node.k or microbatches
-        return _repeatable(body if k == 1 else lambda state: _run_sliced(body, state, k, uses_loss))
-    return _noted(node) if isinstance(node, Stage) else node  # or any function State -> State
+        sliced = body if k == 1 else lambda state, used: _run_sliced(body, state, used, k, uses_loss)
+        return _repeatable(_with_own_gradients(sliced)), True
+    return _stage(_noted(node) if isinstance(node, Stage) else node), True  # or any function State -> State
+
+
+def _grad(body: _Body, wrt: str | None) -> _Body:
+    def run(state: State, used: set[str]) -> State:
+        names = _matching(state.context.trainable, wrt)
+        if used and state.grads is not None:
+            state = state.replace(grads=_without(state.grads, used) or None)
+        after = differentiate(lambda inner: body(inner, used), state, names)
+        used.difference_update(names)
+        return after
+
+    return run
+
+
+def _with_own_gradients(body: _Body) -> _Body:
+    """Earlier gradients are no slice's: what a slice did with them would be done as often as there are slices."""
+
+    def run(state: State, used: set[str]) -> State:
+        if state.grads is None:
+            return body(state, used)
+        used_inside: set[str] = set()
+        after = body(state.replace(grads=None), used_inside)
+        if not after.grads:
+            return after.replace(grads=state.grads)
+        earlier = _without(state.grads, used)
+        used.difference_update(after.grads)
+        used.update(used_inside)
+        return after.replace(grads={**earlier, **after.grads})
+
+    return run
+
+
+def _stage(op: Op) -> _Body:
+    def run(state: State, used: set[str]) -> State:
+        after = op(state)
+        if used and after.grads:
+            before = state.grads or {}
+            used.difference_update(name for name, grad in after.grads.items() if grad is not before.get(name))
+        return after
+
+    return run
 
 
 def _noted(stage: Stage) -> Op:
@@ -291,22 +314,24 @@ def _form(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(tensors)})"
 
 
-def _repeatable(run_once: Op) -> Op:
+def _repeatable(run_once: _Body) -> _Body:
     """The gradient's part of a step, which leaves the way to run it again: `state.gradient`."""
 
-    def run(state: State) -> State:
+    def run(state: State, used: set[str]) -> State:
+        used_before = used.copy()
+
         def regrad(params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-            again = run_once(state.replace(params=params))
+            again = run_once(state.replace(params=params), used_before.copy())
             if again.grads is None or again.loss is None:
                 raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
             return again.grads, again.loss
 
-        return run_once(state).replace(batch=state.batch, regrad=regrad)
+        return run_once(state, used).replace(batch=state.batch, regrad=regrad)
 
     return run
 
 
-def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
+def _run_sliced(body: _Body, state: State, used: set[str], k: int, uses_loss: bool) -> State:
     """Runs the body on k slices and averages loss, gradients and metrics, each slice weighted by its terms."""
     current, offset, total = state, 0, 0
     mean_loss: Tensor | None = None
@@ -318,15 +343,15 @@ def _run_sliced(body: Op, state: State, k: int, uses_loss: bool) -> State:
         size = batches.num_examples(part, input_key)
         first = offset if state.first_example is None else state.first_example + offset
         # What a slice makes anew it does not find from the one before.
-        anew = {"loss": None, "outputs": state.outputs, "grads": state.grads, "metrics": state.metrics}
+        anew = {"loss": None, "outputs": state.outputs, "grads": None, "metrics": state.metrics}
         start = current.replace(batch=part, first_example=first, **anew)
-        current = body(start)
+        current = body(start, used)
         weight = _num_terms(start, current) if uses_loss else size
         total, offset = total + weight, offset + size
         if current.loss is not None:
             mean_loss = averaged(mean_loss, current.loss, weight, total)
         if current.grads is not None:
-            mean_grads = averaged_by_name(mean_grads, current.grads, state.grads, weight, total)
+            mean_grads = averaged_by_name(mean_grads, current.grads, None, weight, total)
         if current.metrics is not state.metrics:
             numbers = {name: value for name, value in current.metrics.items() if _is_number(value)}
             mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
@@ -345,35 +370,23 @@ def _num_terms(before: State, after: State) -> int | Tensor:
     return losses.num_terms(loss_fn, after.outputs, targets)
 
 
-def _update(state: State, wrt: str | None) -> State:
-    return _moved(state, _chosen(state, wrt))
-
-
-def _update_unused(state: State, wrt: str | None, used: dict[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-    grads = _unused(_chosen(state, wrt), used)
-    if not grads:
-        raise RuntimeError(
-            f"{Update(wrt)!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
-            "a Grad before it, or leave it out"
-        )
-    return _moved(state, grads), {**used, **grads}
-
-
-def _unused(grads: dict[str, Tensor], used: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: grad for name, grad in grads.items() if grad is not used.get(name)}
-
-
-def _chosen(state: State, wrt: str | None) -> dict[str, Tensor]:
+def _update(state: State, node: Update, used: set[str]) -> State:
     if state.grads is None:
         raise RuntimeError("the program's update comes before any Grad: there are no gradients")
-    if wrt is None:
-        return state.grads
-    return {name: state.grads[name] for name in _matching(tuple(state.grads), wrt)}
-
-
-def _moved(state: State, grads: dict[str, Tensor]) -> State:
+    chosen = state.grads if node.wrt is None else _matching(tuple(state.grads), node.wrt)
+    grads = {name: state.grads[name] for name in chosen if name not in used}
+    if not grads:
+        raise RuntimeError(
+            f"{node!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
+            "a Grad before it, or leave it out"
+        )
+    used.update(grads)
     params, opt_state = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
     return state.replace(params=params, opt_state=opt_state)
+
+
+def _without(grads: dict[str, Tensor], used: set[str]) -> dict[str, Tensor]:
+    return {name: grad for name, grad in grads.items() if name not in used}
 
 
 def _matching(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:

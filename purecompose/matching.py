@@ -27,7 +27,15 @@ __all__ = ["Matcher", "MatchError", "Question", "SealedTensor"]
 
 
 class MatchError(RuntimeError):
-    """A `match` failed, or wanted what is not known before the step."""
+    """A `match` failed, or wanted what is not known before the step.
+
+    Attributes:
+        event: The event that it was asked about.
+    """
+
+    def __init__(self, message: str, event: Event) -> None:
+        super().__init__(message)
+        self.event = event
 
 
 class SealedTensor:
@@ -266,7 +274,8 @@ def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> 
         raise MatchError(
             f"{question.algorithm.name}: match at {question.event} read {what} of {path}. Matching is "
             "decided before the step, from time and shapes alone. Either make the algorithm a host one "
-            "(host=True), or match always and choose inside apply with torch.where"
+            "(host=True), or match always and choose inside apply with torch.where",
+            question.event,
         ) from None
     except Exception as error:
         raise _failure(error, question) from error
@@ -276,5 +285,6 @@ def _failure(error: Exception, question: Question) -> MatchError:
     return MatchError(
         f"{question.algorithm.name}: match failed at {question.event}: {type(error).__name__}: {error}. (Matching is "
         "decided before the step: state.timestamp and shapes are known; outputs, grads and clock are None, loss and "
-        "metrics those of the last step. What needs values belongs into apply, or into a host algorithm, host=True.)"
+        "metrics those of the last step. What needs values belongs into apply, or into a host algorithm, host=True.)",
+        question.event,
     )

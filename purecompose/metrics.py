@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from purecompose.losses import check_loss, evaluate_loss, num_terms, share_of_mean
+from purecompose.losses import ModelLoss, check_loss, evaluate_loss, num_terms, share_of_mean
 from purecompose.targets import Mixture, has_index_targets, num_examples
 
 
@@ -52,6 +52,8 @@ class Metric(NamedTuple):
     init: InitFn
     update: UpdateFn
     compute: ComputeFn
+    reads_batch: bool = False
+    """Whether `update` takes the whole batch in the targets' place, as a model's own loss does."""
 
 
 class Mean(NamedTuple):
@@ -134,7 +136,8 @@ def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
         # Over a total of one the share is loss * terms, and zero where the batch has none to count.
         return Mean(acc.total + share_of_mean(loss, terms, 1), acc.number + terms)
 
-    return Metric(_init_mean, update, Mean.value)
+    # A model's own loss does not read targets, but counts its labels in the batch.
+    return Metric(_init_mean, update, Mean.value, reads_batch=isinstance(loss_fn, ModelLoss))
 
 
 def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
@@ -185,7 +188,7 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
             "expected a Metric or a function (outputs, targets) -> value per example, came "
             f"{value!r} ({type(value).__name__}); see purecompose.metrics"
         )
-    is_loss = hasattr(value, "counted") or hasattr(value, "num_terms")
+    is_loss = isinstance(value, ModelLoss) or hasattr(value, "counted") or hasattr(value, "num_terms")
     return mean_loss(value) if is_loss else from_function(value)
 
 

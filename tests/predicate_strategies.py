@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the tests of matching: runs, walks through time, predicates beside their meaning.
+"""Hypothesis strategies for the tests of matching: walks through time, predicates beside their meaning.
 
 A predicate is drawn together with a second opinion, a plain function `(event, timestamp) -> bool` that is
 written from the documented meaning with exact arithmetic and shares no code with the library.
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from purecompose.event import Event
 from purecompose.predicate import Predicate, after, before, between, epoch_ends, every, on
+from purecompose.testing.strategies import runs
 from purecompose.time import RunLength, Timestamp
 
 
@@ -37,16 +38,6 @@ class _AtTime(NamedTuple):
 def at_time(timestamp: Timestamp) -> Any:
     """As much of a state as a predicate about time needs."""
     return _AtTime(timestamp)
-
-
-@st.composite
-def runs(draw: st.DrawFn, *, durations: tuple[str, ...] = ("ep", "ba", "sp", "tok", "iter")) -> RunLength:
-    """Runs with a duration in any unit, with and without known epochs, with and without iterations."""
-    unit = draw(st.sampled_from(durations))
-    length = draw(st.integers(1, 60 if unit in ("sp", "tok") else 12))
-    # A run counted in iterations has to know how long they are.
-    iterations = ["1ep", "2ep", "7tok"] if unit == "iter" else [None, "1ep", "2ep", "7tok"]
-    return RunLength(f"{length}{unit}", draw(st.none() | st.integers(1, 5)), draw(st.sampled_from(iterations)))
 
 
 @st.composite

@@ -94,6 +94,63 @@ def test_a_batch_without_a_target_reaches_metrics_whole(key):
     assert found["accuracy"] == pytest.approx(by_hand(net, uneven())[1], rel=1e-6)
 
 
+class TokenLoss(torch.nn.Module):
+    """Classifies every place of a sentence; its own loss leaves out labels of -100."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, inputs, labels):
+        logits = self.net(inputs).transpose(1, 2)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def padded_batches():
+    """Sentences of which the first batch has few labels, the second many."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [torch.tensor([1, 0, 2]), torch.tensor([5, 4])]
+    batches = []
+    for length in lengths:
+        inputs, labels = torch.randn(len(length), 5, 4, generator=generator), torch.zeros(len(length), 5).long()
+        batches.append({"inputs": inputs, "labels": labels.masked_fill(torch.arange(5) >= length[:, None], -100)})
+    return batches
+
+
+# "labels" is there; 1 and "label" are not, and then metrics have the batch.
+@pytest.mark.parametrize("target_key", ["labels", 1, "label"])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_mean_of_a_models_own_loss_counts_the_labels_of_the_batch(target_key, is_given):
+    own = pc.losses.ModelLoss(labels="labels")
+    state, seen = make_state(TokenLoss(), loss=own, target_key=target_key), []
+
+    def right(outputs, targets):
+        seen.append(targets)
+        labels = targets["labels"] if isinstance(targets, dict) else targets
+        return (outputs["logits"].argmax(1) == labels).float()
+
+    metrics = {"loss": own, "right": right} if is_given else None
+    found = evaluate(state, padded_batches(), metrics)
+    net = make_mlp()
+    logits = torch.cat([net(batch["inputs"]).flatten(0, 1) for batch in padded_batches()])
+    labels = torch.cat([batch["labels"].flatten() for batch in padded_batches()])
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+    assert all(isinstance(targets, torch.Tensor) == (target_key == "labels") for targets in seen)
+    assert len(seen) == (2 if is_given else 0)
+
+
+def test_a_models_own_loss_may_be_measured_while_another_one_trains():
+    class Logits(TokenLoss):
+        def forward(self, inputs, labels):
+            return super().forward(inputs, labels)["logits"]
+
+    batches = padded_batches()
+    trained = make_state(Logits(), input_key=WHOLE, target_key="labels")
+    own = make_state(TokenLoss(), loss=pc.losses.cross_entropy, input_key=WHOLE, target_key="labels")
+    found = evaluate(own, batches, {"own": pc.losses.ModelLoss(labels="labels")})
+    assert found["own"] == pytest.approx(evaluate(trained, batches)["loss"], rel=1e-6)
+
+
 def test_a_wrong_target_key_is_told():
     batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
     state = make_state(input_key="x", target_key="label")

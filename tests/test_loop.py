@@ -241,6 +241,10 @@ def test_an_earlier_grad_keeps_its_bits_through_microbatches():
     assert_same(alone, {name: seen[name] for name in alone})
 
 
+def double_gradients(state):
+    return state.replace(grads={name: 2 * grad for name, grad in state.grads.items()})
+
+
 TWO_PLAYERS = (Grad(disc_loss, wrt="disc.*"), update(wrt="disc.*"), Grad(gen_loss, wrt="gen.*"))
 
 
@@ -265,10 +269,7 @@ def test_a_bare_update_after_a_second_grad_applies_the_new_gradients_alone(k):
         ]
 
     # An algorithm that makes every gradient anew, as clipping does.
-    def doubled(state):
-        return state.replace(grads={name: 2 * grad for name, grad in state.grads.items()})
-
-    double = changing("double", Event.AFTER_TRAIN_BATCH, doubled)
+    double = changing("double", Event.AFTER_TRAIN_BATCH, double_gradients)
     algorithms = [double, changing("look", Event.BATCH_END, look)]
     batch, state = gan_batches(1)[0], make_state(Players())
     bare = compose(twice(update), algorithms, microbatches=k)(state, batch)
@@ -297,6 +298,99 @@ def test_an_update_without_new_gradients_is_an_error():
     again = compose([grad, update, grad, update])(make_state(), make_batch())
     one = compose([grad, update])
     assert_same(again.params, one(one(make_state(), make_batch()), make_batch()).params)
+
+
+PLAIN = Grad(pc.forward, pc.loss)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        [Microbatches(PLAIN, update), update],
+        [Microbatches(PLAIN, update, Event.AFTER_BACKWARD), update(wrt="3.*")],
+        [Microbatches(Microbatches(PLAIN, update, k=2), k=1), Event.AFTER_TRAIN_BATCH, update],
+        [PLAIN, update, Event.AFTER_TRAIN_BATCH, update],
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("k", [1, 2])
+def test_no_update_applies_a_gradient_twice_wherever_it_stands(program, k):
+    # An edit makes other tensors of the gradients, and no new gradients.
+    doubled = changing("double", Event.AFTER_TRAIN_BATCH, double_gradients)
+    with pytest.raises(RuntimeError, match=r"update.* has nothing to apply: an earlier update has used"):
+        compose([*program, advance], [doubled], microbatches=k)(make_state(), make_batch())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_slice_has_its_own_gradients_alone(k):
+    for inside in ([update], [update, PLAIN]):
+        with pytest.raises(RuntimeError, match="before any Grad"):
+            compose([PLAIN, Microbatches(*inside)], microbatches=k)(make_state(), make_batch())
+    # An edit in a slice leaves the gradients of before alone.
+    double = changing("double", Event.AFTER_BACKWARD, double_gradients)
+    disc, _, gen = TWO_PLAYERS
+    seen: dict[str, Tensor] = {}
+    program = [disc, Microbatches(gen, Event.AFTER_BACKWARD), Event.AFTER_TRAIN_BATCH]
+    batch, state = gan_batches(1)[0], make_state(Players())
+    compose(program, [double, grads_seen(seen)], microbatches=k)(state, batch)
+    alone: dict[str, Tensor] = {}
+    compose([disc, gen, Event.AFTER_TRAIN_BATCH], [grads_seen(alone)])(state, batch)
+    assert_close(seen, {name: grad * (2 if name.startswith("gen") else 1) for name, grad in alone.items()})
+
+
+def test_an_update_per_slice_is_a_step_per_slice():
+    batch, state = make_batch(size=8), make_state()
+    sliced = compose([Microbatches(PLAIN, update, k=2)])(state, batch)
+    halves = [tuple(member[part] for member in batch) for part in (slice(0, 4), slice(4, 8))]
+    assert_same(sliced.params, run_steps(compose([PLAIN, update]), state, halves).params)
+    # And whole batches go on after it.
+    after = compose([Microbatches(PLAIN, update, k=2), PLAIN, update])(state, batch)
+    assert_same(after.params, run_steps(compose([PLAIN, update]), state, [*halves, batch]).params)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_a_scope_left_over_is_for_the_update_after_it(k):
+    batch, state = gan_batches(1)[0], make_state(Players(), optimizer=optim.sgd(0.1))
+    disc, move, gen = TWO_PLAYERS
+    inside = compose([Microbatches(disc, move, gen), update], microbatches=k)(state, batch)
+    seen = compose([Microbatches(disc, move, gen), update(wrt="gen.*")], microbatches=k)(state, batch)
+    assert_same(inside.params, seen.params)
+    if k == 1:
+        assert_same(inside.params, compose([disc, move, gen, update])(state, batch).params)
+
+
+def test_a_stage_may_make_new_gradients():
+    def ones(state):
+        return state.replace(grads={name: torch.ones_like(param) for name, param in state.params.items()})
+
+    state = make_state(optimizer=optim.sgd(0.1))
+    end = compose([ones, update, ones, update])(state, make_batch())
+    assert_close(end.params, {name: param - 0.2 for name, param in state.params.items()})
+    stage = compose([ones, update, pc.loop.Stage("ones", ones), update(wrt="3.*")])(state, make_batch())
+    assert torch.equal(stage.params["3.bias"], end.params["3.bias"])
+    assert torch.equal(stage.params["0.bias"], state.params["0.bias"] - 0.1)
+
+
+def test_the_gradient_elsewhere_forgets_what_the_step_has_used():
+    found = []
+
+    def look(state):
+        found.append(state.gradient(state.params)[0])
+        return state
+
+    step = compose(
+        [Microbatches(PLAIN, update), Event.AFTER_TRAIN_BATCH], [changing("l", Event.AFTER_TRAIN_BATCH, look)]
+    )
+    state, batch = make_state(), make_batch()
+    end = step(state, batch)
+    step(state, batch)
+    expected: dict[str, Tensor] = {}
+    compose([Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH], [grads_seen(expected)])(
+        state.replace(params=end.params), batch
+    )
+    assert len(found) == 2
+    for grads in found:
+        assert_same(grads, expected)
 
 
 # Microbatches

@@ -1,6 +1,7 @@
-"""The command line: `python -m purecompose train`, `plan` and `algorithms`.
+"""The command line: `python -m purecompose train`, `plan`, `check` and `algorithms`.
 
-A usage error prints one line to standard error and gives the exit status 2; a missing package gives 1.
+A usage error prints one line to standard error and gives the exit status 2; a missing package gives 1, and so does a
+law that `check` finds broken.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 from purecompose import __version__, _specs as specs
 from purecompose.algorithms import FACTORIES
+from purecompose.cli.check import add_check_options, check
 from purecompose.cli.setup import UsageError
 from purecompose.cli.train import show_plan, train as run_training
 from purecompose.models import MODELS
@@ -27,6 +29,7 @@ examples:
   python -m purecompose train --algorithms none --model mlp --optimizer "sgd(lr=0.1, momentum=0.9)"
   python -m purecompose train --data mnist.npz
   python -m purecompose plan --at 0.6dur
+  python -m purecompose check my_module:my_algorithm
 """
 
 
@@ -37,14 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; by default those of the process.
 
     Returns:
-        The exit status: 0, 1 where a package is missing, 2 after a usage error, 130 after an interrupt.
+        The exit status: 0, 1 where a package is missing or `check` finds a law broken, 2 after a usage error, 130
+        after an interrupt.
     """
     parser = _make_parser()
     prog = parser.prog
     try:
         options = parser.parse_args(argv)
         prog = f"{prog} {options.command}"
-        options.run(options)
+        status = options.run(options)
         sys.stdout.flush()
     except UsageError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`... | head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return status or 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,6 +104,16 @@ def _make_parser() -> argparse.ArgumentParser:
                 metavar="TIME",
                 help="the point of the run: 0.6dur, 5ep, ... (the start)",
             )
+            command.add_argument(
+                "--conflicts",
+                action="store_true",
+                help="show instead which pairs of --algorithms do not commute, and what decides their order; "
+                "my_module:my_algorithm may be among them",
+            )
+    help_text = "try the laws that every algorithm keeps on one of your own"
+    command = commands.add_parser("check", help=help_text, description=f"{help_text}.", allow_abbrev=False)
+    command.set_defaults(run=check)
+    add_check_options(command)
     return parser
 
 

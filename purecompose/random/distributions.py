@@ -199,7 +199,8 @@ def _log_gamma(words: Tensor, alpha: Tensor) -> Tensor:
     chosen = torch.zeros_like(log_cubes[..., 0])
     for index in reversed(range(_ROUNDS)):  # the last write, of the earliest round, wins
         chosen = torch.where(is_accepted[..., index], log_cubes[..., index], chosen)
-    boost = torch.where(is_small, log_uniforms[..., _ROUNDS] / alpha, 0.0)
+    # The bound keeps the quotient finite for the smallest numbers there are, whose difference would be NaN.
+    boost = torch.where(is_small, log_uniforms[..., _ROUNDS] / alpha.clamp(min=1e-300), 0.0)
     return torch.log(scale) + chosen + boost
 
 

@@ -1,1 +1,55 @@
-"""The laws of the library as a product: strategies, laws, and a report on any algorithm."""
+"""The laws of the library as a product: strategies, laws, and a report on any algorithm.
+
+    from purecompose.testing import check, laws
+    print(check(my_algorithm))           # or: python -m purecompose check my_module:my_algorithm
+
+    @laws(my_algorithm)                  # a test for each law
+    def test_my_algorithm(): ...
+
+Needs Hypothesis: `pip install "purecompose[testing]"`.
+"""
+
+from purecompose.testing import strategies, suite
+from purecompose.testing.case import Case
+from purecompose.testing.checking import check
+from purecompose.testing.companions import COMPANIONS
+from purecompose.testing.conflicts import Conflicts, OrderWarning, conflicts, warn_of_conflicts
+from purecompose.testing.law import Broken, Law, LawViolation, define_law
+from purecompose.testing.mutants import MUTANTS, Mutant
+from purecompose.testing.order import Commutation, commutes
+from purecompose.testing.plugin import laws
+from purecompose.testing.report import Report, Status
+from purecompose.testing.shipped import SHIPPED
+from purecompose.testing.subject import Subject
+from purecompose.testing.suite import LAWS
+from purecompose.testing.tasks import TASKS, Task, make_task
+
+
+__all__ = [
+    "Broken",
+    "COMPANIONS",
+    "Case",
+    "Commutation",
+    "Conflicts",
+    "LAWS",
+    "Law",
+    "LawViolation",
+    "MUTANTS",
+    "Mutant",
+    "OrderWarning",
+    "Report",
+    "SHIPPED",
+    "Status",
+    "Subject",
+    "TASKS",
+    "Task",
+    "check",
+    "commutes",
+    "conflicts",
+    "define_law",
+    "laws",
+    "make_task",
+    "strategies",
+    "suite",
+    "warn_of_conflicts",
+]

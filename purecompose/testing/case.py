@@ -4,7 +4,6 @@ A case holds plain values, so that it prints as what rebuilds it, shrinks to the
 law, and means the same in another process.
 """
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,8 +17,8 @@ from purecompose.loop import Program, loop_events
 from purecompose.passes import DEFAULT_PASSES, Pass
 from purecompose.state import State
 from purecompose.testing.companions import COMPANIONS
+from purecompose.testing.moments import timestamp_at
 from purecompose.testing.tasks import TASKS, Task
-from purecompose.time import RunLength, Timestamp
 
 
 __all__ = ["Case"]
@@ -63,7 +62,7 @@ class Case:
         run = {"duration": f"{self.epochs}ep", "batches_per_epoch": self.batches_per_epoch}
         state = self.task.make_state(self.seed, dtype=dtype, **run, **({} if key is None else {"key": key}))
         tokens = batches.num_tokens(self.batch(0))
-        timestamp = _moment(state.timestamp.run, self.start, self.batch_size, tokens)
+        timestamp = timestamp_at(state.timestamp.run, self.start, self.batch_size, tokens)
         return state.replace(timestamp=timestamp)
 
     def batch(self, index: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -76,7 +75,7 @@ class Case:
 
     def listed(self, *algorithms: Algorithm) -> list[Algorithm]:
         """The algorithms in their place among the companions."""
-        others = [COMPANIONS[name](name) for name in self.others]
+        others = [COMPANIONS[name](f"companion.{name}") for name in self.others]  # a name that nobody else has
         return [*others[: self.place], *algorithms, *others[self.place :]]
 
     def step(
@@ -94,7 +93,6 @@ class Case:
         given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
         return f"Case({', '.join(given)})"
 
-
-@functools.lru_cache(maxsize=1024)
-def _moment(run: RunLength, num_batches: int, samples: int, tokens: int) -> Timestamp:
-    return Timestamp(run=run).advance_by(num_batches, samples, tokens)
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        del cycle
+        printer.text(repr(self))  # Hypothesis would print every field of a dataclass

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from purecompose import random
 from purecompose.algorithm import Algorithm
@@ -23,14 +24,14 @@ _WATCHED = (Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Eve
 def bystander(name: str = "bystander") -> Algorithm:
     """Draws, counts and reports, and changes nothing that others read.
 
-    Its slot has "draws", float32 (2,): what `state.rng(name)` gave last; "example_draws", the same of the first
+    Its slot has "draws", float32 (2,): what `state.rng(name)` gave last; "example_draw", the same of the first
     example; "count", 0-d float32: how often it acted.
     """
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            slot = {"draws": torch.zeros(2), "example_draw": torch.zeros(()), "count": torch.zeros(())}
-            slot = {key: value.to(state.device) for key, value in slot.items()}
+            zeros = torch.zeros(2, dtype=torch.float32, device=state.device)
+            slot = {"draws": zeros, "example_draw": zeros[0], "count": zeros[0]}
             return state.replace(slots={**state.slots, name: slot})
         draws = random.uniform(state.rng(name), (2,))
         slot = {
@@ -44,12 +45,12 @@ def bystander(name: str = "bystander") -> Algorithm:
 
 
 def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
-    """Adds keyed noise, drawn per example, to floating inputs."""
+    """Adds keyed noise, drawn per example, to inputs that are one floating tensor."""
 
     def apply(event: Event, state: State) -> State:
         del event
         inputs = state.inputs
-        if not inputs.is_floating_point():
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
             return state
         draws = random.normal(state.example_rng(name), tuple(inputs.shape)).to(inputs)
         return state.replace(inputs=inputs + scale * draws)

@@ -9,11 +9,12 @@ from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.predicate import NEVER
 from purecompose.testing.case import Case
+from purecompose.testing.process import process_restored
 from purecompose.testing.subject import Subject
 from purecompose.tree import Difference
 
 
-__all__ = ["Broken", "Law", "LawViolation", "law", "never_acts"]
+__all__ = ["Broken", "Law", "LawViolation", "define_law", "never_acts"]
 
 
 class LawViolation(AssertionError):
@@ -49,6 +50,13 @@ class LawViolation(AssertionError):
         return "\n".join([f"the law {self.law.name} is broken: {self.law.promise}", *lines])
 
 
+def _told(what: str, labels: tuple[str, str]) -> str:
+    """What differs, with the names of the two in place of "the first" and "the second"."""
+    for side, label in zip(("the first", "the second"), labels, strict=True):
+        what = what.replace(f"only in {side}", f"only there {label}")
+    return what
+
+
 class Broken(Exception):
     """Raised by a law's function at the first difference; `Law` makes it a `LawViolation`."""
 
@@ -73,7 +81,7 @@ class Broken(Exception):
         if isinstance(difference, str):
             self.path, self.what, self.values = where, difference, {}
         else:
-            self.path, self.what = f"{where}{difference.path}", difference.what
+            self.path, self.what = f"{where}{difference.path}", _told(difference.what, labels)
             has_values = difference.first is not None or difference.second is not None
             self.values = dict(zip(labels, (difference.first, difference.second), strict=True)) if has_values else {}
 
@@ -113,16 +121,21 @@ class Law:
             LawViolation: The law is broken.
         """
         subject = Subject.of(algorithm)
-        broken = self._find(subject, case)
+        broken = self.find(subject, case)
         if not isinstance(broken, Broken):
             return broken
         if broken.event is None:
             broken.event = self._guilty_event(subject, case)
         raise LawViolation(self, subject, broken, case) from broken.__cause__
 
-    def _find(self, subject: Subject, case: Case) -> bool | Broken:
+    def find(self, subject: Subject, case: Case) -> bool | Broken:
+        """What is broken, without a search for the event; else whether the algorithm acted.
+
+        What the algorithm changes in the process (generators, modes) is set back.
+        """
         try:
-            return self.judge(subject, case)
+            with process_restored():
+                return self.judge(subject, case)
         except Broken as broken:
             return broken
         except self.owns as error:
@@ -136,7 +149,7 @@ class Law:
             if event is Event.INIT:
                 continue
             try:
-                if isinstance(self._find(subject.only_at(event), case), Broken):
+                if isinstance(self.find(subject.only_at(event), case), Broken):
                     return event
             except Exception:  # one half of a pair may not work without the other
                 continue
@@ -150,7 +163,7 @@ class Law:
         return self.name
 
 
-def law(
+def define_law(
     promise: str,
     remedy: str,
     *,

@@ -1,28 +1,352 @@
-"""Hypothesis strategies for everything that laws and users' own property tests are about."""
+"""Hypothesis strategies for everything that laws and users' own property tests are about.
+
+All of them shrink to the plainest thing of their kind: no companions, one microbatch, the smallest sizes, the first
+batch of a run, an MLP on vectors. What they draw is made from seeds and moves no global generator.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from torch import nn
 
+from purecompose import batch as batching, optim
+from purecompose.algorithm import Algorithm
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import (
+    Grad,
+    Microbatches,
+    Node,
+    Program,
+    advance,
+    forward,
+    loop_events,
+    loss,
+    update,
+    walk,
+)
+from purecompose.predicate import Predicate, after, before, between, epoch_ends, every, on
+from purecompose.schedule import hparam
+from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.companions import COMPANIONS
-from purecompose.testing.tasks import TASKS, Task
+from purecompose.testing.moments import find_moments
+from purecompose.testing.shipped import SHIPPED
+from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_task
+from purecompose.time import RunLength, Timestamp, TimeUnit
 
 
-__all__ = ["cases"]
+__all__ = [
+    "algorithm_lists",
+    "algorithms",
+    "batches",
+    "cases",
+    "events",
+    "models",
+    "predicates",
+    "programs",
+    "runs",
+    "states",
+    "tasks",
+    "timestamps",
+]
+
+_LOOP = tuple(node for node in walk(loop_events) if isinstance(node, Event))
+_EVENTS: dict[str | None, tuple[Event, ...]] = {
+    None: tuple(Event),
+    "training": _LOOP,
+    "evaluation": tuple(event for event in Event if event.is_eval),
+    "prediction": tuple(event for event in Event if event.is_predict),
+    "outer": tuple(e for e in Event if e not in _LOOP and not e.is_eval and not e.is_predict),
+}
+_DROPOUT = st.sampled_from([0.0, 0.2, 0.5])
+_SEEDS = st.integers(0, 999)
+_OPTIMIZERS = (
+    optim.sgd(hparam("lr", 0.1)),
+    optim.sgd(hparam("lr", 0.1), momentum=0.9),
+    optim.adam(hparam("lr", 1e-2)),
+    optim.adamw(hparam("lr", 1e-2)),
+)
+
+
+def events(*, kind: str | None = None) -> st.SearchStrategy[Event]:
+    """Events; shrink to the first of their kind in the order of the loop.
+
+    Args:
+        kind: "training" for those of `loop_events`; "evaluation" and "prediction" for all that belong there; "outer"
+            for the others, such as INIT and EPOCH_END. By default all.
+
+    Raises:
+        ValueError: No such kind.
+    """
+    if kind not in _EVENTS:
+        raise ValueError(f"kind={kind!r}: expected None or one of {', '.join(repr(k) for k in _EVENTS if k)}")
+    return st.sampled_from(_EVENTS[kind])
+
+
+# Time
 
 
 @st.composite
-def cases(draw: st.DrawFn, tasks: Sequence[Task] = tuple(TASKS.values())) -> Case:
-    """Cases on these tasks, at any point of a short run, among any companions."""
+def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "tok", "iter")) -> RunLength:
+    """Lengths of runs, with and without known epochs, with and without iterations; shrink to one epoch.
+
+    Args:
+        units: What the duration may be counted in; `None` among them is a run without end.
+    """
+    unit = draw(st.sampled_from(list(units)))
+    length = draw(st.integers(1, 60 if unit in ("sp", "tok", "sec") else 12))
+    # A run counted in iterations has to know how long they are.
+    iterations = ["1ep", "2ep", "7tok"] if unit == "iter" else [None, "1ep", "2ep", "7tok"]
+    duration = None if unit is None else f"{length}{unit}"
+    return RunLength(duration, draw(st.none() | st.integers(1, 5)), draw(st.sampled_from(iterations)))
+
+
+@st.composite
+def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
+    """Points that a run comes to, batch by batch, so that the counters fit each other; shrink to the start.
+
+    Epochs of unknown length end where the draw says so. Wall-clock times are 0. Some points lie beyond the run's end.
+
+    Args:
+        run: The run; by default any, also without end.
+    """
+    if run is None:
+        run = draw(runs(units=("ep", "ba", "sp", "tok", "iter", None)))
+    point = Timestamp(run=run)
+    for _ in range(1 if run.batches_per_epoch else draw(st.integers(1, 3))):
+        point = point if point.batch == 0 else point.advance_epoch()
+        point = point.advance_by(draw(st.integers(0, 20)), draw(st.integers(0, 9)), draw(st.integers(0, 5)))
+    return point
+
+
+def predicates(run: RunLength | None = None, *, max_leaves: int = 4) -> st.SearchStrategy[Predicate]:
+    """Predicates of `on`, `between`, `every`, `after`, `before`, `epoch_ends`, alone and joined by `&`, `|`, `~`.
+
+    They shrink to `on(AFTER_DATALOADER)`.
+
+    Args:
+        run: They must have an answer in this run; by default in one that has a duration and known epochs.
+        max_leaves: How many are joined at most.
+    """
+    leaf = st.one_of(_leaves(run or RunLength("1ep", batches_per_epoch=1)))
+    return st.recursive(leaf, _joined, max_leaves=max_leaves)
+
+
+def _joined(inner: st.SearchStrategy[Predicate]) -> st.SearchStrategy[Predicate]:
+    both = st.builds(lambda p, q: p & q, inner, inner)
+    either = st.builds(lambda p, q: p | q, inner, inner)
+    return both | either | inner.map(lambda p: ~p)
+
+
+def _leaves(run: RunLength) -> list[st.SearchStrategy[Predicate]]:
+    points = st.builds("{}{}".format, st.integers(0, 12), st.sampled_from(["ba", "ep", "sp", "tok", "iter"]))
+    intervals: list[st.SearchStrategy[Any]] = [st.integers(1, 5)]
+    leaves: list[st.SearchStrategy[Predicate]] = [
+        st.sets(events(kind="training"), min_size=1, max_size=3).map(lambda chosen: on(*chosen)),
+    ]
+    if run.total_batches is not None:
+        intervals.append(st.integers(1, 20).map(lambda n: f"{n / 20}dur"))
+    if run.batches_per_epoch is not None:
+        intervals.append(st.integers(1, 2).map("{}ep".format))
+        leaves.append(st.just(epoch_ends()))
+    if run.duration is not None and run.duration.unit is not TimeUnit.SECOND:
+        fractions = st.integers(0, 20).map(lambda n: n / 20)
+        windows = st.tuples(fractions, fractions).map(sorted)
+        leaves.append(windows.map(lambda window: between(*window)))
+        points = fractions | points
+    leaves += [points.map(after), points.map(before), st.one_of(intervals).map(every)]
+    if run.batches_per_epoch is not None:
+        leaves.append(st.integers(1, 5).map(lambda n: every(n, in_epoch=True)))
+    return leaves
+
+
+# Networks and data
+
+
+@st.composite
+def _nets(draw: st.DrawFn, kind: str | None = None) -> MakeNet:
+    kind = draw(st.sampled_from(KINDS)) if kind is None else kind
+    is_tied = kind == "tokens" and draw(st.booleans())
+    return MakeNet(kind, draw(_DROPOUT), is_tied)
+
+
+@st.composite
+def models(draw: st.DrawFn, kind: str | None = None) -> nn.Module:
+    """Small networks, with and without dropout; shrink to an MLP without.
+
+    Args:
+        kind: "vectors" for an MLP (N, 4) -> (N, 3), "images" for a CNN with BatchNorm (N, 2, 6, 6) -> (N, 3),
+            "tokens" for a transformer (N, 5) -> (N, 7, 5), with and without tied weights; by default any.
+    """
+    make_net = draw(_nets(kind))
+    return Task("models", make_net, MakeBatch(make_net.kind)).make_net(draw(_SEEDS))
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn,
+    kind: str | None = None,
+    *,
+    targets: str | None = None,
+    form: str | None = None,
+    min_size: int = 1,
+    max_size: int = 6,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Batches of classification; shrink to a single vector with a class index, in a tuple.
+
+    Args:
+        kind: "vectors" (N, 4), "images" (N, 2, 6, 6), or "tokens", int64 (N, 5); by default any.
+        targets: "index" for int64 (N,), for tokens (N, 5) with positions to ignore; "soft" for probabilities with
+            classes in dim 1; by default either.
+        form: "tuple", or "dict" with "labels" and "inputs" (for tokens "input_ids"); by default either.
+        min_size: The fewest examples.
+        max_size: The most.
+        dtype: Of floating tensors.
+    """
+    make_batch = MakeBatch(
+        draw(st.sampled_from(KINDS)) if kind is None else kind,
+        draw(st.sampled_from(["index", "soft"])) if targets is None else targets,
+        draw(st.sampled_from(["tuple", "dict"])) if form is None else form,
+    )
+    size, seed = draw(st.integers(min_size, max_size)), draw(_SEEDS)
+    return Task("batches", MakeNet(make_batch.kind), make_batch).make_batch(seed, size, dtype)
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    """Tasks: those of `TASKS`, and others of a network with batches that fit it; shrink to `TASKS["vectors"]`."""
+    if draw(st.booleans()):
+        net = draw(_nets())
+        options = {"dropout": net.dropout, "tied": net.tied, "frozen": draw(st.booleans())}
+        form, targets = draw(st.sampled_from(["tuple", "dict"])), draw(st.sampled_from(["index", "soft"]))
+        return make_task(net.kind, targets=targets, form=form, **options)
+    return draw(st.sampled_from(list(TASKS.values())))
+
+
+@st.composite
+def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Algorithm] = ()) -> State:
+    """States at any point of a run, by SGD with and without momentum, Adam or AdamW, in float32.
+
+    They shrink to a new state of `TASKS["vectors"]` with plain SGD.
+
+    Args:
+        task: The network and its loss; by default any.
+        algorithms: Those whose INIT is over, so that their slots are there.
+    """
+    task = draw(tasks()) if task is None else task
+    optimizer = draw(st.sampled_from(_OPTIMIZERS))
+    state = task.make_state(draw(_SEEDS), optimizer=optimizer).replace(timestamp=draw(timestamps()))
+    return compose(loop_events, algorithms).init(state) if algorithms else state
+
+
+# Algorithms and programs
+
+
+def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.SearchStrategy[Algorithm]:
+    """Shipped algorithms with any valid settings; shrink to the first of `SHIPPED` with common ones.
+
+    Args:
+        name: The factory's; by default any that the task accepts.
+        task: The task that the settings must suit.
+
+    Raises:
+        ValueError: No shipped algorithm has the name.
+    """
+    if name is not None and name not in SHIPPED:
+        raise ValueError(f"name={name!r}: expected None or a shipped algorithm, one of {', '.join(SHIPPED)}")
+    rows = [row for row in SHIPPED.values() if (row.accepts(task) if name is None else row.name == name)]
+    return st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
+
+
+def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
+    """Lists of shipped algorithms of different names, in any order; shrink to the empty list."""
+    return st.lists(algorithms(task=task), max_size=max_size, unique_by=lambda algorithm: algorithm.name)
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, trains: bool | None = None) -> Program:
+    """Programs that `compose` accepts; shrink to `loop_events`.
+
+    Some are training loops of which events are left out (the two halves of a pair together) or change places, with
+    and without `Microbatches`, of any number of slices. Some are nothing but events.
+
+    Args:
+        trains: Whether the program has a gradient and an update; by default either.
+    """
+    if trains or (trains is None and not draw(st.booleans())):
+        return draw(st.just(loop_events) | _loops())
+    return tuple(draw(st.lists(events(kind="training"), unique=True)))
+
+
+@st.composite
+def _loops(draw: st.DrawFn) -> Program:
+    dropped = draw(st.sets(st.sampled_from(sorted({event.canonical_name for event in _LOOP}))))
+
+    def some(*given: Event) -> tuple[Event, ...]:
+        kept = [event for event in given if event.canonical_name not in dropped]
+        return tuple(draw(st.permutations(kept)))
+
+    grad = Grad(
+        *some(Event.BEFORE_FORWARD),
+        forward,
+        *some(Event.AFTER_FORWARD, Event.BEFORE_LOSS),
+        loss,
+        *some(Event.AFTER_LOSS, Event.BEFORE_BACKWARD),
+    )
+    inner: tuple[Node, ...] = (grad, *some(Event.AFTER_BACKWARD))
+    if draw(st.booleans()):
+        inner = (Microbatches(*inner, k=draw(st.none() | st.integers(1, 4))),)
+    opening = some(Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+    return (*opening, *inner, *some(Event.AFTER_TRAIN_BATCH), update, advance, *some(Event.BATCH_END))
+
+
+# Cases
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    tasks: Sequence[Task] = tuple(TASKS.values()),
+    algorithm: Algorithm | Subject | str | None = None,
+) -> Case:
+    """Cases on these tasks, at any point of a short run, among any companions.
+
+    They shrink to the first task, two examples, one batch and microbatch, no companions, the first batch at which the
+    algorithm acts.
+
+    Args:
+        tasks: The tasks to choose from.
+        algorithm: An algorithm, or a text as for `Subject.of`. Most cases then begin where it acts, the others near
+            where it begins or ceases to, and the run is long enough for that. What a plain function decides is not
+            known beforehand.
+    """
     others = tuple(draw(st.lists(st.sampled_from(sorted(COMPANIONS)), unique=True, max_size=3)))
+    task, batch_size = draw(st.sampled_from(list(tasks))), draw(st.integers(2, 6))
     batches_per_epoch, epochs = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    if algorithm is None:
+        start = draw(st.integers(0, batches_per_epoch * epochs - 1))
+    else:
+        found = find_moments(
+            Subject.of(algorithm).algorithm.predicate,
+            batches_per_epoch=batches_per_epoch,
+            epochs=epochs,
+            samples=batch_size,
+            tokens=batching.num_tokens(task.make_batch(0, batch_size)),
+        )
+        batches_per_epoch, epochs = found.batches_per_epoch, found.epochs
+        is_off = not found.acting or draw(st.integers(0, 4)) == 4
+        start = draw(st.sampled_from(found.near if is_off else found.acting))
     return Case(
-        task=draw(st.sampled_from(list(tasks))),
-        seed=draw(st.integers(0, 999)),
-        batch_size=draw(st.integers(2, 6)),
+        task=task,
+        seed=draw(_SEEDS),
+        batch_size=batch_size,
         num_batches=draw(st.integers(1, 3)),
-        start=draw(st.integers(0, batches_per_epoch * epochs - 1)),
+        start=start,
         batches_per_epoch=batches_per_epoch,
         epochs=epochs,
         microbatches=draw(st.integers(1, 3)),

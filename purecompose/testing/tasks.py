@@ -1,7 +1,7 @@
 """Small tasks on which laws are tried: a network, its batches, and how a state is made of them.
 
 The networks take a fraction of a millisecond, and between them have what breaks algorithms: dropout, BatchNorm,
-attention, tied weights, integer inputs, soft targets, ignored positions, dictionaries as batches.
+attention, tied weights, frozen parameters, integer inputs, soft targets, ignored positions, dictionaries as batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from purecompose import batch as batches, losses, optim
 from purecompose.schedule import hparam
 from purecompose.state import State
+from purecompose.testing.process import seeded
 
 
-__all__ = ["TASKS", "Task", "Transformer", "make_cnn", "make_mlp"]
+__all__ = ["KINDS", "TASKS", "MakeBatch", "MakeNet", "Task", "Transformer", "make_cnn", "make_mlp", "make_task"]
+
+KINDS = ("vectors", "images", "tokens")
+"""What inputs are: float (N, 4), float (N, 2, 6, 6), or token ids int64 (N, 5)."""
 
 NUM_CLASSES = 3
 _VOCABULARY, _LENGTH = 7, 5
@@ -43,9 +47,9 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def make_net(self, seed: int) -> nn.Module:
-        """The network of a seed; torch's generator is left where it was."""
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
+        """The network of a seed, in float32 as far as it leaves that open; the process is left as it was."""
+        with seeded(seed), torch.device("cpu"):
+            torch.set_default_dtype(torch.float32)
             return self.net(seed)
 
     def make_batch(self, seed: int, size: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -55,7 +59,12 @@ class Task:
     def make_state(self, seed: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> State:
         """The state at the start: weights and key by the seed, SGD with momentum, its rate the hparam "lr"."""
         given = {"optimizer": optim.sgd(hparam("lr", 0.1), momentum=0.9), "key": seed, **self.options, **options}
-        return State.create(self.make_net(seed).to(dtype), loss=self.loss, **given)
+        return State.create(_cast(self.make_net(seed), dtype), loss=self.loss, **given)
+
+    @property
+    def kind(self) -> str | None:
+        """What its inputs are, one of `KINDS`; `None` where its batches come from elsewhere."""
+        return self.batch.kind if isinstance(self.batch, MakeBatch) else None
 
     @property
     def has_batch_norm(self) -> bool:
@@ -63,7 +72,13 @@ class Task:
         return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.make_net(0).modules())
 
     def __repr__(self) -> str:
-        return f"TASKS[{self.name!r}]" if TASKS.get(self.name) is self else f"Task({self.name!r})"
+        if TASKS.get(self.name) == self:
+            return f"TASKS[{self.name!r}]"
+        return self.name if self.name.startswith("make_task(") else f"Task({self.name!r})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        del cycle
+        printer.text(repr(self))  # Hypothesis would print every field of a dataclass
 
 
 def make_mlp(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
@@ -73,7 +88,7 @@ def make_mlp(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
 
 
 def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
-    """Two convolutions with BatchNorm for 2x6x6 images. No bias that BatchNorm would cancel."""
+    """Two convolutions with BatchNorm for 2x6x6 images, 2x3x3 at least. No bias that BatchNorm would cancel."""
     del seed
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False),
@@ -81,7 +96,7 @@ def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
         nn.Tanh(),
         nn.Conv2d(4, 4, 3, stride=2, bias=False),
         nn.BatchNorm2d(4),
-        nn.Flatten(),
+        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()),  # as they are for 6x6; for methods that shrink images
         nn.Dropout(dropout),
         nn.Linear(16, NUM_CLASSES),
     )
@@ -116,54 +131,144 @@ class Transformer(nn.Module):
         return self.head(self.norm(hidden + self.dropout(attended))).transpose(1, 2)
 
 
-def _dropout_mlp(seed: int) -> nn.Module:
-    return make_mlp(seed, dropout=0.4)
+@dataclass(frozen=True)
+class MakeNet:
+    """Makes networks that fit a kind of inputs: `make_net(seed)`. A value: it compares, pickles and prints.
+
+    Args:
+        kind: One of `KINDS`: an MLP, a CNN or a transformer.
+        dropout: Probability of dropping.
+        tied: Whether the transformer's output layer has the embedding's weights; the others have none to tie.
+        frozen: Whether the first layer is not trained.
+    """
+
+    kind: str = "vectors"
+    dropout: float = 0.0
+    tied: bool = False
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        _check_one_of("kind", self.kind, KINDS)
+        if self.tied and self.kind != "tokens":
+            raise ValueError(f"tied=True: a network for {self.kind} has no weights to tie; expected kind='tokens'")
+
+    def __call__(self, seed: int) -> nn.Module:
+        if self.kind == "tokens":
+            net: nn.Module = Transformer(seed, dropout=self.dropout, tied=self.tied)
+        else:
+            net = (make_mlp if self.kind == "vectors" else make_cnn)(seed, dropout=self.dropout)
+        if self.frozen:
+            next(net.parameters()).requires_grad_(False)
+        return net
 
 
-def _tied_transformer(seed: int) -> nn.Module:
-    return Transformer(seed, dropout=0.2, tied=True)
+@dataclass(frozen=True)
+class MakeBatch:
+    """Makes batches: `make_batch(seed, size)`. A value: it compares, pickles and prints.
+
+    Args:
+        kind: One of `KINDS`.
+        targets: "index" for class indices int64, of which every second row of tokens has an ignored one (-100);
+            "soft" for float32 probabilities, classes in dim 1.
+        form: "tuple" for (inputs, targets), "dict" for {"inputs": ..., "labels": ...}; for tokens
+            {"input_ids": ..., "labels": ...}, so that they are counted.
+    """
+
+    kind: str = "vectors"
+    targets: str = "index"
+    form: str = "tuple"
+
+    def __post_init__(self) -> None:
+        _check_one_of("kind", self.kind, KINDS)
+        _check_one_of("targets", self.targets, ("index", "soft"))
+        _check_one_of("form", self.form, ("tuple", "dict"))
+
+    @property
+    def keys(self) -> tuple[str, str] | None:
+        """The names of input and target in a dictionary."""
+        return None if self.form == "tuple" else ("input_ids" if self.kind == "tokens" else "inputs", "labels")
+
+    def __call__(self, seed: int, size: int) -> Any:
+        inputs, targets = _members(self.kind, self.targets == "soft", size, torch.Generator().manual_seed(seed))
+        return (inputs, targets) if self.keys is None else dict(zip(self.keys, (inputs, targets), strict=True))
 
 
-def _vectors(seed: int, size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 4, generator=generator), torch.randint(NUM_CLASSES, (size,), generator=generator)
+def make_task(
+    kind: str = "vectors",
+    *,
+    targets: str = "index",
+    form: str = "tuple",
+    dropout: float = 0.0,
+    tied: bool = False,
+    frozen: bool = False,
+) -> Task:
+    """A task of a network and batches that fit it; see `MakeNet` and `MakeBatch`.
+
+    Raises:
+        ValueError: A kind, targets or form that do not exist, or weights that cannot be tied.
+
+    Example:
+        >>> make_task("images", targets="soft", dropout=0.2)
+        make_task('images', targets='soft', dropout=0.2)
+        >>> make_task("tokens", form="dict").make_batch(0, 2)["input_ids"].shape
+        torch.Size([2, 5])
+    """
+    return _made(MakeNet(kind, dropout, tied, frozen), MakeBatch(kind, targets, form))
 
 
-def _soft_vectors(seed: int, size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, 4, generator=generator)
-    return inputs, torch.randn(size, NUM_CLASSES, generator=generator).softmax(1)
+def _made(net: MakeNet, batch: MakeBatch, name: str | None = None) -> Task:
+    options: dict[str, Any] = {}
+    if batch.keys is not None:
+        options["input_key"], options["target_key"] = batch.keys
+    return Task(name or _call(net, batch), net, batch, options=options)
 
 
-def _images(seed: int, size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, 2, 6, 6, generator=generator)
+def _call(net: MakeNet, batch: MakeBatch) -> str:
+    """What one types for it, with those arguments that are not the default."""
+    settings = {**vars(batch), **vars(net)}
+    defaults = {**vars(MakeBatch()), **vars(MakeNet())}
+    given = [f"{key}={value!r}" for key, value in settings.items() if key != "kind" and value != defaults[key]]
+    return f"make_task({', '.join([repr(net.kind), *given])})"
+
+
+def _check_one_of(role: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{role}={value!r} ({type(value).__name__}): expected one of {', '.join(map(repr, known))}")
+
+
+def _members(kind: str, is_soft: bool, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    if kind == "tokens":
+        ids = torch.randint(_VOCABULARY, (size, _LENGTH + 1), generator=generator)
+        inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
+        if is_soft:
+            return inputs, torch.randn(size, _VOCABULARY, _LENGTH, generator=generator).softmax(1)
+        labels[:, 0] = torch.where(torch.arange(size) % 2 == 0, -100, labels[:, 0])
+        return inputs, labels
+    inputs = torch.randn(size, *((4,) if kind == "vectors" else (2, 6, 6)), generator=generator)
+    if is_soft:
+        return inputs, torch.randn(size, NUM_CLASSES, generator=generator).softmax(1)
     return inputs, torch.randint(NUM_CLASSES, (size,), generator=generator)
-
-
-def _tokens(seed: int, size: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(_VOCABULARY, (size, _LENGTH + 1), generator=generator)
-    labels = ids[:, 1:].clone()
-    labels[:, 0] = torch.where(torch.arange(size) % 2 == 0, -100, labels[:, 0])
-    return {"input_ids": ids[:, :-1].clone(), "labels": labels}
 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         task.name: task
         for task in (
-            Task("vectors", make_mlp, _vectors),
-            Task("soft", _dropout_mlp, _soft_vectors),
-            Task("images", make_cnn, _images),
-            Task(
-                "tokens",
-                _tied_transformer,
-                _tokens,
-                options={"input_key": "input_ids", "target_key": "labels"},
-            ),
+            _made(MakeNet(), MakeBatch(), "vectors"),
+            _made(MakeNet(dropout=0.4), MakeBatch(targets="soft"), "soft"),
+            _made(MakeNet("images"), MakeBatch("images"), "images"),
+            _made(MakeNet("tokens", dropout=0.2, tied=True), MakeBatch("tokens", form="dict"), "tokens"),
+            _made(MakeNet(frozen=True), MakeBatch(targets="soft", form="dict"), "frozen"),
         )
     }
 )
 """By name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm), tokens (a small
-transformer with dropout and tied weights, dictionaries, ignored positions)."""
+transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an MLP whose first weight is
+frozen, dense targets in dictionaries)."""
+
+
+def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The network in another precision; networks of mixed or complex dtypes stay as they are in the usual one."""
+    if dtype is torch.float32:
+        return net
+    return net._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -97,7 +97,7 @@ def test_beta_distribution(a: float, b: float, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("concentration", [1e-6, 1e-3, 0.02, 1.0, 50.0])
+@pytest.mark.parametrize("concentration", [5e-324, 1e-6, 1e-3, 0.02, 1.0, 50.0])
 def test_beta_and_gamma_are_never_nan(concentration: float, dtype: torch.dtype) -> None:
     draw = beta(key(4), concentration, concentration, 2000, dtype=dtype)
     assert ((draw >= 0) & (draw <= 1)).all()

@@ -1,1 +1,21 @@
-"""Algorithms that are wrong on purpose, by the law that finds them out."""
+"""Algorithms that are wrong on purpose, by the law that finds them out.
+
+They prove that each law can be broken, and serve those who write laws of their own.
+"""
+
+from purecompose.testing.mutants import absence, contract, evaluation, matching, numbers, purity, resume
+from purecompose.testing.mutants.mutant import Mutant
+
+
+__all__ = ["MUTANTS", "Mutant"]
+
+MUTANTS: tuple[Mutant, ...] = (
+    *purity.MUTANTS,
+    *matching.MUTANTS,
+    *contract.MUTANTS,
+    *absence.MUTANTS,
+    *evaluation.MUTANTS,
+    *numbers.MUTANTS,
+    *resume.MUTANTS,
+)
+"""All mutants, in the order of the laws."""

@@ -27,3 +27,8 @@ class Mutant:
     def name(self) -> str:
         """The factory's name."""
         return self.make.__name__
+
+    @property
+    def source(self) -> str:
+        """The text that makes it anew, for `Subject.of`."""
+        return f"{self.make.__module__}:{self.make.__name__}"

@@ -1,1 +1,62 @@
 """Laws, by what they are about."""
+
+from purecompose.testing.law import Law
+from purecompose.testing.suite.absence import (
+    absent_when_unmatched,
+    draws_independent,
+    list_position_free,
+    neutral_setting,
+)
+from purecompose.testing.suite.contract import buffers_kept, init_once, own_slot, structure_kept
+from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
+from purecompose.testing.suite.matching import match_pure, time_from_clock
+from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, vmap_agrees
+from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
+from purecompose.testing.suite.resume import resume_exact
+
+
+__all__ = [
+    "LAWS",
+    "absent_when_unmatched",
+    "buffers_kept",
+    "deterministic",
+    "draws_independent",
+    "evaluation_blind",
+    "global_state_kept",
+    "gradient_exact",
+    "init_once",
+    "input_untouched",
+    "list_position_free",
+    "match_pure",
+    "microbatches_agree",
+    "neutral_setting",
+    "own_slot",
+    "pairs_undone",
+    "resume_exact",
+    "structure_kept",
+    "time_from_clock",
+    "vmap_agrees",
+]
+
+LAWS: tuple[Law, ...] = (
+    input_untouched,
+    deterministic,
+    global_state_kept,
+    match_pure,
+    time_from_clock,
+    structure_kept,
+    own_slot,
+    buffers_kept,
+    init_once,
+    absent_when_unmatched,
+    neutral_setting,
+    draws_independent,
+    list_position_free,
+    pairs_undone,
+    evaluation_blind,
+    microbatches_agree,
+    vmap_agrees,
+    gradient_exact,
+    resume_exact,
+)
+"""All laws, in the order in which reports list them."""

@@ -1,16 +1,7 @@
-"""A network's architecture without weights, and the places where its tensors go.
-
-The places are the containers that hold a tensor: a module's parameters and buffers, lists and dictionaries among
-its attributes. Tensors are put there for as long as a `with` block lasts; what a forward pass leaves in other
-places is put back.
-"""
+"""A network's architecture without weights, and tensors put into it for as long as a `with` block lasts."""
 
 import copy
-import operator
-import sys
 import threading
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -18,12 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from purecompose._skeleton.guards import Guards, is_plain
+from purecompose._skeleton.places import places
 
-__all__ = ["HOOKS", "Skeleton", "places", "replay"]
 
-# What torch keeps for itself in every module's __dict__.
-_OWN = frozenset(vars(nn.Module()))
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+__all__ = ["Skeleton", "replay"]
 
 
 class Skeleton:
@@ -44,12 +34,8 @@ class Skeleton:
         self._lock = threading.RLock()
         self._depth = 0
         self._held: list[_Bound] | None = None
-        self._guards = [guard for name, m in module.named_modules() for guard in _guards(name, m)]
-        self._empty = [guard.container for guard in self._guards if not guard.before]
-        full = [guard for guard in self._guards if guard.before]
-        self._expected = [(guard.container, _items(guard.before)) for guard in full]
-        self._warned = warned
-        self.is_fixed = all(map(_is_plain, module.modules()))
+        self._guards = Guards(module, warned)
+        self.is_fixed = all(map(is_plain, module.modules()))
         """Whether all modules are torch's own: what they draw and write to depends on their settings alone."""
         self.draws: bool | None = None
         """Whether a forward pass draws random numbers; None until one has been watched."""
@@ -121,54 +107,6 @@ class Skeleton:
                 if binding.notes:
                     binding.check_untouched()
 
-    def restore_attributes(self) -> None:
-        """Undoes what a forward pass wrote into the modules' dictionaries, and names it once in a warning."""
-        # By identity: `==` would compare arrays, and be traced where these are tensors.
-        if not any(self._empty) and not any(_differs(container, items) for container, items in self._expected):
-            return
-        changed = [name for guard in self._guards if _is_changed(guard) for name in _restored(guard)]
-        self._warn(changed)  # last, since a warning may be an error
-
-    def _warn(self, names: list[str]) -> None:
-        fresh = [name for name in dict.fromkeys(names) if name not in self._warned]
-        if fresh:
-            self._warned.update(fresh)
-            warnings.warn(
-                f"forward changed {', '.join(fresh)}, which is neither a parameter nor a buffer: it was put "
-                "back, because a state keeps nothing outside its tensors. Register what must survive as a buffer.",
-                stacklevel=2,
-            )
-
-
-def places(module: nn.Module) -> Iterator["_Place"]:
-    """Every place of a tensor, registered ones first; a tied tensor has several."""
-    modules = list(module.named_modules())
-    for kind in ("_parameters", "_buffers", "__dict__"):
-        for prefix, child in modules:
-            container = getattr(child, kind)
-            for key in list(container):
-                if kind != "__dict__" or key not in _OWN:
-                    yield from _inside(container, key, f"{prefix}.{key}".lstrip("."), kind)
-
-
-class _Place(NamedTuple):
-    """`container[key]` is `tensor`; `kind` is the attribute of the module that leads there."""
-
-    tensor: Tensor
-    container: Any
-    key: Any
-    name: str
-    kind: str
-
-
-def _inside(container: Any, key: Any, name: str, kind: str) -> Iterator[_Place]:
-    value = container[key]
-    if isinstance(value, Tensor):
-        yield _Place(value, container, key, name, kind)
-    elif isinstance(value, (list, dict)):
-        for inner in range(len(value)) if isinstance(value, list) else list(value):
-            yield from _inside(value, inner, f"{name}.{inner}", kind)
-
 
 class _Slot(NamedTuple):
     """A place without its tensor: the tensor called `name` goes to `container[key]`."""
@@ -221,6 +159,8 @@ class _Bound:
         skeleton, params, buffers = self.skeleton, self.params, self.buffers
         try:
             new = [params[slot.name] for slot in skeleton._param_slots]
+            if not skeleton.is_fixed:
+                _mark_parameters(new)
             new += [buffers[slot.name] for slot in skeleton._buffer_slots]
         except KeyError as error:
             raise KeyError(
@@ -262,7 +202,7 @@ class _Bound:
                     container[key] = tensor
             skeleton._depth -= 1
             if not skeleton._depth:
-                skeleton.restore_attributes()
+                skeleton._guards.restore()
         finally:
             if self.locks:
                 skeleton._lock.release()
@@ -297,6 +237,17 @@ class _Bound:
         return {name: (tensor, _version(tensor), None) for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
+def _mark_parameters(tensors: list[Tensor]) -> None:
+    """Lets isinstance(tensor, nn.Parameter) hold for what is differentiated in.
+
+    What asks for it would make a parameter of its own from any other tensor, cut off from the graph: a slice of a
+    ParameterList, an item put into one. Tensors of a state at rest, which need no gradient, stay unmarked.
+    """
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
@@ -304,96 +255,3 @@ def _version(tensor: Tensor) -> int | None:
 def _copied(tensor: Tensor) -> Tensor:
     # Autograd saves other tensors where a gradient is wanted, so that is kept.
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-class _Guard(NamedTuple):
-    """A container in a module that a forward pass might write to, and what was in it."""
-
-    name: str
-    container: Any
-    before: Any
-    is_attributes: bool
-    """Whether its keys are attributes; otherwise it is one attribute's value."""
-    is_silent: bool
-    """Whether a change needs no warning."""
-
-
-def _guards(name: str, module: nn.Module) -> Iterator[_Guard]:
-    if _is_plain(module) and not isinstance(module, nn.RNNBase):
-        return  # they write into nothing but buffers, and looking costs 3 us a step in a small network
-    # The recurrent ones rebuild their caches at every call: nothing is lost.
-    is_silent = _is_plain(module) or type(module).__module__.startswith("torch.nn.utils.")
-    attributes = vars(module)
-    for container in (attributes, module._parameters, module._buffers, module._modules):
-        yield _Guard(name, container, dict(container), True, is_silent)
-    seen = {id(attributes)}
-    for key, value in attributes.items():
-        if key not in _OWN:
-            yield from _guards_inside(f"{name}.{key}".lstrip("."), value, is_silent, seen)
-
-
-def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> Iterator[_Guard]:
-    """Guards of a value that is or holds something to write to; `seen` has the `id`s of those that have one."""
-    if id(value) in seen or isinstance(value, (Tensor, nn.Module)):
-        return
-    if isinstance(value, (list, dict, set, deque)):
-        container: Any = value
-    elif isinstance(value, tuple) or _is_users(value):
-        container = None if isinstance(value, tuple) else vars(value)
-    else:
-        return
-    seen.add(id(value))
-    if container is not None:
-        is_attributes = container is not value
-        before = dict(container) if is_attributes else copy.copy(container)
-        yield _Guard(name, container, before, is_attributes, is_silent)
-    members = value if container is None else container
-    for key, member in members.items() if isinstance(members, dict) else enumerate(members):
-        yield from _guards_inside(f"{name}.{key}", member, is_silent, seen)
-
-
-def _is_users(value: Any) -> bool:
-    """Whether this is an object of a class of the user's, of which a skeleton has its own copy."""
-    kind = type(value)
-    root = (kind.__module__ or "").partition(".")[0]
-    is_others = root in sys.stdlib_module_names and root != "types"
-    if is_others or root in ("torch", "numpy", "purecompose") or isinstance(value, type):
-        return False
-    return hasattr(value, "__dict__") and not hasattr(kind, "__deepcopy__")
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing of the user's runs in the module: its class is torch's, without hooks and functions."""
-    if not type(module).__module__.startswith("torch.nn.modules."):
-        return False
-    if any(vars(module).get(hooks) for hooks in HOOKS):
-        return False
-    functions = (value for key, value in vars(module).items() if key not in _OWN and callable(value))
-    return all((getattr(function, "__module__", None) or "torch").startswith("torch") for function in functions)
-
-
-def _differs(container: Any, items: list[Any]) -> bool:
-    now = _items(container)
-    return len(now) != len(items) or not all(map(operator.is_, now, items))
-
-
-def _is_changed(guard: _Guard) -> bool:
-    return _differs(guard.container, _items(guard.before))
-
-
-def _restored(guard: _Guard) -> list[str]:
-    """Puts back what the container held, and says what had changed."""
-    container, before, absent = guard.container, guard.before, object()
-    names = [guard.name]
-    if guard.is_attributes:
-        keys = [k for k in {**before, **container} if container.get(k, absent) is not before.get(k, absent)]
-        names = [f"{guard.name}.{key}".lstrip(".") for key in keys]
-    container.clear()
-    container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
-    return [] if guard.is_silent else names
-
-
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [*container, *container.values()]
-    return sorted(container, key=id) if isinstance(container, set) else list(container)

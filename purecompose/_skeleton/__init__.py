@@ -1,0 +1,12 @@
+"""A network's architecture without weights, and the places where its tensors go.
+
+The places are the containers that hold a tensor: a module's parameters and buffers, lists and dictionaries among
+its attributes. Tensors are put there for as long as a `with` block lasts; what a forward pass leaves in other
+places is put back.
+"""
+
+from purecompose._skeleton.binding import Skeleton, replay
+from purecompose._skeleton.places import HOOKS, places
+
+
+__all__ = ["HOOKS", "Skeleton", "places", "replay"]

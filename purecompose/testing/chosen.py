@@ -1,0 +1,43 @@
+"""Laws and tasks by name."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from purecompose.testing.law import Law
+from purecompose.testing.tasks import Task
+
+
+__all__ = ["chosen"]
+
+Named = TypeVar("Named", Law, Task)
+
+
+def chosen(kind: str, given: Iterable[Any], known: Mapping[str, Named], wanted: type[Named]) -> tuple[Named, ...]:
+    """What is given by name or as itself, in order, each once.
+
+    Args:
+        kind: What it is, in a word, for messages.
+        given: Names and things; a single one will do.
+        known: The things by name.
+        wanted: Their type.
+
+    Raises:
+        TypeError, ValueError: Something else, an unknown name, or nothing.
+    """
+    given = (given,) if isinstance(given, (str, wanted)) else tuple(given)
+    if not given:
+        raise ValueError(f"no {kind} given: expected at least one of {', '.join(known)}")
+    return tuple(dict.fromkeys(_named(kind, item, known, wanted) for item in given))
+
+
+def _named(kind: str, item: Any, known: Mapping[str, Named], wanted: type[Named]) -> Named:
+    if isinstance(item, wanted):
+        return item
+    if not isinstance(item, str):
+        raise TypeError(f"{item!r} ({type(item).__name__}): expected a {wanted.__name__} or the name of a {kind}")
+    if item not in known:
+        close = difflib.get_close_matches(item, known, 1)
+        hint = f" did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"no {kind} is called {item!r};{hint} Known: {', '.join(known)}")
+    return known[item]

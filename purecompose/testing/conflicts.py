@@ -1,0 +1,264 @@
+"""Which pairs of algorithms do not commute, and what decides their order."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple, TypeVar
+
+from purecompose._table import table
+from purecompose.algorithm import Algorithm
+from purecompose.compose import Step
+from purecompose.event import Event
+from purecompose.loop import loop_events, walk
+from purecompose.passes import DEFAULT_PASSES, Pass, order_by_constraints, precedes, run_pass
+from purecompose.testing.order import Commutation, commutes, meeting_events
+from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import Task
+
+
+__all__ = ["Conflicts", "Meeting", "OrderWarning", "conflicts", "warn_of_conflicts"]
+
+Composed = TypeVar("Composed", Step, Iterable[Algorithm])
+
+_LEGEND = """\
+.  commute        <  row acts before column    !  do not commute, and only the order of the list decides
+-  never meet     >  row acts after column     ?  no generated case gave an answer"""
+
+
+class OrderWarning(UserWarning):
+    """Two algorithms that do not commute, and whose order follows from the order of a list alone."""
+
+
+class Meeting(NamedTuple):
+    """A pair at an event where both may act."""
+
+    event: Event
+    order: tuple[str, str]
+    """The names in the order in which they act."""
+    decided_by: str | None
+    """The constraint or pass that sets the order whichever is listed first; `None`: the order of the list does."""
+    commutation: Commutation
+    """Whether the order matters."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the order matters and nobody decides it."""
+        return self.commutation.commutes is False and self.decided_by is None
+
+
+@dataclass(frozen=True, repr=False)
+class Conflicts:
+    """The answer of `conflicts`; `str` gives the matrix of pairs and the list of those that do not commute."""
+
+    algorithms: tuple[str, ...]
+    """The names, as listed."""
+    meetings: tuple[Meeting, ...]
+    """Each pair at each event where both may act."""
+
+    @property
+    def conflicting(self) -> tuple[Meeting, ...]:
+        """Where a pair does not commute."""
+        return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is False)
+
+    @property
+    def undecided(self) -> tuple[Meeting, ...]:
+        """Where a pair does not commute and nobody decides its order."""
+        return tuple(meeting for meeting in self.meetings if meeting.is_open)
+
+    @property
+    def unknown(self) -> tuple[Meeting, ...]:
+        """Where no generated case tells whether a pair commutes."""
+        return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is None)
+
+    def cell(self, row: str, column: str) -> str:
+        """The matrix's entry for two names: one mark, or several where events differ.
+
+        `.` they commute, `-` they never meet, `<` and `>` they do not commute and the row comes before or after the
+        column, `!` they do not commute and nobody decides, `?` no answer; empty for a name and itself.
+        """
+        met = [meeting for meeting in self.meetings if set(meeting.order) == {row, column}]
+        if row == column:
+            return ""
+        marks = {_mark(meeting, row) for meeting in met}
+        return "".join(mark for mark in "!<>?" if mark in marks) or ("." if met else "-")
+
+    def __str__(self) -> str:
+        if not self.algorithms:
+            return "no algorithms"
+        head, rows = self._matrix()
+        parts = [table(head, rows), _LEGEND]
+        if self.conflicting:
+            parts.append(table(_HEAD, self._rows()))
+        else:
+            parts.append("no two of them are known not to commute" if self.unknown else "they all commute")
+        parts += [str(meeting.commutation) for meeting in self.unknown]
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Conflicts({', '.join(self.algorithms)}; conflicting: {len(self.conflicting)})"
+
+    def __rich__(self) -> Any:
+        """The same for rich's console."""
+        box, console, rich_table = (importlib.import_module(f"rich.{name}") for name in ("box", "console", "table"))
+        text = importlib.import_module("rich.text").Text
+        parts = []
+        for head, rows in (self._matrix(), (_HEAD, self._rows())):
+            made = rich_table.Table(*head, box=box.SIMPLE)
+            for row in rows:
+                made.add_row(*map(text, row))
+            parts += [made] if rows else []
+        return console.Group(parts[0], text(_LEGEND), *parts[1:]) if parts else text(str(self))
+
+    def _matrix(self) -> tuple[list[str], list[list[str]]]:
+        numbers = [str(number) for number in range(1, len(self.algorithms) + 1)]
+        rows = [
+            [number, name, *(self.cell(name, other) for other in self.algorithms)]
+            for number, name in zip(numbers, self.algorithms, strict=True)
+        ]
+        return ["", "algorithm", *numbers], rows
+
+    def _rows(self) -> list[list[str]]:
+        return [
+            [m.event.name, " < ".join(m.order), m.decided_by or self._listing(m), m.commutation.difference]
+            for m in self.conflicting
+        ]
+
+    def _listing(self, meeting: Meeting) -> str:
+        first, second = map(self.algorithms.index, meeting.order)
+        return f"nobody ({'listed so' if first < second else 'listed, reversed'})"
+
+
+_HEAD = ["event", "order", "decided by", "first difference"]
+
+
+def conflicts(
+    algorithms: Iterable[Algorithm | Subject | str],
+    *,
+    passes: Iterable[Pass] = DEFAULT_PASSES,
+    tasks: Sequence[Task] | None = None,
+    tolerance: float = 1e-6,
+    max_examples: int = 25,
+    seed: int = 0,
+) -> Conflicts:
+    """Tries all pairs of a list at all events where both may act; see `commutes` for the settings.
+
+    Each pair is tried by itself, with the events in the order of `loop_events`. A pair of which the passes drop one
+    does not meet.
+
+    Args:
+        algorithms: Algorithms, or texts as for `Subject.of`, under different names.
+        passes: The passes of the step they are meant for.
+        tasks: The tasks to try; by default all of `TASKS`.
+        tolerance: By which share of its largest magnitude a leaf may differ.
+        max_examples: How many cases in which both act are tried for each pair and event.
+        seed: Another one gives other cases.
+
+    Raises:
+        ValueError: Two have one name.
+        OrderError: Constraints that contradict each other.
+
+    Example:
+        >>> print(conflicts(["mixup(0)", "label_smoothing(0)"]))  # neutral settings: neither ever acts
+           algorithm        1  2
+        -  ---------------  -  -
+        1  mixup               -
+        2  label_smoothing  -
+        <BLANKLINE>
+        .  commute        <  row acts before column    !  do not commute, and only the order of the list decides
+        -  never meet     >  row acts after column     ?  no generated case gave an answer
+        <BLANKLINE>
+        they all commute
+    """
+    listed, ordering = [Subject.of(given).algorithm for given in algorithms], tuple(passes)
+    settings: dict[str, Any] = {
+        "tasks": tasks, "tolerance": tolerance, "max_examples": max_examples, "seed": seed
+    }  # fmt: skip
+    names = tuple(algorithm.name for algorithm in listed)
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
+    meetings = []
+    for a, b in combinations(listed, 2):
+        for event in meeting_events(a, b):
+            decision = _decide(a, b, event, ordering)
+            if decision is not None:
+                meetings.append(Meeting(event, *decision, commutes(a, b, event, **settings)))
+    return Conflicts(names, tuple(meetings))
+
+
+def warn_of_conflicts(composed: Composed, **settings: Any) -> Composed:
+    """Warns of each pair that does not commute and whose order nobody decides, while composing.
+
+    Args:
+        composed: A step, or a list of algorithms for one with the default passes.
+        settings: As for `conflicts`.
+
+    Returns:
+        What was given.
+
+    Example:
+        >>> from purecompose import algorithms as alg, compose, loop_events
+        >>> warn_of_conflicts(compose(loop_events, [alg.label_smoothing(0.1)]))
+        Step(label_smoothing(smoothing=0.1))
+    """
+    if isinstance(composed, Step):
+        algorithms, settings = composed.algorithms, {"passes": composed.passes, **settings}
+        absent = {node for node in walk(loop_events) if isinstance(node, Event)} - set(composed.events)
+    else:
+        composed = tuple(composed) if not isinstance(composed, Sequence) else composed  # pyright: ignore
+        algorithms, absent = composed, set()
+    for meeting in conflicts(algorithms, **settings).undecided:
+        if meeting.event not in absent:
+            warnings.warn(_advice(meeting), OrderWarning, stacklevel=2)
+    return composed
+
+
+def _advice(meeting: Meeting) -> str:
+    first, second = meeting.order
+    return (
+        f"{first} and {second} do not commute at {meeting.event}, and only the order of the list decides that {first} "
+        f"comes first there. They differ in {meeting.commutation.difference}. Decide it by a constraint, "
+        f"runs_before=({second!r},) on {first} or runs_after=({first!r},) on {second} (or the other way round); or by "
+        "a pass, a function (algorithms, event) -> algorithms in compose(..., passes=(*DEFAULT_PASSES, my_pass))"
+    )
+
+
+def _decide(
+    a: Algorithm, b: Algorithm, event: Event, passes: tuple[Pass, ...]
+) -> tuple[tuple[str, str], str | None] | None:
+    """The order of a pair at an event and what decides it; `None` if the passes drop one of them."""
+    listed, reverse = (a, b), (b, a)
+    decided_by: str | None = None
+    for one_pass in passes:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # passes that warn do so when a step is composed
+            listed, reverse = (_pair(run_pass(one_pass, given, event), a, b) for given in (listed, reverse))
+        if len(listed) < 2 or len(reverse) < 2:
+            return None
+        if listed != reverse:
+            decided_by = None
+        elif decided_by is None:
+            decided_by = getattr(one_pass, "__name__", repr(one_pass))
+    first, second = listed
+    if decided_by is not None and order_by_constraints in passes and precedes(first, second):
+        decided_by = f"constraint: {first.name} before {second.name}"
+    return (first.name, second.name), decided_by
+
+
+def _pair(ordered: Sequence[Algorithm], a: Algorithm, b: Algorithm) -> tuple[Algorithm, ...]:
+    """The two among what a pass returned."""
+    return tuple(algorithm for algorithm in ordered if algorithm in (a, b))
+
+
+def _mark(meeting: Meeting, row: str) -> str:
+    if meeting.commutation.commutes is None:
+        return "?"
+    if meeting.commutation.commutes:
+        return "."
+    if meeting.is_open:
+        return "!"
+    return "<" if meeting.order[0] == row else ">"

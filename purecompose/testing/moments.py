@@ -1,0 +1,208 @@
+"""Where in a run an algorithm acts: the run and the starts that a case about it needs.
+
+A predicate tells for how long its answer is settled (`Predicate.during`), so that a run is looked through in
+stretches and not batch by batch; what a plain function decides is taken to hold.
+"""
+
+import bisect
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from purecompose.event import Event
+from purecompose.loop import loop_events, walk
+from purecompose.predicate import ALWAYS, NEVER, Predicate
+from purecompose.schedule import collect
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+
+
+__all__ = ["Moments", "find_moments", "timestamp_at"]
+
+_LOOP = tuple(node for node in walk(loop_events) if isinstance(node, Event))
+# Longer runs are looked through in stretches too, but what acts in every 100th batch of them has many.
+_LONGEST = 100_000
+# How far a run is lengthened in search of what its times do not tell, such as every(50, in_epoch=True).
+_LONGEST_SEARCH = 1024
+# In a run of so few batches every start is as good as another.
+_SHORT = 24
+
+
+class Moments(NamedTuple):
+    """A run, and starts in it."""
+
+    batches_per_epoch: int
+    epochs: int
+    acting: tuple[int, ...]
+    """Batch counts at which a step begins in which the algorithm acts at as many events as it ever does."""
+    near: tuple[int, ...]
+    """All worth a look: one batch before, at, and one after each change; in a short run every one."""
+
+
+class _Change(NamedTuple):
+    start: int
+    events: frozenset[Event]
+
+
+def find_moments(
+    predicate: Predicate, *, batches_per_epoch: int, epochs: int, samples: int = 1, tokens: int = 0
+) -> Moments:
+    """Starts at which steps act, in a run that is made long enough for the predicate's times.
+
+    Fractions of the run need nothing; "30ep" needs more epochs and "1000ba" longer ones. Times that no run of 100 000
+    batches comes to are left alone, as are iterations, which cases have none of.
+
+    Args:
+        predicate: When an algorithm acts. INIT, and where it acts within the loop all other events outside, do not
+            count.
+        batches_per_epoch: The epoch's length, at least.
+        epochs: The run's length in epochs, at least.
+        samples: Examples in a batch.
+        tokens: Tokens in a batch.
+
+    Example:
+        >>> from purecompose import after, on
+        >>> found = find_moments(on("batch_start") & after("10ep"), batches_per_epoch=3, epochs=4)
+        >>> found.epochs, found.near[-4:], found.acting
+        (11, (29, 30, 31, 32), (30, 31, 32))
+    """
+    find = _find if _has_hash(predicate) else _find.__wrapped__
+    return find(predicate, batches_per_epoch, epochs, samples, tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def _find(predicate: Predicate, batches_per_epoch: int, epochs: int, samples: int, tokens: int) -> Moments:
+    questions = _questions(predicate)
+    shape = _reaching(collect(list(questions.values()), Time), batches_per_epoch, epochs, samples, tokens)
+    changes = _changes(questions, *shape, samples, tokens)
+    for longer in () if _shows(changes, questions) else _longer(*shape):
+        found = _changes(questions, *longer, samples, tokens)
+        if _shows(found, questions):
+            shape, changes = longer, found
+            break
+    near = _near(changes, math.prod(shape))
+    starts = [change.start for change in changes]
+    counts = {start: len(changes[bisect.bisect(starts, start) - 1].events) for start in near}
+    most = max(counts.values())
+    return Moments(*shape, tuple(start for start in near if counts[start] == most > 0), near)
+
+
+def timestamp_at(run: RunLength, batch: int, samples: int, tokens: int) -> Timestamp:
+    """The point after so many batches of one size, as `Timestamp.advance_by` comes to it from the start.
+
+    Args:
+        run: A run that knows its epochs' length and has no iterations.
+        batch: Batches done.
+        samples: Examples in each.
+        tokens: Tokens in each.
+    """
+    assert run.batches_per_epoch is not None and run.iteration_length is None
+    epoch, in_epoch = divmod(batch, run.batches_per_epoch)
+    return Timestamp(
+        epoch=epoch,
+        batch=batch,
+        sample=batch * samples,
+        token=batch * tokens,
+        epoch_in_iteration=epoch,
+        token_in_iteration=batch * tokens,
+        batch_in_epoch=in_epoch,
+        sample_in_epoch=in_epoch * samples,
+        token_in_epoch=in_epoch * tokens,
+        run=run,
+    )
+
+
+def _questions(predicate: Predicate) -> dict[Event, Predicate]:
+    """What it asks at each event of the loop; if it never acts there, at the events outside."""
+    left = {event: predicate.at(event) for event in Event if event is not Event.INIT}
+    left = {event: asked for event, asked in left.items() if asked != NEVER}
+    return {event: asked for event, asked in left.items() if event in _LOOP} or left
+
+
+def _reaching(
+    times: tuple[Time, ...], batches_per_epoch: int, epochs: int, samples: int, tokens: int
+) -> tuple[int, int]:
+    """The run's epoch and length in which these times come before the end."""
+    rates = {TimeUnit.BATCH: 1, TimeUnit.SAMPLE: samples, TimeUnit.TOKEN: tokens}
+    longest = _LONGEST // batches_per_epoch
+    epochs = max([epochs, *(int(t.value) + 1 for t in times if t.unit is TimeUnit.EPOCH and t.value < longest)])
+    counted = (math.ceil(time.value / rates[time.unit]) for time in times if rates.get(time.unit))
+    batches = max((count + 1 for count in counted if count < _LONGEST), default=1)
+    return max(batches_per_epoch, math.ceil(batches / epochs)), epochs
+
+
+def _longer(batches_per_epoch: int, epochs: int) -> Iterator[tuple[int, int]]:
+    """Runs of longer epochs and of more epochs, each twice the one before."""
+    factor = 2
+    while factor * batches_per_epoch * epochs <= _LONGEST_SEARCH:
+        yield factor * batches_per_epoch, epochs
+        yield batches_per_epoch, factor * epochs
+        factor *= 2
+
+
+def _changes(
+    questions: dict[Event, Predicate], batches_per_epoch: int, epochs: int, samples: int, tokens: int
+) -> list[_Change]:
+    """At which starts the events at which a step acts are others than one batch before; first of all at 0."""
+    run, total = RunLength(f"{epochs}ep", batches_per_epoch), epochs * batches_per_epoch
+    groups = _grouped(questions)
+    found: list[_Change] = []
+    start = 0
+    later = timestamp_at(run, 0, samples, tokens)
+    while start < total:
+        now = later if later.batch == start else timestamp_at(run, start, samples, tokens)
+        later = timestamp_at(run, start + 1, samples, tokens)
+        acting: set[Event] = set()
+        following = float(total)
+        for asked, lag, events in groups:
+            point = later if lag else now
+            left, end = asked.during(point)
+            if not left.is_timed or left(events[0], _Moment(point)):
+                acting.update(events)
+            # An answer is settled within an epoch, and only a constant is one.
+            end = min(end, (point.epoch + 1) * batches_per_epoch) if left in (ALWAYS, NEVER) else 0
+            following = min(following, end - lag)
+        if not found or found[-1].events != acting:
+            found.append(_Change(start, frozenset(acting)))
+        start = max(start + 1, int(following))
+    return found
+
+
+def _grouped(questions: dict[Event, Predicate]) -> list[tuple[Predicate, int, list[Event]]]:
+    """The questions with the events at which they are asked at one time, as most of them are at several."""
+    groups: list[tuple[Predicate, int, list[Event]]] = []
+    for event, asked in questions.items():
+        lag = int(event.sees_new_time)
+        same = next((events for other, at, events in groups if at == lag and other == asked), None)
+        if same is None:
+            groups.append((asked, lag, [event]))
+        else:
+            same.append(event)
+    return groups
+
+
+class _Moment(NamedTuple):
+    """As much of a state as a predicate about time reads."""
+
+    timestamp: Timestamp
+
+
+def _shows(changes: list[_Change], questions: dict[Event, Predicate]) -> bool:
+    """Whether each event at which it may act is one at which it does."""
+    return frozenset(questions) == frozenset().union(*(change.events for change in changes))
+
+
+def _near(changes: list[_Change], total: int) -> tuple[int, ...]:
+    if total <= _SHORT:
+        return tuple(range(total))
+    around = {change.start + offset for change in changes for offset in (-1, 0, 1)} | {total - 1}
+    return tuple(sorted(start for start in around if 0 <= start < total))
+
+
+def _has_hash(value: Any) -> bool:
+    """Whether it can be hashed: a plain function around which it is built may be an object that cannot."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

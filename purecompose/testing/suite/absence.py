@@ -1,0 +1,253 @@
+"""Laws of absence: what an algorithm that does not act, or has nothing to do, must leave to the others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from purecompose import batch as batches, random, tree
+from purecompose.algorithm import Algorithm
+from purecompose.compose import Step
+from purecompose.event import Event
+from purecompose.predicate import NEVER, on
+from purecompose.state import State
+from purecompose.testing.case import Case
+from purecompose.testing.companions import bystander
+from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.record import LASTING, compare, intercepted
+from purecompose.testing.subject import Subject
+
+
+__all__ = ["absent_when_unmatched", "draws_independent", "list_position_free", "neutral_setting"]
+
+_WITHOUT_MODEL = ("slots", "hparams", "key", "metrics")
+"""What can be compared across an INIT that made another network."""
+_STATIC = ("model", "loss", "optimizer", "frozen", "precision", "input_key", "target_key")
+
+
+def _only_init(algorithm: Algorithm) -> str | None:
+    if algorithm.events == (Event.INIT,):
+        return "it acts at INIT alone: what it is for is what stays"
+    return never_acts(algorithm)
+
+
+@define_law(
+    "an algorithm that does not match is absent: the step with it is the step without it, bit for bit",
+    "let INIT make nothing but the algorithm's own slot (and surgery), and let `match` look without changing anything",
+    exempt=_only_init,
+)
+def absent_when_unmatched(subject: Subject, case: Case) -> bool:
+    """Compares the step without the algorithm with one in which it acts at INIT alone, and with its real one.
+
+    The algorithm held back to INIT is compared at INIT and after a step, from a state of its own. The real one is
+    compared in each batch in which it does not act, from the state it has come to. Its own slot, and hparams that its
+    settings name, may be there. Where INIT made something static anew (a network by surgery, an optimizer), runs from
+    two states part legitimately: then the others' slots and metrics, the hparams and the key are compared alone,
+    while the comparison from one state stays whole.
+
+    Returns:
+        Whether it is an algorithm that can act at all: then there are times at which it is to be absent.
+    """
+    idle = subject.changed(match=subject.algorithm.predicate & on(Event.INIT))
+    plain_step, idle_step = case.step(), case.step(idle.algorithm)
+    start = case.state()
+    ours, theirs = plain_step.init(case.state().with_hparams(subject.algorithm.hparams)), idle_step.init(start)
+    fields = _comparable(start, theirs)
+    labels = ("without the algorithm", "with it, acting at INIT alone")
+    compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slot=subject.name)
+    ours, theirs = plain_step(ours, case.batch(0)), idle_step(theirs, case.batch(0))
+    compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slot=subject.name)
+    _check_unmatched(subject, case, plain_step)
+    return subject.algorithm.predicate != NEVER
+
+
+def _check_unmatched(subject: Subject, case: Case, plain_step: Step) -> None:
+    """The real step, batch by batch, against the plain one from the same state."""
+    counted = _Counted(subject.algorithm)
+    step = case.step(counted.algorithm)
+    state = step.init(case.state())
+    for batch in case.batches():
+        count, following = counted.count, step(state, batch)
+        if counted.count == count:
+            compare(plain_step(state, batch), following, ("without the algorithm", "with it, where it does not match"))
+        state = following
+
+
+class _Counted:
+    """An algorithm, and how often it has acted within steps."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm, self.count = intercepted(algorithm, self._around), 0
+
+    def _around(self, event: Event, state: State, act: Callable[[State], State]) -> State:
+        del event
+        self.count += 1
+        return act(state)
+
+
+def _comparable(before: State, after: State) -> Sequence[str]:
+    """The fields that must agree; fewer where INIT put something static anew."""
+    pairs = ((getattr(before.context, name), getattr(after.context, name)) for name in _STATIC)
+    return LASTING if all(old is new or old == new for old, new in pairs) else _WITHOUT_MODEL
+
+
+@define_law(
+    "an algorithm with neutral settings is the plain step, bit for bit",
+    "let neutral settings match never: Algorithm(name, NEVER if alpha == 0 else on(...), apply)",
+)
+def neutral_setting(subject: Subject, case: Case) -> bool:
+    """Compares the steps with and without an algorithm whose author calls its settings neutral.
+
+    Its own slot, its own metrics and hparams that its settings name may be there. It may act, as long as nothing
+    comes of it.
+    """
+    plain_step, step = case.step(), case.step(subject.algorithm)
+    ours = plain_step.init(case.state().with_hparams(subject.algorithm.hparams))
+    theirs = step.init(case.state())
+    labels = ("without the algorithm", "with neutral settings")
+    compare(ours, theirs, labels, event=Event.INIT, without_slot=subject.name)
+    for batch in case.batches():
+        ours, theirs = plain_step(ours, batch), step(theirs, batch)
+        compare(ours, _with_metrics_of(ours, theirs), labels, without_slot=subject.name)
+    return True
+
+
+def _with_metrics_of(reference: State, state: State) -> State:
+    """The state with those of its metrics alone that the reference has too."""
+    return state.replace(metrics={name: value for name, value in state.metrics.items() if name in reference.metrics})
+
+
+# Two batches show what a law about neighbours can find; a third one costs as much again.
+_FEW = 2
+_EARLY, _LATE = "early_witness", "late_witness"
+_LABELS = ("without the algorithm", "with it")
+
+
+@define_law(
+    "adding the algorithm leaves the draws of the others and of the network's layers as they were",
+    "take draws from state.rng(name) or state.example_rng(name), which use nothing up; never replace state.key, "
+    "state.first_example or state.clock",
+    exempt=never_acts,
+)
+def draws_independent(subject: Subject, case: Case) -> bool:
+    """Compares what two bystanders draw, listed first and last, with and without the algorithm in between.
+
+    They draw for the batch and for the first example of each microbatch; at BEFORE_FORWARD also what the network's
+    dropout would draw, for each example. Where the algorithm changes the number of examples, the draws of those in
+    the same places are compared. The key, and what else draws come from (clock, first example), must be as they were
+    after each application.
+    """
+    without, with_it = _Witnesses(case), _Witnesses(case, subject.algorithm)
+    ours, theirs = without.step.init(case.state()), with_it.step.init(case.state())
+    compare(case.state(), theirs, ("at the start", "afterwards"), fields=("key",), event=Event.INIT)
+    for batch in case.batches()[:_FEW]:
+        ours, theirs = without.after(ours, batch), with_it.after(theirs, batch)
+        for place, draws in without.seen.items():
+            _compare_draws(place, draws, with_it.seen.get(place, {}))
+        for name in (_EARLY, _LATE):
+            drawn = [{key: state.slots[name][key] for key in ("draws", "example_draw")} for state in (ours, theirs)]
+            _check_equal(drawn[0], drawn[1], f"slots['{name}']")
+    return with_it.acted
+
+
+class _Witnesses:
+    """A step with a bystander on either side of the list, and what they drew in its last batch."""
+
+    def __init__(self, case: Case, *algorithms: Algorithm) -> None:
+        early, late = (intercepted(bystander(name), self._recording(name)) for name in (_EARLY, _LATE))
+        watched = (intercepted(algorithm, self._watching) for algorithm in algorithms)
+        self.step = case.step().replace(algorithms=[early, *case.listed(*watched), late])
+        self.start, self.inputs = case.state(), case.state().replace(batch=case.batch(0)).inputs
+        self.outer = [event for algorithm in algorithms for event in _OUTER if event in algorithm.events]
+        self.seen: dict[tuple[Event, str], dict[str, Tensor]] = {}
+        self.acted = False
+
+    def after(self, state: State, batch: Any) -> State:
+        """The state after a batch, and after the outer events at which the algorithm may act."""
+        self.seen = {}
+        for event in self.outer:
+            fired = self.step.fire(event, state)
+            self.acted |= fired is not state
+            compare(state, fired, ("before", "after"), fields=("key",), event=event)
+            state = fired
+        return self.step(state, batch)
+
+    def _watching(self, event: Event, state: State, act: Callable[[State], State]) -> State:
+        """Looks whether the algorithm under test leaves what draws come from alone."""
+        self.acted = True
+        after = act(state)
+        now = _sources(after)
+        for name, value in _sources(state).items():
+            _check_equal(value, now[name], name, labels=("before", "after"), event=event)
+        return after
+
+    def _recording(self, name: str) -> Callable[[Event, State, Callable[[State], State]], State]:
+        """Takes down what a bystander draws."""
+
+        def around(event: Event, state: State, act: Callable[[State], State]) -> State:
+            after = act(state)
+            slot, first = after.slots[name], int(state.first_example or 0)
+            found = self.seen.setdefault((event, name), {})
+            found |= {"for the batch": slot["draws"], f"for example {first}": slot["example_draw"]}
+            if event is Event.BEFORE_FORWARD and name == _LATE:
+                draws = random.uniform(state.example_rng(".forward"), (state.num_examples,))
+                found |= {f"for the network at example {first + i}": draw for i, draw in enumerate(draws)}
+                if first == 0:
+                    found["for dropout"] = self.dropped_out(state)
+            return after
+
+        return around
+
+    def dropped_out(self, state: State) -> Tensor:
+        """What the untrained network makes of fixed inputs in training mode, by the state's draws."""
+        probe = self.start.replace(key=state.key, clock=state.clock)
+        return batches.tensors(probe.forward(self.inputs, train=True, name=".forward"))[0].detach()
+
+
+_OUTER = (Event.FIT_START, Event.EPOCH_START, Event.BEFORE_DATALOADER)
+
+
+def _sources(state: State) -> dict[str, Any]:
+    """All that draws come from."""
+    clock = state.clock
+    assert clock is not None
+    return {"key": state.key, "first_example": state.first_example, "clock": clock.values, "purpose": clock.purpose}
+
+
+def _compare_draws(place: tuple[Event, str], ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    event, name = place
+    for what, draw in ours.items():
+        if what in theirs:
+            _check_equal(draw, theirs[what], f"what {name} draws at {event.name}, {what}: ")
+
+
+def _check_equal(
+    first: Any, second: Any, where: str, *, labels: tuple[str, str] = _LABELS, event: Event | None = None
+) -> None:
+    difference = next(tree.differences(first, second), None)
+    if difference is not None:
+        raise Broken(difference, labels, event=event, where=where)
+
+
+@define_law(
+    "the algorithm does the same wherever it is listed, and whoever stands by without changing anything",
+    "look things up by name (state.slots[name], state.metrics of your own), never by place or number, and take draws "
+    "from state.rng(name)",
+    exempt=never_acts,
+)
+def list_position_free(subject: Subject, case: Case) -> bool:
+    """Adds bystanders, which change their own slots and metrics alone, before the algorithm and behind it."""
+    counted = _Counted(subject.algorithm)
+    alone = case.step(counted.algorithm)
+    among = alone.replace(algorithms=[bystander("a bystander"), *alone.algorithms, bystander("zz")])
+    ours, theirs, event = alone.init(case.state()), among.init(case.state()), Event.INIT
+    for batch in [None, *case.batches()[:_FEW]]:
+        if batch is not None:
+            ours, theirs, event = alone(ours, batch), among(theirs, batch), None
+        compare(ours, _without_strangers(ours, theirs), ("alone", "between two bystanders"), event=event)
+    return counted.count > 0
+
+
+def _without_strangers(reference: State, state: State) -> State:
+    slots = {name: slot for name, slot in state.slots.items() if name in reference.slots}
+    return _with_metrics_of(reference, state.replace(slots=slots))

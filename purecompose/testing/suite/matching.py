@@ -1,0 +1,189 @@
+"""Laws of matching: `match` answers by time and shapes alone, and apply learns the time from the clock alone."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from purecompose import batch as batches, tree
+from purecompose.algorithm import Algorithm
+from purecompose.compose import Step
+from purecompose.context import SealedTime, SealedTimeError, Static
+from purecompose.event import Event
+from purecompose.loop import eval_events, predict_events
+from purecompose.matching import Matcher, MatchError
+from purecompose.state import State
+from purecompose.testing.case import Case
+from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.process import process_settings
+from purecompose.testing.record import LASTING, STEP_FIELDS, compare, copied, intercepted, run
+from purecompose.testing.subject import Subject
+from purecompose.time import Timestamp
+
+
+__all__ = ["match_pure", "time_from_clock"]
+
+_OTHER_PROGRAMS = frozenset(node for node in (*eval_events, *predict_events) if isinstance(node, Event))
+_MOST_TIMES = 12
+
+
+class _Moment(NamedTuple):
+    """What a step's matching is asked about."""
+
+    state: State
+    batch: Any
+    later: Timestamp
+    """The time after the step."""
+
+
+_Answers = dict[tuple[int, Event], bool]
+"""What `match` says, by the moment's number and the event."""
+
+
+@define_law(
+    "match answers by time and shapes alone, the same whenever it is asked, and the step acts where it says so",
+    "let match read the event, state.timestamp and shapes alone, and write nothing; choose by values inside apply with "
+    "torch.where, or declare host=True",
+    owns=(MatchError,),
+    exempt=never_acts,
+)
+def match_pure(subject: Subject, case: Case) -> bool:
+    """Asks at every event and time of the run: forwards, backwards after steps were taken, for other values."""
+    algorithm = subject.algorithm
+    step = case.step(algorithm)
+    state = step.init(case.state())
+    inside = frozenset(step.events)
+    moments = _moments(case, state)
+    settings, before = process_settings(), copied({field: getattr(state, field) for field in LASTING})
+    first = _asked(algorithm, inside, moments)
+    _check_untouched(settings, before, state)
+
+    for batch in case.batches():
+        state = _followed(subject, step, state, batch)
+    again = _asked(algorithm, inside, moments, backwards=True)
+    _check_same_answers(moments, first, again, ("at first", "asked again, after some steps"))
+
+    if not algorithm.host:
+        other = dataclasses.replace(case, seed=case.seed + 1)
+        twin = step.init(other.state())
+        run(step, twin, [other.batch(0)])
+        elsewhere = _asked(algorithm, inside, _moments(other, twin))
+        _check_same_answers(moments, first, elsewhere, ("for one state", "for another seed's, of equal shapes"))
+    return any(answer for (_, event), answer in first.items() if event is not Event.INIT)
+
+
+def _moments(case: Case, state: State) -> list[_Moment]:
+    """The times of the case's run, the same number in each part of it where it is long."""
+    batch, total = case.batch(0), case.epochs * case.batches_per_epoch
+    size, tokens = batches.num_examples(batch, state.context.input_key), batches.num_tokens(batch)
+    beginning = Timestamp(run=state.timestamp.run)
+    found = []
+    stride = -(-total // _MOST_TIMES) | 1  # odd, so that every other batch is not every one asked about
+    for number in range(0, total, stride):
+        now = beginning.advance_by(number, size, tokens)
+        found.append(_Moment(state.replace(timestamp=now), batch, now.advance(size, tokens)))
+    return found
+
+
+def _asked(
+    algorithm: Algorithm, inside: frozenset[Event], moments: list[_Moment], *, backwards: bool = False
+) -> _Answers:
+    """The answers for all events and moments; backwards by matchers that have never been asked before."""
+    kept = {event: Matcher([algorithm], [event]) for event in Event}
+    questions = [(number, event) for number in range(len(moments)) for event in Event]
+    if not backwards:
+        return {(number, event): _ask(kept[event], inside, event, moments[number]) for number, event in questions}
+    return {
+        (number, event): _ask(Matcher([algorithm], [event]), inside, event, moments[number])
+        for number, event in reversed(questions)
+    }
+
+
+def _ask(matcher: Matcher, inside: frozenset[Event], event: Event, moment: _Moment) -> bool:
+    """As a step asks; outside of programs there is no batch."""
+    state, batch, later = moment
+    has_batch = event in inside or event in _OTHER_PROGRAMS
+    now = state.timestamp
+    bits = matcher.schedule(state, batch if has_batch else None, now, later if event in inside else now)
+    return bits > 0 or bool(matcher.always)
+
+
+def _check_untouched(settings: dict[str, Any], before: dict[str, Any], state: State) -> None:
+    labels = ("before match was asked", "after it")
+    difference = next(tree.differences(settings, process_settings()), None)
+    if difference is not None:
+        raise Broken(difference, labels, where="the process's ")
+    for field, value in before.items():
+        difference = next(tree.differences(value, getattr(state, field)), None)
+        if difference is not None:
+            raise Broken(difference, labels, where=field)
+
+
+def _followed(subject: Subject, step: Step, state: State, batch: Any) -> State:
+    """The state after a step, which must act exactly where match says so."""
+    inside, now = frozenset(step.events), state.timestamp
+    later = now.advance(batches.num_examples(batch, state.context.input_key), batches.num_tokens(batch))
+    moment = _Moment(state, batch, later)
+    announced = {e: _ask(Matcher([subject.algorithm], [e]), inside, e, moment) for e in step.events}
+    following = run(step, state, [batch], subject.name)
+    acted = {event for event, _ in following.applications}
+    for event, answer in announced.items():
+        if answer != (event in acted):
+            found = tree.Difference("", _when(now), answer, event in acted)
+            raise Broken(found, ("match says", "the step acts"), event=event, where="match")
+    return following.states[-1]
+
+
+def _check_same_answers(moments: list[_Moment], first: _Answers, second: _Answers, labels: tuple[str, str]) -> None:
+    for (number, event), answer in first.items():
+        if second[number, event] != answer:
+            what = _when(moments[number].state.timestamp)
+            raise Broken(tree.Difference("", what, answer, not answer), labels, event=event, where="match")
+
+
+def _when(now: Timestamp) -> str:
+    return f"the answer for the step after {now.batch} batches"
+
+
+def _runs_on_host(algorithm: Algorithm) -> str | None:
+    return "it runs on the host, which may read the timestamp" if algorithm.host else never_acts(algorithm)
+
+
+@define_law(
+    "a traced apply learns the time from state.clock alone",
+    "read state.clock (tensors) inside apply; let match decide by state.timestamp, but keep nothing of it",
+    owns=(SealedTimeError,),
+    exempt=_runs_on_host,
+)
+def time_from_clock(subject: Subject, case: Case) -> bool:
+    """Applies the algorithm twice to one state and clock; in between match hears of, and a seal hides, another time."""
+
+    def around(event: Event, state: State, act: Callable[[State], State]) -> State:
+        once = act(state)
+        sealed = state.static.timestamp
+        assert isinstance(sealed, SealedTime)
+        now, later = _another_time(case, batch, sealed.opened(later=False))
+        outside = state.replace(timestamp=now, clock=None, batch=None, outputs=None, grads=None)
+        _ask_all(subject.algorithm, step.events, _Moment(outside, batch, later))
+        elsewhen = state.replace(static=Static(state.context, SealedTime(now, later)))
+        labels = (f"at batch {sealed.opened(later=False).batch}", f"with the same clock, match asked at {now.batch}")
+        compare(once, act(elsewhen), labels, fields=STEP_FIELDS, event=event)
+        return once
+
+    batch = case.batch(0)
+    step = case.step(intercepted(subject.algorithm, around))
+    return run(step, case.state(), case.batches(), subject.name).acted
+
+
+def _another_time(case: Case, batch: Any, now: Timestamp) -> tuple[Timestamp, Timestamp]:
+    """The time before and after a step at the other end of the run."""
+    total, size = case.epochs * case.batches_per_epoch, case.batch_size
+    number = 0 if now.batch > 0 and 2 * now.batch >= total else max(total - 1, 1)
+    tokens = batches.num_tokens(batch)
+    other = Timestamp(run=now.run).advance_by(number, size, tokens)
+    return other, other.advance(size, tokens)
+
+
+def _ask_all(algorithm: Algorithm, events: Sequence[Event], moment: _Moment) -> None:
+    inside = frozenset(events)
+    for event in events:  # in the program's order, as a step asks
+        _ask(Matcher([algorithm], [event]), inside, event, moment)

@@ -1,0 +1,386 @@
+"""Laws of numbers: other ways to compute a step, in slices, mapped or differentiated, give the same values.
+
+Equal here means equal within rounding, so these laws work in double precision, where rounding is far below any
+mistake. An algorithm that takes no float64 is tried in float32 with a wide tolerance. Where the network or the
+company breaks a law without the algorithm, nothing is judged.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as torch_pytree
+
+from purecompose import losses, tree
+from purecompose.algorithm import Algorithm
+from purecompose.compose import Step
+from purecompose.event import Event
+from purecompose.predicate import on
+from purecompose.state import State
+from purecompose.testing.case import Case
+from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.record import LASTING, compare
+from purecompose.testing.subject import Subject
+
+
+__all__ = ["gradient_exact", "microbatches_agree", "vmap_agrees"]
+
+
+class _Precision(NamedTuple):
+    dtype: torch.dtype
+    tolerance: float
+    """As a share of a leaf's largest magnitude."""
+    floor: float
+    """A smaller difference counts as none: the rounding of numbers that cancel has no relative size."""
+
+
+_DOUBLE = _Precision(torch.float64, 1e-6, 1e-13)
+_SINGLE = _Precision(torch.float32, 1e-3, 1e-6)
+_Judge = Callable[[Subject, Case, _Precision], bool]
+_Point = dict[str, dict[str, Tensor]]
+"""Leaves by name, by field: {"hparams": ..., "params": ...}."""
+
+
+@define_law(
+    "a batch cut into microbatches gives the gradients, loss and new state that it gives whole, within rounding",
+    "between BEFORE_FORWARD and AFTER_BACKWARD the batch is a slice: draw from state.example_rng(name), add to the "
+    "loss only means over examples; statistics of the batch belong to AFTER_DATALOADER, clipping and counting to "
+    "AFTER_TRAIN_BATCH",
+    exempt=never_acts,
+)
+def microbatches_agree(subject: Subject, case: Case) -> bool:
+    """Takes one step with each batch whole and in slices, as many as the case says or else two.
+
+    Compared are gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
+    numbers. BatchNorm, which mixes the examples of a slice, runs on its running statistics.
+    """
+    return _judged(_judge_microbatches, subject, case)
+
+
+def _judge_microbatches(subject: Subject, case: Case, precision: _Precision) -> bool:
+    case = dataclasses.replace(case, task=dataclasses.replace(case.task, net=_frozen_statistics(case.task.net)))
+    num = max(case.microbatches, 2)
+    whole = case.step(subject.algorithm, microbatches=1)
+    sliced = case.step(subject.algorithm, microbatches=num)
+    state, acted = whole.init(case.state(dtype=precision.dtype)), [False]
+    labels = ("with 1 microbatch", f"with {num} microbatches")
+    for batch in case.batches(precision.dtype):
+        expected = _fold(whole, state, batch, subject, acted)
+        found = _attempt(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
+        _compare_slices(expected, found, subject.name, labels)
+        state = whole.finish(expected)
+    return acted[0]
+
+
+def _compare_slices(expected: State, found: State, name: str, labels: tuple[str, str]) -> None:
+    def comparable(state: State) -> State:
+        # Companions may count slices in their slots. Metrics of a form that has no mean are the last slice's.
+        slots = {key: slot for key, slot in state.slots.items() if key == name}
+        metrics = {key: metric for key, metric in state.metrics.items() if _is_number(metric)}
+        return state.replace(slots=slots, metrics=metrics)
+
+    fields = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metrics")
+    _compare(comparable(expected), comparable(found), labels, fields)
+
+
+@define_law(
+    "a step under torch.func.vmap over stacked states gives what each state's own step gives, within rounding",
+    "keep values out of Python inside apply: torch.where for if, masks as factors for x[mask], tensors for .item() "
+    "and .numpy(); keep nothing in a closure; or declare host=True",
+    exempt=lambda algorithm: never_acts(algorithm) or ("a host algorithm reads values" if algorithm.host else None),
+)
+def vmap_agrees(subject: Subject, case: Case) -> bool:
+    """Maps three steps over two or three states of other seeds and rates: two with one batch for all, one with own.
+
+    Integers agree exactly. What is raised under vmap alone breaks the law, too.
+    """
+    return _judged(_judge_vmap, subject, case)
+
+
+def _judge_vmap(subject: Subject, case: Case, precision: _Precision) -> bool:
+    cases = [dataclasses.replace(case, seed=case.seed + 500 * i) for i in range(2 + case.seed % 2)]
+    step, acted = case.step(subject.algorithm), [False]
+    states = [_with_rate(step.init(c.state(dtype=precision.dtype)), 1 + i / 2) for i, c in enumerate(cases)]
+    # One static part for all: they are equal, and members may differ in tensors alone.
+    states = [state.replace(static=states[0].static) for state in states]
+    alone, mapped = states, _stacked(states)
+    for batch, dim in _mapped_batches(cases, precision.dtype):
+        own = [batch if dim is None else _member(batch, i) for i in range(len(cases))]
+        alone = [_next_state(step, s, b, subject, acted) for s, b in zip(alone, own, strict=True)]
+        together = torch.func.vmap(step, in_dims=(0, dim))
+        mapped = _attempt("raised only under vmap", lambda f=together, s=mapped, b=batch: f(s, b))
+        for i, expected in enumerate(alone):
+            labels = (f"state {i} alone", f"state {i} of {len(cases)} under vmap")
+            _compare(expected, _member(mapped, i), labels, LASTING)
+    return acted[0]
+
+
+def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple[Any, int | None]]:
+    """Each batch with the dimension that vmap maps: None where all states share it."""
+    yield from ((cases[0].batch(i, dtype), None) for i in range(2))
+    own = _stacked([case.batch(2, dtype) for case in cases])
+    if all(isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(own)):  # vmap maps nothing else
+        yield own, 0
+
+
+@define_law(
+    "the gradient through whole steps is finite and equals finite differences",
+    "leave the graph whole: no .detach(), .data, .item() or torch.no_grad() on the way from params and hparams to "
+    "what lasts; under a root or a norm, keep away from 0 (torch.where before it, or a small constant in it); what "
+    "the step's own gradient must not see, compute before the gradient, at AFTER_DATALOADER",
+    exempt=lambda algorithm: (
+        never_acts(algorithm)
+        or ("a host algorithm reads values, through which no gradient flows" if algorithm.host else None)
+    ),
+)
+def gradient_exact(subject: Subject, case: Case) -> bool:
+    """Differentiates the loss after two steps in the hparam "lr" and the first params, along a random direction.
+
+    Where the loss has a jump or a kink within the difference, or is not finite itself, nothing is judged; nor is
+    an algorithm that takes no float64, in which alone differences are good enough.
+    """
+    return _judged(_judge_gradient, subject, case)
+
+
+def _judge_gradient(subject: Subject, case: Case, precision: _Precision) -> bool:
+    # Two slices show what more would, and the gradient of each takes time.
+    step, acted = case.step(subject.algorithm, microbatches=min(case.microbatches, 2)), [False]
+    start = step.init(case.state(dtype=precision.dtype))
+    data = [case.batch(i, precision.dtype) for i in range(2)]
+
+    def loss(point: _Point, noted: list[bool] | None = None) -> Tensor:
+        state = start.replace(hparams={**start.hparams, **point["hparams"]}, params={**start.params, **point["params"]})
+        for batch in data:
+            state = step(state, batch) if noted is None else _next_state(step, state, batch, subject, noted)
+        return _plain_loss(state, data[0])
+
+    point = _point(start)
+    value = loss(point, acted)
+    if precision is _SINGLE or not acted[0] or not value.isfinite():
+        return False
+    grads = _attempt("raised only where a gradient is taken through the step", lambda: torch.func.grad(loss)(point))
+    for path, leaf in tree.leaves_with_paths(grads).items():
+        if not leaf.isfinite().all():
+            bad = leaf[~leaf.isfinite()][0].item()
+            raise Broken(tree.Difference(_as_path(path), f"the gradient is not finite: {bad}"))
+    return _agrees(loss, point, value, grads, _direction(point, case.seed))
+
+
+def _point(state: State) -> _Point:
+    """What is differentiated in: the floating params, and the rate where it is an hparam."""
+    rate = {key: value.to(torch.float64) for key, value in state.hparams.items() if key == "lr"}
+    return {"hparams": rate, "params": {key: p for key, p in state.params.items() if p.is_floating_point()}}
+
+
+def _direction(point: _Point, seed: int) -> _Point:
+    """By 1 along the rate, and as far in the params along a random direction."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {
+        name: torch.randn(param.shape, generator=generator, dtype=param.dtype).to(param.device)
+        for name, param in point["params"].items()
+    }
+    norm = tree.global_norm(drawn)
+    along_rate = {name: torch.ones_like(value) for name, value in point["hparams"].items()}
+    return {"hparams": along_rate, "params": {name: value / norm for name, value in drawn.items()}}
+
+
+def _plain_loss(state: State, batch: Any) -> Tensor:
+    """The loss of the params alone: training mode reads no running statistics, to which torch has no gradient."""
+    state = state.replace(batch=batch)
+    loss_fn = state.context.loss
+    targets = None if isinstance(loss_fn, losses.ModelLoss) else state.targets
+    return losses.evaluate_loss(loss_fn, state.forward(state.inputs, train=True), targets)
+
+
+# The quotient's error is about EPS**2 times a third derivative, and 1e-16 / EPS of rounding.
+_EPS, _RELATIVE, _ABSOLUTE = 1e-5, 1e-5, 1e-8
+# No powers of two: with those, rounding to float32 may err in the same proportion at each.
+_SIZES = (_EPS, 0.59 * _EPS, 0.37 * _EPS, 0.23 * _EPS)
+
+
+def _agrees(loss: Callable[[_Point], Tensor], point: _Point, value: Tensor, grads: _Point, direction: _Point) -> bool:
+    """Whether the gradient is right along a direction; False where differences cannot tell.
+
+    Raises:
+        Broken: It is wrong, in the first leaf by whose direction alone that shows.
+    """
+    found = _slopes(loss, point, grads, direction)
+    if _is_close(*found):
+        return True
+    if not _is_smooth(lambda size: float(loss(_moved(point, direction, size))), float(value), abs(found[0] - found[1])):
+        return False
+    for part in _parts(direction):
+        by_leaf = _slopes(loss, point, grads, part)
+        if not _is_close(*by_leaf):
+            path, found = _as_path(next(iter(tree.leaves_with_paths(part)))), by_leaf
+            break
+    else:
+        path = "params"  # in no leaf by itself: a sum of small errors
+    what = "the derivative of the loss after 2 steps"
+    raise Broken(tree.Difference(path, what, *found), ("by torch.func.grad", "by finite differences"))
+
+
+def _slopes(loss: Callable[[_Point], Tensor], point: _Point, grads: _Point, direction: _Point) -> tuple[float, float]:
+    """The derivative along a direction, by the gradient and by the central difference."""
+    by_grad = sum(
+        float((grads[field][name] * value).sum()) for field in direction for name, value in direction[field].items()
+    )
+    ahead, behind = (float(loss(_moved(point, direction, size))) for size in (_EPS, -_EPS))
+    return by_grad, (ahead - behind) / (2 * _EPS)
+
+
+def _is_close(first: float, second: float) -> bool:
+    return abs(first - second) <= _RELATIVE * max(abs(first), abs(second)) + _ABSOLUTE
+
+
+def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> bool:
+    """Whether difference quotients are good enough to blame a gap on the gradient.
+
+    A jump or kink beside the point, a large third derivative, and rounding of float32 somewhere inside make the
+    quotient change with the step size. At a kink in the point itself it is the one-sided quotients that differ, by
+    an amount that stays where for a smooth function it shrinks with the step size.
+    """
+    quotients, jumps = [], []
+    for size in _SIZES:
+        ahead, behind = loss_at(size), loss_at(-size)
+        quotients.append((ahead - behind) / (2 * size))
+        jumps.append(abs(ahead - 2 * value + behind) / size)
+    if any(not abs(quotient - quotients[0]) <= 0.1 * gap for quotient in quotients):
+        return False
+    return not (jumps[0] > 0.1 * gap and jumps[1] > 0.8 * jumps[0])
+
+
+def _moved(point: _Point, direction: _Point, size: float) -> _Point:
+    return {
+        field: {
+            name: value + size * direction[field][name] if name in direction[field] else value
+            for name, value in point[field].items()
+        }
+        for field in point
+    }
+
+
+def _parts(direction: _Point) -> Iterator[_Point]:
+    """The direction in one leaf at a time."""
+    for field, leaves in direction.items():
+        for name, value in leaves.items():
+            yield {field: {name: value}, **{other: {} for other in direction if other != field}}
+
+
+def _as_path(path: str) -> str:
+    """`params['0.weight']` for `['params']['0.weight']`."""
+    field, rest = path[2:].split("']", 1)
+    return field + rest
+
+
+# What the laws share
+
+
+def _judged(judge: _Judge, subject: Subject, case: Case) -> bool:
+    """The judgement at the best precision; False where the case breaks the law without the algorithm, too."""
+    try:
+        return _at_best_precision(judge, subject, case)
+    except Broken:
+        try:
+            _at_best_precision(judge, Subject(_idle(subject.name)), case)
+        except Exception:
+            return False
+        raise
+
+
+def _idle(name: str) -> Algorithm:
+    """Acts, so that there is something to judge, and does nothing."""
+    return Algorithm(name, on(Event.BATCH_START), lambda event, state: state)
+
+
+def _at_best_precision(judge: _Judge, subject: Subject, case: Case) -> bool:
+    try:
+        return judge(subject, case, _DOUBLE)
+    except Broken:
+        raise
+    except Exception:  # whatever is wrong with more than float64 is raised again
+        return judge(subject, case, _SINGLE)
+
+
+def _attempt(doing: str, act: Callable[[], Any]) -> Any:
+    """What `act` returns; what it raises, after a plain step has not, breaks the law."""
+    try:
+        return act()
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise Broken(f"{doing}: {type(error).__name__}: {message}", event=getattr(error, "event", None)) from error
+
+
+def _fold(step: Step, state: State, batch: Any, subject: Subject, acted: list[bool]) -> State:
+    """`step.fold`, which notes whether the algorithm acted."""
+    if acted[0]:  # an observed step is a watched one, and costs several times more
+        return step.fold(state, batch)
+
+    def observe(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
+        del event, before, after, code
+        acted[0] |= algorithm.name == subject.name
+
+    return step.fold(state, batch, observe)
+
+
+def _next_state(step: Step, state: State, batch: Any, subject: Subject, acted: list[bool]) -> State:
+    return step.finish(_fold(step, state, batch, subject, acted))
+
+
+def _compare(first: State, second: State, labels: tuple[str, str], fields: Sequence[str]) -> None:
+    """`compare` with the tolerance that each leaf's own dtype asks for: slots may be float32 in any state."""
+    agreed = {field: _with_agreed(getattr(first, field), getattr(second, field)) for field in fields}
+    compare(first, second.replace(**agreed), labels, fields=fields)
+
+
+def _with_agreed(first: Any, second: Any) -> Any:
+    """The second tree, with the elements of the first wherever the two agree within rounding."""
+    try:
+        return tree.map(_agreed, first, second)
+    except (TypeError, ValueError):  # of two structures, which `compare` will say better
+        return second
+
+
+def _agreed(first: Any, second: Any) -> Any:
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor) and first.is_floating_point()):
+        return second
+    if first.dtype != second.dtype or first.shape != second.shape or not first.numel():
+        return second
+    precision = _DOUBLE if first.dtype is torch.float64 else _SINGLE
+    magnitudes = torch.stack([first.abs(), second.abs()])
+    scale = torch.where(magnitudes.isfinite(), magnitudes, 0).max()
+    is_close = (first - second).abs() <= precision.tolerance * scale + precision.floor
+    return torch.where(is_close, first, second)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+def _frozen_statistics(make_net: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    """The networks with BatchNorm in evaluation mode, also in training."""
+
+    def made(seed: int) -> nn.Module:
+        net = make_net(seed)
+        for module in net.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return net
+
+    return made
+
+
+def _with_rate(state: State, factor: float) -> State:
+    """Members of a population differ in their settings, too."""
+    changed = {"lr": state.hparams["lr"] * factor} if "lr" in state.hparams else {}
+    return state.replace(hparams={**state.hparams, **changed})
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return tree.map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *trees)
+
+
+def _member(stacked: Any, i: int) -> Any:
+    return tree.map(lambda leaf: leaf[i] if isinstance(leaf, Tensor) else leaf, stacked)

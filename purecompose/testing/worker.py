@@ -1,0 +1,344 @@
+"""Another process, in which a run goes on from a snapshot.
+
+One worker is started when first asked, since importing torch takes seconds, and serves until this process ends. For
+each try it forks a child, before it has itself run a single operation of torch: so every try happens in a process that
+nothing has happened in before, for a few hundredths of a second. Where forking is not safe (macOS) or not there
+(Windows), the worker does the work itself: what an earlier try left in a closure may then be there at the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import io
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import IO, Any, NamedTuple, NoReturn
+
+import torch
+
+from purecompose.algorithm import Algorithm
+from purecompose.predicate import on
+from purecompose.state import State
+from purecompose.testing.case import Case
+from purecompose.testing.snapshot import from_bytes, to_bytes
+from purecompose.testing.subject import Subject
+
+
+__all__ = ["RemoteError", "Unportable", "Worker", "WorkerError", "resumed", "resumed_elsewhere", "serve"]
+
+CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
+_LIMIT, _SLACK = 60.0, 60.0
+"""Seconds for one try; and more of them until the worker itself is given up: it may have to start first."""
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from purecompose.testing.worker import serve; serve(json.loads(sys.argv[2]))"
+)
+
+
+class WorkerError(RuntimeError):
+    """The other process could not do what it was asked, for no fault of the algorithm's run."""
+
+
+class RemoteError(Exception):
+    """The run failed in the other process; the text is its error's."""
+
+
+class Unportable(Exception):
+    """The case or the algorithm cannot be sent to another process."""
+
+
+_ERRORS = {b"C": Unportable, b"L": WorkerError, b"R": RemoteError}
+"""By an answer's first letter: the case was lost on the way, the algorithm could not be made, the run failed."""
+
+
+class Request(NamedTuple):
+    """What a worker needs to go on with a run."""
+
+    source: str
+    events: tuple[str, ...]
+    """The events at which the algorithm may act; a subject may be narrower than what its source makes."""
+    case: bytes
+    snapshot: bytes
+    first: int
+    num: int
+    limit: float
+    """Seconds, where the worker forks."""
+    settings: dict[str, Any]
+    path: list[str]
+    directory: str
+
+
+def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: int) -> State:
+    """The state some steps after a snapshot, by a step and a template that are made anew.
+
+    Args:
+        algorithm: The algorithm.
+        case: The case.
+        snapshot: Of the state before the first of these steps.
+        first: The number of that step in the case.
+        num: How many steps.
+    """
+    step = case.step(algorithm)
+    # Who resumes builds a network with weights of its own first, at the start of a run: nothing of it must matter.
+    template = step.init(replace(case, seed=case.seed + 1, start=0).state())
+    state = from_bytes(snapshot, like=template)
+    for index in range(first, first + num):
+        state = step(state, case.batch(index))
+    return state
+
+
+def resumed_elsewhere(subject: Subject, case: Case, snapshot: bytes, first: int, num: int) -> bytes:
+    """Like `resumed`, in another process, with the algorithm made anew from its source; a snapshot of the end.
+
+    Raises:
+        Unportable: There is no source, or the case cannot be sent.
+        RemoteError: The run failed there.
+        WorkerError: The algorithm cannot be made there, or there was no answer.
+    """
+    if subject.source is None or subject.source.startswith("__main__:"):
+        raise Unportable(f"{subject.algorithm!r} has no source text that means the same elsewhere")
+    try:
+        pickled = pickle.dumps(case)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise Unportable(f"{case!r} cannot be pickled: {error}") from error
+    if b"__main__" in pickled:  # the worker has another main module
+        raise Unportable(f"{case!r} refers to the main module")
+    events = tuple(event.value for event in subject.algorithm.events)
+    environment = _settings(), list(sys.path), os.getcwd()
+    return _the_worker().ask(Request(subject.source, events, pickled, snapshot, first, num, _LIMIT, *environment))
+
+
+class Worker:
+    """The other process, seen from this one.
+
+    Args:
+        fork: Whether each try gets a child process of its own.
+    """
+
+    def __init__(self, *, fork: bool = CAN_FORK) -> None:
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        arguments = [json.dumps(value) for value in (sys.path, fork)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Nothing must hang on the seed of string hashes, so it is another one than here, whatever is set here.
+            env={**os.environ, "PYTHONHASHSEED": "random"},
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, and is this process's own."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def ask(self, request: Request) -> bytes:
+        """The snapshot at the end; errors as `resumed_elsewhere`."""
+        with self._lock:
+            answer = self._exchange(pickle.dumps(tuple(request)), request.limit + _SLACK)
+        if answer.startswith(b"S"):
+            return answer[1:]
+        raise _ERRORS[answer[:1]](answer[2:].decode())
+
+    def _exchange(self, message: bytes, limit: float) -> bytes:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        timer = threading.Timer(limit, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            _write(self._process.stdin, message)
+            return _read(self._process.stdout)
+        except (EOFError, OSError) as error:
+            self.close()
+            raise WorkerError(f"the other process ended with status {self._process.returncode}") from error
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Ends it: it goes by itself when its input is closed."""
+        if self._owner != os.getpid():  # a fork of this process has a copy of this object
+            return
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # what was still to be written finds nobody
+                pass
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_worker: Worker | None = None
+
+
+def _the_worker() -> Worker:
+    global _worker
+    if _worker is None or not _worker.is_alive:
+        _end_worker()
+        _worker = Worker()
+    return _worker
+
+
+@atexit.register
+def _end_worker() -> None:
+    if _worker is not None:
+        _worker.close()
+
+
+# In the other process
+
+
+def serve(fork: bool) -> None:
+    """Answers requests on standard input until it is closed; what algorithms print goes nowhere."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent, not beside it
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    warnings.simplefilter("ignore")  # the parent has seen them; and numpy's idle threads do not hinder a fork
+    while True:
+        try:
+            request = Request(*pickle.loads(_read(requests)))
+        except EOFError:
+            os._exit(0)  # at once: whoever closed the pipe waits
+        answer = _answer_of_child(request, requests.fileno()) if fork else _answer(request)
+        if answer is None:
+            return
+        _write(answers, answer)
+
+
+def _answer_of_child(request: Request, parent: int) -> bytes | None:
+    """The answer, worked out in a new process; `None` if the parent has gone meanwhile."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        _be_child(request, writing)
+    os.close(writing)
+    data = bytearray()
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while True:
+            ready, _, _ = select.select([pipe, parent], [], [], request.limit)
+            if not ready or parent in ready:  # it takes too long; or the parent, which has nothing to say now, is gone
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return None if ready else f"R no end after {request.limit:g} seconds".encode()
+            piece = pipe.read(1 << 20)
+            if not piece:
+                break
+            data += piece
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        return f"R the process ended with status {status}".encode()
+    messages = io.BytesIO(data)
+    answer = _read(messages)
+    _import(_read(messages).decode().split())
+    return answer
+
+
+def _be_child(request: Request, writing: int) -> NoReturn:
+    status = 1
+    try:
+        os.dup2(0, 2)  # what goes wrong is in the answer
+        before = set(sys.modules)
+        with os.fdopen(writing, "wb") as pipe:
+            _write(pipe, _answer(request))
+            _write(pipe, " ".join(name for name in sys.modules if name not in before).encode())
+        status = 0
+    finally:
+        os._exit(status)  # the worker's own clean-up is not the child's
+
+
+def _import(names: Iterable[str]) -> None:
+    """Imports what a child found missing, so that the next one has it: torch's first step alone loads 800 modules.
+
+    Only what is installed: whoever works on a module of his own expects a new process to see its text of today, and
+    such a module may start threads.
+    """
+    for name in names:
+        try:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and (spec.origin or "").startswith(_INSTALLED):
+                importlib.import_module(name)
+        except Exception:  # a module that another one made up, or one for other circumstances
+            continue
+
+
+def _answer(request: Request) -> bytes:
+    """A letter, and the snapshot of the end or an error's text; see `_ERRORS`."""
+    kind = "C"
+    try:
+        sys.path[:] = request.path
+        os.chdir(request.directory)
+        _set(request.settings)
+        case = pickle.loads(request.case)
+        kind = "L"
+        algorithm = _made(request.source, request.events)
+        kind = "R"
+        end = resumed(algorithm, case, request.snapshot, request.first, request.num)
+        return b"S" + to_bytes(end)
+    except Exception as error:
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        return f"{kind} {type(error).__name__}: {error}{notes}".encode()
+
+
+def _made(source: str, events: tuple[str, ...]) -> Algorithm:
+    algorithm = Subject.of(source).algorithm
+    if tuple(event.value for event in algorithm.events) == events:
+        return algorithm
+    return replace(algorithm, match=algorithm.predicate & on(*events))
+
+
+def _settings() -> dict[str, Any]:
+    """What in torch decides bits, besides the machine."""
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+
+
+def _set(settings: dict[str, Any]) -> None:
+    torch.set_num_threads(settings["threads"])
+    torch.set_default_dtype(getattr(torch, settings["dtype"]))
+    torch.set_float32_matmul_precision(settings["matmul"])
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    torch.backends.mkldnn.enabled = settings["mkldnn"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Between the two: the length in eight bytes, then the message.
+
+
+def _write(pipe: IO[bytes], message: bytes) -> None:
+    pipe.write(len(message).to_bytes(8, "big") + message)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    """The next message.
+
+    Raises:
+        EOFError: The other end is closed.
+    """
+    header = pipe.read(8)
+    message = pipe.read(int.from_bytes(header, "big")) if len(header) == 8 else b""
+    if len(header) < 8 or len(message) < int.from_bytes(header, "big"):
+        raise EOFError
+    return message

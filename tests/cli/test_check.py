@@ -1,0 +1,173 @@
+"""The command `check`: exit statuses, refusals in one line, JSON, what a terminal shows."""
+
+import importlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from purecompose.cli import main
+
+
+MODULE = """
+from purecompose import Algorithm, Event, on
+
+def scale(factor):
+    def apply(event, state):
+        return state.replace(params={name: factor() * param for name, param in state.params.items()})
+    return apply
+
+seen = []
+def grow():
+    seen.append(1)
+    return 1 - 0.001 * len(seen)
+
+good = Algorithm("good", on(Event.BATCH_END), scale(lambda: 0.99))
+
+def bad():
+    return Algorithm("bad", on(Event.BATCH_END), scale(grow))
+
+def takes_much(amount):
+    return good
+
+number = 3
+
+def failing():
+    raise LookupError("no such thing")
+"""
+QUICK = ("--laws", "input_untouched,deterministic", "--tasks", "vectors", "--examples", "3")
+
+
+@pytest.fixture
+def here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A folder with a user's modules, which is the current one."""
+    (tmp_path / "cli_algorithms.py").write_text(MODULE)
+    (tmp_path / "cli_missing.py").write_text("import no_such_package")
+    (tmp_path / "cli_syntax.py").write_text("x = (")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in ("cli_algorithms", "cli_missing", "cli_syntax"):
+        sys.modules.pop(name, None)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["check", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_lawful_algorithm(here, capsys) -> None:
+    status, out, err = run(capsys, "cli_algorithms:good", *QUICK)
+    assert (status, err) == (0, "")
+    assert out.startswith("good() on vectors\n") and re.search(r"^deterministic +kept +3/3$", out, re.M)
+    assert "ok: 2 kept (" in out and "\x1b" not in out
+    assert sorted(path.name for path in here.iterdir() if path.suffix == "" and path.name != "__pycache__") == []
+
+
+def test_a_broken_law_gives_status_1_and_says_what_to_do(here, capsys) -> None:
+    status, out, _ = run(capsys, "cli_algorithms:bad", *QUICK)
+    assert status == 1
+    for part in ("BROKEN", "the law deterministic is broken", "event      BATCH_END", "to do      draw from"):
+        assert part in out
+
+
+def test_shipped_algorithms_as_calls_with_their_own_neutral_settings(here, capsys) -> None:
+    status, out, _ = run(capsys, "label_smoothing(0.1)", *QUICK)
+    assert status == 0 and out.startswith("label_smoothing(smoothing=0.1")
+
+
+def test_several_algorithms_end_with_a_line_for_each(here, capsys) -> None:
+    status, out, _ = run(capsys, "cli_algorithms:good", "cli_algorithms:bad", *QUICK)
+    good, bad = out.splitlines()[-2:]
+    assert status == 1
+    assert good.startswith("good(): ok: 2 kept (")
+    assert bad.startswith("bad(): NOT OK: 1 kept, 1 broken (") and bad.endswith("): deterministic")
+
+
+def test_quiet_prints_one_line(here, capsys) -> None:
+    status, out, err = run(capsys, "cli_algorithms:bad", *QUICK, "--quiet")
+    assert status == 1 and err == "" and len(out.splitlines()) == 1 and out.rstrip().endswith(": deterministic")
+
+
+def test_json(here, capsys) -> None:
+    status, out, _ = run(capsys, "cli_algorithms:bad", *QUICK, "--json", "-")
+    data = json.loads(out)
+    assert status == 1 and data["ok"] is False
+    assert [law["status"] for law in data["reports"][0]["laws"]] == ["kept", "broken"]
+    status, out, _ = run(capsys, "cli_algorithms:good", *QUICK, "--json", "report.json", "--seed", "3")
+    written = json.loads((here / "report.json").read_text())
+    assert status == 0 and "ok: 2 kept" in out and written["ok"] is True and written["reports"][0]["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "cli_algorithms:god",
+            "cli_algorithms:god: module 'cli_algorithms' has no attribute 'god'; did you mean 'good'?",
+        ),
+        ("cli_algoritms:good", "there is no module 'cli_algoritms' here; did you mean 'cli_algorithms'?"),
+        ("cli_algorithms.py:good", "expected a module's name, not a file's, such as cli_algorithms:my_algorithm"),
+        ("cli_missing:good", "cli_missing:good: No module named 'no_such_package' ("),
+        ("cli_syntax:good", "cli_syntax:good: SyntaxError: "),
+        ("cli_algorithms:number", "cli_algorithms:number is 3 (int), expected an Algorithm"),
+        ("cli_algorithms:takes_much", "has required arguments (amount)"),
+        ("cli_algorithms:failing", "cli_algorithms:failing: LookupError: no such thing ("),
+        ("mixpu(0.2)", "did you mean 'mixup'?"),
+        ("mixup(-1)", "mixup: alpha: expected"),
+        ("cli_algorithms", "one of your own is written my_module:my_algorithm"),
+        ("cli_algorithms:good --laws determinstic", "no law is called 'determinstic'; did you mean 'deterministic'?"),
+        ("cli_algorithms:good --tasks vector", "no task is called 'vector'; did you mean 'vectors'?"),
+        ("cli_algorithms:good --examples 0", "--examples: 0: expected a positive number"),
+        ("cli_algorithms:good --neutral cli_algorithms:god", "has no attribute 'god'"),
+        ("cli_algorithms:good mixup(0.2) --neutral mixup(0)", "--neutral: goes with one algorithm, got 2"),
+        ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: expected a file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(here, capsys, arguments, expected) -> None:
+    status, out, err = run(capsys, *arguments.split())
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1 and expected in err
+
+
+def test_all_is_every_shipped_algorithm(here, capsys) -> None:
+    from purecompose.testing.shipped import SHIPPED
+
+    arguments = ("all", "--laws", "input_untouched", "--tasks", "vectors", "--examples", "1", "--json", "-")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0 and len(json.loads(out)["reports"]) == sum(len(row.examples) for row in SHIPPED.values())
+
+
+def test_without_hypothesis_one_line_says_what_to_install(here, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    status, out, err = run(capsys, "cli_algorithms:good")
+    assert (status, out) == (1, "")
+    assert err == (
+        "python -m purecompose check: error: check needs hypothesis; "
+        'install it with `pip install "purecompose[testing]"`\n'
+    )
+
+
+def test_progress_is_shown_to_a_terminal_alone(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status, _, err = run(capsys, "cli_algorithms:good", *QUICK, "--json", "-")
+    assert status == 0 and "[1/2] input_untouched" in err and "[2/2] deterministic" in err
+    assert err.endswith("\r\x1b[K")  # the line is gone in the end
+
+
+def test_other_commands_do_not_load_hypothesis() -> None:
+    code = "import sys, purecompose.cli; assert 'hypothesis' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_as_a_process_in_the_users_folder(here) -> None:
+    command = [sys.executable, "-m", "purecompose", "check", "cli_algorithms:bad", *QUICK]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr == "" and "the law deterministic is broken" in done.stdout

@@ -1,0 +1,339 @@
+"""check: every outcome a law can have, repeatability, and what the report says."""
+
+import io
+import json
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
+
+from purecompose import Algorithm, Event, State, algorithms as alg, between, identity, on
+from purecompose.testing import checking
+from purecompose.testing.case import Case
+from purecompose.testing.checking import check
+from purecompose.testing.law import Broken, LawViolation, define_law
+from purecompose.testing.report import Report, Status
+from purecompose.testing.subject import Subject
+from purecompose.testing.suite import purity
+from purecompose.testing.tasks import TASKS, Task, make_mlp
+
+
+PURITY = (purity.input_untouched, purity.deterministic, purity.global_state_kept)
+
+
+def scaled(state: State, factor: float) -> State:
+    return state.replace(params={name: factor * param for name, param in state.params.items()})
+
+
+def decay(event: Event, state: State) -> State:
+    del event
+    return scaled(state, 0.99)
+
+
+LAWFUL = Algorithm("decay", on(Event.BATCH_END), decay)
+
+
+def make_growing() -> Algorithm:
+    """Remembers in a closure."""
+    seen: list[Event] = []
+
+    def apply(event: Event, state: State) -> State:
+        seen.append(event)
+        return scaled(state, 1 - 0.001 * len(seen))
+
+    return Algorithm("growing", on(Event.BATCH_END), apply, config={"rate": 0.001})
+
+
+def write_in_place(event: Event, state: State) -> State:
+    del event
+    next(iter(state.params.values())).mul_(0.5)
+    return state
+
+
+IN_PLACE = Algorithm("in_place", on(Event.AFTER_DATALOADER), write_in_place)
+
+
+def refuse_three(event: Event, state: State) -> State:
+    del event
+    if state.num_examples == 3:
+        raise KeyError("three")
+    return state
+
+
+def images_alone(event: Event, state: State) -> State:
+    del event
+    if state.inputs.ndim != 4:
+        raise ValueError("expected images\nof four dimensions")
+    return state
+
+
+IMAGES_ALONE = Algorithm("images_alone", on(Event.AFTER_DATALOADER), images_alone)
+
+
+@define_law("batches are small", "take fewer examples")
+def small_batches(subject: Subject, case: Case) -> bool:
+    """Breaks on a property of the case alone, so that the smallest one is known."""
+    del subject
+    if case.batch_size > 3 and case.num_batches > 1:
+        raise Broken("too large", where="batch")
+    return True
+
+
+def test_a_lawful_algorithm_keeps_the_laws() -> None:
+    report = check(LAWFUL, laws=PURITY, max_examples=5)
+    assert report.ok and report.broken == () and report.refused == {}
+    assert report.tasks == tuple(TASKS)
+    assert [(o.law, o.status, o.examples, o.acted) for o in report.outcomes] == [
+        (one.name, Status.KEPT, 5, 5) for one in PURITY
+    ]
+
+
+def test_a_broken_law_is_shown_at_its_simplest_case() -> None:
+    report = check(LAWFUL, laws=[small_batches], tasks=["vectors", "soft"], max_examples=50)
+    outcome = report["small_batches"]
+    assert not report.ok and report.broken == (outcome,)
+    assert isinstance(outcome.error, LawViolation)
+    case = outcome.error.case
+    assert (case.batch_size, case.num_batches, case.task, case.others) == (4, 2, TASKS["vectors"], ())
+    assert outcome.reason.endswith("batch") and "to do" in outcome.details and repr(case) in outcome.details
+
+
+def test_the_guilty_event_is_named() -> None:
+    outcome = check(make_growing(), laws=["deterministic"], tasks=["vectors"])["deterministic"]
+    assert outcome.status is Status.BROKEN
+    assert outcome.reason == "at BATCH_END: params['0.weight']"
+    assert "in a closure" in outcome.details  # what to do
+
+
+def test_what_happens_once_alone_is_kept_as_it_was_seen() -> None:
+    calls: list[Case] = []
+
+    @define_law("it holds", "nothing")
+    def third_time(subject: Subject, case: Case) -> bool:
+        del subject
+        calls.append(case)
+        if len(calls) == 3:
+            raise Broken("the third time", where="count")
+        return True
+
+    outcome = check(LAWFUL, laws=[third_time], max_examples=10)["third_time"]
+    assert outcome.status is Status.BROKEN and outcome.examples == 3
+    assert isinstance(outcome.error, LawViolation) and outcome.error.case == calls[2]
+
+
+def test_a_law_is_blocked_by_the_law_that_owns_the_error() -> None:
+    report = check(IN_PLACE, laws=["deterministic", "input_untouched"], tasks=["vectors"], max_examples=5)
+    assert report["input_untouched"].status is Status.BROKEN
+    blocked = report["deterministic"]
+    assert blocked.status is Status.BLOCKED and "breaks input_untouched first" in blocked.reason
+    assert blocked.acted == 0 and not report.ok
+    # Also where that law was not to be tried.
+    alone = check(IN_PLACE, laws=["deterministic"], tasks=["vectors"], max_examples=2)["deterministic"]
+    assert (alone.status, alone.reason) == (blocked.status, blocked.reason)
+
+
+def test_an_error_is_shown_with_the_authors_line_and_case() -> None:
+    algorithm = Algorithm("refuse_three", on(Event.AFTER_DATALOADER), refuse_three)
+    report = check(algorithm, laws=PURITY, tasks=["vectors"], max_examples=40)
+    assert [o.status for o in report.outcomes] == [Status.ERROR] * 3
+    details = report["deterministic"].details
+    assert "test_checking.py:" in details and 'raise KeyError("three")' in details and "batch_size=3" in details
+    assert details.count("in refuse_three at Event.AFTER_DATALOADER") == 1
+    assert str(report).count("could not be tried") == 1  # the same for all three: told once
+    assert "input_untouched, deterministic, global_state_kept could not be tried" in " ".join(str(report).split())
+
+
+def test_a_law_about_nothing_is_not_kept() -> None:
+    never_matching = Algorithm("idle", lambda event, state: False, decay)
+    report = check(never_matching, laws=["deterministic"], tasks=["vectors"], max_examples=3)
+    assert report["deterministic"].status is Status.VACUOUS and not report.ok
+    assert report["deterministic"].acted == 0
+
+
+def test_neutral_settings_are_no_failure() -> None:
+    @define_law("it acts", "act")
+    def without_exemption(subject: Subject, case: Case) -> bool:
+        del subject, case
+        return False
+
+    report = check(identity(), laws=["deterministic", without_exemption], max_examples=2)
+    assert report.ok and {o.status for o in report.outcomes} == {Status.SKIPPED}
+    assert all("never acts" in o.reason for o in report.outcomes)
+
+
+def test_the_neutral_law_runs_on_the_neutral_settings() -> None:
+    tried: list[str] = []
+
+    @define_law("neutral settings change nothing", "check the bounds")
+    def neutral_setting(subject: Subject, case: Case) -> bool:
+        del case
+        tried.append(repr(subject.algorithm))
+        return False
+
+    skipped = check(alg.mixup(0.2), laws=[neutral_setting], tasks=["vectors"], max_examples=2)
+    assert skipped["neutral_setting"].status is Status.SKIPPED and "--neutral" in skipped["neutral_setting"].reason
+    assert skipped.ok and tried == []
+    report = check("mixup(0.2)", neutral="mixup(0)", laws=[neutral_setting], tasks=["vectors"], max_examples=2)
+    assert report["neutral_setting"].status is Status.KEPT and "never acts" in report["neutral_setting"].reason
+    assert set(tried) == {repr(alg.mixup(0))}
+
+
+def test_tasks_that_are_refused_are_left_out_with_the_reason() -> None:
+    report = check(IMAGES_ALONE, laws=["deterministic"], max_examples=2)
+    assert report.ok and report.tasks == ("images",)
+    assert set(report.refused) == set(TASKS) - {"images"}
+    assert report.refused["tokens"] == "ValueError: expected images"
+    assert "not on tokens: ValueError: expected images\n" in str(report)
+
+
+def test_a_named_task_must_be_accepted() -> None:
+    report = check(IMAGES_ALONE, laws=["deterministic"], tasks=["images", "tokens"], max_examples=2)
+    assert report["deterministic"].status is Status.KEPT
+    assert not report.ok and "refuses tokens" in report.summary
+
+
+def test_without_any_task_the_report_fails_with_every_reason() -> None:
+    def fail(event: Event, state: State) -> State:
+        del state
+        raise TypeError(f"no {event.value}")
+
+    report = check(Algorithm("fail", on(Event.BATCH_END), fail))
+    assert not report.ok and report.outcomes == () and report.tasks == ()
+    assert all(why == "TypeError: no batch_end" for why in report.refused.values())
+    assert str(report).count("TypeError: no batch_end") == len(TASKS)
+
+
+def test_breaking_a_law_is_no_refusal_of_the_task() -> None:
+    report = check(IN_PLACE, laws=["input_untouched"], max_examples=2)
+    assert report.tasks == tuple(TASKS) and report.refused == {}
+
+
+def test_an_algorithm_that_starts_late_is_probed_late() -> None:
+    late = Algorithm("late", on(Event.AFTER_DATALOADER) & between("0.5dur", "1dur"), images_alone)
+    assert check(late, laws=["deterministic"], max_examples=2).tasks == ("images",)
+
+
+def test_a_task_that_does_not_work_at_all_is_an_error() -> None:
+    def no_batch(seed: int, size: int) -> torch.Tensor:
+        raise OSError(f"no data {seed} {size}")
+
+    with pytest.raises(OSError, match="no data"):
+        check(LAWFUL, tasks=[Task("empty", make_mlp, no_batch)])
+
+
+def test_the_same_seed_gives_the_same_cases() -> None:
+    cases: list[Case] = []
+
+    @define_law("it holds", "nothing")
+    def collecting(subject: Subject, case: Case) -> bool:
+        del subject
+        cases.append(case)
+        return True
+
+    def drawn(seed: int) -> list[Case]:
+        cases.clear()
+        check(LAWFUL, laws=[collecting], seed=seed, max_examples=12)
+        return list(cases)
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert len(drawn(2)) == 12
+
+
+def test_nothing_is_printed_or_changed(capfd, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    generator, threads = torch.get_rng_state(), torch.get_num_threads()
+    check(make_growing(), laws=PURITY, max_examples=3, tasks=["vectors"])
+    assert capfd.readouterr() == ("", "")
+    assert torch.equal(torch.get_rng_state(), generator) and torch.get_num_threads() == threads
+
+
+def test_a_slow_law_is_not_shrunk_for_long(monkeypatch) -> None:
+    monkeypatch.setattr(checking, "_MAX_SHRINK_SECONDS", 1.0)
+
+    @define_law("it holds", "nothing")
+    def slow_failure(subject: Subject, case: Case) -> bool:
+        del subject
+        time.sleep(0.3)
+        if case.seed > 0:
+            raise Broken(f"seed {case.seed}")
+        return True
+
+    start = time.perf_counter()
+    assert check(LAWFUL, laws=[slow_failure])["slow_failure"].status is Status.BROKEN
+    assert time.perf_counter() - start < 6
+
+
+def test_a_law_may_assume() -> None:
+    @define_law("it holds", "nothing")
+    def picky(subject: Subject, case: Case) -> bool:
+        del subject
+        assume(case.batch_size % 2 == 0)
+        return True
+
+    outcome = check(LAWFUL, laws=[picky], max_examples=5)["picky"]
+    assert outcome.status is Status.KEPT and outcome.acted == outcome.examples == 5
+
+
+@settings(max_examples=2, suppress_health_check=[HealthCheck.nested_given])
+@given(st.integers(0, 3))
+def test_it_runs_within_a_property(seed: int) -> None:
+    assert check(LAWFUL, laws=["deterministic"], tasks=["vectors"], max_examples=2, seed=seed)["deterministic"].acted
+
+
+def test_progress_is_told_each_law() -> None:
+    told: list[tuple[str, int, int]] = []
+    check(LAWFUL, laws=PURITY, tasks=["vectors"], max_examples=1, progress=lambda *news: told.append(news))
+    assert told == [(one.name, index, 3) for index, one in enumerate(PURITY, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"laws": ["determinstic"]}, ValueError, "did you mean 'deterministic'"),
+        ({"tasks": ["vector"]}, ValueError, "did you mean 'vectors'"),
+        ({"laws": [3]}, TypeError, r"3 \(int\): expected a Law"),
+        ({"tasks": []}, ValueError, "no task given"),
+        ({"max_examples": 0}, ValueError, "max_examples=0"),
+        ({"neutral": 1}, TypeError, "1 is no Algorithm"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        check(LAWFUL, **arguments)
+
+
+def test_the_report_as_data() -> None:
+    report = check(make_growing(), laws=["deterministic", "input_untouched"], tasks=["vectors"], max_examples=3)
+    data = json.loads(report.to_json())
+    assert data["ok"] is False and data["tasks"] == ["vectors"] and data["algorithm"] == "growing(rate=0.001)"
+    assert data["versions"]["torch"] == str(torch.__version__)
+    broken, kept = data["laws"]
+    assert (broken["status"], kept["status"], kept["acted"]) == ("broken", "kept", 3)
+    violation = broken["violation"]
+    assert violation["event"] == "BATCH_END" and violation["path"] == "params['0.weight']"
+    assert len(violation["values"]) == 2 and violation["case"].startswith("Case(")
+    assert "violation" not in kept
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_text_fits_the_terminal(width: int) -> None:
+    text = check(make_growing(), laws=PURITY, max_examples=3).text(width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "BROKEN" in text and text.splitlines()[-1].startswith("NOT OK: 2 kept, 1 broken (")
+
+
+def test_rich_shows_the_same() -> None:
+    console = pytest.importorskip("rich.console").Console(width=100, record=True, file=io.StringIO())
+    report = check(make_growing(), laws=PURITY, tasks=["vectors"], max_examples=3)
+    console.print(report)
+    shown = " ".join(console.export_text().split())
+    for part in ("deterministic BROKEN", "input_untouched kept 3/3", "at BATCH_END: params['0.weight']", "to do"):
+        assert part in shown
+    assert report.summary in shown
+
+
+def test_a_report_without_laws_is_not_ok() -> None:
+    assert not Report("x()", (), ()).ok
+    with pytest.raises(KeyError):
+        Report("x()", (), ("vectors",))["deterministic"]

@@ -1,0 +1,102 @@
+"""The table of shipped algorithms: complete, and true in what it says of settings and tasks."""
+
+import pytest
+import torch
+from hypothesis import find, given, settings, strategies as st
+
+from purecompose.algorithms import FACTORIES
+from purecompose.predicate import NEVER
+from purecompose.schedule import Hparam, Product, Schedule, collect
+from purecompose.testing.case import Case
+from purecompose.testing.record import run
+from purecompose.testing.shipped import SHIPPED
+from purecompose.testing.strategies import cases
+from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import KINDS, TASKS
+
+
+EXAMPLES = [(row, source) for row in SHIPPED.values() for source in row.examples]
+
+# What comes of a task that an algorithm does not accept.
+REFUSALS = {("mixup", "tokens"): (RuntimeError, "scalar types: Long, Int; but got torch.FloatTensor")}
+
+
+def loss_after_a_step(algorithm, case):
+    end = run(case.step(algorithm), case.state(), case.batches()[:1]).states[-1]
+    assert end.loss is not None
+    return end.loss
+
+
+def test_every_shipped_algorithm_has_its_row():
+    assert SHIPPED.keys() == FACTORIES.keys()
+    assert all(name == row.name for name, row in SHIPPED.items())
+
+
+@pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
+def test_a_row_is_complete(row):
+    assert row.examples and set(row.tasks) <= TASKS.keys()
+    assert {Subject.of(source).name for source in (*row.examples, row.neutral)} == {row.name}
+    assert [row.accepts(task) for task in TASKS.values()] == [name in row.tasks for name in TASKS]
+
+
+@pytest.mark.parametrize(("row", "source"), EXAMPLES, ids=[source for _, source in EXAMPLES])
+def test_examples_act_on_all_accepted_tasks(row, source):
+    subject = Subject.of(source)
+    assert subject.algorithm.predicate != NEVER
+    for name in row.tasks:
+        case = Case(TASKS[name], start=3)
+        ran = run(case.step(subject.algorithm), case.state(), case.batches(), subject.name)
+        loss = ran.states[-1].loss
+        assert ran.acted and loss is not None and torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
+def test_neutral_settings_never_match(row):
+    assert Subject.of(row.neutral).algorithm.predicate == NEVER
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [(row, name) for row in SHIPPED.values() for name in TASKS if name not in row.tasks],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_other_tasks_are_refused(row, name):
+    error, message = REFUSALS[row.name, name]
+    for source in row.examples:
+        with pytest.raises(error, match=message) as caught:
+            loss_after_a_step(Subject.of(source).algorithm, Case(TASKS[name]))
+        assert any("in the stage forward, with batch dict(float32" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
+@given(data=st.data())
+def test_valid_settings_build_print_and_run(row, data):
+    task = TASKS[data.draw(st.sampled_from(row.tasks))]
+    assert task.kind in KINDS
+    algorithm = data.draw(row.algorithms(task.kind))
+    assert repr(algorithm).startswith(f"{row.name}(")
+    if not collect(dict(algorithm.config), (Hparam, Product, Schedule)):  # pyright: ignore[reportArgumentType]
+        # What is made of literals alone prints as what makes it again.
+        assert dict(Subject.of(repr(algorithm)).algorithm.config) == dict(algorithm.config)
+    assert torch.isfinite(loss_after_a_step(algorithm, data.draw(cases([task], algorithm))))
+
+
+@pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
+@given(data=st.data())
+def test_settings_for_vectors_serve_every_task(row, data):
+    algorithm, name = data.draw(row.algorithms()), data.draw(st.sampled_from(row.tasks))
+    assert torch.isfinite(loss_after_a_step(algorithm, Case(TASKS[name])))
+
+
+def test_edge_values_are_among_the_settings():
+    """Found by search, so that a strategy that stops to draw them is noticed."""
+
+    def drawn(name, kind, condition):
+        return find(SHIPPED[name].settings(kind), condition, settings=settings(max_examples=1000, database=None))
+
+    assert drawn("label_smoothing", "vectors", lambda given: given.get("smoothing") == 1)
+    assert drawn("mixup", "vectors", lambda given: given["alpha"] == 0)
+    assert drawn("mixup", "vectors", lambda given: isinstance(given["alpha"], Product))
+    assert drawn("selective_backprop", "images", lambda given: given.get("scale_factor", 1) < 1)
+    assert drawn("selective_backprop", "tokens", lambda given: given.get("keep") == 1)
+    assert drawn("selective_backprop", "tokens", lambda given: given.get("interrupt") == 1)

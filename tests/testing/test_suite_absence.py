@@ -1,0 +1,135 @@
+"""The laws of absence: kept by what is shipped, broken by their mutants, and fair to what they do not concern."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from purecompose import algorithms as alg
+from purecompose.algorithm import Algorithm, identity
+from purecompose.event import Event
+from purecompose.model import from_module
+from purecompose.predicate import between, on
+from purecompose.schedule import hparam
+from purecompose.state import State
+from purecompose.testing.case import Case
+from purecompose.testing.companions import bystander
+from purecompose.testing.law import LawViolation
+from purecompose.testing.mutants.absence import MUTANTS, forgets_everything, splits_the_key_at_init
+from purecompose.testing.mutants.mutant import Mutant
+from purecompose.testing.strategies import cases
+from purecompose.testing.suite import absence
+from purecompose.testing.suite.absence import (
+    absent_when_unmatched,
+    draws_independent,
+    list_position_free,
+    neutral_setting,
+)
+from purecompose.testing.tasks import TASKS
+
+
+SHIPPED = [
+    alg.mixup(0.2),
+    alg.mixup(0.3, interpolate_loss=True),
+    alg.mixup(hparam("mixup/alpha", 0.4), name="tuned"),
+    alg.label_smoothing(0.1),
+    alg.selective_backprop(start=0, end=1.0, keep=0.5, interrupt=0),
+    alg.selective_backprop(start=0, end=1.0, keep=0.5, interrupt=2),
+]
+NEUTRAL = [alg.mixup(0), alg.label_smoothing(0), alg.selective_backprop(keep=1), identity()]
+CASE = Case(seed=3, batch_size=6, num_batches=2, microbatches=2, others=("noise", "shrink"), place=1)
+
+
+def accepts(algorithm: Algorithm, case: Case) -> bool:
+    return case.task.name != "tokens" or not repr(algorithm).startswith(("mixup", "tuned"))
+
+
+@pytest.mark.parametrize("algorithm", SHIPPED, ids=repr)
+@settings(max_examples=4)
+@given(case=cases())
+def test_shipped_algorithms_keep_the_laws(algorithm: Algorithm, case: Case) -> None:
+    if accepts(algorithm, case):
+        assert absent_when_unmatched(algorithm, case)
+        draws_independent(algorithm, case)
+        list_position_free(algorithm, case)
+
+
+@pytest.mark.parametrize("algorithm", NEUTRAL, ids=repr)
+@settings(max_examples=4)
+@given(case=cases())
+def test_neutral_settings_are_the_plain_step(algorithm: Algorithm, case: Case) -> None:
+    assert neutral_setting(algorithm, case)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_are_caught(mutant: Mutant) -> None:
+    law = getattr(absence, mutant.breaks)
+    case = dataclasses.replace(CASE, task=TASKS[mutant.task])
+    with pytest.raises(LawViolation) as caught:
+        law(mutant.make(), case)
+    message = str(caught.value)
+    assert caught.value.law is law and caught.value.path
+    # Half a pair does not work alone, so that no single event is guilty.
+    assert (caught.value.event is None) == (mutant.name == "densifies_when_neutral")
+    for part in (mutant.name, caught.value.event.name if caught.value.event else "", caught.value.path, law.remedy):
+        assert part in message
+
+
+def test_each_law_has_mutants() -> None:
+    assert {mutant.breaks for mutant in MUTANTS} == set(absence.__all__)
+
+
+def test_what_a_mutant_changed_is_named() -> None:
+    with pytest.raises(LawViolation) as caught:
+        draws_independent(splits_the_key_at_init(), CASE)
+    assert (caught.value.event, caught.value.path) == (Event.INIT, "key")
+    assert list(caught.value.values) == ["at the start", "afterwards"] and caught.value.values["at the start"] == 3
+
+
+def test_slots_of_others_are_seen_by_the_witnesses() -> None:
+    with pytest.raises(LawViolation, match="slots.'early_witness'"):
+        draws_independent(forgets_everything(), CASE)
+
+
+def test_an_algorithm_out_of_its_time_is_absent_but_can_act() -> None:
+    late = alg.selective_backprop(start=0.9, end=1.0, interrupt=0)
+    assert absent_when_unmatched(late, CASE)
+    assert not draws_independent(bystander("late"), dataclasses.replace(CASE, num_batches=0))
+
+
+def test_what_never_matches_is_nothing_to_be_absent() -> None:
+    assert not absent_when_unmatched(identity(), CASE)
+    assert absent_when_unmatched.exempt(identity()) == draws_independent.exempt(identity())
+    assert neutral_setting.exempt(identity()) is None
+
+
+def test_what_acts_at_init_alone_is_exempt() -> None:
+    orthogonal = Algorithm("orthogonal", on(Event.INIT), lambda event, state: state)
+    assert "INIT alone" in (absent_when_unmatched.exempt(orthogonal) or "")
+    assert absent_when_unmatched.exempt(alg.mixup()) is None
+
+
+@pytest.mark.parametrize("also_changes_lr", [False, True])
+def test_after_surgery_the_rest_is_still_compared(also_changes_lr: bool) -> None:
+    def widen(event: Event, state: State) -> State:
+        if event is not Event.INIT:
+            return state
+        parts = from_module(nn.Linear(4, 3).requires_grad_(True))
+        hparams = {"lr": torch.tensor(1.0)} if also_changes_lr else state.hparams
+        opt_state = state.optimizer.init(parts.params)
+        new = {"model": parts.model, "params": parts.params, "buffers": parts.buffers, "opt_state": opt_state}
+        return state.replace(**new, hparams=hparams)
+
+    surgery = Algorithm("widen", on(Event.INIT, Event.BATCH_END) & between(0.0, 1.0), widen)
+    case = dataclasses.replace(CASE, others=("bystander",))
+    if also_changes_lr:
+        with pytest.raises(LawViolation, match="hparams"):
+            absent_when_unmatched(surgery, case)
+    else:
+        assert absent_when_unmatched(surgery, case)
+
+
+def test_own_metrics_and_slots_are_allowed_to_a_neutral_algorithm() -> None:
+    assert neutral_setting(bystander("neutral"), CASE)

@@ -1,0 +1,324 @@
+"""The laws of numbers: shipped algorithms keep them, mutants break them, and they do not cry wolf."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from purecompose import Algorithm, Event, algorithms as alg, between, compose, loop_events, on, random
+from purecompose.algorithm import identity
+from purecompose.testing.case import Case
+from purecompose.testing.law import LawViolation
+from purecompose.testing.mutants.numbers import MUTANTS
+from purecompose.testing.strategies import cases
+from purecompose.testing.suite import numbers
+from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, vmap_agrees
+from purecompose.testing.tasks import TASKS, Task
+
+
+LAWS = (microbatches_agree, vmap_agrees, gradient_exact)
+SHIPPED = (
+    alg.mixup(0.2),
+    alg.mixup(0.3, interpolate_loss=True),
+    alg.label_smoothing(0.1),
+    alg.selective_backprop(start=0, end=1.0, keep=0.5, interrupt=0),
+    alg.selective_backprop(start=0, end=1.0, keep=0.5, interrupt=2),
+)
+FOUND = {
+    "noise_drawn_per_slice": (Event.BEFORE_FORWARD, "grads['0.weight']"),
+    "inputs_centred_by_slice": (Event.BEFORE_FORWARD, "grads['0.weight']"),
+    "slices_counted_as_batches": (Event.AFTER_BACKWARD, "slots['slices_counted_as_batches']"),
+    "gradients_clipped_by_slice": (Event.AFTER_BACKWARD, "grads['0.weight']"),
+    "decay_times_examples": (Event.AFTER_LOSS, "grads['position']"),
+    "branch_on_the_loss": (Event.AFTER_LOSS, ""),
+    "loss_read_as_number": (Event.AFTER_TRAIN_BATCH, ""),
+    "large_gradients_by_mask": (Event.AFTER_TRAIN_BATCH, ""),
+    "value_or_default": (Event.AFTER_TRAIN_BATCH, "params['0.weight']"),
+    "calls_counted_in_closure": (Event.AFTER_TRAIN_BATCH, "params['0.weight']"),
+    "decay_without_gradient": (Event.BATCH_END, "hparams['lr']"),
+    "decay_of_data": (Event.BATCH_END, "hparams['lr']"),
+    "norm_detached": (Event.AFTER_TRAIN_BATCH, "hparams['lr']"),
+    "root_at_zero": (Event.AFTER_TRAIN_BATCH, "params['0.weight']"),
+}
+"""Where each mutant is found: event and leaf."""
+
+
+def at(event, fn, name="subject", **options):
+    """An algorithm that applies `fn` at one event."""
+    return Algorithm(name, on(event), lambda _, state: fn(state), **options)
+
+
+def scaled_grads(factor):
+    """An algorithm that multiplies the gradients by `factor(state)`."""
+    return at(
+        Event.AFTER_TRAIN_BATCH,
+        lambda state: state.replace(grads={key: factor(state) * grad for key, grad in state.grads.items()}),
+    )
+
+
+def scaled_params(factor):
+    """An algorithm that multiplies the params by `factor(state)` after the update."""
+    return at(
+        Event.BATCH_END,
+        lambda state: state.replace(params={key: factor(state) * param for key, param in state.params.items()}),
+    )
+
+
+def values_of(violation: LawViolation) -> Any:
+    """The two values that a violation shows."""
+    first, second = violation.values.values()
+    return first, second
+
+
+# Shipped algorithms and mutants
+
+
+@pytest.mark.parametrize("algorithm", SHIPPED, ids=repr)
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_shipped_algorithms_keep_the_laws(law, algorithm, data):
+    accepted = [task for name, task in TASKS.items() if name != "tokens" or algorithm.name != "mixup"]
+    case = data.draw(cases(accepted))
+    acted = law(algorithm, case)
+    if algorithm.name != "selective_backprop":  # which by its settings is active in some steps only
+        assert acted
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_mutants_are_caught_where_they_are_wrong(mutant, data):
+    case = data.draw(cases([TASKS[mutant.task]]))
+    with pytest.raises(LawViolation) as caught:
+        getattr(numbers, mutant.breaks)(mutant.make(), case)
+    violation = caught.value
+    assert violation.law.name == mutant.breaks
+    assert (violation.event, violation.path) == FOUND[mutant.name]
+    assert mutant.name in str(violation) and repr(case) in str(violation)
+    if "'" in violation.path and mutant.name != "root_at_zero":
+        first, second = values_of(violation)
+        assert first != second
+
+
+def test_each_law_has_mutants_that_are_found_by_values():
+    for law in LAWS:
+        own = [mutant for mutant in MUTANTS if mutant.breaks == law.name]
+        assert len(own) >= 3
+        assert any(FOUND[mutant.name][1] for mutant in own)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+def test_neutral_settings_are_exempt_and_nothing_is_judged_where_nothing_acts(law):
+    assert law.exempt(alg.mixup(0)) == "its settings are neutral: it never acts"
+    assert law.exempt(alg.mixup(0.2)) is None
+    assert law(identity(), Case()) is False
+    late = Algorithm("late", on(Event.BATCH_START) & between(0.9, 1), lambda event, state: state)
+    assert law(late, Case(batches_per_epoch=3, epochs=9)) is False
+    assert law(late, Case(batches_per_epoch=1, epochs=10, start=9)) is True
+
+
+@pytest.mark.parametrize("law", [vmap_agrees, gradient_exact], ids=repr)
+def test_host_algorithms_may_read_values(law):
+    reading = at(Event.BATCH_START, lambda state: state, host=True)
+    assert "reads values" in law.exempt(reading)
+    assert microbatches_agree.exempt(reading) is None
+
+
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+def test_what_a_plain_step_raises_is_no_violation(law):
+    def fail(state):
+        raise KeyError("a mistake of another kind")
+
+    with pytest.raises(KeyError, match="another kind"):
+        law(at(Event.BATCH_START, fail), Case())
+
+
+class Mixing(nn.Module):
+    """Its outputs depend on the whole batch, on a value, and on no derivative: no law of numbers holds for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        factor = inputs.sum().item() if inputs.sum() > 0 else 1.0
+        return factor * self.layer(inputs) * self.layer.weight.sum().detach()
+
+
+@pytest.mark.parametrize("law", LAWS, ids=repr)
+def test_the_network_is_not_the_algorithms_fault(law):
+    task = Task("mixing", lambda seed: Mixing(), TASKS["vectors"].batch)
+    assert law(alg.label_smoothing(0.1), Case(task=task)) is False
+
+
+# float64
+
+
+@pytest.mark.parametrize("law, has_verdict", [(microbatches_agree, True), (vmap_agrees, True), (gradient_exact, False)])
+def test_an_algorithm_that_takes_no_float64_is_tried_in_float32(law, has_verdict):
+    def check(state):
+        assert state.inputs.dtype is torch.float32
+        return state
+
+    assert law(at(Event.BATCH_START, check), Case()) is has_verdict
+
+
+def test_a_broken_law_is_found_in_float32_too():
+    def check(state):
+        assert state.inputs.dtype is torch.float32
+        return state.replace(inputs=state.inputs - state.inputs.mean(0))
+
+    with pytest.raises(LawViolation, match="with 2 microbatches"):
+        microbatches_agree(at(Event.BEFORE_FORWARD, check), Case())
+
+
+# microbatches_agree
+
+
+@pytest.mark.parametrize("given_number, taken", [(1, 2), (2, 2), (3, 3)])
+def test_the_cases_microbatches_are_taken_or_two(given_number, taken):
+    sizes = []
+
+    def look(state):
+        sizes.append(state.num_examples)
+        return state
+
+    assert microbatches_agree(at(Event.BEFORE_FORWARD, look), Case(batch_size=6, microbatches=given_number))
+    assert sizes == [6] + taken * [6 // taken]
+
+
+def test_batch_norm_is_out_of_the_way_and_the_rest_of_the_network_is_judged():
+    case = Case(task=TASKS["images"], batch_size=4)
+    assert microbatches_agree(alg.label_smoothing(0.1), case)
+    with pytest.raises(LawViolation, match="grads"):
+        microbatches_agree(at(Event.BEFORE_FORWARD, lambda s: s.replace(inputs=s.inputs - s.inputs.mean(0))), case)
+
+
+def test_an_error_in_slices_alone_breaks_the_law():
+    weights = torch.linspace(0, 1, 4)[:, None]
+    weighted = at(Event.BEFORE_FORWARD, lambda state: state.replace(inputs=state.inputs * weights))
+    with pytest.raises(LawViolation, match="raised only with 2 microbatches: RuntimeError") as caught:
+        microbatches_agree(weighted, Case(batch_size=4))
+    assert caught.value.event is Event.BEFORE_FORWARD
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_metrics_of_single_numbers_agree_and_others_are_free():
+    def report(state):
+        return state.replace(metrics={**state.metrics, "loss": state.loss, "size": state.outputs[:1]})
+
+    assert microbatches_agree(at(Event.AFTER_LOSS, report), Case())
+    square = at(Event.AFTER_LOSS, lambda s: s.replace(metrics={**s.metrics, "square": s.loss**2}))
+    with pytest.raises(LawViolation) as caught:
+        microbatches_agree(square, Case())
+    assert caught.value.path == "metrics['square']"
+
+
+# vmap_agrees
+
+
+def test_torchs_own_error_is_the_cause():
+    with pytest.raises(LawViolation, match="calling .item") as caught:
+        vmap_agrees(scaled_grads(lambda state: state.loss.item()), Case())
+    assert "vmap" in str(caught.value.__cause__)
+
+
+def test_draws_and_integers_of_members_agree():
+    def draw(state):
+        noise = random.normal(state.rng("subject"), tuple(state.inputs.shape)).to(state.inputs)
+        metrics = {"index": random.randint(state.rng("subject"), (3,), 0, 1000)}
+        return state.replace(inputs=state.inputs + noise, metrics={**state.metrics, **metrics})
+
+    for seed in range(4):
+        assert vmap_agrees(at(Event.AFTER_DATALOADER, draw), Case(seed=seed))
+
+
+# gradient_exact
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param(lambda state: 1 / (1 + state.loss), id="smooth"),
+        pytest.param(lambda state: torch.where(state.loss > 0, state.loss, 1), id="chosen"),
+        pytest.param(lambda state: state.params["0.weight"].square().sum().add(1e-6).sqrt(), id="norm"),
+    ],
+)
+def test_lawful_factors_of_the_gradients_pass(factor):
+    for seed in range(3):
+        assert gradient_exact(scaled_grads(factor), Case(seed=seed))
+
+
+def lr_kink(state):
+    """A kink in the rate at its start, 0.1 in float32, where torch takes one side's derivative."""
+    return 1 - 0.1 * (state.hparams["lr"] - torch.tensor(0.1)).relu()
+
+
+def lr_jump(state):
+    return torch.where(state.hparams["lr"] > torch.tensor(0.1), 0.9, 1.0)
+
+
+def lr_kink_beside(state):
+    return 1 - 0.1 * (state.hparams["lr"] - 2e-6 - torch.tensor(0.1)).relu()
+
+
+def lr_in_float32(state):
+    return (1 + state.hparams["lr"].float()).double()
+
+
+@pytest.mark.parametrize("factor", [lr_kink, lr_jump, lr_kink_beside, lr_in_float32], ids=lambda f: f.__name__)
+def test_what_differences_cannot_tell_is_not_judged(factor):
+    assert gradient_exact(scaled_params(factor), Case()) is False
+
+
+def test_a_small_error_is_seen():
+    slightly = scaled_params(lambda state: 1 - 1e-3 * state.params["0.weight"].detach().square().sum())
+    with pytest.raises(LawViolation) as caught:
+        gradient_exact(slightly, Case())
+    first, second = values_of(caught.value)
+    assert abs(first / second - 1) < 0.1
+
+
+def test_the_leaf_of_a_wrong_gradient_is_named():
+    def decay(state):
+        bias = state.params["3.bias"]
+        return state.replace(params={**state.params, "3.bias": bias - 0.1 * bias.detach()})
+
+    # With rate 0 the loss depends on the first params alone, so the rate's own gradient is right.
+    def still(state):
+        return state.replace(grads={key: 0 * grad for key, grad in state.grads.items()})
+
+    def apply(event, state):
+        return decay(state) if event is Event.BATCH_END else still(state)
+
+    with pytest.raises(LawViolation) as caught:
+        gradient_exact(Algorithm("subject", on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END), apply), Case())
+    assert caught.value.path == "params['3.bias']"
+    assert caught.value.event is Event.BATCH_END
+    by_grad, by_difference = values_of(caught.value)
+    assert by_difference == pytest.approx(0.9**2 * by_grad, rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_is_not_judged():
+    assert gradient_exact(scaled_params(lambda state: float("inf")), Case()) is False
+
+
+def test_an_error_under_grad_alone_breaks_the_law():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return 2 * ctx.saved_tensors[0] * grad
+
+    squared = scaled_grads(lambda state: Square.apply(state.loss))
+    compose(loop_events, [squared])(Case().state(), Case().batch(0))
+    with pytest.raises(LawViolation, match="raised only where a gradient is taken through the step") as caught:
+        gradient_exact(squared, Case())
+    assert caught.value.event is Event.AFTER_TRAIN_BATCH

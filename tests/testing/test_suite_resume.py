@@ -1,0 +1,268 @@
+"""The law of resuming, and the other process that it needs."""
+
+import dataclasses
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from purecompose.algorithm import Algorithm, identity
+from purecompose.event import Event
+from purecompose.predicate import between, on
+from purecompose.testing import worker as workers
+from purecompose.testing.case import Case
+from purecompose.testing.law import LawViolation
+from purecompose.testing.mutants.mutant import Mutant
+from purecompose.testing.mutants.resume import MUTANTS
+from purecompose.testing.snapshot import from_bytes, to_bytes
+from purecompose.testing.strategies import cases
+from purecompose.testing.subject import Subject
+from purecompose.testing.suite.resume import resume_exact
+from purecompose.testing.tasks import TASKS, Task, make_mlp
+from purecompose.testing.worker import RemoteError, Unportable, Worker, WorkerError, resumed_elsewhere
+
+
+SHIPPED = {
+    "mixup(0.2)": {"tokens"},
+    "mixup(0.3, interpolate_loss=True)": {"tokens"},
+    "label_smoothing(0.1)": set(),
+    "selective_backprop(start=0, end=1.0, keep=0.5, interrupt=0)": set(),
+    "selective_backprop(start=0, end=1.0, keep=0.5, interrupt=2)": set(),
+}
+"""Shipped algorithms, each with the tasks that it refuses."""
+PAIRS = [(text, name) for text, refused in SHIPPED.items() for name in TASKS if name not in refused]
+MIDDLE = Case(start=1, batches_per_epoch=5, num_batches=2, seed=3, microbatches=2, others=("bystander", "noise"))
+"""One batch of an epoch is done at the start, three when it breaks off."""
+
+
+def named(mutant: Mutant) -> str:
+    return f"purecompose.testing.mutants.resume:{mutant.name}"
+
+
+def ours(name: str) -> str:
+    return f"resume_subjects:{name}"
+
+
+@pytest.mark.parametrize(("text", "task"), PAIRS)
+def test_shipped_algorithms_keep_it_within_an_epoch(text: str, task: str) -> None:
+    assert resume_exact(text, dataclasses.replace(MIDDLE, task=TASKS[task]))
+
+
+@given(cases())
+@settings(max_examples=10)
+def test_label_smoothing_keeps_it_in_any_case(case: Case) -> None:
+    assert resume_exact("label_smoothing(0.1)", case)
+
+
+@given(cases([task for task in TASKS.values() if task.name != "tokens"]))
+@settings(max_examples=10)
+def test_mixup_keeps_it_in_any_case(case: Case) -> None:
+    assert resume_exact("mixup(0.2)", case)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_are_caught(mutant: Mutant) -> None:
+    caught = []
+    for num_batches in (1, 2, 3):
+        try:
+            resume_exact(named(mutant), dataclasses.replace(MIDDLE, num_batches=num_batches, task=TASKS[mutant.task]))
+        except LawViolation as violation:
+            caught.append(violation)
+    assert caught
+    for violation in caught:
+        assert violation.law is resume_exact
+        assert violation.event in (Event.AFTER_DATALOADER, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+        assert violation.path.startswith(("params", "slots"))
+        assert list(violation.values) == ["without a break", "resumed"]
+        assert mutant.name in str(violation) and "state.slots[name]" in str(violation)
+
+
+@pytest.mark.parametrize("name", ["normalises_by_the_first_batch", "salts_by_hash", "seeds_by_process"])
+def test_only_a_new_process_shows_some(name: str) -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
+    assert resume_exact(mutant.make(), MIDDLE)
+    with pytest.raises(LawViolation):
+        resume_exact(named(mutant), MIDDLE)
+
+
+def test_without_a_source_a_closure_is_found_here() -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == "averages_in_closure"]
+    with pytest.raises(LawViolation, match="params"):
+        resume_exact(mutant.make(), MIDDLE)
+
+
+def test_a_task_that_cannot_be_sent_is_tried_here() -> None:
+    task = Task("local", lambda seed: make_mlp(seed), TASKS["vectors"].batch)
+    case = dataclasses.replace(MIDDLE, task=task)
+    with pytest.raises(Unportable, match="cannot be pickled"):
+        resumed_elsewhere(Subject.of("mixup(0.2)"), case, b"", 0, 1)
+    assert resume_exact("mixup(0.2)", case)
+
+
+def test_what_the_main_module_defines_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unportable, match="source text"):
+        resumed_elsewhere(Subject(identity(), "__main__:mine"), MIDDLE, b"", 0, 1)
+
+    def net(seed: int) -> torch.nn.Module:
+        return make_mlp(seed)
+
+    net.__module__, net.__qualname__ = "__main__", "net"
+    monkeypatch.setattr(sys.modules["__main__"], "net", net, raising=False)
+    case = dataclasses.replace(MIDDLE, task=Task("main", net, TASKS["vectors"].batch))
+    with pytest.raises(Unportable, match="main module"):
+        resumed_elsewhere(Subject.of("mixup(0.2)"), case, b"", 0, 1)
+
+
+def test_cases_on_the_tasks_survive_pickling() -> None:
+    for task in TASKS.values():
+        case = dataclasses.replace(MIDDLE, task=task)
+        assert pickle.loads(pickle.dumps(case)) == case
+
+
+def test_neutral_settings_are_exempt_and_inactive_ones_do_not_count() -> None:
+    assert resume_exact.exempt(Subject.of("mixup(0)").algorithm) is not None
+    assert resume_exact.exempt(Subject.of("mixup(0.2)").algorithm) is None
+    late = Algorithm("late", on(Event.BATCH_END) & between(0.9, 1.0), lambda event, state: state)
+    assert not resume_exact(late, MIDDLE)
+
+
+def test_metrics_of_the_step_before_are_seen_by_nobody() -> None:
+    assert resume_exact(ours("reads_last_metrics"), MIDDLE)
+
+
+def test_a_subject_narrowed_to_an_event_is_narrow_elsewhere_too() -> None:
+    narrow = Subject.of(ours("plain")).only_at(Event.BATCH_END)
+    assert resume_exact(narrow, MIDDLE)
+
+
+def test_the_bits_hold_for_other_settings_of_torch() -> None:
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert resume_exact("mixup(0.2)", dataclasses.replace(MIDDLE, task=TASKS["images"], others=("noise",)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+
+
+# The other process
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("fails_elsewhere", "LookupError: no cache here"), ("dies_elsewhere", "the process ended with status 7")],
+)
+def test_a_run_that_fails_elsewhere_breaks_the_law(name: str, found: str) -> None:
+    with pytest.raises(LawViolation) as caught:
+        resume_exact(ours(name), MIDDLE)
+    assert found in caught.value.what and caught.value.event is Event.BATCH_END
+    assert resume_exact(ours("talks"), MIDDLE)  # and the worker goes on
+
+
+def test_a_run_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resume_exact(ours("plain"), MIDDLE)
+    before = workers._worker
+    monkeypatch.setattr(workers, "_LIMIT", 1.0)
+    with pytest.raises(LawViolation, match="no end after 1 seconds"):
+        resume_exact(ours("hangs_elsewhere"), MIDDLE)
+    monkeypatch.undo()
+    assert resume_exact(ours("plain"), MIDDLE)
+    assert workers._worker is before
+
+
+def test_an_algorithm_that_cannot_be_made_elsewhere_is_an_error_of_the_setup() -> None:
+    with pytest.raises(WorkerError, match="no_such_module"):
+        resume_exact(Subject(Subject.of("mixup(0.2)").algorithm, "no_such_module:mine"), MIDDLE)
+
+
+def test_a_worker_that_died_is_replaced() -> None:
+    assert resume_exact("mixup(0.2)", MIDDLE)
+    worker = workers._worker
+    assert worker is not None
+    worker._process.kill()
+    worker._process.wait()
+    assert resume_exact("mixup(0.2)", MIDDLE)
+    assert workers._worker is not worker
+
+
+def test_every_try_runs_in_a_process_of_its_own() -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == "warms_up_by_its_own_count"]
+    subject, step = Subject.of(named(mutant)), MIDDLE.step(mutant.make())
+    snapshot = to_bytes(step.init(MIDDLE.state()))
+    ends = [from_bytes(resumed_elsewhere(subject, MIDDLE, snapshot, 0, 2), like=step.init(MIDDLE.state()))] * 2
+    assert [float(end.slots[mutant.name]["factor"]) for end in ends] == [0.75, 0.75]
+
+
+def test_without_forks_the_law_holds_too_and_a_worker_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Worker(fork=False)
+    monkeypatch.setattr(workers, "_worker", own)
+    assert resume_exact("mixup(0.2)", MIDDLE)
+    assert resume_exact("mixup(0.2)", MIDDLE)
+    with pytest.raises(LawViolation):
+        resume_exact(named(MUTANTS[0]), MIDDLE)
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.close()
+        own.close()
+        assert own._process.returncode == 0
+        del own
+        gc.collect()
+
+
+_IDLE = """
+from purecompose.testing import worker
+print(worker._the_worker()._process.pid, flush=True)
+"""
+_BUSY = """
+import os
+from purecompose.testing import worker
+from purecompose.testing.case import Case
+from purecompose.testing.suite.resume import resume_exact
+assert resume_exact("label_smoothing(0.1)", Case(batches_per_epoch=3))
+print(worker._worker._process.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [_IDLE, *(pytest.param(text, marks=pytest.mark.slow) for text in (_BUSY, _BUSY + "os._exit(0)"))],
+    ids=["idle", "busy", "sudden"],
+)
+def test_the_worker_ends_with_its_parent(text: str) -> None:
+    done = subprocess.run([sys.executable, "-Werror", "-c", text], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    pid, deadline = int(done.stdout), time.monotonic() + 10
+    while _is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:  # the dead that nobody has waited for count as gone
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_installed_modules_are_at_hand_for_the_next_try_and_own_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("colorsys", "resume_subjects"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    workers._import(["colorsys", "resume_subjects", "no_such_module"])
+    assert "colorsys" in sys.modules and "resume_subjects" not in sys.modules
+
+
+def test_errors_of_the_run_are_told_from_errors_of_the_setup() -> None:
+    with pytest.raises(RemoteError, match="no snapshot"):
+        resumed_elsewhere(Subject.of("mixup(0.2)"), MIDDLE, b"none", 0, 1)

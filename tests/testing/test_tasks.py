@@ -1,0 +1,91 @@
+"""Tasks: networks and batches that fit, made from seeds, that print and pickle."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from purecompose import compose, loop_events
+from purecompose.testing.strategies import tasks
+from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_mlp, make_task
+
+
+def own_batch(seed, size):
+    return torch.full((size, 4), float(seed)), torch.zeros(size, dtype=torch.int64)
+
+
+@given(tasks(), st.integers(0, 99), st.integers(1, 6))
+def test_a_step_runs_on_every_task_from_seeds_alone(task, seed, size):
+    before = torch.get_rng_state()
+    ends = [compose(loop_events)(task.make_state(seed), task.make_batch(seed, size)) for _ in range(2)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(end.loss is not None and torch.isfinite(end.loss) for end in ends)
+    assert all(torch.equal(ends[0].params[name], ends[1].params[name]) for name in ends[0].params)
+    assert any(not torch.equal(ends[0].params[name], param) for name, param in task.make_state(seed).params.items())
+
+
+@given(tasks())
+def test_a_task_prints_as_what_rebuilds_it_and_pickles(task):
+    assert eval(repr(task), {"TASKS": TASKS, "make_task": make_task}) == task
+    twin = pickle.loads(pickle.dumps(task))
+    assert twin == task and repr(twin) == repr(task) and hash(twin) == hash(task)
+
+
+def test_own_tasks_print_by_name_and_pickle():
+    task = Task("own", make_mlp, own_batch)
+    assert repr(task) == "Task('own')" and task.kind is None
+    assert pickle.loads(pickle.dumps(task)) == task
+    assert repr(Task("vectors", make_mlp, own_batch)) == "Task('vectors')"
+
+
+def test_the_tasks_between_them_have_what_breaks_algorithms():
+    assert [name for name, task in TASKS.items() if task.has_batch_norm] == ["images"]
+    assert {task.kind for task in TASKS.values()} == set(KINDS)
+    states = {name: task.make_state(0) for name, task in TASKS.items()}
+    assert [name for name, state in states.items() if state.context.frozen] == ["frozen"]
+    assert "head.weight" not in states["tokens"].params  # tied
+    assert "head.weight" in make_task("tokens").make_state(0).params
+    labels = TASKS["tokens"].make_batch(0, 4)["labels"]
+    assert (labels[:, 0] == -100).tolist() == [True, False, True, False] and (labels[:, 1:] >= 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_targets_fit_outputs(kind, form):
+    soft = make_task(kind, targets="soft", form=form, dropout=0.2)
+    batch = soft.make_batch(3, 5, torch.float64)
+    inputs, targets = batch if form == "tuple" else batch.values()
+    outputs = soft.make_net(0).eval().double()(inputs)
+    assert targets.shape == outputs.shape and targets.dtype == torch.float64
+    assert torch.allclose(targets.sum(1), torch.ones((), dtype=torch.float64))
+    batch = make_task(kind, form=form).make_batch(3, 5)
+    targets = batch[1] if form == "tuple" else batch["labels"]
+    assert targets.dtype == torch.int64 and targets.shape == outputs.select(1, 0).shape
+
+
+def test_batches_of_different_seeds_differ_and_share_nothing():
+    task = TASKS["images"]
+    first, again, other = task.make_batch(0, 2), task.make_batch(0, 2), task.make_batch(1, 2)
+    assert torch.equal(first[0], again[0]) and not torch.equal(first[0], other[0])
+    first[0].zero_()
+    assert torch.equal(again[0], task.make_batch(0, 2)[0])
+
+
+def test_images_may_be_smaller():
+    net = make_task("images").make_net(0)
+    assert net(torch.zeros(2, 2, 3, 3)).shape == net(torch.zeros(2, 2, 6, 6)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_task("graphs"), "kind='graphs' .str.: expected one of 'vectors', 'images', 'tokens'"),
+        (lambda: MakeBatch(targets="hard"), "targets='hard'"),
+        (lambda: MakeBatch(form="list"), "form='list'"),
+        (lambda: MakeNet("images", tied=True), "tied=True.*images.*kind='tokens'"),
+    ],
+)
+def test_what_does_not_exist_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
