@@ -16,10 +16,13 @@ from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.strategies import SearchStrategy
 
 from purecompose.algorithm import Algorithm
+from purecompose.event import Event
+from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.chosen import chosen
 from purecompose.testing.law import Broken, Law, LawViolation, never_acts
 from purecompose.testing.process import process_restored, process_settings
+from purecompose.testing.record import intercepted
 from purecompose.testing.report import Outcome, Report, Status
 from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject
@@ -202,20 +205,32 @@ class Trials:
             case = Case(task, start=start)
             plain = case.step()
             plain(plain.init(case.state()), case.batch(0))
-            with process_restored():
-                before = process_settings()
-                try:
-                    step = case.step(self.subject.algorithm)
+            touched: list[Event] = []
+            try:
+                with process_restored():
+                    step = case.step(_watched(self.subject.algorithm, touched))
                     step(step.init(case.state()), case.batch(0))
-                except Exception as error:
-                    # What breaks a law is no refusal, nor is what comes of a switch that it has left in the process.
-                    is_at_fault = self._owner_of(error) is not None or process_settings() != before
-                    return None if is_at_fault else _first_line(error)
+            except Exception as error:
+                # What breaks a law is no refusal, nor is what comes of a switch that it has left in the process.
+                return None if touched or self._owner_of(error) is not None else _first_line(error)
         return None
 
     def _owner_of(self, error: Exception) -> Law | None:
         """The law that an error of the library means; one that is tried comes first."""
         return next((law for law in (*self.laws, *LAWS) if law.owns and isinstance(error, law.owns)), None)
+
+
+def _watched(algorithm: Algorithm, touched: list[Event]) -> Algorithm:
+    """The algorithm; notes the events at which it changes what belongs to the process."""
+
+    def around(event: Event, state: State, act: Callable[[State], State]) -> State:
+        before = process_settings()
+        after = act(state)
+        if process_settings() != before:
+            touched.append(event)
+        return after
+
+    return intercepted(algorithm, around)
 
 
 _NO_NEUTRAL = "no neutral settings given, such as neutral=mixup(0.0) in Python or --neutral 'mixup(0.0)'"

@@ -19,7 +19,7 @@ from purecompose.testing.tasks import TASKS, Task
 __all__ = ["SHIPPED", "Row"]
 
 _EVERY_TASK = tuple(TASKS)
-_SCHEDULES = (linear(), linear(0.0, 1.0, t_max="0.5dur"), cosine(), cosine(warmup="2ba"))
+_SCHEDULES = (linear(), linear(0.0, 1.0, t_max="0.5dur"), cosine(), cosine(warmup="0.25dur"))
 
 
 @dataclass(frozen=True)
