@@ -61,6 +61,24 @@ def test_the_pages_clipping_bounds_the_gradient() -> None:
         assert pc.tree.global_norm(moved).item() == pytest.approx(bound, rel=1e-3)
 
 
+def without_numbers(text: str) -> str:
+    """Words and marks alone, on one line: values and line breaks differ from machine to machine."""
+    return " ".join(re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "0", text).split())
+
+
+def test_laws(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("laws.md")
+    printed = without_numbers(capsys.readouterr().out)
+    page = (ROOT / "docs" / "laws.md").read_text()
+    reports = re.findall(r"```text\n(.*?)```", page, re.S)
+    assert len(reports) == 4
+    for report in reports[:3]:
+        assert without_numbers(report) in printed, report
+    assert "mixup and selective_backprop do not commute at AFTER_DATALOADER" in printed
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.M)
+    assert rows == [(law.name, law.promise) for law in names["LAWS"]]
+
+
 def test_training(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("training.md")
     printed = capsys.readouterr().out

@@ -170,10 +170,14 @@ class Trials:
         exempt = law.exempt(subject.algorithm)
         if exempt:
             return Outcome(law.name, Status.SKIPPED, exempt, law.promise)
+        unsuited = {task: why for task in self.tasks if (why := law.unsuited(task)) is not None}
+        if len(unsuited) == len(self.tasks):
+            return Outcome(law.name, Status.SKIPPED, f"on no task: {'; '.join(set(unsuited.values()))}", law.promise)
         start = time.perf_counter()
         search = _Search(law, subject, self._owner_of)
+        tasks = [task for task in self.tasks if task not in unsuited]
         with _one_thread():
-            search.run(_cases(self.tasks, self.subject.algorithm), self.max_examples, self.seed)
+            search.run(_cases(tasks, self.subject.algorithm), self.max_examples, self.seed)
             found = search.outcome()
         return Outcome(
             law.name,

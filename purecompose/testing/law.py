@@ -11,6 +11,7 @@ from purecompose.predicate import NEVER
 from purecompose.testing.case import Case
 from purecompose.testing.process import process_restored
 from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import Task
 from purecompose.tree import Difference
 
 
@@ -98,6 +99,7 @@ class Law:
             about nothing is not counted as kept.
         owns: The library's own errors that mean this law.
         exempt: Says why the law does not concern an algorithm, or `None`.
+        unsuited: Says why it cannot be judged on a task, or `None`.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Law:
     judge: Callable[[Subject, Case], bool]
     owns: tuple[type[Exception], ...] = ()
     exempt: Callable[[Algorithm], str | None] = lambda algorithm: None
+    unsuited: Callable[[Task], str | None] = lambda task: None
 
     def __call__(self, algorithm: Algorithm | Subject | str, case: Case) -> bool:
         """Tries the law.
@@ -169,11 +172,12 @@ def define_law(
     *,
     owns: Sequence[type[Exception]] = (),
     exempt: Callable[[Algorithm], str | None] = lambda algorithm: None,
+    unsuited: Callable[[Task], str | None] = lambda task: None,
 ) -> Callable[[Callable[[Subject, Case], bool]], Law]:
     """Makes a law, named like the function, of a function `(subject, case) -> bool`; see `Law`."""
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
-        new = Law(judge.__name__, promise, remedy, judge, tuple(owns), exempt)
+        new = Law(judge.__name__, promise, remedy, judge, tuple(owns), exempt, unsuited)
         object.__setattr__(new, "__doc__", judge.__doc__)
         return new
 

@@ -67,9 +67,9 @@ class Task:
         return self.batch.kind if isinstance(self.batch, MakeBatch) else None
 
     @property
-    def has_batch_norm(self) -> bool:
-        """Whether the network mixes examples by batch statistics."""
-        return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.make_net(0).modules())
+    def has_buffers(self) -> bool:
+        """Whether the network has buffers, such as batch statistics."""
+        return any(True for _ in self.make_net(0).buffers())
 
     def __repr__(self) -> str:
         if TASKS.get(self.name) == self:

@@ -40,7 +40,7 @@ def test_own_tasks_print_by_name_and_pickle():
 
 
 def test_the_tasks_between_them_have_what_breaks_algorithms():
-    assert [name for name, task in TASKS.items() if task.has_batch_norm] == ["images"]
+    assert [name for name, task in TASKS.items() if task.has_buffers] == ["images"]
     assert {task.kind for task in TASKS.values()} == set(KINDS)
     states = {name: task.make_state(0) for name, task in TASKS.items()}
     assert [name for name, state in states.items() if state.context.frozen] == ["frozen"]

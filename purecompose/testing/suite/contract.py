@@ -151,6 +151,7 @@ def own_slot(subject: Subject, case: Case) -> bool:
     "an algorithm leaves the network's buffers, such as BatchNorm's statistics, to the step's own forward pass",
     "drop the buffers of a forward pass of your own: outputs, _ = state.run_model(...), or state.forward(...)",
     exempt=never_acts,
+    unsuited=lambda task: None if task.has_buffers else "its network has no buffers",
 )
 def buffers_kept(subject: Subject, case: Case) -> bool:
     """Compares the buffers around each application, and what BatchNorm counts with and without the algorithm."""
@@ -164,10 +165,7 @@ def buffers_kept(subject: Subject, case: Case) -> bool:
             _check_fields(before, {"buffers": now.buffers}, event)
         return after
 
-    state = case.state()
-    if not state.buffers:
-        return False
-    run(case.step(intercepted(subject.algorithm, around)), state, case.batches())
+    run(case.step(intercepted(subject.algorithm, around)), case.state(), case.batches())
     # In one slice: an algorithm that picks examples may leave fewer of them than slices.
     steps = [case.step(*algorithms, microbatches=1) for algorithms in ((), (subject.algorithm,))]
     without, with_it = (_counted(run(step, case.state(), case.batches()).states[-1]) for step in steps)
