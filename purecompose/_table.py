@@ -5,7 +5,9 @@ import textwrap
 from collections.abc import Sequence
 
 
-__all__ = ["table"]
+__all__ = ["table", "terminal_width"]
+
+_WIDEST = 110
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
@@ -19,7 +21,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
         22  two and twenty, or
             11 + 11
     """
-    width = width or min(shutil.get_terminal_size((110, 24)).columns, 110)
+    width = width or terminal_width()
     fixed = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head) - 1)]
     left = sum(fixed) + 2 * len(fixed)
     wrapped = [textwrap.wrap(row[-1], max(width - left, 20)) or [""] for row in rows]
@@ -29,6 +31,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
         lines.append(_line(row, parts[0], fixed))
         lines += [" " * left + part for part in parts[1:]]
     return "\n".join(lines)
+
+
+def terminal_width() -> int:
+    """The terminal's columns, at most 110: longer lines are hard to read. Where there is no terminal, 110."""
+    return min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
 
 
 def _line(cells: Sequence[str], last: str, sizes: Sequence[int]) -> str:

@@ -35,6 +35,7 @@ class Trait(enum.Enum):
     EDITS_LOSS = "replaces the loss value itself, not the targets: two of these do not compose"
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes them anew"
     MAY_LEAVE_UNUSED = "may leave parameters without a gradient"
+    SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
     SECOND_ORDER = "needs gradients of gradients"
     REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
 

@@ -20,8 +20,9 @@ from purecompose.clock import Clock
 from purecompose.context import Context, SealedTime, Static
 from purecompose.contract import Contract, check_slots
 from purecompose.event import Event
+from purecompose.folding import build
 from purecompose.gradient import Op, wants_outer_gradient
-from purecompose.loop import Grad, Node, Program, advance, build, walk
+from purecompose.loop import Grad, Node, Program, advance, events_in, walk
 from purecompose.matching import Matcher
 from purecompose.network import looking_for_draws
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
@@ -58,7 +59,7 @@ class Step:
     ) -> None:
         self.program, self.algorithms, self.passes = program, algorithms, passes
         self.microbatches = microbatches
-        self.events = tuple(dict.fromkeys(node for node in walk(program) if isinstance(node, Event)))
+        self.events = events_in(program)
         self.differentiated = tuple(_events_in_grad(program))
         self.has_advance = any(node is advance for node in walk(program))
         self.matcher = Matcher(algorithms, self.events)
@@ -335,14 +336,14 @@ def _as_program(given: Iterable[Node]) -> Program:
     if isinstance(given, Event) or not isinstance(given, Iterable):
         raise TypeError(f"{given!r} is no program: a tuple of events, stages and scopes, such as loop_events")
     program = tuple(Event(node) if isinstance(node, str) else node for node in given)
-    if sum(node is advance for node in walk(program)) > 1:
+    num_advances = sum(node is advance for node in walk(program))
+    if num_advances > 1:
         raise ValueError("the program has more than one advance: a step moves the time by one batch")
     is_later = False
     for node in walk(program):
         is_later = is_later or node is advance
         if isinstance(node, Event):
-            has_advance = any(other is advance for other in walk(program))
-            if has_advance and node.sees_new_time != is_later:
+            if num_advances and node.sees_new_time != is_later:
                 side = "after" if node.sees_new_time else "before"
                 raise ValueError(f"{node} belongs {side} the program's advance")
         elif not callable(node) and not hasattr(node, "body"):
@@ -358,8 +359,7 @@ def _opened(state: State, *, later: bool) -> Timestamp:
 
 
 def _events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
-    scopes = (node for node in walk(program) if isinstance(node, Grad))
-    return (node for scope in scopes for node in walk(scope.body) if isinstance(node, Event))
+    return (event for node in walk(program) if isinstance(node, Grad) for event in events_in(node.body))
 
 
 def _check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:

@@ -148,5 +148,5 @@ def _specs(state: State) -> dict[str, Any]:
     for name in _LASTING:
         for path, leaf in tree.leaves_with_paths(getattr(state, name)).items():
             is_tensor = isinstance(leaf, Tensor)
-            found[f"{name}{path}"] = f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)
+            found[f"{name}{path}"] = tree.describe(leaf, with_device=False) if is_tensor else repr(leaf)
     return found

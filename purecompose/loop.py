@@ -5,16 +5,13 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 that it holds, `Microbatches` runs its part on slices of the batch.
 """
 
-import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
-from purecompose import batch as batches, losses
+from purecompose import losses
 from purecompose.event import Event
-from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
+from purecompose.gradient import Op
 from purecompose.state import State
 
 
@@ -28,11 +25,13 @@ __all__ = [
     "advance",
     "eval_events",
     "eval_forward",
+    "events_in",
     "forward",
     "loop_events",
     "loss",
     "predict_events",
     "update",
+    "walk",
 ]
 
 
@@ -204,195 +203,11 @@ def walk(program: Iterable[Node]) -> Iterator[Node]:
             yield from walk(node.body)
 
 
-At: TypeAlias = Callable[[Event], Op | None]
+def events_in(program: Iterable[Node]) -> tuple[Event, ...]:
+    """The events of a program in order, those inside scopes included, each once.
 
-
-def build(program: Iterable[Node], at: At, microbatches: int) -> Op:
-    """The program as one function, with what `at` gives to do at events, and so many slices where no k is given."""
-    body = _build_body(program, at, microbatches, is_slice=False)
-    return lambda state: body(state, set())
-
-
-_Body: TypeAlias = Callable[[State, set[str]], State]
-"""A part of a program. The set has the names of the gradients that an update has applied: none applies them again.
-
-They stay in the state, for those who look, until the next Grad. A Grad makes new ones, and so may a stage; algorithms
-at events edit them, and a used one that was edited is not new.
-"""
-
-
-def _build_body(program: Iterable[Node], at: At, microbatches: int, *, is_slice: bool) -> _Body:
-    """`is_slice`: whether this is the part that runs on slices, whose gradient is not the step's."""
-    ops = [op for node in program if (op := _build_node(node, at, microbatches, is_slice)) is not None]
-
-    def run(state: State, used: set[str]) -> State:
-        for op, is_body in ops:
-            state = op(state, used) if is_body else op(state)
-        return state
-
-    return run
-
-
-def _build_node(node: Node, at: At, microbatches: int, is_slice: bool) -> tuple[Callable[..., State], bool] | None:
-    """What a node does, and whether it is told the gradients already used."""
-    if isinstance(node, Event):
-        op = at(node)
-        return None if op is None else (op, False)
-    if isinstance(node, Update):
-        return (lambda state, used: _update(state, node, used)), True
-    if isinstance(node, Grad):
-        run = _grad(_build_body(node.body, at, microbatches, is_slice=is_slice), node.wrt)
-        return (run if is_slice else _repeatable(run)), True
-    if isinstance(node, Microbatches):
-        body = _build_body(node.body, at, microbatches, is_slice=True)
-        uses_loss = any(inner is loss for inner in walk(node.body))
-        k = node.k or microbatches
-        sliced = body if k == 1 else lambda state, used: _run_sliced(body, state, used, k, uses_loss)
-        return _repeatable(_with_own_gradients(sliced)), True
-    return _stage(_noted(node) if isinstance(node, Stage) else node), True  # or any function State -> State
-
-
-def _grad(body: _Body, wrt: str | None) -> _Body:
-    def run(state: State, used: set[str]) -> State:
-        names = _matching(state.context.trainable, wrt)
-        if used and state.grads is not None:
-            state = state.replace(grads=_without(state.grads, used) or None)
-        after = differentiate(lambda inner: body(inner, used), state, names)
-        used.difference_update(names)
-        return after
-
-    return run
-
-
-def _with_own_gradients(body: _Body) -> _Body:
-    """Earlier gradients are no slice's: what a slice did with them would be done as often as there are slices."""
-
-    def run(state: State, used: set[str]) -> State:
-        if state.grads is None:
-            return body(state, used)
-        used_inside: set[str] = set()
-        after = body(state.replace(grads=None), used_inside)
-        if not after.grads:
-            return after.replace(grads=state.grads)
-        earlier = _without(state.grads, used)
-        used.difference_update(after.grads)
-        used.update(used_inside)
-        return after.replace(grads={**earlier, **after.grads})
-
-    return run
-
-
-def _stage(op: Op) -> _Body:
-    def run(state: State, used: set[str]) -> State:
-        after = op(state)
-        if used and after.grads:
-            before = state.grads or {}
-            used.difference_update(name for name, grad in after.grads.items() if grad is not before.get(name))
-        return after
-
-    return run
-
-
-def _noted(stage: Stage) -> Op:
-    """The stage; what it raises says what it was given."""
-    fn = stage.fn
-
-    def op(state: State) -> State:
-        try:
-            return fn(state)
-        except Exception as error:
-            given = {"batch": state.batch, "outputs": state.outputs}
-            forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
-            error.add_note(f"in the stage {stage.name}, with {', '.join(forms)}")
-            raise
-
-    return op
-
-
-def _form(value: Any) -> str:
-    tensors = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in batches.tensors(value))
-    return f"{type(value).__name__}({', '.join(tensors)})"
-
-
-def _repeatable(run_once: _Body) -> _Body:
-    """The gradient's part of a step, which leaves the way to run it again: `state.gradient`."""
-
-    def run(state: State, used: set[str]) -> State:
-        used_before = used.copy()
-
-        def regrad(params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-            again = run_once(state.replace(params=params), used_before.copy())
-            if again.grads is None or again.loss is None:
-                raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
-            return again.grads, again.loss
-
-        return run_once(state, used).replace(batch=state.batch, regrad=regrad)
-
-    return run
-
-
-def _run_sliced(body: _Body, state: State, used: set[str], k: int, uses_loss: bool) -> State:
-    """Runs the body on k slices and averages loss, gradients and metrics, each slice weighted by its terms."""
-    current, offset, total = state, 0, 0
-    mean_loss: Tensor | None = None
-    mean_grads: dict[str, Tensor] | None = None
-    mean_metrics: dict[str, Tensor] = {}
-    # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
-    input_key = state.context.input_key
-    for part in batches.split(state.batch, min(k, state.num_examples), input_key):
-        size = batches.num_examples(part, input_key)
-        first = offset if state.first_example is None else state.first_example + offset
-        # What a slice makes anew it does not find from the one before.
-        anew = {"loss": None, "outputs": state.outputs, "grads": None, "metrics": state.metrics}
-        start = current.replace(batch=part, first_example=first, **anew)
-        current = body(start, used)
-        weight = _num_terms(start, current) if uses_loss else size
-        total, offset = total + weight, offset + size
-        if current.loss is not None:
-            mean_loss = averaged(mean_loss, current.loss, weight, total)
-        if current.grads is not None:
-            mean_grads = averaged_by_name(mean_grads, current.grads, None, weight, total)
-        if current.metrics is not state.metrics:
-            numbers = {name: value for name, value in current.metrics.items() if _is_number(value)}
-            mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
-    means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.metrics, **mean_metrics}}
-    return current.replace(batch=state.batch, first_example=state.first_example, **means)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
-
-
-def _num_terms(before: State, after: State) -> int | Tensor:
-    loss_fn = before.context.loss
-    # A model that computes its loss finds its targets in the batch, by a way of its own.
-    targets = before.batch if isinstance(loss_fn, losses.ModelLoss) else before.targets
-    return losses.num_terms(loss_fn, after.outputs, targets)
-
-
-def _update(state: State, node: Update, used: set[str]) -> State:
-    if state.grads is None:
-        raise RuntimeError("the program's update comes before any Grad: there are no gradients")
-    chosen = state.grads if node.wrt is None else _matching(tuple(state.grads), node.wrt)
-    grads = {name: state.grads[name] for name in chosen if name not in used}
-    if not grads:
-        raise RuntimeError(
-            f"{node!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
-            "a Grad before it, or leave it out"
-        )
-    used.update(grads)
-    params, opt_state = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
-    return state.replace(params=params, opt_state=opt_state)
-
-
-def _without(grads: dict[str, Tensor], used: set[str]) -> dict[str, Tensor]:
-    return {name: grad for name, grad in grads.items() if name not in used}
-
-
-def _matching(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:
-    if wrt is None:
-        return names
-    found = tuple(name for name in names if fnmatch.fnmatchcase(name, wrt))
-    if not found:
-        raise ValueError(f"wrt={wrt!r} matches no trainable parameter; there are {', '.join(names) or 'none'}")
-    return found
+    Example:
+        >>> [event.name for event in events_in(predict_events)[-2:]]
+        ['PREDICT_AFTER_FORWARD', 'PREDICT_BATCH_END']
+    """
+    return tuple(dict.fromkeys(node for node in walk(program) if isinstance(node, Event)))

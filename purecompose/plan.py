@@ -6,14 +6,14 @@ from typing import Any, NamedTuple, Protocol
 from purecompose._table import table
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
-from purecompose.loop import loop_events, walk
+from purecompose.loop import events_in, loop_events
 from purecompose.passes import Pass, precedes, run_pass, set_filo_order
 from purecompose.predicate import NEVER
 
 
 __all__ = ["Plan", "PlanRow", "make_plan"]
 
-_STEP_EVENTS = frozenset(node for node in walk(loop_events) if isinstance(node, Event))
+_STEP_EVENTS = frozenset(events_in(loop_events))
 
 
 class PlanRow(NamedTuple):

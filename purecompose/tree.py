@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -28,9 +28,12 @@ __all__ = [
     "register_node",
     "members",
     "Difference",
+    "Tolerance",
+    "ToleranceLike",
     "equal",
     "diff",
     "differences",
+    "describe",
     "global_norm",
 ]
 
@@ -163,6 +166,17 @@ class Difference(NamedTuple):
         return ": ".join([self.path, *([self.what] if self.what else []), *values])
 
 
+class Tolerance(NamedTuple):
+    """How far two floating leaves may lie apart: by `share` of their largest finite magnitude, and by `floor`."""
+
+    share: float
+    floor: float = 0.0
+
+
+ToleranceLike: TypeAlias = float | Callable[[torch.dtype], Tolerance]
+"""A share for all leaves, or the tolerance for each dtype."""
+
+
 def equal(first: Any, second: Any) -> bool:
     """Whether containers, key paths, shapes, dtypes and every bit agree.
 
@@ -181,13 +195,14 @@ def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
     return [str(difference) for difference in itertools.islice(differences(first, second), limit)]
 
 
-def differences(first: Any, second: Any, *, tolerance: float = 0.0) -> Iterator[Difference]:
+def differences(first: Any, second: Any, *, tolerance: ToleranceLike = 0.0) -> Iterator[Difference]:
     """Where two trees differ, leaf by leaf, paired by key path; see `equal`.
 
     Args:
         first: One tree.
         second: The other.
-        tolerance: Floating leaves may differ by this share of their largest finite magnitude; 0 compares bits.
+        tolerance: Floating and complex leaves may differ by this share of their largest finite magnitude, or by
+            what a function of their dtype gives; 0 compares bits.
     """
     ours, theirs = _nodes_above_leaves(first), _nodes_above_leaves(second)
     yield from (Difference(path, "only in the first") for path in ours if path not in theirs)
@@ -201,6 +216,19 @@ def differences(first: Any, second: Any, *, tolerance: float = 0.0) -> Iterator[
             yield Difference(path, f"in {names[0]} and in {names[1]}")
         elif (found := _leaf_difference(path, leaf, other, tolerance)) is not None:
             yield found
+
+
+def describe(tensor: Tensor, *, with_device: bool = True) -> str:
+    """A tensor's dtype and shape, and its device where that is not the CPU.
+
+    Example:
+        >>> describe(torch.zeros(2, 3))
+        'float32[2, 3]'
+        >>> describe(torch.zeros(2, device="meta"))
+        'float32[2] on meta'
+    """
+    form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{form} on {tensor.device}" if with_device and tensor.device.type != "cpu" else form
 
 
 def global_norm(tree: Any) -> Tensor:
@@ -244,13 +272,13 @@ def _is_empty_container(node: Any) -> bool:
     return isinstance(node, (dict, list, tuple)) and not node
 
 
-def _leaf_difference(path: str, first: Any, second: Any, tolerance: float) -> Difference | None:
+def _leaf_difference(path: str, first: Any, second: Any, tolerance: ToleranceLike) -> Difference | None:
     if first is second:
         return None
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return None if _are_same_values(first, second) else Difference(path, "", first, second)
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
-        return Difference(path, f"{_describe(first)} and {_describe(second)}")
+        return Difference(path, f"{describe(first)} and {describe(second)}")
     where = _unequal(first, second, tolerance).flatten().nonzero()
     if not len(where):
         return None
@@ -259,7 +287,7 @@ def _leaf_difference(path: str, first: Any, second: Any, tolerance: float) -> Di
     return Difference(path, what, first.flatten()[at].item(), second.flatten()[at].item())
 
 
-def _unequal(first: Tensor, second: Tensor, tolerance: float) -> Tensor:
+def _unequal(first: Tensor, second: Tensor, tolerance: ToleranceLike) -> Tensor:
     """Where two tensors of one form differ, elementwise."""
     unequal = _bits(first) != _bits(second)
     if first.is_complex():
@@ -267,10 +295,11 @@ def _unequal(first: Tensor, second: Tensor, tolerance: float) -> Tensor:
     if not (first.is_floating_point() or first.is_complex()):
         return unequal
     unequal &= ~(first.isnan() & second.isnan())
-    if tolerance and first.numel():
+    share, floor = tolerance(first.dtype) if callable(tolerance) else Tolerance(tolerance)
+    if (share or floor) and first.numel():
         magnitudes = torch.stack([first.abs(), second.abs()])
         scale = torch.where(magnitudes.isfinite(), magnitudes, 0).max()
-        unequal &= ~((first - second).abs() <= tolerance * scale)
+        unequal &= ~((first - second).abs() <= share * scale + floor)
     return unequal
 
 
@@ -300,7 +329,3 @@ def _bits(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()])
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, Grad, Microbatches, State, advance, compose, loop_events, optim, update
+from purecompose.loop import events_in, walk
 
 
 def train_by_hand(net, optimizer, batches, loss_fn=F.cross_entropy):
@@ -597,3 +598,10 @@ def test_batches_of_any_form_give_the_same_step():
     for batch, input_key, target_key in forms:
         state = make_state(input_key=input_key, target_key=target_key)
         assert_same(compose(loop_events, microbatches=2)(state, batch).params, expected.params)
+
+
+def test_the_events_of_a_program_are_in_order_and_each_once():
+    program = (Event.BATCH_START, Microbatches(Grad(Event.BEFORE_FORWARD, pc.forward), Event.BATCH_START), update)
+    assert events_in(program) == (Event.BATCH_START, Event.BEFORE_FORWARD)
+    assert events_in(loop_events) == compose(loop_events).events
+    assert list(walk(program[2:])) == [update] and len(list(walk(program))) == 7

@@ -186,7 +186,7 @@ def test_diff_says_where_and_stops_at_the_limit():
         "['c']: only in the first",
         "['d']: only in the second",
         "['a']: 1 of 3 elements differ, first at 1: 0.0 and 2.0",
-        "['b']: torch.float32[2] on cpu and torch.int64[2] on cpu",
+        "['b']: float32[2] and int64[2]",
         "['e'][0]: in dict > list and in dict > tuple",
     ]
     assert tree.diff(first, second, limit=2) == found[:2]
@@ -198,3 +198,34 @@ def test_global_norm_is_the_norm_of_all_numbers_together(rows):
     expected = sum(x * x for row in rows for x in row) ** 0.5
     assert tree.global_norm([value, None, "no tensor"]).item() == pytest.approx(expected)
     assert tree.global_norm(value).ndim == 0
+
+
+def test_a_tolerance_is_a_share_of_the_largest_magnitude():
+    first, second = {"a": torch.tensor([100.0, 0.0])}, {"a": torch.tensor([100.0, 0.05])}
+    assert list(tree.differences(first, second, tolerance=1e-3)) == []
+    (found,) = tree.differences(first, second, tolerance=1e-4)
+    assert found.what == "1 of 2 elements differ, first at 1"
+
+
+def test_a_tolerance_may_have_a_floor_and_hang_on_the_dtype():
+    def rounding(dtype):
+        return tree.Tolerance(0.0, 1e-3) if dtype is torch.float32 else tree.Tolerance(1e-9)
+
+    values = {"a": torch.tensor([1e-4]), "b": torch.tensor([1.0]).double(), "c": torch.tensor([1]), "d": torch.ones(1)}
+    close = {"a": torch.tensor([-1e-4]), "b": values["b"] + 1e-10, "c": torch.tensor([1]), "d": torch.ones(1)}
+    assert list(tree.differences(values, close, tolerance=rounding)) == []
+    far = {
+        "a": torch.tensor([2e-3]),
+        "b": values["b"] + 1e-8,
+        "c": torch.tensor([2]),
+        "d": torch.tensor([float("nan")]),
+    }
+    found = tree.differences(values, far, tolerance=rounding)
+    assert [difference.path for difference in found] == ["['a']", "['b']", "['c']", "['d']"]
+
+
+def test_a_tensor_in_words():
+    assert tree.describe(torch.zeros(2, 3)) == "float32[2, 3]"
+    assert tree.describe(torch.zeros((), dtype=torch.int64, device="meta")) == "int64[] on meta"
+    assert tree.describe(torch.zeros(1, device="meta"), with_device=False) == "float32[1]"
+    assert tree.diff(torch.zeros(1), torch.zeros(1, device="meta")) == [": float32[1] and float32[1] on meta"]

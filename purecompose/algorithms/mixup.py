@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses, random
+from purecompose import batch as batches, losses, random, tree
 from purecompose._checks import check_flag, check_number
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import (
@@ -125,7 +125,8 @@ def mixup(
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT:
             such a key of the state's, a loss that the model computes itself, or with `interpolate_loss` one
-            without a reduction. In the step: inputs that are not one tensor.
+            without a reduction. In the step: inputs that are not one tensor, or of int32 or int64, as token ids
+            are: the model would be given numbers between two ids.
 
     Example:
         >>> mixup(0.2)
@@ -146,9 +147,11 @@ def mixup(
             check_reads_targets(name, state.context.loss)
             losses.check_loss(state.context.loss, per_example=interpolate_loss)
             return state
+        given = batches.get(state.batch, own_input)
+        _check_no_ids(name, given)
         inputs, targets = mixup_batch(
             state.rng(name),
-            batches.get(state.batch, own_input),
+            given,
             batches.get(state.batch, own_target),
             alpha=state.scalar(alpha),
             interpolate_loss=interpolate_loss,
@@ -198,4 +201,14 @@ def _check_inputs(inputs: Any) -> None:
         raise TypeError(
             f"mixup mixes one tensor (N, ...) of inputs, came {came}; name it inside the batch by input_key, "
             "an index, a key or an accessor, and for tokens mix their embeddings inside the model"
+        )
+
+
+def _check_no_ids(name: str, inputs: Any) -> None:
+    """Refuses what token ids look like. Images come as bytes or floats; `mixup_batch` takes any integers."""
+    if isinstance(inputs, Tensor) and inputs.dtype in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{name}: the inputs are {tree.describe(inputs)}, as token ids are, and there is no id between two others: "
+            "mix their embeddings inside the model (mixup_batch does it). Where they are numbers and no ids, let the "
+            "batches hold them as floats, inputs.float()"
         )

@@ -5,16 +5,16 @@ law that `check` finds broken.
 """
 
 import argparse
+import importlib
 import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from purecompose import __version__, _specs as specs
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.check import add_check_options, check
 from purecompose.cli.setup import UsageError
 from purecompose.cli.train import show_plan, train as run_training
 from purecompose.models import MODELS
@@ -87,7 +87,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, help_text, run in (
         ("train", "train a network and show its accuracy, speed and checksum", run_training),
-        ("plan", "show which algorithms would act at which events, in what order and why", show_plan),
+        ("plan", "show which algorithms would act at which events, in what order and why", _plan),
         ("algorithms", "list the algorithms with their parameters", _list_algorithms),
     ):
         command = commands.add_parser(name, help=help_text, description=f"{help_text}.", allow_abbrev=False)
@@ -112,8 +112,8 @@ def _make_parser() -> argparse.ArgumentParser:
             )
     help_text = "try the laws that every algorithm keeps on one of your own"
     command = commands.add_parser("check", help=help_text, description=f"{help_text}.", allow_abbrev=False)
-    command.set_defaults(run=check)
-    add_check_options(command)
+    command.set_defaults(run=_check)
+    _add_check_options(command)
     return parser
 
 
@@ -135,6 +135,50 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of weights, data order and all draws (0)")
     add("--device", default="cpu", help="cpu, cuda, mps, ... (cpu)")
     add("--threads", type=int, metavar="N", help="CPU threads; other numbers give other bits (by data size)")
+
+
+def _add_check_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "algorithms",
+        nargs="+",
+        metavar="ALGORITHM",
+        help='my_module:my_algorithm, a shipped one as a call such as "mixup(0.2)", or all for all shipped ones',
+    )
+    add("--neutral", metavar="ALGORITHM", help="the same with settings that should change nothing")
+    add("--tasks", metavar="LIST", help="names of tasks, separated by commas (all that the algorithm accepts)")
+    add("--laws", metavar="LIST", help="names of laws, separated by commas (all that apply)")
+    add("--examples", type=int, default=25, metavar="N", help="cases for each law (25)")
+    add("--seed", type=int, default=0, metavar="N", help="of the cases (0)")
+    add("--json", metavar="PATH", help="write the reports there as JSON; - for standard output, instead of tables")
+    add("--quiet", action="store_true", help="print one line for each algorithm")
+
+
+def _check(options: argparse.Namespace) -> int:
+    return _with_hypothesis("check", "check:check")(options)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    if options.conflicts:
+        _with_hypothesis("plan --conflicts", "conflicts:show_conflicts")(options)
+    else:
+        show_plan(options)
+
+
+def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace], int]:
+    """A command from a file of its own, which imports what the other commands run without.
+
+    Raises:
+        ImportError: hypothesis is missing.
+    """
+    try:
+        import hypothesis  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f'{command} needs hypothesis; install it with `pip install "purecompose[testing]"`'
+        ) from error
+    file, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"purecompose.cli.{file}"), name)
 
 
 def _list_algorithms(options: argparse.Namespace) -> None:

@@ -2,13 +2,8 @@
 
 import argparse
 import hashlib
-import importlib
-import os
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -49,15 +44,12 @@ def train(options: argparse.Namespace) -> None:
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Prints which algorithms act at which events at a point of the run, or which pairs do not commute.
+    """Prints which algorithms act at which events at a point of the run.
 
     Raises:
         UsageError: An option that cannot be.
-        ImportError: A package that the data, or the search for conflicts, needs is missing.
+        ImportError: A package that the data need is missing.
     """
-    if options.conflicts:
-        _show_conflicts(options)
-        return
     options, data = with_defaults(options)
     with fixed_arithmetic(options.threads):
         setup = prepare(options, data)
@@ -79,56 +71,6 @@ def checksum(params: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _show_conflicts(options: argparse.Namespace) -> None:
-    """Prints which pairs of the listed algorithms do not commute, and what decides their order."""
-    text = options.algorithms if options.algorithms is not None else with_defaults(options)[0].algorithms
-    try:
-        importlib.import_module("hypothesis")
-    except ImportError as error:
-        raise ImportError(
-            "--conflicts needs hypothesis; install it with `pip install 'purecompose[testing]'`"
-        ) from error
-    testing = importlib.import_module("purecompose.testing.conflicts")
-    with reported_as("--algorithms"):
-        algorithms = [_algorithm(entry) for entry in _entries(text)]
-    threads = 1 if options.threads is None else options.threads
-    with fixed_arithmetic(threads), _notes_of_hypothesis_elsewhere(), reported_as("--algorithms"):
-        print(testing.conflicts(algorithms))
-
-
-@contextmanager
-def _notes_of_hypothesis_elsewhere() -> Iterator[None]:
-    """Hypothesis keeps notes on the modules that it has seen; they do not belong into the user's folder."""
-    configuration = importlib.import_module("hypothesis.configuration")
-    with tempfile.TemporaryDirectory() as folder:
-        configuration.set_hypothesis_home_dir(folder)
-        try:
-            yield
-        finally:
-            configuration.set_hypothesis_home_dir(None)
-
-
-def _entries(text: str) -> list[str]:
-    """The entries of a list, at commas outside of parentheses."""
-    entries: list[str] = []
-    for part in text.split(",") if text.strip().lower() not in ("", "none") else ():
-        if entries and entries[-1].count("(") > entries[-1].count(")"):
-            entries[-1] += f",{part}"
-        else:
-            entries.append(part)
-    return [entry.strip() for entry in entries]
-
-
-def _algorithm(entry: str) -> Any:
-    """A shipped algorithm, or one of the user's own as `module:attribute`."""
-    if os.getcwd() not in sys.path and "" not in sys.path:  # where the console script was called, not `python -m`
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module("purecompose.testing.subject").Subject.of(entry).algorithm
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{entry}: {error}") from error
 
 
 def _moved(state: State, at: str, batch_size: int) -> State:

@@ -11,14 +11,15 @@ Needs Hypothesis: `pip install "purecompose[testing]"`.
 
 from purecompose.testing import strategies, suite
 from purecompose.testing.case import Case
-from purecompose.testing.checking import check
+from purecompose.testing.checking import CheckOptions, check
 from purecompose.testing.companions import COMPANIONS
-from purecompose.testing.conflicts import Conflicts, OrderWarning, conflicts, warn_of_conflicts
-from purecompose.testing.law import Broken, Law, LawViolation, define_law
+from purecompose.testing.conflicts import Conflicts, Meeting, OrderWarning, conflicts, warn_of_conflicts
+from purecompose.testing.law import Broken, Law, LawViolation, acts_in_step, define_law, never_acts
 from purecompose.testing.mutants import MUTANTS, Mutant
-from purecompose.testing.order import Commutation, commutes
+from purecompose.testing.order import Commutation, OrderOptions, commutes
 from purecompose.testing.plugin import laws
-from purecompose.testing.report import Report, Status
+from purecompose.testing.record import compare, intercepted, run
+from purecompose.testing.report import Outcome, Report, Status
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite import LAWS
@@ -29,26 +30,35 @@ __all__ = [
     "Broken",
     "COMPANIONS",
     "Case",
+    "CheckOptions",
     "Commutation",
     "Conflicts",
     "LAWS",
     "Law",
     "LawViolation",
     "MUTANTS",
+    "Meeting",
     "Mutant",
+    "OrderOptions",
     "OrderWarning",
+    "Outcome",
     "Report",
     "SHIPPED",
     "Status",
     "Subject",
     "TASKS",
     "Task",
+    "acts_in_step",
     "check",
     "commutes",
+    "compare",
     "conflicts",
     "define_law",
+    "intercepted",
     "laws",
     "make_task",
+    "never_acts",
+    "run",
     "strategies",
     "suite",
     "warn_of_conflicts",

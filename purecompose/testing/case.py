@@ -17,7 +17,6 @@ from purecompose.loop import Program, loop_events
 from purecompose.passes import DEFAULT_PASSES, Pass
 from purecompose.state import State
 from purecompose.testing.companions import COMPANIONS
-from purecompose.testing.moments import timestamp_at
 from purecompose.testing.tasks import TASKS, Task
 
 
@@ -62,8 +61,7 @@ class Case:
         run = {"duration": f"{self.epochs}ep", "batches_per_epoch": self.batches_per_epoch}
         state = self.task.make_state(self.seed, dtype=dtype, **run, **({} if key is None else {"key": key}))
         tokens = batches.num_tokens(self.batch(0))
-        timestamp = timestamp_at(state.timestamp.run, self.start, self.batch_size, tokens)
-        return state.replace(timestamp=timestamp)
+        return state.replace(timestamp=state.timestamp.advance_by(self.start, self.batch_size, tokens))
 
     def batch(self, index: int, dtype: torch.dtype = torch.float32) -> Any:
         """The batch of a step, made anew; batches of different steps differ."""

@@ -59,11 +59,12 @@ def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
 
 
 def shrink(name: str = "shrink", factor: float = 0.99) -> Algorithm:
-    """Shrinks the parameters after the update."""
+    """Shrinks the trainable parameters after the update."""
 
     def apply(event: Event, state: State) -> State:
         del event
-        return state.replace(params={key: param * factor for key, param in state.params.items()})
+        shrunk = {key: state.params[key] * factor for key in state.context.trainable}
+        return state.replace(params={**state.params, **shrunk})
 
     return Algorithm(name, on(Event.BATCH_END), apply, config={"factor": factor})
 

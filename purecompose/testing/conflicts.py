@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
-from purecompose._table import table
+from purecompose._table import table, terminal_width
 from purecompose.algorithm import Algorithm
 from purecompose.compose import Step
 from purecompose.event import Event
 from purecompose.loop import loop_events, walk
 from purecompose.passes import DEFAULT_PASSES, Pass, order_by_constraints, precedes, run_pass
-from purecompose.testing.order import Commutation, commutes, meeting_events
+from purecompose.testing.order import Commutation, OrderOptions, commutes, meeting_events
+from purecompose.testing.rows import plain
 from purecompose.testing.subject import Subject
-from purecompose.testing.tasks import Task
 
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 __all__ = ["Conflicts", "Meeting", "OrderWarning", "conflicts", "warn_of_conflicts"]
 
 Composed = TypeVar("Composed", Step, Iterable[Algorithm])
 
-_LEGEND = """\
-.  commute        <  row acts before column    !  do not commute, and only the order of the list decides
--  never meet     >  row acts after column     ?  no generated case gave an answer"""
+_LEGEND = (
+    (".  commute    ", "<  row acts before column", "!  do not commute, and only the order of the list decides"),
+    ("-  never meet ", ">  row acts after column ", "?  no generated case gave an answer"),
+)
 
 
 class OrderWarning(UserWarning):
@@ -87,31 +90,33 @@ class Conflicts:
         return "".join(mark for mark in "!<>?" if mark in marks) or ("." if met else "-")
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The answer for any terminal.
+
+        Args:
+            width: Columns; by default the terminal's, at most 110.
+        """
         if not self.algorithms:
             return "no algorithms"
-        head, rows = self._matrix()
-        parts = [table(head, rows), _LEGEND]
+        width = width or terminal_width()
+        parts = [table(*self._matrix(), width=width), _legend(width)]
         if self.conflicting:
-            parts.append(table(_HEAD, self._rows()))
+            parts.append(table(_HEAD, self._decisions(), width=width))
         else:
             parts.append("no two of them are known not to commute" if self.unknown else "they all commute")
-        parts += [str(meeting.commutation) for meeting in self.unknown]
+        parts += [plain(_title(m), m.commutation.rows, width) for m in self.conflicting]
+        parts += [plain(str(meeting.commutation), (), width) for meeting in self.unknown]
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
         return f"Conflicts({', '.join(self.algorithms)}; conflicting: {len(self.conflicting)})"
 
-    def __rich__(self) -> Any:
-        """The same for rich's console."""
-        box, console, rich_table = (importlib.import_module(f"rich.{name}") for name in ("box", "console", "table"))
-        text = importlib.import_module("rich.text").Text
-        parts = []
-        for head, rows in (self._matrix(), (_HEAD, self._rows())):
-            made = rich_table.Table(*head, box=box.SIMPLE)
-            for row in rows:
-                made.add_row(*map(text, row))
-            parts += [made] if rows else []
-        return console.Group(parts[0], text(_LEGEND), *parts[1:]) if parts else text(str(self))
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        return Text(str(self))
 
     def _matrix(self) -> tuple[list[str], list[list[str]]]:
         numbers = [str(number) for number in range(1, len(self.algorithms) + 1)]
@@ -121,28 +126,22 @@ class Conflicts:
         ]
         return ["", "algorithm", *numbers], rows
 
-    def _rows(self) -> list[list[str]]:
-        return [
-            [m.event.name, " < ".join(m.order), m.decided_by or self._listing(m), m.commutation.difference]
-            for m in self.conflicting
-        ]
+    def _decisions(self) -> list[list[str]]:
+        return [[m.event.name, " < ".join(m.order), m.decided_by or self._listing(m)] for m in self.conflicting]
 
     def _listing(self, meeting: Meeting) -> str:
         first, second = map(self.algorithms.index, meeting.order)
         return f"nobody ({'listed so' if first < second else 'listed, reversed'})"
 
 
-_HEAD = ["event", "order", "decided by", "first difference"]
+_HEAD = ["event", "order", "decided by"]
 
 
 def conflicts(
     algorithms: Iterable[Algorithm | Subject | str],
     *,
     passes: Iterable[Pass] = DEFAULT_PASSES,
-    tasks: Sequence[Task] | None = None,
-    tolerance: float = 1e-6,
-    max_examples: int = 25,
-    seed: int = 0,
+    **options: Unpack[OrderOptions],
 ) -> Conflicts:
     """Tries all pairs of a list at all events where both may act; see `commutes` for the settings.
 
@@ -152,13 +151,10 @@ def conflicts(
     Args:
         algorithms: Algorithms, or texts as for `Subject.of`, under different names.
         passes: The passes of the step they are meant for.
-        tasks: The tasks to try; by default all of `TASKS`.
-        tolerance: By which share of its largest magnitude a leaf may differ.
-        max_examples: How many cases in which both act are tried for each pair and event.
-        seed: Another one gives other cases.
+        options: `tasks`, `tolerance=1e-6`, `max_examples=25` and `seed=0`, as for `commutes`.
 
     Raises:
-        ValueError: Two have one name.
+        TypeError, ValueError: Two have one name, or there is no such algorithm or task.
         OrderError: Constraints that contradict each other.
 
     Example:
@@ -174,9 +170,6 @@ def conflicts(
         they all commute
     """
     listed, ordering = [Subject.of(given).algorithm for given in algorithms], tuple(passes)
-    settings: dict[str, Any] = {
-        "tasks": tasks, "tolerance": tolerance, "max_examples": max_examples, "seed": seed
-    }  # fmt: skip
     names = tuple(algorithm.name for algorithm in listed)
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -186,7 +179,7 @@ def conflicts(
         for event in meeting_events(a, b):
             decision = _decide(a, b, event, ordering)
             if decision is not None:
-                meetings.append(Meeting(event, *decision, commutes(a, b, event, **settings)))
+                meetings.append(Meeting(event, *decision, commutes(a, b, event, **options)))
     return Conflicts(names, tuple(meetings))
 
 
@@ -252,6 +245,18 @@ def _decide(
 def _pair(ordered: Sequence[Algorithm], a: Algorithm, b: Algorithm) -> tuple[Algorithm, ...]:
     """The two among what a pass returned."""
     return tuple(algorithm for algorithm in ordered if algorithm in (a, b))
+
+
+def _legend(width: int) -> str:
+    """Two lines, or where they are too long a line for each mark."""
+    lines = ["    ".join(row) for row in _LEGEND]
+    if max(map(len, lines)) > width:
+        lines = [mark.rstrip() for column in zip(*_LEGEND, strict=True) for mark in column]
+    return "\n".join(lines)
+
+
+def _title(meeting: Meeting) -> str:
+    return f"{' and '.join(meeting.order)} do not commute at {meeting.event.name}"
 
 
 def _mark(meeting: Meeting, row: str) -> str:

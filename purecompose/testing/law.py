@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from purecompose.algorithm import Algorithm
+from purecompose.contract import FormError
 from purecompose.event import Event
+from purecompose.loop import events_in, loop_events
 from purecompose.predicate import NEVER
 from purecompose.testing.case import Case
 from purecompose.testing.process import process_restored
@@ -15,7 +18,7 @@ from purecompose.testing.tasks import Task
 from purecompose.tree import Difference
 
 
-__all__ = ["Broken", "Law", "LawViolation", "define_law", "never_acts"]
+__all__ = ["Broken", "Law", "LawViolation", "acts_in_step", "define_law", "never_acts"]
 
 
 class LawViolation(AssertionError):
@@ -36,18 +39,21 @@ class LawViolation(AssertionError):
         self.event, self.path, self.what, self.values = broken.event, broken.path, broken.what, broken.values
         super().__init__(self._text())
 
+    @property
+    def rows(self) -> tuple[tuple[str, str], ...]:
+        """What it says below its title, each with a label."""
+        found = [("event", "" if self.event is None else self.event.name), ("leaf", self.path), ("found", self.what)]
+        return (
+            ("algorithm", self.algorithm),
+            *((label, text) for label, text in found if text),
+            *((label, repr(value)) for label, value in self.values.items()),
+            ("case", repr(self.case)),
+            ("to do", self.law.remedy),
+        )
+
     def _text(self) -> str:
-        rows = [("algorithm", self.algorithm)]
-        if self.event is not None:
-            rows.append(("event", self.event.name))
-        if self.path:
-            rows.append(("leaf", self.path))
-        if self.what:
-            rows.append(("found", self.what))
-        rows += [(label, repr(value)) for label, value in self.values.items()]
-        rows += [("case", repr(self.case)), ("to do", self.law.remedy)]
-        width = max(len(label) for label, _ in rows)
-        lines = [f"  {label.ljust(width)}  {value}" for label, value in rows]
+        width = max(len(label) for label, _ in self.rows)
+        lines = [f"  {label.ljust(width)}  {value}" for label, value in self.rows]
         return "\n".join([f"the law {self.law.name} is broken: {self.law.promise}", *lines])
 
 
@@ -95,11 +101,17 @@ class Law:
         name: What reports and tests call it.
         promise: What holds, in a sentence.
         remedy: What an author whose algorithm breaks it can do.
-        judge: `(subject, case) -> bool`: raises `Broken`; tells whether the algorithm acted at all, so that a law
-            about nothing is not counted as kept.
+        judge: `(subject, case) -> bool`: raises `Broken`; tells whether there was something to judge, in most laws
+            whether the algorithm acted within a step, so that a law about nothing is not counted as kept. An
+            algorithm that acts in no step (see `acts_in_step`) has done what it does when the case has run.
         owns: The library's own errors that mean this law.
         exempt: Says why the law does not concern an algorithm, or `None`.
         unsuited: Says why it cannot be judged on a task, or `None`.
+        is_about_option: It is about something that an algorithm need not do, such as acting at INIT: where no case
+            had any of it, the law is skipped, and no doubt is cast on the algorithm.
+        idle: What no case having had any of it means, as the reason for that.
+        needs_application: It is about applications within a step, and does not concern an algorithm that acts at
+            INIT or outer events alone.
     """
 
     name: str
@@ -109,6 +121,9 @@ class Law:
     owns: tuple[type[Exception], ...] = ()
     exempt: Callable[[Algorithm], str | None] = lambda algorithm: None
     unsuited: Callable[[Task], str | None] = lambda task: None
+    is_about_option: bool = False
+    idle: str = "it never acted"
+    needs_application: bool = False
 
     def __call__(self, algorithm: Algorithm | Subject | str, case: Case) -> bool:
         """Tries the law.
@@ -137,7 +152,7 @@ class Law:
         What the algorithm changes in the process (generators, modes) is set back.
         """
         try:
-            with process_restored():
+            with process_restored(), _inference_named():
                 return self.judge(subject, case)
         except Broken as broken:
             return broken
@@ -173,17 +188,40 @@ def define_law(
     owns: Sequence[type[Exception]] = (),
     exempt: Callable[[Algorithm], str | None] = lambda algorithm: None,
     unsuited: Callable[[Task], str | None] = lambda task: None,
+    is_about_option: bool = False,
+    idle: str = "it never acted",
+    needs_application: bool = False,
 ) -> Callable[[Callable[[Subject, Case], bool]], Law]:
     """Makes a law, named like the function, of a function `(subject, case) -> bool`; see `Law`."""
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
-        new = Law(judge.__name__, promise, remedy, judge, tuple(owns), exempt, unsuited)
+        concerns = (tuple(owns), exempt, unsuited, is_about_option, idle, needs_application)
+        new = Law(judge.__name__, promise, remedy, judge, *concerns)
         object.__setattr__(new, "__doc__", judge.__doc__)
         return new
 
     return made
 
 
+@contextlib.contextmanager
+def _inference_named() -> Iterator[None]:
+    """What torch raises of a state's tensors made by inference_mode, as the error of form that it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "nference tensor" not in str(error):
+            raise
+        raise FormError(f"the state holds a tensor that torch.inference_mode has made: {error}") from error
+
+
 def never_acts(algorithm: Algorithm) -> str | None:
     """The reason why hardly any law concerns an algorithm with neutral settings."""
     return "its settings are neutral: it never acts" if algorithm.predicate == NEVER else None
+
+
+def acts_in_step(algorithm: Algorithm) -> bool:
+    """Whether the algorithm may act at an event of `loop_events`; a plain function for `match` may anywhere.
+
+    One that may not, such as surgery at INIT or averages used at EVAL_START, cannot be seen to act within a step.
+    """
+    return any(algorithm.predicate.at(event) != NEVER for event in events_in(loop_events))

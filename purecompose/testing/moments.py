@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from purecompose.event import Event
-from purecompose.loop import loop_events, walk
+from purecompose.loop import events_in, loop_events
 from purecompose.predicate import ALWAYS, NEVER, Predicate
 from purecompose.schedule import collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 
 
-__all__ = ["Moments", "find_moments", "timestamp_at"]
+__all__ = ["Moments", "find_moments"]
 
-_LOOP = tuple(node for node in walk(loop_events) if isinstance(node, Event))
+_LOOP = events_in(loop_events)
 # Longer runs are looked through in stretches too, but what acts in every 100th batch of them has many.
 _LONGEST = 100_000
 # How far a run is lengthened in search of what its times do not tell, such as every(50, in_epoch=True).
@@ -45,7 +45,7 @@ class _Change(NamedTuple):
 
 
 def find_moments(
-    predicate: Predicate, *, batches_per_epoch: int, epochs: int, samples: int = 1, tokens: int = 0
+    predicate: Predicate, *, batches_per_epoch: int, epochs: int, samples: int = 1, tokens: int = 0, room: int = 1
 ) -> Moments:
     """Starts at which steps act, in a run that is made long enough for the predicate's times.
 
@@ -59,6 +59,8 @@ def find_moments(
         epochs: The run's length in epochs, at least.
         samples: Examples in a batch.
         tokens: Tokens in a batch.
+        room: Batches that the run is to have from a start at which it acts on. What acts in the last batches of any
+            run has no such start.
 
     Example:
         >>> from purecompose import after, on
@@ -67,49 +69,38 @@ def find_moments(
         (11, (29, 30, 31, 32), (30, 31, 32))
     """
     find = _find if _has_hash(predicate) else _find.__wrapped__
-    return find(predicate, batches_per_epoch, epochs, samples, tokens)
+    return find(predicate, batches_per_epoch, max(epochs, -(-room // batches_per_epoch)), samples, tokens, room)
 
 
 @functools.lru_cache(maxsize=4096)
-def _find(predicate: Predicate, batches_per_epoch: int, epochs: int, samples: int, tokens: int) -> Moments:
+def _find(predicate: Predicate, batches_per_epoch: int, epochs: int, samples: int, tokens: int, room: int) -> Moments:
     questions = _questions(predicate)
-    shape = _reaching(collect(list(questions.values()), Time), batches_per_epoch, epochs, samples, tokens)
+    shape = _reaching(collect(list(questions.values()), Time), batches_per_epoch, epochs, samples, tokens, room)
     changes = _changes(questions, *shape, samples, tokens)
     for longer in () if _shows(changes, questions) else _longer(*shape):
         found = _changes(questions, *longer, samples, tokens)
         if _shows(found, questions):
             shape, changes = longer, found
             break
+    moments = _moments(changes, shape)
+    if not _has_room(moments, room):
+        # What acts at the end of each epoch has room in a longer run; what acts at the run's end has it in none.
+        shape = shape[0], shape[1] + -(-room // shape[0])
+        prolonged = _moments(_changes(questions, *shape, samples, tokens), shape)
+        moments = prolonged if _has_room(prolonged, room) else moments
+    return moments
+
+
+def _has_room(moments: Moments, room: int) -> bool:
+    return not moments.acting or moments.acting[0] + room <= moments.batches_per_epoch * moments.epochs
+
+
+def _moments(changes: list[_Change], shape: tuple[int, int]) -> Moments:
     near = _near(changes, math.prod(shape))
     starts = [change.start for change in changes]
     counts = {start: len(changes[bisect.bisect(starts, start) - 1].events) for start in near}
     most = max(counts.values())
     return Moments(*shape, tuple(start for start in near if counts[start] == most > 0), near)
-
-
-def timestamp_at(run: RunLength, batch: int, samples: int, tokens: int) -> Timestamp:
-    """The point after so many batches of one size, as `Timestamp.advance_by` comes to it from the start.
-
-    Args:
-        run: A run that knows its epochs' length and has no iterations.
-        batch: Batches done.
-        samples: Examples in each.
-        tokens: Tokens in each.
-    """
-    assert run.batches_per_epoch is not None and run.iteration_length is None
-    epoch, in_epoch = divmod(batch, run.batches_per_epoch)
-    return Timestamp(
-        epoch=epoch,
-        batch=batch,
-        sample=batch * samples,
-        token=batch * tokens,
-        epoch_in_iteration=epoch,
-        token_in_iteration=batch * tokens,
-        batch_in_epoch=in_epoch,
-        sample_in_epoch=in_epoch * samples,
-        token_in_epoch=in_epoch * tokens,
-        run=run,
-    )
 
 
 def _questions(predicate: Predicate) -> dict[Event, Predicate]:
@@ -120,14 +111,14 @@ def _questions(predicate: Predicate) -> dict[Event, Predicate]:
 
 
 def _reaching(
-    times: tuple[Time, ...], batches_per_epoch: int, epochs: int, samples: int, tokens: int
+    times: tuple[Time, ...], batches_per_epoch: int, epochs: int, samples: int, tokens: int, room: int
 ) -> tuple[int, int]:
-    """The run's epoch and length in which these times come before the end."""
+    """The run's epoch and length in which these times come so many batches before the end."""
     rates = {TimeUnit.BATCH: 1, TimeUnit.SAMPLE: samples, TimeUnit.TOKEN: tokens}
-    longest = _LONGEST // batches_per_epoch
-    epochs = max([epochs, *(int(t.value) + 1 for t in times if t.unit is TimeUnit.EPOCH and t.value < longest)])
+    longest, after = _LONGEST // batches_per_epoch, -(-room // batches_per_epoch)
+    epochs = max([epochs, *(int(t.value) + after for t in times if t.unit is TimeUnit.EPOCH and t.value < longest)])
     counted = (math.ceil(time.value / rates[time.unit]) for time in times if rates.get(time.unit))
-    batches = max((count + 1 for count in counted if count < _LONGEST), default=1)
+    batches = max((count + room for count in counted if count < _LONGEST), default=1)
     return max(batches_per_epoch, math.ceil(batches / epochs)), epochs
 
 
@@ -148,10 +139,10 @@ def _changes(
     groups = _grouped(questions)
     found: list[_Change] = []
     start = 0
-    later = timestamp_at(run, 0, samples, tokens)
+    now = Timestamp(run=run)
     while start < total:
-        now = later if later.batch == start else timestamp_at(run, start, samples, tokens)
-        later = timestamp_at(run, start + 1, samples, tokens)
+        now = now.advance_by(start - now.batch, samples, tokens)
+        later = now.advance(samples, tokens)
         acting: set[Event] = set()
         following = float(total)
         for asked, lag, events in groups:

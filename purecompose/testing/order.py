@@ -4,19 +4,45 @@ Two algorithms commute at an event if a training run ends the same whichever of 
 are run with everything else in place, in float64, so that rounding does not look like a conflict.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
+
+from hypothesis import assume
 
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.testing.case import Case
-from purecompose.testing.pair_search import Findings, PairSearch
+from purecompose.testing.chosen import chosen
+from purecompose.testing.faults import broken_company, first_line
+from purecompose.testing.law import Broken
+from purecompose.testing.pair_search import NoAnswer, Pair
+from purecompose.testing.rows import Row, plain
+from purecompose.testing.search import Search, Stop, Tried, search
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS, Task
 
 
-__all__ = ["Commutation", "commutes", "meeting_events"]
+__all__ = ["Commutation", "OrderOptions", "commutes", "meeting_events"]
+
+# For each case that is to give an answer.
+_MAX_TRIES = 3
+# How often a pair fails alike on a task, and never comes through, before the task is left out.
+_MAX_ALIKE = 3
+
+
+class OrderOptions(TypedDict, total=False):
+    """On what cases pairs are tried."""
+
+    tasks: Iterable[Task | str] | None
+    """The tasks, or their names in `TASKS`; by default all of them."""
+    tolerance: float
+    """By which share of its largest magnitude a leaf may differ, 1e-6 by default."""
+    max_examples: int
+    """How many cases in which both act are tried at an event, 25 by default."""
+    seed: int
+    """Another one gives other cases."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +55,7 @@ class Commutation:
     """`None` where no generated case gave an answer."""
     events: tuple[Event, ...]
     """What the answer is about: all events at which both may act, or the one at which they do not commute."""
-    examples: int
+    num_cases: int
     """How many generated cases let both act and gave an answer, up to the first that differs."""
     reason: str = ""
     """Why there is nothing to compare, or no answer."""
@@ -50,23 +76,32 @@ class Commutation:
     @property
     def difference(self) -> str:
         """The first difference in one line; empty where there is none."""
+        texts = [f"{text} with {order}" for order, text in self._told_values()]
+        return ": ".join(part for part in (self.path, self.what, ", ".join(texts)) if part)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The first difference, each part with its label."""
+        found = (("leaf", self.path), ("found", self.what), *self._told_values())
+        return (*((label, text) for label, text in found if text), ("case", repr(self.counterexample)))
+
+    def _told_values(self) -> list[Row]:
         texts = [f"{value:.6g}" if isinstance(value, float) else repr(value) for value in self.values.values()]
         if len(set(texts)) == 1:
             texts = [repr(value) for value in self.values.values()]
-        values = ", ".join(f"{text} with {order}" for text, order in zip(texts, self.values, strict=True))
-        return ": ".join(part for part in (self.path, self.what, values) if part)
+        return list(zip(self.values, texts, strict=True))
 
     def __bool__(self) -> bool:
         return self.commutes is True
 
     def __str__(self) -> str:
         names, where = " and ".join(self.algorithms), ", ".join(event.name for event in self.events)
-        cases = f"{self.examples} case{'s' * (self.examples != 1)}"
+        cases = f"{self.num_cases} case{'s' * (self.num_cases != 1)}"
         if self.commutes is None:
             return f"{names}: undecided at {where}: {self.reason}"
         if self.commutes:
             return f"{names} commute: {self.reason}" if self.reason else f"{names} commute at {where}, in {cases}"
-        return f"{names} do not commute at {where}\n  {self.difference}\n  case  {self.counterexample!r}"
+        return plain(f"{names} do not commute at {where}", self.rows)
 
 
 def commutes(
@@ -74,7 +109,7 @@ def commutes(
     b: Algorithm | Subject | str,
     event: Event | str | None = None,
     *,
-    tasks: Sequence[Task] | None = None,
+    tasks: Iterable[Task | str] | None = None,
     tolerance: float = 1e-6,
     max_examples: int = 25,
     seed: int = 0,
@@ -89,13 +124,13 @@ def commutes(
         a: An algorithm, or a text as for `Subject.of`.
         b: The other, under another name.
         event: Where; by default each event at which both may act, up to the first at which they do not commute.
-        tasks: The tasks to try; by default all of `TASKS`.
+        tasks: The tasks to try, or their names; by default all of `TASKS`.
         tolerance: By which share of its largest magnitude a leaf may differ.
         max_examples: How many cases in which both act are tried at an event.
         seed: Another one gives other cases.
 
     Raises:
-        ValueError: Both have one name.
+        TypeError, ValueError: Both have one name, or there is no such algorithm or task.
         OrderError: Their constraints contradict each other.
 
     Example:
@@ -111,19 +146,19 @@ def commutes(
     if not events:
         where = "the same event" if asked is None else asked.name
         return Commutation(names, True, () if asked is None else (asked,), 0, f"they never both act at {where}")
-    search = PairSearch(
-        first, second, tasks=tuple(TASKS.values() if tasks is None else tasks),
-        tolerance=tolerance, max_examples=max_examples, seed=seed,
-    )  # fmt: skip
+    attempts = partial(_Attempts, Pair(first, second, tolerance), max_tries=_MAX_TRIES * max_examples)
+    chosen_tasks = chosen("task", TASKS.values() if tasks is None else tasks, TASKS, Task)
     answers: list[Commutation] = []
     for one in events:
-        answers.append(_answer(names, one, search.findings(one)))
+        attempt = attempts(one)
+        found = search(attempt.pair.cases(one, chosen_tasks), attempt, max_examples=max_examples, seed=seed)
+        answers.append(_answer(names, attempt, found))
         if answers[-1].commutes is False:
             return answers[-1]
     undecided = next((answer for answer in answers if answer.commutes is None), None)
     if undecided is not None:
         return undecided
-    return Commutation(names, True, tuple(events), sum(answer.examples for answer in answers))
+    return Commutation(names, True, tuple(events), sum(answer.num_cases for answer in answers))
 
 
 def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
@@ -132,16 +167,62 @@ def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
     return tuple(event for event in a.events if event in theirs)
 
 
-def _answer(names: tuple[str, str], event: Event, found: Findings) -> Commutation:
+class _Attempts:
+    """Tries a pair at an event in one case after the other, each once: shrinking comes back to what it has seen.
+
+    A task on which the pair fails alike in several cases and comes through in none is given up.
+    """
+
+    def __init__(self, pair: Pair, event: Event, max_tries: int) -> None:
+        self.pair, self.event, self._tries_left = pair, event, max_tries
+        self.seen: dict[Case, Broken | NoAnswer | None] = {}
+        self._came_out: dict[Task, list[str]] = {}
+
+    def __call__(self, case: Case) -> Tried:
+        if case not in self.seen:
+            came_out = self._came_out.setdefault(case.task, [])
+            assume("" in came_out or max(map(came_out.count, came_out), default=0) < _MAX_ALIKE)
+            self._tries_left -= not self._has_difference
+            if self._tries_left < 0:
+                raise Stop
+            self.seen[case] = self._try(case)
+            error = getattr(self.seen[case], "__cause__", None)
+            came_out.append("" if error is None else first_line(error))
+        found = self.seen[case]
+        assume(not isinstance(found, NoAnswer))
+        return Tried(True, found)
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """What failed whichever came first."""
+        return [e.__cause__ for e in self.seen.values() if isinstance(e, NoAnswer) and e.__cause__ is not None]
+
+    @property
+    def _has_difference(self) -> bool:
+        return any(isinstance(found, Broken) for found in self.seen.values())
+
+    def _try(self, case: Case) -> Broken | NoAnswer | None:
+        try:
+            return self.pair.difference(case, self.event)
+        except NoAnswer as none:
+            return none
+
+
+def _answer(names: tuple[str, str], attempt: _Attempts, found: Search) -> Commutation:
     """The answer at one event."""
-    if found.broken is not None:
-        at = {"path": found.broken.path, "what": found.broken.what, "values": found.broken.values}
-        return Commutation(names, False, (event,), found.examples, "", found.case, **at)
-    if found.examples:
-        return Commutation(names, True, (event,), found.examples)
-    if not found.errors:
-        reason = f"in none of {found.tried} cases did both act there"
-    else:
-        error = " ".join(f"{type(found.errors[0]).__name__}: {found.errors[0]}".split())
-        reason = f"both orders failed in {len(found.errors)} of {found.tried} cases, the first with {error}"
-    return Commutation(names, None, (event,), 0, f"{reason}; give tasks on which both act and work")
+    events, broken = (attempt.event,), found.failure
+    if isinstance(broken, Broken):
+        at = {"path": broken.path, "what": broken.what, "values": broken.values}
+        return Commutation(names, False, events, found.num_cases, counterexample=found.case, **at)
+    if found.num_cases:
+        return Commutation(names, True, events, found.num_cases)
+    return Commutation(names, None, events, 0, f"{_why_undecided(attempt)}; give tasks on which both act and work")
+
+
+def _why_undecided(attempt: _Attempts) -> str:
+    tried, errors = len(attempt.seen), attempt.errors
+    if not errors:
+        return f"in none of {tried} cases did both act there"
+    said = f"both orders failed in {len(errors)} of {tried} cases, the first with {first_line(errors[0])}"
+    company = next(filter(None, map(broken_company, errors)), None)
+    return said if company is None else f"{said}; the pair {company}"

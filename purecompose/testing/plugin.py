@@ -2,15 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 from purecompose.algorithm import Algorithm
-from purecompose.testing.checking import Trials, trials
+from purecompose.testing.checking import CheckOptions, Trials, trials
 from purecompose.testing.law import Law
 from purecompose.testing.report import Outcome, Status
 from purecompose.testing.subject import Subject
-from purecompose.testing.tasks import Task
 
 
 __all__ = ["LawTest", "laws"]
@@ -40,7 +39,7 @@ class LawTest:
         __tracebackhide__ = True
         import pytest
 
-        if not self._trials.tasks or (self._trials.refused and self._trials.tasks_were_named):
+        if self._trials.failed_tasks:
             pytest.fail(_refusals(self._trials), pytrace=False)
         if self.outcome is None:
             self.outcome = self._trials.judge(self._law)
@@ -59,13 +58,7 @@ class LawTest:
 
 
 def laws(
-    algorithm: Algorithm | Subject | str,
-    *,
-    neutral: Algorithm | Subject | str | None = None,
-    tasks: Iterable[Task | str] | None = None,
-    laws: Iterable[Law | str] | None = None,
-    max_examples: int = 25,
-    seed: int = 0,
+    algorithm: Algorithm | Subject | str, **options: Unpack[CheckOptions]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a test function a test of each law, with ids such as `test_my_algorithm[deterministic]`::
 
@@ -81,16 +74,12 @@ def laws(
 
     Args:
         algorithm: As in `check`.
-        neutral: As in `check`.
-        tasks: As in `check`.
-        laws: As in `check`.
-        max_examples: Cases for each law.
-        seed: Of the cases.
+        options: As in `check`: `neutral`, `tasks`, `laws`, `max_examples` and `seed`; see `CheckOptions`.
 
     Raises:
         TypeError, ValueError: As `check`, when the test module is imported.
     """
-    prepared = trials(algorithm, neutral=neutral, tasks=tasks, laws=laws, max_examples=max_examples, seed=seed)
+    prepared = trials(algorithm, **options)
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         import pytest

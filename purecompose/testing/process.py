@@ -3,13 +3,13 @@
 import contextlib
 import random as python_random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 
-__all__ = ["process_restored", "process_settings", "seeded"]
+__all__ = ["process_restored", "process_settings", "read_settings", "seeded", "write_settings"]
 
 
 def process_settings() -> dict[str, Any]:
@@ -19,14 +19,27 @@ def process_settings() -> dict[str, Any]:
         "torch generator": hash(torch_state.numpy().tobytes()),
         "random generator": hash(python_state),
         "NumPy generator": None if numpy_state is None else hash((numpy_state[1].tobytes(), numpy_state[2])),
-        **{name: read() for name, (read, _) in _SETTINGS.items()},
+        **read_settings(),
     }
+
+
+def read_settings() -> dict[str, Any]:
+    """Torch's own settings, by name: values that another process can be sent."""
+    return {name: read() for name, (read, _) in _SETTINGS.items()}
+
+
+def write_settings(settings: Mapping[str, Any]) -> None:
+    """Sets those of torch's settings that are others than given; see `read_settings`."""
+    for name, value in settings.items():
+        read, write = _SETTINGS[name]
+        if read() != value:
+            write(value)
 
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
     """Sets back at the end what an algorithm has changed in the process."""
-    before, (python_state, numpy_state, torch_state) = {n: r() for n, (r, _) in _SETTINGS.items()}, _generators()
+    before, (python_state, numpy_state, torch_state) = read_settings(), _generators()
     try:
         yield
     finally:
@@ -34,9 +47,7 @@ def process_restored() -> Iterator[None]:
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-        for name, (read, write) in _SETTINGS.items():
-            if read() != before[name]:
-                write(before[name])
+        write_settings(before)
 
 
 @contextlib.contextmanager
@@ -57,19 +68,37 @@ def _generators() -> tuple[Any, Any, torch.Tensor]:
     return python_random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
 
 
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+_SETTINGS: dict[str, _Setting] = {
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "threads": (torch.get_num_threads, torch.set_num_threads),
+    # 0, or 1 for those that warn only, or 2: one value for two switches.
     "deterministic algorithms": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
+        torch.get_deterministic_debug_mode,
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
     ),
     "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "anomaly detection": (
+        lambda: torch.is_anomaly_enabled() and ("with check_nan" if torch.is_anomaly_check_nan_enabled() else "alone"),
+        lambda mode: torch.set_anomaly_enabled(bool(mode), mode != "alone"),
+    ),
     "autocast": (
         lambda: torch.is_autocast_enabled("cpu"),
         lambda enabled: torch.set_autocast_enabled("cpu", enabled),
     ),
+    "autocast dtype": (
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda dtype: torch.set_autocast_dtype("cpu", dtype),
+    ),
+    "mkldnn": _attribute(torch.backends.mkldnn, "enabled"),
+    "cudnn benchmark": _attribute(torch.backends.cudnn, "benchmark"),
+    "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
 }
 """How to read each setting, and how to set it."""

@@ -1,4 +1,4 @@
-"""Runs that are written down, so that a law can say where two of them part."""
+"""How laws compare, and how they watch: one way to say where two things differ, one to see an algorithm act."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,17 +8,45 @@ from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm
 from purecompose.application import applied
 from purecompose.compose import Step
+from purecompose.context import Context
 from purecompose.event import Event
+from purecompose.loop import Grad, Microbatches, Node, Op, Program
 from purecompose.state import State
 from purecompose.testing.law import Broken
 
 
-__all__ = ["LASTING", "STEP_FIELDS", "Run", "compare", "copied", "intercepted", "run"]
+__all__ = [
+    "CONTEXT",
+    "FORMED",
+    "LASTING",
+    "STEP_FIELDS",
+    "Act",
+    "Run",
+    "Watched",
+    "changed_context",
+    "check_equal",
+    "compare",
+    "copied",
+    "inserted",
+    "intercepted",
+    "run",
+    "snapshot",
+]
 
-LASTING = ("params", "buffers", "opt_state", "slots", "hparams", "key", "loss", "metrics")
-"""What a state holds between steps."""
-STEP_FIELDS = (*LASTING, "batch", "outputs", "grads")
+_INSIDE = ("batch", "outputs", "grads")
+_NO_VALUES = ("static", "clock", "first_example", "regrad")
+
+STEP_FIELDS = tuple(f.name for f in dataclasses.fields(State) if f.name not in _NO_VALUES)
 """What a state holds inside a step."""
+LASTING = tuple(name for name in STEP_FIELDS if name not in _INSIDE)
+"""What a state holds between steps."""
+FORMED = tuple(name for name in LASTING if name not in ("loss", "metrics"))
+"""What keeps its form all through a run."""
+CONTEXT = tuple(f.name for f in dataclasses.fields(Context) if f.init and f.name not in ("initialised", "schedules"))
+"""What of the static part is an algorithm's to change; the step writes the rest down itself."""
+
+Act = Callable[[State], State]
+"""What an algorithm makes of a state at some event."""
 
 
 class Run(NamedTuple):
@@ -42,20 +70,96 @@ def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
         step: The step.
         state: A state before `init`, or one that goes on.
         data: The batches.
-        name: The algorithm under test.
+        name: The algorithm under test; without it the steps are plain ones, which are a third of the work.
     """
-    state = step.init(state)
-    states, seen = [state], []
-
-    def observe(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
-        del before, code
-        if algorithm.name == name:
-            seen.append((event, after))
-
+    watched = [Watched(algorithm) for algorithm in step.algorithms if algorithm.name == name]
+    if watched:
+        step = step.replace(algorithms=[watched[0].algorithm if a.name == name else a for a in step.algorithms])
+    states = [step.init(state)]
     for batch in data:
-        state = step.finish(step.fold(state, batch, observe))
-        states.append(state)
-    return Run(tuple(states), tuple(seen))
+        states.append(step(states[-1], batch))
+    return Run(tuple(states), tuple(watched[0].applications) if watched else ())
+
+
+class Watched:
+    """An algorithm that is watched while it acts.
+
+    Attributes:
+        algorithm: It does the same, and tells what it does.
+        applications: Each event at which it has acted within a step, and the state it left.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        around: Callable[[Event, State, Act], State] | None = None,
+        *,
+        with_init: bool = False,
+    ) -> None:
+        """Takes an algorithm, and what is to be done in place of each application.
+
+        Args:
+            algorithm: The algorithm.
+            around: `around(event, state, act) -> state`, where `act(state)` is what the algorithm makes of a state
+                there; by default just that.
+            with_init: Whether INIT counts, which is left alone otherwise.
+        """
+        self._inner, self._around, self._with_init = algorithm, around, with_init
+        self.algorithm = dataclasses.replace(algorithm, apply=self._apply)
+        self.applications: list[tuple[Event, State]] = []
+
+    @property
+    def acted(self) -> bool:
+        """Whether it has acted within a step, or at INIT where that counts."""
+        return bool(self.applications)
+
+    @property
+    def acted_in_step(self) -> bool:
+        """Whether it has acted within a step."""
+        return any(event is not Event.INIT for event, _ in self.applications)
+
+    def _apply(self, event: Event, state: State) -> State:
+        def act(given: State) -> State:
+            return applied(self._inner, event, given)[0]
+
+        if event is Event.INIT and not self._with_init:
+            return act(state)
+        after = act(state) if self._around is None else self._around(event, state, act)
+        self.applications.append((event, after))
+        return after
+
+
+def intercepted(algorithm: Algorithm, around: Callable[[Event, State, Act], State]) -> Algorithm:
+    """The algorithm with `around(event, state, act)` in place of each application within a step; see `Watched`."""
+    return Watched(algorithm, around).algorithm
+
+
+def check_equal(
+    first: Any,
+    second: Any,
+    labels: tuple[str, str],
+    where: str = "",
+    *,
+    event: Event | None = None,
+    tolerance: tree.ToleranceLike = 0.0,
+) -> None:
+    """Raises `Broken` for the first leaf in which two trees differ.
+
+    Args:
+        first: A tree.
+        second: Another.
+        labels: What they are.
+        where: What stands before the leaf's path, such as "params".
+        event: Where they were taken, if known.
+        tolerance: See `tree.differences`.
+    """
+    if first is second:
+        return
+    found = list(tree.differences(first, second, tolerance=tolerance))
+    if found:
+        # That a dictionary is no longer empty says less than what is in it now.
+        named = next((difference for difference in found if difference.path), found[0])
+        raise Broken(named, labels, event=event, where=where)
 
 
 def compare(
@@ -64,7 +168,7 @@ def compare(
     labels: tuple[str, str],
     *,
     fields: Sequence[str] = LASTING,
-    tolerance: float = 0.0,
+    tolerance: tree.ToleranceLike = 0.0,
     event: Event | None = None,
     without_slot: str | None = None,
 ) -> None:
@@ -87,9 +191,16 @@ def compare(
             ours, theirs = (_without(slots, without_slot) for slots in (ours, theirs))
         if field in ("batch", "outputs"):
             ours, theirs = batches.tensors(ours), batches.tensors(theirs)
-        difference = next(tree.differences(ours, theirs, tolerance=tolerance), None)
-        if difference is not None:
-            raise Broken(difference, labels, event=event, where=field)
+        check_equal(ours, theirs, labels, field, event=event, tolerance=tolerance)
+
+
+def changed_context(first: State, second: State) -> str | None:
+    """The first name of `CONTEXT` under which two states differ; `None` if there is none."""
+    for name in CONTEXT if first.context is not second.context else ():
+        ours, theirs = getattr(first.context, name), getattr(second.context, name)
+        if ours is not theirs and ours != theirs:
+            return name
+    return None
 
 
 def copied(value: Any) -> Any:
@@ -97,19 +208,22 @@ def copied(value: Any) -> Any:
     return batches.map_tensors(lambda tensor: tensor.detach().clone(), value)
 
 
-def intercepted(algorithm: Algorithm, around: Callable[[Event, State, Callable[[State], State]], State]) -> Algorithm:
-    """The algorithm with `around(event, state, act)` in place of each application within a step.
+def snapshot(state: State, fields: Sequence[str] = LASTING) -> State:
+    """The state with copies in these fields, to be compared with it later."""
+    return state.replace(**{field: copied(getattr(state, field)) for field in fields})
 
-    `act(state)` is what the algorithm makes of a state there; INIT is left alone.
-    """
 
-    def apply(event: Event, state: State) -> State:
-        def act(given: State) -> State:
-            return applied(algorithm, event, given)[0]
-
-        return act(state) if event is Event.INIT else around(event, state, act)
-
-    return dataclasses.replace(algorithm, apply=apply)
+def inserted(program: Sequence[Node], after: Callable[[Node], Op | None]) -> Program:
+    """The program with a stage of one's own after each node for which `after(node)` gives one, inside scopes too."""
+    nodes: list[Node] = []
+    for node in program:
+        stage = after(node)
+        if isinstance(node, Grad):
+            node = Grad(*inserted(node.body, after), wrt=node.wrt)
+        elif isinstance(node, Microbatches):
+            node = Microbatches(*inserted(node.body, after), k=node.k)
+        nodes += [node] if stage is None else [node, stage]
+    return tuple(nodes)
 
 
 def _without(slots: dict[str, Any], name: str) -> dict[str, Any]:

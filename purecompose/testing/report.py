@@ -4,9 +4,6 @@ import enum
 import importlib.metadata
 import json
 import platform
-import re
-import shutil
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from purecompose._table import table
+from purecompose._table import table, terminal_width
 from purecompose.testing.law import LawViolation
+from purecompose.testing.rows import Row, coloured, hung, plain
 
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 __all__ = ["Outcome", "Report", "Status"]
-
-_WIDEST = 120
 
 
 class Status(enum.Enum):
@@ -48,7 +44,7 @@ class Status(enum.Enum):
         return self in (Status.KEPT, Status.SKIPPED)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """One law's outcome.
 
@@ -57,9 +53,9 @@ class Outcome:
         status: How it came out.
         reason: Why, in a line; empty for a law that was kept.
         promise: What the law says.
-        examples: Cases that were generated, not counting those of shrinking.
-        acted: In how many of them the algorithm acted.
-        details: The full text of a violation or an error.
+        num_cases: Cases that were tried, not counting those of shrinking.
+        num_acted: In how many of them the algorithm acted.
+        rows: What is to be said of a violation or an error, each with a label.
         error: The `LawViolation`, or what else was raised.
         seconds: How long it took.
     """
@@ -68,15 +64,27 @@ class Outcome:
     status: Status
     reason: str = ""
     promise: str = ""
-    examples: int = 0
-    acted: int = 0
-    details: str = ""
+    num_cases: int = 0
+    num_acted: int = 0
+    rows: tuple[Row, ...] = ()
     error: Exception | None = None
     seconds: float = 0.0
 
+    @property
+    def title(self) -> str:
+        """The first line of `details`."""
+        if self.status is Status.BROKEN:
+            return f"the law {self.law} is broken: {self.promise}"
+        return f"{self.law} could not be tried"
+
+    @property
+    def details(self) -> str:
+        """The full text of a violation or an error; empty for other outcomes."""
+        return plain(self.title, self.rows) if self.rows else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; a violation is given by its parts."""
-        names = ("law", "reason", "promise", "examples", "acted", "details", "seconds")
+        names = ("law", "reason", "promise", "num_cases", "num_acted", "details", "seconds")
         found = {"status": self.status.value, **{name: getattr(self, name) for name in names}}
         violation = self.error
         if isinstance(violation, LawViolation):
@@ -91,7 +99,7 @@ class Outcome:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The outcomes of all laws for one algorithm; prints as a table with the violations below it.
 
@@ -100,17 +108,17 @@ class Report:
         outcomes: One for each law, in the laws' order.
         tasks: The names of the tasks that the algorithm was tried on.
         refused: Why it was not tried on others.
-        tasks_were_named: Whether the user named the tasks, so that a refusal is a failure.
+        failed_tasks: Those of them that it should work on.
         max_examples: Cases for each law.
         seed: Of the cases.
         seconds: How long it took in all.
     """
 
     algorithm: str
-    outcomes: tuple[Outcome, ...]
-    tasks: tuple[str, ...]
+    outcomes: tuple[Outcome, ...] = ()
+    tasks: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    tasks_were_named: bool = False
+    failed_tasks: tuple[str, ...] = ()
     max_examples: int = 25
     seed: int = 0
     seconds: float = 0.0
@@ -118,7 +126,7 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether every law that applies was kept, on at least one task and on all that were named."""
-        return bool(self.tasks) and not self._fatal_refusals and all(o.status.is_ok for o in self.outcomes)
+        return bool(self.tasks) and not self.failed_tasks and all(o.status.is_ok for o in self.outcomes)
 
     @property
     def broken(self) -> tuple[Outcome, ...]:
@@ -126,11 +134,17 @@ class Report:
         return tuple(outcome for outcome in self.outcomes if outcome.status is Status.BROKEN)
 
     @property
+    def failed(self) -> tuple[Outcome, ...]:
+        """The laws to look at first: those that were broken or gave an error, or else all that are not ok."""
+        wrong = tuple(o for o in self.outcomes if o.status in (Status.BROKEN, Status.ERROR))
+        return wrong or tuple(outcome for outcome in self.outcomes if not outcome.status.is_ok)
+
+    @property
     def summary(self) -> str:
         """One line, such as "ok: 15 laws kept, 3 skipped (12.3 s)"."""
         counts = Counter(outcome.status for outcome in self.outcomes)
         found = [f"{counts[status]} {_counted(status, counts[status])}" for status in Status if counts[status]]
-        refused = [f"refuses {', '.join(self._fatal_refusals)}"] if self._fatal_refusals else []
+        refused = [f"refuses {', '.join(self.failed_tasks)}"] if self.failed_tasks else []
         said = ", ".join([*found, *refused]) or "nothing was tried"
         return f"{'ok' if self.ok else 'NOT OK'}: {said} ({self.seconds:.1f} s)"
 
@@ -148,14 +162,15 @@ class Report:
         """The report for any terminal.
 
         Args:
-            width: Columns; by default the terminal's, at most 120.
+            width: Columns; by default the terminal's, at most 110.
         """
-        width = width or min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
-        parts = ["\n".join(_wrapped(line, width) for line in self._head())]
+        width = width or terminal_width()
+        parts = ["\n".join(hung("", line, width) for line in self._head())]
         if self.outcomes:
             rows = [(o.law, _shout(o.status), _acted(o), o.reason) for o in self.outcomes]
             parts.append(table(_HEAD, rows, width=width))
-        parts += [_wrapped(text, width) for text in self._details()]
+        parts += [plain(title, rows, width) for title, rows in self._details()]
+        parts += [hung("", line, width) for line in self._advice()]
         return "\n\n".join([*parts, self.summary])
 
     def __rich__(self) -> "Group":
@@ -167,12 +182,12 @@ class Report:
         head[0].stylize("bold")
         grid = Table(*_HEAD, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for outcome in self.outcomes:
-            style = _STYLES[outcome.status]
-            result = Text(_shout(outcome.status), style=style)
+            result = Text(_shout(outcome.status), style=_STYLES[outcome.status])
             grid.add_row(outcome.law, result, _acted(outcome), Text(outcome.reason))
-        details = [renderable for text in self._details() for renderable in (Text(), *_coloured(text))]
+        details = [part for title, rows in self._details() for part in (Text(), *coloured(title, rows))]
+        advice = [part for line in self._advice() for part in (Text(), Text(line, style="yellow"))]
         summary = Text(self.summary, style="bold green" if self.ok else "bold red")
-        return Group(*head, Text(), *([grid] if self.outcomes else []), *details, Text(), summary)
+        return Group(*head, Text(), *([grid] if self.outcomes else []), *details, *advice, Text(), summary)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, with the versions that it depends on."""
@@ -192,21 +207,21 @@ class Report:
         """`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=indent)
 
-    @property
-    def _fatal_refusals(self) -> tuple[str, ...]:
-        return tuple(self.refused) if self.tasks_were_named or not self.tasks else ()
-
     def _head(self) -> list[str]:
         on = f"on {', '.join(self.tasks)}" if self.tasks else "on no task"
-        return [f"{self.algorithm} {on}", *(f"not on {name}: {why}" for name, why in self.refused.items())]
+        reasons = _grouped((why, name) for name, why in self.refused.items())
+        return [f"{self.algorithm} {on}", *(f"not on {', '.join(names)}: {why}" for why, names in reasons.items())]
 
-    def _details(self) -> list[str]:
-        """The texts below the table; what is the same but for the law, such as a plain error, is told once."""
-        laws: dict[str, list[str]] = {}
-        for outcome in self.outcomes:
-            if outcome.details:
-                laws.setdefault(outcome.details.replace(outcome.law, "{}", 1), []).append(outcome.law)
-        return [text.replace("{}", ", ".join(names), 1) for text, names in laws.items()]
+    def _details(self) -> list[tuple[str, tuple[Row, ...]]]:
+        """The titles and rows below the table; an error raised at one line is told once, with its first case."""
+        told = [outcome for outcome in self.outcomes if outcome.rows]
+        laws = _grouped((_cause(outcome), outcome.law) for outcome in told)
+        first = {_cause(outcome): outcome for outcome in reversed(told)}
+        titles = {cause: o.title.replace(o.law, ", ".join(laws[cause]), 1) for cause, o in first.items()}
+        return [(titles[cause], first[cause].rows) for cause in laws]
+
+    def _advice(self) -> list[str]:
+        return [_VACUOUS] if any(outcome.status is Status.VACUOUS for outcome in self.outcomes) else []
 
 
 _HEAD = ("law", "result", "acted", "")
@@ -218,6 +233,25 @@ _STYLES = {
     Status.VACUOUS: "yellow",
     Status.SKIPPED: "dim",
 }
+_VACUOUS = (
+    "vacuous: where it never acted nothing was judged. Does match say yes at an event of the step, early in a short "
+    "run? More cases (max_examples, --examples) or other tasks may help."
+)
+
+
+def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
+    """The names that belong to each key, in order."""
+    found: dict[Any, list[str]] = {}
+    for key, name in pairs:
+        found.setdefault(key, []).append(name)
+    return found
+
+
+def _cause(outcome: Outcome) -> Any:
+    """What makes two errors one: what was raised and in which lines, whatever the case and law."""
+    if outcome.status is not Status.ERROR:
+        return outcome.law
+    return tuple(row for row in outcome.rows if row[0] in ("raised", "line"))
 
 
 def _counted(status: Status, count: int) -> str:
@@ -230,41 +264,8 @@ def _shout(status: Status) -> str:
 
 
 def _acted(outcome: Outcome) -> str:
-    return f"{outcome.acted}/{outcome.examples}" if outcome.examples and outcome.status is not Status.BLOCKED else ""
-
-
-def _parts(line: str) -> tuple[str, str]:
-    """A line's label with the space around it, and the rest; the label may be empty."""
-    match = re.match(r"  \S.*?\s{2,}", line) or re.match(r"\s*", line)
-    assert match is not None
-    return match[0], line[match.end() :]
-
-
-def _wrapped(text: str, width: int) -> str:
-    """Long lines broken, and hung under what stands behind their label."""
-    lines = []
-    for line in text.splitlines():
-        label, rest = _parts(line)
-        hang = " " * (len(label) or 2)
-        wrapped = textwrap.wrap(rest, max(width - len(hang), 20), break_on_hyphens=False) or [""]
-        first = f"{label}{wrapped[0]}"
-        lines += [first.rstrip(), *(f"{hang}{part}" for part in wrapped[1:])]
-    return "\n".join(lines)
-
-
-def _coloured(text: str) -> Iterable[Any]:
-    """A violation for rich: the first line bold, labels dim."""
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    title, *lines = text.splitlines()
-    yield Text(title, style="bold red")
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for line in lines:
-        label, rest = _parts(line)
-        grid.add_row(Text(label.strip(), style="dim"), Text(rest, style="bold" if label.strip() == "to do" else ""))
-    yield Padding(grid, (0, 0, 0, 2))
+    is_told = outcome.num_cases and outcome.status is not Status.BLOCKED
+    return f"{outcome.num_acted}/{outcome.num_cases}" if is_told else ""
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """A state as bytes and back, for the law of resuming.
 
-A stand-in until `purecompose.save` and `purecompose.load` are there: no file, no version, no surgery. Nothing is
-executed on loading: the bytes hold tensors, plain values and strings, and fill a template.
+A stand-in: `purecompose.save(state, path)` and `purecompose.load(path, like=state)` replace it when they are there,
+with files, versions and surgery. Nothing is executed on loading: the bytes hold tensors, plain values and strings, and
+fill a template.
 """
 
 import dataclasses
@@ -103,4 +104,5 @@ def _check(saved: dict[str, Any], places: dict[str, Any]) -> None:
 
 
 def _form(leaf: Any) -> str:
-    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+    # Without the device: what is loaded goes to the template's, which need not be each leaf's own.
+    return tree.describe(leaf, with_device=False) if isinstance(leaf, Tensor) else type(leaf).__name__

@@ -94,9 +94,10 @@ def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
         nn.Conv2d(2, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
         nn.Tanh(),
-        nn.Conv2d(4, 4, 3, stride=2, bias=False),
+        # The padding leaves an image of half the size more than one pixel, which BatchNorm wants of a single example.
+        nn.Conv2d(4, 4, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(4),
-        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()),  # as they are for 6x6; for methods that shrink images
+        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()),  # for methods that shrink images
         nn.Dropout(dropout),
         nn.Linear(16, NUM_CLASSES),
     )

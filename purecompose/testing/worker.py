@@ -4,6 +4,9 @@ One worker is started when first asked, since importing torch takes seconds, and
 each try it forks a child, before it has itself run a single operation of torch: so every try happens in a process that
 nothing has happened in before, for a few hundredths of a second. Where forking is not safe (macOS) or not there
 (Windows), the worker does the work itself: what an earlier try left in a closure may then be there at the next one.
+
+The fork server of `multiprocessing` would do most of this, but it imports the program's main module again in each
+process, which scripts without a guard and notebooks do not bear; and where PYTHONHASHSEED is set, it stays.
 """
 
 from __future__ import annotations
@@ -26,12 +29,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import IO, Any, NamedTuple, NoReturn
 
-import torch
-
 from purecompose.algorithm import Algorithm
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.testing.case import Case
+from purecompose.testing.process import read_settings, write_settings
 from purecompose.testing.snapshot import from_bytes, to_bytes
 from purecompose.testing.subject import Subject
 
@@ -77,6 +79,7 @@ class Request(NamedTuple):
     limit: float
     """Seconds, where the worker forks."""
     settings: dict[str, Any]
+    """Torch's; what decides bits besides the machine is among them."""
     path: list[str]
     directory: str
 
@@ -117,7 +120,7 @@ def resumed_elsewhere(subject: Subject, case: Case, snapshot: bytes, first: int,
     if b"__main__" in pickled:  # the worker has another main module
         raise Unportable(f"{case!r} refers to the main module")
     events = tuple(event.value for event in subject.algorithm.events)
-    environment = _settings(), list(sys.path), os.getcwd()
+    environment = read_settings(), list(sys.path), os.getcwd()
     return _the_worker().ask(Request(subject.source, events, pickled, snapshot, first, num, _LIMIT, *environment))
 
 
@@ -284,7 +287,7 @@ def _answer(request: Request) -> bytes:
     try:
         sys.path[:] = request.path
         os.chdir(request.directory)
-        _set(request.settings)
+        write_settings(request.settings)
         case = pickle.loads(request.case)
         kind = "L"
         algorithm = _made(request.source, request.events)
@@ -301,26 +304,6 @@ def _made(source: str, events: tuple[str, ...]) -> Algorithm:
     if tuple(event.value for event in algorithm.events) == events:
         return algorithm
     return replace(algorithm, match=algorithm.predicate & on(*events))
-
-
-def _settings() -> dict[str, Any]:
-    """What in torch decides bits, besides the machine."""
-    return {
-        "threads": torch.get_num_threads(),
-        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "matmul": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-    }
-
-
-def _set(settings: dict[str, Any]) -> None:
-    torch.set_num_threads(settings["threads"])
-    torch.set_default_dtype(getattr(torch, settings["dtype"]))
-    torch.set_float32_matmul_precision(settings["matmul"])
-    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
-    torch.backends.mkldnn.enabled = settings["mkldnn"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Between the two: the length in eight bytes, then the message.

@@ -216,13 +216,25 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
     def advance_by(self, batches: int, samples: int = 0, tokens: int = 0) -> Timestamp:
         """The point after so many more batches of so many samples and tokens each; see `advance`.
 
+        The time this takes grows with the number of batches in runs with iterations alone.
+
         Raises:
-            ValueError: A negative number of batches.
+            TypeError: No whole number of batches.
+            ValueError: A negative number of batches, samples or tokens.
+
+        Example:
+            >>> point = Timestamp(run=RunLength(batches_per_epoch=10)).advance_by(1_000_005, samples=8)
+            >>> point.epoch, point.batch_in_epoch, point.sample
+            (100000, 5, 8000040)
         """
-        if batches < 0:
-            raise ValueError(f"advance_by({batches!r}): expected a number of batches, 0 or more")
-        point = self
-        for _ in range(batches):
+        batches = check_whole(batches, "advance_by: batches", 0)
+        if not batches:
+            return self
+        # After one batch a point is within its epoch, wherever it was before.
+        point = self.advance(samples, tokens)
+        if self.run.iteration_length is None:
+            return point._jumped(batches - 1, samples, tokens)
+        for _ in range(batches - 1):
             point = point.advance(samples, tokens)
         return point
 
@@ -322,6 +334,25 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         fields = new.__dict__
         fields.update(self.__dict__)
         return new, fields
+
+    def _jumped(self, batches: int, samples: int, tokens: int) -> Timestamp:
+        """What `advance` comes to, so many times, in a run without iterations."""
+        new, fields = self._copy()
+        in_epoch, length = self.batch_in_epoch + batches, self.run.batches_per_epoch
+        epochs, in_epoch = (0, in_epoch) if length is None else divmod(in_epoch, length)
+        if epochs:
+            fields["epoch"] += epochs
+            fields["epoch_in_iteration"] += epochs
+            fields.update(sample_in_epoch=0, token_in_epoch=0, epoch_wct=0.0)
+        since_epoch = in_epoch if epochs else batches
+        fields["batch"] += batches
+        fields["batch_in_epoch"] = in_epoch
+        fields["sample"] += batches * samples
+        fields["sample_in_epoch"] += since_epoch * samples
+        fields["token"] += batches * tokens
+        fields["token_in_epoch"] += since_epoch * tokens
+        fields["token_in_iteration"] += batches * tokens
+        return new
 
     def _roll_iteration(self, length: Time) -> Timestamp:
         done = self.epoch_in_iteration if length.unit is TimeUnit.EPOCH else self.token_in_iteration

@@ -356,6 +356,23 @@ def test_a_step_names_the_member_that_does_not_fit():
         wrong(wrong.init(make_state()), {"x": torch.zeros(2, 2)})
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_step_refuses_what_looks_like_token_ids(dtype):
+    ids = torch.zeros(2, 3, dtype=dtype)
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(12, 4))
+    step = compose(loop_events, [mixup(name="mine")])
+    with pytest.raises(TypeError, match=r"mine: the inputs are int(32|64)\[2, 3\], as token ids.*embeddings inside"):
+        step(step.init(make_state(net)), (ids, torch.tensor([0, 1])))
+
+
+def test_images_of_bytes_are_mixed_in_a_step():
+    seen = []
+    step = compose(loop_events, [mixup(), spy(seen, Event.BATCH_START)])
+    inputs, targets = make_batch()
+    step(step.init(make_state()), (inputs.mul(10).abs().to(torch.uint8), targets))
+    assert seen[0][0].dtype is torch.float32
+
+
 def test_registry_and_print():
     assert FACTORIES["mixup"] is mixup
     assert repr(mixup(1.0, input_key="x")) == "mixup(alpha=1.0, interpolate_loss=False, input_key='x')"

@@ -59,7 +59,7 @@ def whole_sb() -> Algorithm:
 def test_different_events_never_meet() -> None:
     answer = commutes(shrink(), noise())
     assert answer and answer.commutes is True
-    assert (answer.events, answer.examples, answer.event) == ((), 0, None)
+    assert (answer.events, answer.num_cases, answer.event) == ((), 0, None)
     assert str(answer) == "noise and shrink commute: they never both act at the same event"
     assert "never both act at BATCH_END" in str(commutes(shrink(), noise(), "batch_end"))
 
@@ -67,7 +67,7 @@ def test_different_events_never_meet() -> None:
 def test_additive_noises_commute() -> None:
     answer = commutes(noise("one"), noise("two"), **FEW)
     assert answer
-    assert (answer.events, answer.examples, answer.counterexample) == ((ON_LOADED,), 3, None)
+    assert (answer.events, answer.num_cases, answer.counterexample) == ((ON_LOADED,), 3, None)
     assert str(answer) == "one and two commute at AFTER_DATALOADER, in 3 cases"
 
 
@@ -89,7 +89,7 @@ def test_scaling_and_adding_do_not_commute_by_the_closed_form() -> None:
 
 
 def test_the_counterexample_shows_the_difference_again() -> None:
-    ours, theirs = mixup(0.2), noise()
+    ours, theirs = mixup(0.2), noise(scale=5.0)
     answer = commutes(ours, theirs, **FEW)
     case = answer.counterexample
     assert case is not None and answer.event is ON_LOADED
@@ -125,7 +125,7 @@ def test_two_that_put_back_what_they_changed_are_nested() -> None:
     """Each restores the target at AFTER_LOSS; at other events than the one in question the pair stays nested."""
     answer = commutes(label_smoothing(0.1), label_smoothing(0.2, name="other"), "after_loss", **FEW)
     assert answer.commutes is True  # inside Grad, edits of the batch are local: nothing reads the target again
-    assert commutes(label_smoothing(0.1), label_smoothing(0.2, name="other"), "before_loss", **FEW).examples == 3
+    assert commutes(label_smoothing(0.1), label_smoothing(0.2, name="other"), "before_loss", **FEW).num_cases == 3
 
 
 def test_init_in_both_orders() -> None:
@@ -185,8 +185,43 @@ def test_an_error_in_both_orders_is_no_answer() -> None:
 
     answer = commutes(edit("broken", fail, Event.BATCH_START), edit("fine", lambda s: s, Event.BATCH_START), **FEW)
     assert answer.commutes is None and not answer
-    assert answer.examples == 0
+    assert answer.num_cases == 0
     assert "undecided at BATCH_START: both orders failed" in str(answer) and "OSError: no disk" in str(answer)
+
+
+def test_a_pair_that_fails_alike_everywhere_is_given_up_soon_and_a_companion_is_not_blamed() -> None:
+    def flatten(state: State) -> State:
+        return state.replace(inputs=state.inputs.flatten()[:, None, None])
+
+    pair = edit("flat", flatten, ON_LOADED), edit("fine", lambda state: state, ON_LOADED)
+    answer = commutes(*pair, tasks=["vectors"])
+    assert answer.commutes is None and "in 3 of 3 cases" in answer.reason
+    calls: list[int] = []
+
+    def cut(state: State) -> State:
+        calls.append(1)
+        return state.replace(params={})
+
+    answer = commutes(edit("cut", cut, Event.BATCH_START), edit("fine", lambda s: s, Event.BATCH_START))
+    assert answer.commutes is None and len(calls) < 9 * len(TASKS)
+
+
+def test_an_error_in_a_companion_is_the_pairs_doing() -> None:
+    def lose(state: State) -> State:
+        if "companion.bystander" not in state.slots:
+            raise OSError("nobody here")
+        return state.replace(slots={})
+
+    pair = edit("lose", lose, Event.BEFORE_TRAIN_BATCH), edit("fine", lambda s: s, Event.BEFORE_TRAIN_BATCH)
+    reason = commutes(*pair, tasks=["vectors"]).reason
+    assert "the first with OSError: nobody here; the pair broke its company: the companion bystander fails" in reason
+
+
+def test_tasks_by_name() -> None:
+    assert commutes(noise("one"), noise("two"), tasks=["vectors"], max_examples=2).num_cases == 2
+    assert conflicts([scale(), shift()], tasks=["vectors"], max_examples=2).undecided
+    with pytest.raises(ValueError, match="did you mean 'vectors'"):
+        commutes(scale(), shift(), tasks=["vector"])
 
 
 def test_a_task_that_one_refuses_gives_no_answer() -> None:
@@ -198,7 +233,7 @@ def test_what_never_acts_together_is_undecided() -> None:
     even = dataclasses.replace(scale(), match=on(Event.BATCH_END) & every(2))
     odd = dataclasses.replace(shift(), match=on(Event.BATCH_END) & ~every(2))
     answer = commutes(even, odd, **FEW)
-    assert answer.commutes is None and answer.examples == 0
+    assert answer.commutes is None and answer.num_cases == 0
     assert "did both act there" in str(answer) and "give tasks" in str(answer)
 
 
@@ -285,7 +320,10 @@ def test_the_shipped_ones() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["1", "mixup", ".", ">"] in rows and ["3", "selective_backprop", "<", "."] in rows
     assert "selective_backprop < mixup  sort_selective_backprop_first" in text
-    assert "first difference" in text and "row acts before column" in text
+    assert (
+        "selective_backprop and mixup do not commute at AFTER_DATALOADER\n  leaf " in text
+        and "row acts before column" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,7 +383,7 @@ def test_cells_of_pairs_that_never_meet_and_that_nothing_tells_about() -> None:
     assert answer.cell("broken", "shift") == "?" and answer.cell("shift", "noise") == "-"
     assert answer.cell("shift", "shift") == ""
     assert [meeting.event for meeting in answer.unknown] == [Event.BATCH_END]
-    assert "OSError: no disk" in str(answer) and "they all commute" not in str(answer)
+    assert "OSError: no disk" in answer.text(200) and "they all commute" not in str(answer)
 
 
 def test_two_events_give_two_marks() -> None:
@@ -365,6 +403,14 @@ def test_impossible_lists_are_refused() -> None:
         conflicts([scale(runs_before="shift"), shift(runs_before="scale")], **FEW)
     assert str(conflicts([])) == "no algorithms"
     assert "they all commute" in str(conflicts([mixup(0.2)]))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_differences_stand_below_and_fit_the_terminal(width: int) -> None:
+    answer = conflicts([scale(), shift()], **FEW)
+    below = answer.text(width).partition("decided by")[2]
+    assert all(len(line) <= width for line in answer.text(width).splitlines())
+    assert "scale and shift do not commute at BATCH_END" in below and "scale before shift" in below
 
 
 def test_rich_prints_the_same() -> None:

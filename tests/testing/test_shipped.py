@@ -18,7 +18,7 @@ from purecompose.testing.tasks import KINDS, TASKS
 EXAMPLES = [(row, source) for row in SHIPPED.values() for source in row.examples]
 
 # What comes of a task that an algorithm does not accept.
-REFUSALS = {("mixup", "tokens"): (RuntimeError, "scalar types: Long, Int; but got torch.FloatTensor")}
+REFUSALS = {("mixup", "tokens"): (TypeError, r"the inputs are int64\[4, 5\], as token ids are")}
 
 
 def loss_after_a_step(algorithm, case):
@@ -29,7 +29,6 @@ def loss_after_a_step(algorithm, case):
 
 def test_every_shipped_algorithm_has_its_row():
     assert SHIPPED.keys() == FACTORIES.keys()
-    assert all(name == row.name for name, row in SHIPPED.items())
 
 
 @pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
@@ -65,7 +64,7 @@ def test_other_tasks_are_refused(row, name):
     for source in row.examples:
         with pytest.raises(error, match=message) as caught:
             loss_after_a_step(Subject.of(source).algorithm, Case(TASKS[name]))
-        assert any("in the stage forward, with batch dict(float32" in note for note in caught.value.__notes__)
+        assert any(f"in {row.name} at" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)

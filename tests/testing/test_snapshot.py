@@ -38,13 +38,6 @@ def test_a_state_comes_back_whole_into_one_with_other_values(case: Case) -> None
     assert loaded.context == state.context
 
 
-def test_metrics_come_back_though_the_template_has_none() -> None:
-    state = after_steps(Case(others=("bystander",)))
-    assert list(state.metrics) == ["companion.bystander/draw"]
-    loaded = from_bytes(to_bytes(state), like=template(Case(others=("bystander",))))
-    assert tree.equal(loaded.metrics, state.metrics)
-
-
 def test_the_frozen_names_come_back() -> None:
     state = Case().state().replace(frozen=frozenset({"0.weight"}))
     loaded = from_bytes(to_bytes(state), like=Case().state())
@@ -74,9 +67,9 @@ def with_slot(**slot: object) -> State:
 @pytest.mark.parametrize(
     ("saved", "like", "complaint"),
     [
-        (with_slot(a=torch.zeros(2)), with_slot(a=torch.zeros(3)), r"slots\['method'\]\['a'\]: torch.float32 \(2,\)"),
-        (with_slot(a=torch.zeros(2)), with_slot(a=torch.zeros(2).double()), r"the template has torch.float64 \(2,\)"),
-        (with_slot(a=torch.zeros(2)), with_slot(a=None), r"\['a'\]: torch.float32 \(2,\) was saved, .* has NoneType"),
+        (with_slot(a=torch.zeros(2)), with_slot(a=torch.zeros(3)), r"slots\['method'\]\['a'\]: float32\[2\] was"),
+        (with_slot(a=torch.zeros(2)), with_slot(a=torch.zeros(2).double()), r"the template has float64\[2\]"),
+        (with_slot(a=torch.zeros(2)), with_slot(a=None), r"\['a'\]: float32\[2\] was saved, .* has NoneType"),
         (with_slot(), with_slot(a=torch.zeros(2)), r"slots\['method'\]\['a'\] is in the template and was not saved"),
         (with_slot(a=torch.zeros(2)), with_slot(), r"slots\['method'\]\['a'\] was saved and has no place"),
     ],

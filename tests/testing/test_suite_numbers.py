@@ -1,48 +1,20 @@
-"""The laws of numbers: shipped algorithms keep them, mutants break them, and they do not cry wolf."""
+"""The laws of numbers: what they show, how small an error they see, and that they do not cry wolf."""
 
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from purecompose import Algorithm, Event, algorithms as alg, between, compose, loop_events, on, random
 from purecompose.algorithm import identity
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
-from purecompose.testing.mutants.numbers import MUTANTS
-from purecompose.testing.strategies import cases
-from purecompose.testing.suite import numbers
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, vmap_agrees
 from purecompose.testing.tasks import TASKS, Task
 
 
 LAWS = (microbatches_agree, vmap_agrees, gradient_exact)
-SHIPPED = (
-    alg.mixup(0.2),
-    alg.mixup(0.3, interpolate_loss=True),
-    alg.label_smoothing(0.1),
-    alg.selective_backprop(start=0, end=1.0, keep=0.5, interrupt=0),
-    alg.selective_backprop(start=0, end=1.0, keep=0.5, interrupt=2),
-)
-FOUND = {
-    "noise_drawn_per_slice": (Event.BEFORE_FORWARD, "grads['0.weight']"),
-    "inputs_centred_by_slice": (Event.BEFORE_FORWARD, "grads['0.weight']"),
-    "slices_counted_as_batches": (Event.AFTER_BACKWARD, "slots['slices_counted_as_batches']"),
-    "gradients_clipped_by_slice": (Event.AFTER_BACKWARD, "grads['0.weight']"),
-    "decay_times_examples": (Event.AFTER_LOSS, "grads['position']"),
-    "branch_on_the_loss": (Event.AFTER_LOSS, ""),
-    "loss_read_as_number": (Event.AFTER_TRAIN_BATCH, ""),
-    "large_gradients_by_mask": (Event.AFTER_TRAIN_BATCH, ""),
-    "value_or_default": (Event.AFTER_TRAIN_BATCH, "params['0.weight']"),
-    "calls_counted_in_closure": (Event.AFTER_TRAIN_BATCH, "params['0.weight']"),
-    "decay_without_gradient": (Event.BATCH_END, "hparams['lr']"),
-    "decay_of_data": (Event.BATCH_END, "hparams['lr']"),
-    "norm_detached": (Event.AFTER_TRAIN_BATCH, "hparams['lr']"),
-    "root_at_zero": (Event.AFTER_TRAIN_BATCH, "params['0.weight']"),
-}
-"""Where each mutant is found: event and leaf."""
 
 
 def at(event, fn, name="subject", **options):
@@ -72,42 +44,7 @@ def values_of(violation: LawViolation) -> Any:
     return first, second
 
 
-# Shipped algorithms and mutants
-
-
-@pytest.mark.parametrize("algorithm", SHIPPED, ids=repr)
-@pytest.mark.parametrize("law", LAWS, ids=repr)
-@settings(max_examples=2)
-@given(data=st.data())
-def test_shipped_algorithms_keep_the_laws(law, algorithm, data):
-    accepted = [task for name, task in TASKS.items() if name != "tokens" or algorithm.name != "mixup"]
-    case = data.draw(cases(accepted))
-    acted = law(algorithm, case)
-    if algorithm.name != "selective_backprop":  # which by its settings is active in some steps only
-        assert acted
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-@settings(max_examples=2)
-@given(data=st.data())
-def test_mutants_are_caught_where_they_are_wrong(mutant, data):
-    case = data.draw(cases([TASKS[mutant.task]]))
-    with pytest.raises(LawViolation) as caught:
-        getattr(numbers, mutant.breaks)(mutant.make(), case)
-    violation = caught.value
-    assert violation.law.name == mutant.breaks
-    assert (violation.event, violation.path) == FOUND[mutant.name]
-    assert mutant.name in str(violation) and repr(case) in str(violation)
-    if "'" in violation.path and mutant.name != "root_at_zero":
-        first, second = values_of(violation)
-        assert first != second
-
-
-def test_each_law_has_mutants_that_are_found_by_values():
-    for law in LAWS:
-        own = [mutant for mutant in MUTANTS if mutant.breaks == law.name]
-        assert len(own) >= 3
-        assert any(FOUND[mutant.name][1] for mutant in own)
+# What is no algorithm's fault
 
 
 @pytest.mark.parametrize("law", LAWS, ids=repr)

@@ -109,6 +109,33 @@ def test_five_epochs_of_two_an_iteration() -> None:
     assert (time.iteration, time.epoch_in_iteration, time.epoch) == (2, 1, 5)
 
 
+@given(st.data())
+def test_advance_by_is_advance_so_often(data: st.DataObject) -> None:
+    lengths = st.none() | st.integers(1, 5)
+    iterations = st.sampled_from([None, None, "2ep", "30tok"])
+    run = RunLength("9ep", batches_per_epoch=data.draw(lengths), iteration_length=data.draw(iterations))
+    counters = {name: data.draw(st.integers(0, 7)) for name in FIELDS if name != "run" and not name.endswith("_wct")}
+    start = Timestamp(**counters, epoch_wct=1.0, batch_wct=2.0, total_wct=3.0, iteration_wct=1.5, run=run)
+    batches, samples, tokens = data.draw(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(0, 9)))
+    walked = start
+    for _ in range(batches):
+        walked = walked.advance(samples, tokens)
+    assert start.advance_by(batches, samples, tokens) == walked
+
+
+def test_advance_by_takes_no_time_without_iterations() -> None:
+    far = Timestamp(run=RunLength("9ep", batches_per_epoch=7)).advance_by(10**15 + 3, samples=2)
+    assert (far.epoch, far.batch_in_epoch, far.sample) == (*divmod(10**15 + 3, 7), 2 * 10**15 + 6)
+
+
+@pytest.mark.parametrize("arguments", [(-1,), (1, -1), (1, 0, -1)])
+def test_advance_by_refuses_what_is_negative(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=">= 0"):
+        Timestamp().advance_by(*arguments)
+    with pytest.raises(TypeError, match="expected an int"):
+        Timestamp().advance_by(2.0)  # pyright: ignore[reportArgumentType]
+
+
 @given(st.integers(0, 99), st.integers(0, 9))
 def test_advance_equals_building_from_the_fields(batch: int, sample: int) -> None:
     time = Timestamp(batch=batch, sample=sample).advance(4, 5)

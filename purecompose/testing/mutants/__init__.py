@@ -9,13 +9,10 @@ from purecompose.testing.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
 
-MUTANTS: tuple[Mutant, ...] = (
-    *purity.MUTANTS,
-    *matching.MUTANTS,
-    *contract.MUTANTS,
-    *absence.MUTANTS,
-    *evaluation.MUTANTS,
-    *numbers.MUTANTS,
-    *resume.MUTANTS,
+MUTANTS: tuple[Mutant, ...] = tuple(
+    found
+    for module in (purity, matching, contract, absence, evaluation, numbers, resume)
+    for found in vars(module).values()
+    if isinstance(found, Mutant)
 )
 """All mutants, in the order of the laws."""

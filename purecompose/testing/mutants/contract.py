@@ -1,256 +1,219 @@
 """Algorithms that change the form of what lasts, or what is not theirs."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from purecompose import random, tree
+from purecompose import losses, random, tree
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.predicate import on
 from purecompose.state import State
-from purecompose.testing.mutants.mutant import Mutant
+from purecompose.testing.mutants.mutant import mutant, scaled_params, with_slot
 
 
-__all__ = ["MUTANTS"]
+# structure_kept
 
 
-def _with_slot(state: State, name: str, slot: Any) -> State:
-    return state.replace(slots={**state.slots, name: slot})
-
-
-def late_slot() -> Algorithm:
+@mutant("structure_kept", at=Event.AFTER_TRAIN_BATCH)
+def late_slot(state: State) -> State:
     """Makes its slot when it first acts, not at INIT: the state before and after a step differ in structure."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        count = state.slots.get("late_slot", torch.zeros(()))
-        return _with_slot(state, "late_slot", count + 1)
-
-    return Algorithm("late_slot", on(Event.AFTER_TRAIN_BATCH), apply)
+    return with_slot(state, "late_slot", state.slots.get("late_slot", torch.zeros(())) + 1)
 
 
-def widens_params() -> Algorithm:
+@mutant("structure_kept", at=Event.BATCH_END)
+def widens_params(state: State) -> State:
     """Scales weights by a float64 tensor of one element, as comes out of NumPy: they become float64."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        factor = torch.tensor([0.99], dtype=torch.float64)
-        return state.replace(params={name: param * factor for name, param in state.params.items()})
-
-    return Algorithm("widens_params", on(Event.BATCH_END), apply)
+    return scaled_params(state, torch.tensor([0.99], dtype=torch.float64))
 
 
-def wraps_params() -> Algorithm:
+@mutant("structure_kept", at=Event.BATCH_END)
+def wraps_params(state: State) -> State:
     """Wraps new weights in `nn.Parameter`, as a module would: they leave the step asking for gradients."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return state.replace(params={name: nn.Parameter(param * 0.99) for name, param in state.params.items()})
-
-    return Algorithm("wraps_params", on(Event.BATCH_END), apply)
+    return state.replace(params={name: nn.Parameter(param * 0.99) for name, param in state.params.items()})
 
 
-def drops_buffers() -> Algorithm:
+@mutant("structure_kept", at=Event.BATCH_END, task="images")
+def drops_buffers(state: State) -> State:
     """Hands on the floating buffers only, after averaging them."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        kept = {name: buffer for name, buffer in state.buffers.items() if buffer.is_floating_point()}
-        return state.replace(buffers=kept)
-
-    return Algorithm("drops_buffers", on(Event.BATCH_END), apply)
+    kept = {name: buffer for name, buffer in state.buffers.items() if buffer.is_floating_point()}
+    return state.replace(buffers=kept)
 
 
-def averages_counters() -> Algorithm:
+@mutant("structure_kept", at=Event.BATCH_END, task="images")
+def averages_counters(state: State) -> State:
     """Averages all buffers with the last ones, integer counters too: `num_batches_tracked` becomes float."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return state.replace(buffers={name: 0.5 * (buffer + buffer) for name, buffer in state.buffers.items()})
-
-    return Algorithm("averages_counters", on(Event.BATCH_END), apply)
+    return state.replace(buffers={name: 0.5 * (buffer + buffer) for name, buffer in state.buffers.items()})
 
 
-def momentum_of_shape_one() -> Algorithm:
+@mutant("structure_kept", at=(Event.INIT, Event.AFTER_TRAIN_BATCH))
+def momentum_of_shape_one(event: Event, state: State) -> State:
     """Keeps a number as 0-d at INIT and as shape (1,) afterwards."""
-
-    def apply(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            return _with_slot(state, "momentum_of_shape_one", torch.zeros(()))
-        norm = tree.global_norm(state.grads).reshape(1)
-        return _with_slot(state, "momentum_of_shape_one", 0.9 * state.slots["momentum_of_shape_one"] + 0.1 * norm)
-
-    return Algorithm("momentum_of_shape_one", on(Event.INIT, Event.AFTER_TRAIN_BATCH), apply)
+    name = "momentum_of_shape_one"
+    if event is Event.INIT:
+        return with_slot(state, name, torch.zeros(()))
+    norm = tree.global_norm(state.grads).reshape(1)
+    return with_slot(state, name, 0.9 * state.slots[name] + 0.1 * norm)
 
 
-def slot_at_epoch_end() -> Algorithm:
+@mutant("structure_kept", at=Event.EPOCH_END)
+def slot_at_epoch_end(state: State) -> State:
     """Keeps an average of the weights, and makes it at the first EPOCH_END, an event outside the step."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return _with_slot(state, "slot_at_epoch_end", state.params)
-
-    return Algorithm("slot_at_epoch_end", on(Event.EPOCH_END), apply)
+    return with_slot(state, "slot_at_epoch_end", state.params)
 
 
-def freezes_by_context() -> Algorithm:
+@mutant("structure_kept", at=Event.BATCH_START)
+def freezes_by_context(state: State) -> State:
     """Freezes a layer in the middle of a run: the static part changes inside a step."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return state.replace(frozen=frozenset({next(iter(state.params))}))
-
-    return Algorithm("freezes_by_context", on(Event.BATCH_START), apply)
+    return state.replace(frozen=frozenset({next(iter(state.params))}))
 
 
-def decays_all_slots() -> Algorithm:
+@mutant("structure_kept", at=Event.BATCH_END)
+def flips_strides(state: State) -> State:
+    """Leaves matrices transposed in memory, as a product from the other side does: values and shapes are as before."""
+    flipped = {name: p.t().contiguous().t() if p.ndim == 2 else p for name, p in state.params.items()}
+    return scaled_params(state.replace(params=flipped), 0.99)
+
+
+@mutant("structure_kept", at=(Event.INIT, Event.BATCH_END))
+def inference_slot(event: Event, state: State) -> State:
+    """Averages the weights under `torch.inference_mode`: no later step may differentiate or save what it leaves."""
+    with torch.inference_mode():
+        old = state.params if event is Event.INIT else state.slots["inference_slot"]
+        averages = {name: 0.9 * old[name] + 0.1 * param for name, param in state.params.items()}
+    return with_slot(state, "inference_slot", averages)
+
+
+# own_slot
+
+
+@mutant("own_slot", at=(Event.INIT, Event.AFTER_TRAIN_BATCH))
+def decays_all_slots(event: Event, state: State) -> State:
     """Maps over all of `state.slots` where its own was meant."""
-
-    def apply(event: Event, state: State) -> State:
-        if event is Event.INIT:
-            return _with_slot(state, "decays_all_slots", torch.ones(()))
-        return state.replace(slots=tree.map(lambda leaf: leaf * 0.5 + 0.1, state.slots))
-
-    return Algorithm("decays_all_slots", on(Event.INIT, Event.AFTER_TRAIN_BATCH), apply)
+    if event is Event.INIT:
+        return with_slot(state, "decays_all_slots", torch.ones(()))
+    return state.replace(slots=tree.map(lambda leaf: leaf * 0.5 + 0.1, state.slots))
 
 
-def replaces_slots() -> Algorithm:
+@mutant("own_slot", at=(Event.INIT, Event.BATCH_END))
+def replaces_slots(event: Event, state: State) -> State:
     """Sets `slots={name: ...}`, without the others: whoever was initialised before has lost its memory."""
-
-    def apply(event: Event, state: State) -> State:
-        count = torch.zeros(()) if event is Event.INIT else state.slots["replaces_slots"] + 1
-        return state.replace(slots={"replaces_slots": count})
-
-    return Algorithm("replaces_slots", on(Event.INIT, Event.BATCH_END), apply)
+    count = torch.zeros(()) if event is Event.INIT else state.slots["replaces_slots"] + 1
+    return state.replace(slots={"replaces_slots": count})
 
 
+@mutant("own_slot")
 def fixed_slot_name() -> Algorithm:
     """Has `name=` in its factory, but a slot of fixed name, so that two of a kind share it."""
 
     def factory(name: str = "average") -> Algorithm:
         def apply(event: Event, state: State) -> State:
             if event is Event.INIT:
-                return _with_slot(state, "average", state.params)
+                return with_slot(state, "average", state.params)
             average = tree.map(lambda old, new: torch.lerp(old, new, 0.1), state.slots["average"], state.params)
-            return _with_slot(state, "average", average)
+            return with_slot(state, "average", average)
 
         return Algorithm(name, on(Event.INIT, Event.BATCH_END), apply)
 
     return factory(name="fixed_slot_name")
 
 
-def splits_key() -> Algorithm:
+@mutant("own_slot", at=Event.AFTER_DATALOADER)
+def splits_key(state: State) -> State:
     """Splits `state.key` and hands on the rest, as in JAX: adding it changes everybody's draws."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        own, rest = random.split(state.key)
-        inputs: Tensor = state.inputs
-        return state.replace(inputs=inputs + 0.1 * random.normal(own, tuple(inputs.shape)).to(inputs), key=rest)
-
-    return Algorithm("splits_key", on(Event.AFTER_DATALOADER), apply)
+    own, rest = random.split(state.key)
+    inputs: Tensor = state.inputs
+    return state.replace(inputs=inputs + 0.1 * random.normal(own, tuple(inputs.shape)).to(inputs), key=rest)
 
 
-def halves_learning_rate() -> Algorithm:
+@mutant("own_slot", at=Event.BATCH_START)
+def halves_learning_rate(state: State) -> State:
     """Writes into the optimizer's hparam without naming it in its settings."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return state.replace(hparams={**state.hparams, "lr": state.hparams["lr"] * 0.5})
-
-    return Algorithm("halves_learning_rate", on(Event.BATCH_START), apply)
+    return state.replace(hparams={**state.hparams, "lr": state.hparams["lr"] * 0.5})
 
 
-def second_forward() -> Algorithm:
+@mutant("own_slot", at=Event.BATCH_END)
+def drops_metrics(state: State) -> State:
+    """Sets `metrics={name: ...}`, without the others: what was measured before it is in no record."""
+    return state.replace(metrics={"drops_metrics/loss": state.loss})
+
+
+@mutant("own_slot", at=(Event.INIT, Event.BATCH_END))
+def overwrites_loss(event: Event, state: State) -> State:
+    """Smooths the loss for the record, in its place: what is logged is not what was differentiated."""
+    name = "overwrites_loss"
+    if event is Event.INIT:
+        return with_slot(state, name, torch.zeros((), device=state.device))
+    assert state.loss is not None
+    smoothed = 0.9 * state.slots[name] + 0.1 * state.loss
+    return with_slot(state.replace(loss=smoothed), name, smoothed)
+
+
+# buffers_kept
+
+
+@mutant("buffers_kept", at=Event.AFTER_DATALOADER, task="images")
+def second_forward(state: State) -> State:
     """Looks at the outputs by a forward pass in training mode and keeps its buffers: statistics see a batch twice."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        outputs, buffers = state.run_model(state.inputs, train=True, rng_name="second_forward")
-        return state.replace(buffers=buffers, metrics={**state.metrics, "outputs": outputs.mean()})
-
-    return Algorithm("second_forward", on(Event.AFTER_DATALOADER), apply)
+    outputs, buffers = state.run_model(state.inputs, train=True, rng_name="second_forward")
+    return state.replace(buffers=buffers, metrics={**state.metrics, "outputs": outputs.mean()})
 
 
-def resets_statistics() -> Algorithm:
+@mutant("buffers_kept", at=Event.AFTER_TRAIN_BATCH, task="images")
+def resets_statistics(state: State) -> State:
     """Sets running statistics back to where they began, as before a recalibration that never comes."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        begun = {
-            name: torch.ones_like(buffer) if name.endswith("running_var") else torch.zeros_like(buffer)
-            for name, buffer in state.buffers.items()
-        }
-        return state.replace(buffers=begun)
-
-    return Algorithm("resets_statistics", on(Event.AFTER_TRAIN_BATCH), apply)
+    begun = {
+        name: torch.ones_like(buffer) if name.endswith("running_var") else torch.zeros_like(buffer)
+        for name, buffer in state.buffers.items()
+    }
+    return state.replace(buffers=begun)
 
 
-def statistics_in_place() -> Algorithm:
+@mutant("buffers_kept", at=Event.AFTER_TRAIN_BATCH, task="images")
+def statistics_in_place(state: State) -> State:
     """Damps running means in place, so that old and new state agree and both are wrong."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        for name, buffer in state.buffers.items():
-            if name.endswith("running_mean"):
-                buffer.data.mul_(0.9)
-        return state
-
-    return Algorithm("statistics_in_place", on(Event.AFTER_TRAIN_BATCH), apply)
+    for name, buffer in state.buffers.items():
+        if name.endswith("running_mean"):
+            buffer.data.mul_(0.9)
+    return state
 
 
-def rescales_at_init() -> Algorithm:
+# frozen_kept
+
+
+@mutant("frozen_kept", at=Event.AFTER_TRAIN_BATCH, task="frozen")
+def decays_frozen(state: State) -> State:
+    """Decays all of `state.params`, where those of `state.context.trainable` were meant."""
+    return scaled_params(state, 0.99)
+
+
+@mutant("frozen_kept", at=Event.AFTER_TRAIN_BATCH, task="frozen")
+def grads_for_frozen(state: State) -> State:
+    """Takes gradients anew with respect to all of `state.params`: the optimizer then moves the frozen ones, too."""
+
+    def loss_of(params: dict[str, Tensor]) -> Tensor:
+        outputs = state.replace(params=params).forward(state.inputs)
+        return losses.evaluate_loss(state.context.loss, outputs, state.targets)
+
+    return state.replace(grads=torch.func.grad(loss_of)(state.params))
+
+
+# init_once
+
+
+@mutant("init_once", at=Event.INIT)
+def rescales_at_init(state: State) -> State:
     """Multiplies the weights it finds at INIT: pretrained ones are lost, and a second INIT does it again."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return state.replace(params={name: param * 0.5 for name, param in state.params.items()})
-
-    return Algorithm("rescales_at_init", on(Event.INIT), apply)
+    return scaled_params(state, 0.5)
 
 
-def slot_by_position() -> Algorithm:
+@mutant("init_once", at=Event.INIT)
+def slot_by_position(state: State) -> State:
     """Notes at INIT how many slots there are already, to number itself: its memory depends on the order of listing."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        number = torch.tensor(float(len([name for name in state.slots if name != "slot_by_position"])))
-        return _with_slot(state, "slot_by_position", number)
-
-    return Algorithm("slot_by_position", on(Event.INIT), apply)
+    number = torch.tensor(float(len([name for name in state.slots if name != "slot_by_position"])))
+    return with_slot(state, "slot_by_position", number)
 
 
-def counts_inits() -> Algorithm:
+@mutant("init_once", at=Event.INIT)
+def counts_inits(state: State) -> State:
     """Adds to its slot at INIT if there is one: INIT done twice is not INIT done once."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return _with_slot(state, "counts_inits", state.slots.get("counts_inits", torch.zeros(())) + 1)
-
-    return Algorithm("counts_inits", on(Event.INIT), apply)
-
-
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(late_slot, "structure_kept"),
-    Mutant(widens_params, "structure_kept"),
-    Mutant(wraps_params, "structure_kept"),
-    Mutant(drops_buffers, "structure_kept", "images"),
-    Mutant(averages_counters, "structure_kept", "images"),
-    Mutant(momentum_of_shape_one, "structure_kept"),
-    Mutant(slot_at_epoch_end, "structure_kept"),
-    Mutant(freezes_by_context, "structure_kept"),
-    Mutant(decays_all_slots, "own_slot"),
-    Mutant(replaces_slots, "own_slot"),
-    Mutant(fixed_slot_name, "own_slot"),
-    Mutant(splits_key, "own_slot"),
-    Mutant(halves_learning_rate, "own_slot"),
-    Mutant(second_forward, "buffers_kept", "images"),
-    Mutant(resets_statistics, "buffers_kept", "images"),
-    Mutant(statistics_in_place, "buffers_kept", "images"),
-    Mutant(rescales_at_init, "init_once"),
-    Mutant(slot_by_position, "init_once"),
-    Mutant(counts_inits, "init_once"),
-)
-"""Every mutant of this file."""
+    return with_slot(state, "counts_inits", state.slots.get("counts_inits", torch.zeros(())) + 1)

@@ -1,31 +1,26 @@
 """Algorithms whose `match` wants more than time and shapes, or whose apply learns the time by another way."""
 
 import random as python_random
-from typing import Any
 
 from torch import Tensor
 
 from purecompose.algorithm import Algorithm
 from purecompose.context import SealedTime
 from purecompose.event import Event
-from purecompose.predicate import on
 from purecompose.state import State
-from purecompose.testing.mutants.mutant import Mutant
+from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params
 from purecompose.time import Timestamp
-
-
-__all__ = ["MUTANTS"]
 
 
 def _shrunk(event: Event, state: State) -> State:
     del event
-    return state.replace(params={name: param * 0.99 for name, param in state.params.items()})
+    return scaled_params(state, 0.99)
 
 
-def _scaled(state: State, factor: Any) -> State:
-    return state.replace(params={name: param * factor for name, param in state.params.items()})
+# match_pure
 
 
+@mutant("match_pure")
 def counts_matches() -> Algorithm:
     """Acts in every second step by counting how often it was asked."""
     asked = 0
@@ -41,6 +36,7 @@ def counts_matches() -> Algorithm:
     return Algorithm("counts_matches", match, _shrunk)
 
 
+@mutant("match_pure")
 def acts_once() -> Algorithm:
     """Notes for which batch it was asked last, to act once in each: asked again about the same one it says no."""
     last = -1
@@ -55,6 +51,7 @@ def acts_once() -> Algorithm:
     return Algorithm("acts_once", match, _shrunk)
 
 
+@mutant("match_pure")
 def matches_by_loss() -> Algorithm:
     """Reads the loss with `.item()`, which is not known when matching is decided."""
 
@@ -64,6 +61,7 @@ def matches_by_loss() -> Algorithm:
     return Algorithm("matches_by_loss", match, _shrunk)
 
 
+@mutant("match_pure")
 def matches_by_kept_loss() -> Algorithm:
     """Goes round the seal: apply keeps the last two losses in a closure, match reads them there with `.tolist()`."""
     kept: list[Tensor] = []
@@ -82,6 +80,7 @@ def matches_by_kept_loss() -> Algorithm:
     return Algorithm("matches_by_kept_loss", match, apply)
 
 
+@mutant("match_pure")
 def matches_by_key() -> Algorithm:
     """Reads the run's key at INIT and acts in runs with an even seed only, so that a schedule hangs on the seed."""
     seen = {"seed": 0}
@@ -99,6 +98,7 @@ def matches_by_key() -> Algorithm:
     return Algorithm("matches_by_key", match, apply)
 
 
+@mutant("match_pure")
 def matches_by_global_draw() -> Algorithm:
     """Acts in half of the steps by Python's generator."""
 
@@ -109,6 +109,7 @@ def matches_by_global_draw() -> Algorithm:
     return Algorithm("matches_by_global_draw", match, _shrunk)
 
 
+@mutant("match_pure")
 def host_match_writes() -> Algorithm:
     """A host algorithm whose match notes its answer in `state.metrics`."""
 
@@ -121,28 +122,24 @@ def host_match_writes() -> Algorithm:
     return Algorithm("host_match_writes", match, _shrunk, host=True)
 
 
-def reads_timestamp() -> Algorithm:
+# time_from_clock
+
+
+@mutant("time_from_clock", at=Event.AFTER_TRAIN_BATCH)
+def reads_timestamp(state: State) -> State:
     """Decays by `state.timestamp` inside apply, where it would be compiled in as a constant."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return _scaled(state, 1 / (1 + state.timestamp.batch))
-
-    return Algorithm("reads_timestamp", on(Event.AFTER_TRAIN_BATCH), apply)
+    return scaled_params(state, 1 / (1 + state.timestamp.batch))
 
 
-def opens_the_seal() -> Algorithm:
+@mutant("time_from_clock", at=Event.AFTER_TRAIN_BATCH)
+def opens_the_seal(state: State) -> State:
     """Opens the sealed timestamp, which is there for the host's use only."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        sealed = state.static.timestamp
-        assert isinstance(sealed, SealedTime)
-        return _scaled(state, 1 / (1 + sealed.opened(later=False).batch))
-
-    return Algorithm("opens_the_seal", on(Event.AFTER_TRAIN_BATCH), apply)
+    sealed = state.static.timestamp
+    assert isinstance(sealed, SealedTime)
+    return scaled_params(state, 1 / (1 + sealed.opened(later=False).batch))
 
 
+@mutant("time_from_clock")
 def time_by_match() -> Algorithm:
     """Its match leaves the time in a closure, where apply reads it as a Python number."""
     moment: dict[str, Timestamp] = {}
@@ -153,11 +150,12 @@ def time_by_match() -> Algorithm:
 
     def apply(event: Event, state: State) -> State:
         del event
-        return _scaled(state, 0.9 ** moment["now"].batch)
+        return scaled_params(state, 0.9 ** moment["now"].batch)
 
     return Algorithm("time_by_match", match, apply)
 
 
+@mutant("time_from_clock")
 def warms_up_by_match() -> Algorithm:
     """The same with a number: match works out the fraction of the run, apply scales the gradients by it."""
     share = 0.0
@@ -171,24 +169,6 @@ def warms_up_by_match() -> Algorithm:
 
     def apply(event: Event, state: State) -> State:
         del event
-        return state.replace(grads={name: grad * share for name, grad in (state.grads or {}).items()})
+        return scaled_grads(state, share)
 
     return Algorithm("warms_up_by_match", match, apply)
-
-
-MUTANTS: tuple[Mutant, ...] = (
-    *(
-        Mutant(make, "match_pure")
-        for make in (
-            counts_matches,
-            acts_once,
-            matches_by_loss,
-            matches_by_kept_loss,
-            matches_by_key,
-            matches_by_global_draw,
-            host_match_writes,
-        )
-    ),
-    *(Mutant(make, "time_from_clock") for make in (reads_timestamp, opens_the_seal, time_by_match, warms_up_by_match)),
-)
-"""Every mutant of this file."""

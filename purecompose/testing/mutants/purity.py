@@ -7,250 +7,179 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.algorithm import Algorithm
 from purecompose.event import Event
-from purecompose.predicate import on
 from purecompose.state import State
-from purecompose.testing.mutants.mutant import Mutant
+from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 
 
-__all__ = ["MUTANTS"]
+# input_untouched
 
 
-def decays_in_place() -> Algorithm:
+@mutant("input_untouched", at=Event.BATCH_END)
+def decays_in_place(state: State) -> State:
     """Weight decay as in an imperative loop, `param.mul_(...)`: the caller's weights shrink, too."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        for param in state.params.values():
-            param.mul_(0.99)
-        return state
-
-    return Algorithm("decays_in_place", on(Event.BATCH_END), apply)
+    for param in state.params.values():
+        param.mul_(0.99)
+    return state
 
 
-def clamps_through_data() -> Algorithm:
+@mutant("input_untouched", at=Event.BATCH_END)
+def clamps_through_data(state: State) -> State:
     """Clips weights through `param.data`, where torch counts no write, so that only the values tell."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        for param in state.params.values():
-            param.data.clamp_(-0.05, 0.05)
-        return state
-
-    return Algorithm("clamps_through_data", on(Event.BATCH_END), apply)
+    for param in state.params.values():
+        param.data.clamp_(-0.05, 0.05)
+    return state
 
 
-def noise_into_batch() -> Algorithm:
+@mutant("input_untouched", at=Event.AFTER_DATALOADER)
+def noise_into_batch(state: State) -> State:
     """Adds keyed noise to the inputs with `+=`: the loader's tensor is noisier in every epoch."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        inputs: Tensor = state.inputs
-        inputs += 0.1 * random.normal(state.rng("noise_into_batch"), tuple(inputs.shape)).to(inputs)
-        return state.replace(inputs=inputs)
-
-    return Algorithm("noise_into_batch", on(Event.AFTER_DATALOADER), apply)
+    inputs: Tensor = state.inputs
+    inputs += 0.1 * random.normal(state.rng("noise_into_batch"), tuple(inputs.shape)).to(inputs)
+    return state.replace(inputs=inputs)
 
 
-def replaces_entry() -> Algorithm:
+@mutant("input_untouched", at=Event.AFTER_TRAIN_BATCH)
+def replaces_entry(state: State) -> State:
     """Makes a new tensor, but puts it into the old state's dictionary."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        for name, param in list(state.params.items()):
-            state.params[name] = param * 0.99
-        return state.replace(params=state.params)
-
-    return Algorithm("replaces_entry", on(Event.AFTER_TRAIN_BATCH), apply)
+    for name, param in list(state.params.items()):
+        state.params[name] = param * 0.99
+    return state.replace(params=state.params)
 
 
-def flips_gradients_in_place() -> Algorithm:
+@mutant("input_untouched", at=Event.AFTER_TRAIN_BATCH)
+def flips_gradients_in_place(state: State) -> State:
     """Negates gradients in place: others that look at the state of before see the new ones."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        grads = state.grads or {}
-        return state.replace(grads={name: grad.neg_() for name, grad in grads.items()})
-
-    return Algorithm("flips_gradients_in_place", on(Event.AFTER_TRAIN_BATCH), apply)
+    return state.replace(grads={name: grad.neg_() for name, grad in (state.grads or {}).items()})
 
 
-def _scaled(state: State, factor: float) -> State:
-    return state.replace(params={name: param * factor for name, param in state.params.items()})
+@mutant("input_untouched", at=(Event.INIT, Event.AFTER_DATALOADER))
+def remembers_batch_view(event: Event, state: State) -> State:
+    """Keeps the first target as a view: the slot changes when the loader fills its buffer anew."""
+    if event is Event.INIT:
+        return with_slot(state, "remembers_batch_view", torch.zeros((), dtype=torch.int64, device=state.device))
+    return with_slot(state, "remembers_batch_view", state.targets[0])
 
 
-def torch_noise() -> Algorithm:
+@mutant("input_untouched", at=Event.AFTER_TRAIN_BATCH)
+def stashes_on_tensor(state: State) -> State:
+    """Leaves gradients in `param.grad`, where imperative code would look: on the caller's own tensors."""
+    for name, grad in (state.grads or {}).items():
+        state.params[name].grad = grad.clone()
+    return scaled_grads(state, 0.99)
+
+
+# deterministic
+
+
+@mutant("deterministic", at=Event.AFTER_DATALOADER)
+def torch_noise(state: State) -> State:
     """Draws with `torch.randn`, from torch's global generator."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        inputs: Tensor = state.inputs
-        return state.replace(inputs=inputs + 0.1 * torch.randn(inputs.shape))
-
-    return Algorithm("torch_noise", on(Event.AFTER_DATALOADER), apply)
+    inputs: Tensor = state.inputs
+    return state.replace(inputs=inputs + 0.1 * torch.randn(inputs.shape))
 
 
-def python_coin() -> Algorithm:
+@mutant("deterministic", at=Event.BATCH_END)
+def python_coin(state: State) -> State:
     """Tosses a coin with Python's `random`."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        return _scaled(state, python_random.random())
-
-    return Algorithm("python_coin", on(Event.BATCH_END), apply)
+    return scaled_params(state, python_random.random())
 
 
-def numpy_mixing() -> Algorithm:
+@mutant("deterministic", at=Event.AFTER_DATALOADER)
+def numpy_mixing(state: State) -> State:
     """Takes the mixing coefficient from `numpy.random.beta`, as many a published MixUp does."""
+    import numpy  # the library needs it for this one mistake only
 
-    def apply(event: Event, state: State) -> State:
-        import numpy  # the library needs it for this one mistake only
-
-        del event
-        inputs: Tensor = state.inputs
-        share = float(numpy.random.beta(1.0, 1.0))
-        return state.replace(inputs=(1 - share) * inputs + share * inputs.flip(0))
-
-    return Algorithm("numpy_mixing", on(Event.AFTER_DATALOADER), apply)
+    inputs: Tensor = state.inputs
+    share = float(numpy.random.beta(1.0, 1.0))
+    return state.replace(inputs=(1 - share) * inputs + share * inputs.flip(0))
 
 
-def counts_in_closure() -> Algorithm:
+@mutant("deterministic", at=Event.BATCH_END)
+def counts_in_closure():
     """Counts its calls in a closure, to warm up."""
     calls = 0
 
-    def apply(event: Event, state: State) -> State:
+    def change(state: State) -> State:
         nonlocal calls
-        del event
         calls += 1
-        return _scaled(state, 1 - 1 / (1 + calls))
+        return scaled_params(state, 1 - 1 / (1 + calls))
 
-    return Algorithm("counts_in_closure", on(Event.BATCH_END), apply)
+    return change
 
 
-def caches_statistics() -> Algorithm:
+@mutant("deterministic", at=Event.AFTER_DATALOADER)
+def caches_statistics():
     """Standardises inputs by a mean that the first call makes and each further one moves, kept in a closure."""
     cache: dict[str, Tensor] = {}
 
-    def apply(event: Event, state: State) -> State:
-        del event
+    def change(state: State) -> State:
         inputs: Tensor = state.inputs
         if "mean" not in cache:
             cache["mean"] = inputs.mean(0)
         cache["mean"] = 0.9 * cache["mean"] + 0.1 * inputs.mean()
         return state.replace(inputs=inputs - cache["mean"])
 
-    return Algorithm("caches_statistics", on(Event.AFTER_DATALOADER), apply)
+    return change
 
 
-def mixes_with_last_batch() -> Algorithm:
+@mutant("deterministic", at=Event.AFTER_DATALOADER)
+def mixes_with_last_batch():
     """Mixes each batch with the one before, which it keeps in a list."""
     last: list[Tensor] = []
 
-    def apply(event: Event, state: State) -> State:
-        del event
+    def change(state: State) -> State:
         inputs: Tensor = state.inputs
         partner = last[0] if last and last[0].shape == inputs.shape else inputs.roll(1)
         last[:] = [inputs]
         return state.replace(inputs=0.9 * inputs + 0.1 * partner)
 
-    return Algorithm("mixes_with_last_batch", on(Event.AFTER_DATALOADER), apply)
+    return change
 
 
 _RECORD: dict[str, Any] = {"rounds": 0}
 
 
-def module_global() -> Algorithm:
+@mutant("deterministic", at=Event.BATCH_END)
+def module_global(state: State) -> State:
     """Anneals by a counter in a global of its module."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        _RECORD["rounds"] += 1
-        return _scaled(state, 0.5 ** (_RECORD["rounds"] % 7))
-
-    return Algorithm("module_global", on(Event.BATCH_END), apply)
+    _RECORD["rounds"] += 1
+    return scaled_params(state, 0.5 ** (_RECORD["rounds"] % 7))
 
 
-def seeds_in_apply() -> Algorithm:
+# global_state_kept
+
+
+@mutant("global_state_kept", at=Event.BATCH_END)
+def seeds_in_apply(state: State) -> State:
     """Calls `torch.manual_seed` to be reproducible: whoever draws after it repeats itself."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        torch.manual_seed(0)
-        return _scaled(state, 0.999)
-
-    return Algorithm("seeds_in_apply", on(Event.BATCH_END), apply)
+    torch.manual_seed(0)
+    return scaled_params(state, 0.999)
 
 
-def seeds_python_in_apply() -> Algorithm:
+@mutant("global_state_kept", at=(Event.INIT, Event.BATCH_END))
+def seeds_python_in_apply(event: Event, state: State) -> State:
     """The same with Python's generator, at INIT."""
-
-    def apply(event: Event, state: State) -> State:
-        python_random.seed(0)
-        return state if event is Event.INIT else _scaled(state, 0.999)
-
-    return Algorithm("seeds_python_in_apply", on(Event.INIT, Event.BATCH_END), apply)
+    python_random.seed(0)
+    return state if event is Event.INIT else scaled_params(state, 0.999)
 
 
-def sets_default_dtype() -> Algorithm:
+@mutant("global_state_kept", at=Event.AFTER_TRAIN_BATCH)
+def sets_default_dtype(state: State) -> State:
     """Switches the default dtype to float64 for a computation, and not back."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        torch.set_default_dtype(torch.float64)
-        return _scaled(state, 0.999)
-
-    return Algorithm("sets_default_dtype", on(Event.AFTER_TRAIN_BATCH), apply)
+    torch.set_default_dtype(torch.float64)
+    return scaled_params(state, 0.999)
 
 
-def leaves_grad_mode() -> Algorithm:
+@mutant("global_state_kept", at=Event.BATCH_END)
+def leaves_grad_mode(state: State) -> State:
     """Switches gradients on for a computation of its own, and leaves them so."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        torch.set_grad_enabled(True)
-        return _scaled(state, 0.999)
-
-    return Algorithm("leaves_grad_mode", on(Event.BATCH_END), apply)
+    torch.set_grad_enabled(True)
+    return scaled_params(state, 0.999)
 
 
-def switches_grad_off() -> Algorithm:
+@mutant("global_state_kept", at=Event.BEFORE_FORWARD)
+def switches_grad_off(state: State) -> State:
     """Calls `torch.set_grad_enabled(False)` in place of `with torch.no_grad()`: the forward pass has no graph."""
-
-    def apply(event: Event, state: State) -> State:
-        del event
-        torch.set_grad_enabled(False)
-        return state.replace(inputs=state.inputs - state.inputs.mean())
-
-    return Algorithm("switches_grad_off", on(Event.BEFORE_FORWARD), apply)
-
-
-MUTANTS: tuple[Mutant, ...] = (
-    *(
-        Mutant(make, "input_untouched")
-        for make in (
-            decays_in_place,
-            clamps_through_data,
-            noise_into_batch,
-            replaces_entry,
-            flips_gradients_in_place,
-        )
-    ),
-    *(
-        Mutant(make, "deterministic")
-        for make in (
-            torch_noise,
-            python_coin,
-            numpy_mixing,
-            counts_in_closure,
-            caches_statistics,
-            mixes_with_last_batch,
-            module_global,
-        )
-    ),
-    *(
-        Mutant(make, "global_state_kept")
-        for make in (seeds_in_apply, seeds_python_in_apply, sets_default_dtype, leaves_grad_mode, switches_grad_off)
-    ),
-)
-"""Every mutant of this file."""
+    torch.set_grad_enabled(False)
+    return state.replace(inputs=state.inputs - state.inputs.mean())

@@ -7,8 +7,10 @@ from purecompose.testing.suite.absence import (
     list_position_free,
     neutral_setting,
 )
-from purecompose.testing.suite.contract import buffers_kept, init_once, own_slot, structure_kept
+from purecompose.testing.suite.contract import buffers_kept, frozen_kept, init_once, own_slot, structure_kept
+from purecompose.testing.suite.draws import draws_keyed
 from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
+from purecompose.testing.suite.finite import stays_finite
 from purecompose.testing.suite.matching import match_pure, time_from_clock
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, vmap_agrees
 from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
@@ -21,7 +23,9 @@ __all__ = [
     "buffers_kept",
     "deterministic",
     "draws_independent",
+    "draws_keyed",
     "evaluation_blind",
+    "frozen_kept",
     "global_state_kept",
     "gradient_exact",
     "init_once",
@@ -33,6 +37,7 @@ __all__ = [
     "own_slot",
     "pairs_undone",
     "resume_exact",
+    "stays_finite",
     "structure_kept",
     "time_from_clock",
     "vmap_agrees",
@@ -47,13 +52,16 @@ LAWS: tuple[Law, ...] = (
     structure_kept,
     own_slot,
     buffers_kept,
+    frozen_kept,
     init_once,
     absent_when_unmatched,
     neutral_setting,
+    draws_keyed,
     draws_independent,
     list_position_free,
     pairs_undone,
     evaluation_blind,
+    stays_finite,
     microbatches_agree,
     vmap_agrees,
     gradient_exact,

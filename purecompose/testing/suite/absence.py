@@ -1,11 +1,11 @@
 """Laws of absence: what an algorithm that does not act, or has nothing to do, must leave to the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from purecompose import batch as batches, random, tree
+from purecompose import batch as batches, random
 from purecompose.algorithm import Algorithm
 from purecompose.compose import Step
 from purecompose.event import Event
@@ -13,8 +13,8 @@ from purecompose.predicate import NEVER, on
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.companions import bystander
-from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import LASTING, compare, intercepted
+from purecompose.testing.law import define_law, never_acts
+from purecompose.testing.record import LASTING, Act, Watched, changed_context, check_equal, compare, intercepted
 from purecompose.testing.subject import Subject
 
 
@@ -22,7 +22,6 @@ __all__ = ["absent_when_unmatched", "draws_independent", "list_position_free", "
 
 _WITHOUT_MODEL = ("slots", "hparams", "key", "metrics")
 """What can be compared across an INIT that made another network."""
-_STATIC = ("model", "loss", "optimizer", "frozen", "precision", "input_key", "target_key")
 
 
 def _only_init(algorithm: Algorithm) -> str | None:
@@ -33,7 +32,7 @@ def _only_init(algorithm: Algorithm) -> str | None:
 
 @define_law(
     "an algorithm that does not match is absent: the step with it is the step without it, bit for bit",
-    "let INIT make nothing but the algorithm's own slot (and surgery), and let `match` look without changing anything",
+    "let INIT make nothing but the algorithm's own slot (and surgery); match must not write",
     exempt=_only_init,
 )
 def absent_when_unmatched(subject: Subject, case: Case) -> bool:
@@ -52,7 +51,7 @@ def absent_when_unmatched(subject: Subject, case: Case) -> bool:
     plain_step, idle_step = case.step(), case.step(idle.algorithm)
     start = case.state()
     ours, theirs = plain_step.init(case.state().with_hparams(subject.algorithm.hparams)), idle_step.init(start)
-    fields = _comparable(start, theirs)
+    fields = LASTING if changed_context(start, theirs) is None else _WITHOUT_MODEL
     labels = ("without the algorithm", "with it, acting at INIT alone")
     compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slot=subject.name)
     ours, theirs = plain_step(ours, case.batch(0)), idle_step(theirs, case.batch(0))
@@ -63,32 +62,15 @@ def absent_when_unmatched(subject: Subject, case: Case) -> bool:
 
 def _check_unmatched(subject: Subject, case: Case, plain_step: Step) -> None:
     """The real step, batch by batch, against the plain one from the same state."""
-    counted = _Counted(subject.algorithm)
-    step = case.step(counted.algorithm)
+    watched = Watched(subject.algorithm)
+    step = case.step(watched.algorithm)
     state = step.init(case.state())
     for batch in case.batches():
-        count, following = counted.count, step(state, batch)
-        if counted.count == count:
+        watched.applications.clear()
+        following = step(state, batch)
+        if not watched.acted:
             compare(plain_step(state, batch), following, ("without the algorithm", "with it, where it does not match"))
         state = following
-
-
-class _Counted:
-    """An algorithm, and how often it has acted within steps."""
-
-    def __init__(self, algorithm: Algorithm) -> None:
-        self.algorithm, self.count = intercepted(algorithm, self._around), 0
-
-    def _around(self, event: Event, state: State, act: Callable[[State], State]) -> State:
-        del event
-        self.count += 1
-        return act(state)
-
-
-def _comparable(before: State, after: State) -> Sequence[str]:
-    """The fields that must agree; fewer where INIT put something static anew."""
-    pairs = ((getattr(before.context, name), getattr(after.context, name)) for name in _STATIC)
-    return LASTING if all(old is new or old == new for old, new in pairs) else _WITHOUT_MODEL
 
 
 @define_law(
@@ -146,7 +128,7 @@ def draws_independent(subject: Subject, case: Case) -> bool:
             _compare_draws(place, draws, with_it.seen.get(place, {}))
         for name in (_EARLY, _LATE):
             drawn = [{key: state.slots[name][key] for key in ("draws", "example_draw")} for state in (ours, theirs)]
-            _check_equal(drawn[0], drawn[1], f"slots['{name}']")
+            check_equal(drawn[0], drawn[1], _LABELS, f"slots['{name}']")
     return with_it.acted
 
 
@@ -172,19 +154,19 @@ class _Witnesses:
             state = fired
         return self.step(state, batch)
 
-    def _watching(self, event: Event, state: State, act: Callable[[State], State]) -> State:
+    def _watching(self, event: Event, state: State, act: Act) -> State:
         """Looks whether the algorithm under test leaves what draws come from alone."""
         self.acted = True
         after = act(state)
         now = _sources(after)
         for name, value in _sources(state).items():
-            _check_equal(value, now[name], name, labels=("before", "after"), event=event)
+            check_equal(value, now[name], ("before", "after"), name, event=event)
         return after
 
-    def _recording(self, name: str) -> Callable[[Event, State, Callable[[State], State]], State]:
+    def _recording(self, name: str) -> Callable[[Event, State, Act], State]:
         """Takes down what a bystander draws."""
 
-        def around(event: Event, state: State, act: Callable[[State], State]) -> State:
+        def around(event: Event, state: State, act: Act) -> State:
             after = act(state)
             slot, first = after.slots[name], int(state.first_example or 0)
             found = self.seen.setdefault((event, name), {})
@@ -218,34 +200,26 @@ def _compare_draws(place: tuple[Event, str], ours: dict[str, Tensor], theirs: di
     event, name = place
     for what, draw in ours.items():
         if what in theirs:
-            _check_equal(draw, theirs[what], f"what {name} draws at {event.name}, {what}: ")
-
-
-def _check_equal(
-    first: Any, second: Any, where: str, *, labels: tuple[str, str] = _LABELS, event: Event | None = None
-) -> None:
-    difference = next(tree.differences(first, second), None)
-    if difference is not None:
-        raise Broken(difference, labels, event=event, where=where)
+            check_equal(draw, theirs[what], _LABELS, f"what {name} draws at {event.name}, {what}: ")
 
 
 @define_law(
-    "the algorithm does the same wherever it is listed, and whoever stands by without changing anything",
+    "its place in the list and inactive neighbours make no difference",
     "look things up by name (state.slots[name], state.metrics of your own), never by place or number, and take draws "
     "from state.rng(name)",
     exempt=never_acts,
 )
 def list_position_free(subject: Subject, case: Case) -> bool:
     """Adds bystanders, which change their own slots and metrics alone, before the algorithm and behind it."""
-    counted = _Counted(subject.algorithm)
-    alone = case.step(counted.algorithm)
+    watched = Watched(subject.algorithm)
+    alone = case.step(watched.algorithm)
     among = alone.replace(algorithms=[bystander("a bystander"), *alone.algorithms, bystander("zz")])
     ours, theirs, event = alone.init(case.state()), among.init(case.state()), Event.INIT
     for batch in [None, *case.batches()[:_FEW]]:
         if batch is not None:
             ours, theirs, event = alone(ours, batch), among(theirs, batch), None
         compare(ours, _without_strangers(ours, theirs), ("alone", "between two bystanders"), event=event)
-    return counted.count > 0
+    return watched.acted
 
 
 def _without_strangers(reference: State, state: State) -> State:

@@ -1,53 +1,67 @@
 """Laws of the contract: an algorithm keeps the form of what lasts, and changes nothing that is not its own."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.algorithm import Algorithm
-from purecompose.application import applied
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.compose import Step
-from purecompose.context import Context
 from purecompose.contract import FormError
 from purecompose.event import Event
-from purecompose.loop import eval_events, loop_events, predict_events
+from purecompose.loop import Node, Op, eval_events, events_in, loop_events, loss, predict_events
 from purecompose.predicate import NEVER
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import LASTING, copied, intercepted, run
+from purecompose.testing.record import (
+    FORMED,
+    LASTING,
+    Act,
+    Watched,
+    changed_context,
+    check_equal,
+    compare,
+    copied,
+    inserted,
+    run,
+    snapshot,
+)
 from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import Task
 
 
-__all__ = ["buffers_kept", "init_once", "own_slot", "structure_kept"]
+__all__ = ["buffers_kept", "frozen_kept", "init_once", "own_slot", "structure_kept"]
 
-_Act = Callable[[State], State]
-_FORMED = ("params", "buffers", "opt_state", "slots", "hparams", "key")
+_LABELS = ("before", "after")
 _NOT_FIRED = frozenset(
-    {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, *(node for node in eval_events if isinstance(node, Event))}
-    | {node for node in predict_events if isinstance(node, Event)}
+    {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, *events_in(eval_events), *events_in(predict_events)}
 )
 
 
 @define_law(
     "what outlives a step or an outer event keeps its structure, shapes, dtypes and device",
-    "make slots and surgery at INIT; give results back as they came: x.to(old.dtype), x.reshape(old.shape), x.detach()",
+    "make slots and surgery at INIT; give results back as they came: x.to(old.dtype), x.reshape(old.shape), "
+    "x.detach(), x.contiguous(); let nothing last that torch.inference_mode has made",
     owns=(FormError,),
     exempt=never_acts,
 )
 def structure_kept(subject: Subject, case: Case) -> bool:
-    """Compares the forms at the end of each step, before the step's own check, and around each outer event."""
-    log: list[tuple[Event, dict[str, Any], dict[str, Any]]] = []
-    start: dict[str, Any] = {}
+    """Compares the forms at the end of each step, before the step's own check, and around each outer event.
 
-    def around(event: Event, state: State, act: _Act) -> State:
+    Parameters and buffers that began contiguous stay so.
+    """
+    log: list[tuple[Event, _Forms, _Forms]] = []
+    start: _Forms = {}
+
+    def around(event: Event, state: State, act: Act) -> State:
         before = _forms(state)
         after = act(state)
         if not subject.algorithm.host:
-            _check_context(state.context, after.context, event)
+            _check_context(state, after, _LABELS, event)
         forms = _forms(after)
         if event not in step.events:
             _check_forms(before, forms, lambda field: event)
@@ -56,23 +70,24 @@ def structure_kept(subject: Subject, case: Case) -> bool:
 
     def at_end(state: State) -> State:
         def guilty(field: str) -> Event | None:
-            changed = (event for event, before, after in reversed(log) if before[field] != after[field])
-            return next(changed, None)
+            return next((event for event, before, after in reversed(log) if before[field] != after[field]), None)
 
         _check_forms(start, _forms(state), guilty)
         return state
 
-    step = case.step(intercepted(subject.algorithm, around), program=(*loop_events, at_end))
+    watched = Watched(subject.algorithm, around)
+    step = case.step(watched.algorithm, program=(*loop_events, at_end))
     outer = [event for event in Event if event not in step.events and event not in _NOT_FIRED]
     state = step.init(case.state())
+    _check_not_inferred(state)
     start.update(_forms(state))
     state = _fired(step, [event for event in outer if event.is_before_event], state)
     for batch in case.batches():
         end = step.fold(state, batch)
-        _check_loss(state.loss, end.loss)
+        check_equal(_form(state.loss), _form(end.loss), _LABELS, "loss")
         state = step.finish(end)
     _fired(step, [event for event in outer if not event.is_before_event], state)
-    return bool(log)
+    return watched.acted
 
 
 def _fired(step: Step, events: list[Event], state: State) -> State:
@@ -83,49 +98,62 @@ def _fired(step: Step, events: list[Event], state: State) -> State:
     return state
 
 
-def _forms(state: State) -> dict[str, Any]:
-    """The lasting fields with descriptions in place of tensors."""
-    return {field: tree.map(_form, getattr(state, field)) for field in _FORMED}
+_Forms = dict[str, Any]
+"""By field: the tree with descriptions in place of tensors; under "strided": which weights are not contiguous."""
+
+
+def _forms(state: State) -> _Forms:
+    forms: _Forms = {field: tree.map(_form, getattr(state, field)) for field in FORMED}
+    weights = {"params": state.params, "buffers": state.buffers}
+    return forms | {
+        "strided": {f"{field}[{k!r}]" for field, found in weights.items() for k, v in found.items() if _is_strided(v)}
+    }
 
 
 def _form(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(leaf.shape)} on {leaf.device}{' with requires_grad' if leaf.requires_grad else ''}"
+    marks = {" with requires_grad": leaf.requires_grad, " of inference_mode": leaf.is_inference()}
+    return tree.describe(leaf) + "".join(mark for mark, holds in marks.items() if holds)
 
 
-def _check_forms(before: dict[str, Any], after: dict[str, Any], guilty: Callable[[str], Event | None]) -> None:
-    for field, forms in before.items():
-        difference = _first_difference(forms, after[field], ("before", "after"))
-        if difference is not None:
-            raise Broken(difference, ("before", "after"), event=guilty(field), where=field)
+def _is_strided(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_contiguous()
 
 
-def _check_loss(before: Tensor | None, after: Tensor | None) -> None:
-    if _form(before) != _form(after):
-        raise Broken(tree.Difference("", "", _form(before), _form(after)), ("before", "after"), where="loss")
+def _check_forms(before: _Forms, after: _Forms, guilty: Callable[[str], Event | None]) -> None:
+    for field in FORMED:
+        if before[field] != after[field]:
+            check_equal(before[field], after[field], _LABELS, field, event=guilty(field))
+    for path in sorted(after["strided"] - before["strided"]):
+        raise Broken("it was contiguous, and is strided now", where=path, event=guilty("strided"))
 
 
-def _check_context(before: Context, after: Context, event: Event | None) -> None:
-    if before is after:
-        return
-    for field in dataclasses.fields(Context):
-        ours, theirs = getattr(before, field.name), getattr(after, field.name)
-        if ours is not theirs and ours != theirs:
-            difference = tree.Difference(field.name, "", ours, theirs)
-            raise Broken(difference, ("before", "after"), event=event, where="context.")
+def _check_not_inferred(state: State) -> None:
+    for field in FORMED:
+        for path, leaf in tree.leaves_with_paths(getattr(state, field)).items():
+            if isinstance(leaf, Tensor) and leaf.is_inference():
+                raise Broken(f"{_form(leaf)}: no gradient flows there", where=f"{field}{path}", event=Event.INIT)
+
+
+def _check_context(first: State, second: State, labels: tuple[str, str], event: Event) -> None:
+    name = changed_context(first, second)
+    if name is not None:
+        values = getattr(first.context, name), getattr(second.context, name)
+        raise Broken(tree.Difference(name, "", *values), labels, event=event, where="context.")
 
 
 @define_law(
-    "an algorithm changes no slot but its own, and neither the run's key nor hparams that it does not name",
-    "remember in state.slots[name], by the name that the factory was given; draw from state.rng(name), which needs no "
-    "new key; list the hparams that it writes in its config",
+    "an algorithm changes nothing that is not its own: others' slots and metrics, the run's key, hparams that it does "
+    "not name, and the loss that was differentiated",
+    "remember in state.slots[name], by the name that the factory was given; add to metrics: {**state.metrics, name: "
+    "value}; draw from state.rng(name), which needs no new key; list the hparams that it writes in its config; report "
+    "another loss as a metric, or declare Trait.EDITS_LOSS",
     exempt=never_acts,
 )
 def own_slot(subject: Subject, case: Case) -> bool:
-    """Compares others' slots, others' hparams and the key around each application, INIT included."""
-    own_hparams, acted = {hparam.name for hparam in subject.algorithm.hparams}, []
+    """Compares what is others' around each application, INIT included, and the loss at the end with the gradient's."""
+    own_hparams, own_metrics = {hparam.name for hparam in subject.algorithm.hparams}, set[str]()
 
     def others(state: State) -> dict[str, Any]:
         return {
@@ -134,53 +162,136 @@ def own_slot(subject: Subject, case: Case) -> bool:
             "key": state.key,
         }
 
-    def around(event: Event, state: State, act: _Act) -> State:
-        before = copied(others(state))
+    def around(event: Event, state: State, act: Act) -> State:
+        before = copied({**others(state), "metrics": state.metrics})
         after = act(state)
-        acted.append(event)
+        own_metrics.update(after.metrics.keys() - state.metrics.keys())
+        foreign = {name: value for name, value in before["metrics"].items() if name not in own_metrics}
         for now in (state, after):  # the state that was given, too: somebody may write into it
-            _check_fields(before, others(now), event)
+            found = {**others(now), "metrics": {name: now.metrics[name] for name in foreign if name in now.metrics}}
+            for field, value in {**before, "metrics": foreign}.items():
+                check_equal(value, found[field], _LABELS, field, event=event)
         return after
 
-    case = _in_company(subject, case)
-    run(case.step(_watched(subject.algorithm, around)), case.state(), case.batches())
-    return bool(acted)
+    watched = Watched(subject.algorithm, around, with_init=True)
+    losses = _Losses()
+    # In one slice, whose loss is the step's.
+    step = _in_company(subject, case).step(watched.algorithm, microbatches=1, program=losses.program)
+    state = step.init(case.state())
+    for batch in case.batches():
+        losses.seen.clear()
+        state = step(state, batch)
+        if Trait.EDITS_LOSS not in subject.algorithm.traits:
+            losses.check(state)
+    return watched.acted
+
+
+class _Losses:
+    """What the loss is where it is computed and where it has been differentiated."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+        self.program = inserted(loop_events, self._after)
+
+    def _after(self, node: Node) -> Op | None:
+        if node is loss:
+            return self._noting("computed")
+        return self._noting("differentiated") if node in loop_events and not isinstance(node, Event) else None
+
+    def _noting(self, where: str) -> Op:
+        def look(state: State) -> State:
+            if state.loss is not None:
+                self.seen.setdefault(where, float(state.loss.detach()))  # once: a second gradient is none of the step's
+            return state
+
+        return look
+
+    def check(self, state: State) -> None:
+        """Either will do at the end: a scaled loss may be scaled back."""
+        assert state.loss is not None
+        found = float(state.loss)
+        if not any(math.isclose(found, seen, rel_tol=1e-5, abs_tol=1e-6) for seen in self.seen.values()):
+            seen = self.seen["differentiated"]
+            if found == found or seen == seen:
+                labels = ("as it was differentiated", "at the end of the step")
+                raise Broken(tree.Difference("", "", seen, found), labels, where="loss")
+
+
+def _sets_buffers(algorithm: Algorithm) -> str | None:
+    return "it sets buffers on purpose (Trait.SETS_BUFFERS)" if Trait.SETS_BUFFERS in algorithm.traits else None
 
 
 @define_law(
     "an algorithm leaves the network's buffers, such as BatchNorm's statistics, to the step's own forward pass",
-    "drop the buffers of a forward pass of your own: outputs, _ = state.run_model(...), or state.forward(...)",
-    exempt=never_acts,
+    "drop the buffers of a forward pass of your own: outputs, _ = state.run_model(...), or state.forward(...); a "
+    "method that is there to set buffers (averages, re-estimated statistics) declares Trait.SETS_BUFFERS",
+    exempt=lambda algorithm: never_acts(algorithm) or _sets_buffers(algorithm),
     unsuited=lambda task: None if task.has_buffers else "its network has no buffers",
 )
 def buffers_kept(subject: Subject, case: Case) -> bool:
-    """Compares the buffers around each application, and what BatchNorm counts with and without the algorithm."""
-    acted = []
+    """Compares the buffers around each application, and what BatchNorm counts with and without the algorithm.
 
-    def around(event: Event, state: State, act: _Act) -> State:
-        before = copied({"buffers": state.buffers})
+    What it counts in a network that INIT has replaced is not compared.
+    """
+
+    def around(event: Event, state: State, act: Act) -> State:
+        before = snapshot(state, ["buffers"])
         after = act(state)
-        acted.append(event)
         for now in (state, after):
-            _check_fields(before, {"buffers": now.buffers}, event)
+            compare(before, now, _LABELS, fields=["buffers"], event=event)
         return after
 
-    run(case.step(intercepted(subject.algorithm, around)), case.state(), case.batches())
+    watched = Watched(subject.algorithm, around)
+    run(case.step(watched.algorithm), case.state(), case.batches())
     # In one slice: an algorithm that picks examples may leave fewer of them than slices.
     steps = [case.step(*algorithms, microbatches=1) for algorithms in ((), (subject.algorithm,))]
-    without, with_it = (_counted(run(step, case.state(), case.batches()).states[-1]) for step in steps)
-    both = without.keys() & with_it.keys()
-    found = next(
-        tree.differences(*({name: count[name] for name in sorted(both)} for count in (without, with_it))), None
-    )
-    if found is not None:
-        raise Broken(found, ("without the algorithm", "with it"), where="buffers")
-    return bool(acted)
+    without, with_it = (run(step, case.state(), case.batches()).states[-1] for step in steps)
+    if without.model == with_it.model:
+        ours, theirs = (
+            {name: count for name, count in state.buffers.items() if name.endswith("num_batches_tracked")}
+            for state in (without, with_it)
+        )
+        check_equal(ours, theirs, ("without the algorithm", "with it"), "buffers")
+    return watched.acted and bool(with_it.buffers)
 
 
-def _counted(state: State) -> dict[str, Tensor]:
-    """How many batches each BatchNorm has seen."""
-    return {name: value for name, value in state.buffers.items() if name.endswith("num_batches_tracked")}
+def _nothing_frozen(task: Task) -> str | None:
+    is_frozen = any(not param.requires_grad for param in task.make_net(0).parameters())
+    return None if is_frozen else "its network has no frozen parameters"
+
+
+@define_law(
+    "what is frozen stays, bit for bit, and has no gradient",
+    "go over state.grads or state.context.trainable, not over all of state.params: {**state.params, **{name: "
+    "state.params[name] * 0.99 for name in state.context.trainable}}",
+    exempt=never_acts,
+    unsuited=_nothing_frozen,
+)
+def frozen_kept(subject: Subject, case: Case) -> bool:
+    """Compares frozen parameters before and after each step; looks for gradients of theirs after each application.
+
+    INIT is left out. What is frozen or thawed in the middle of a step counts as not frozen.
+    """
+
+    def around(event: Event, state: State, act: Act) -> State:
+        after = act(state)
+        frozen.intersection_update(after.context.frozen)
+        for name in (after.grads or {}).keys() - (state.grads or {}).keys() - set(after.context.trainable):
+            raise Broken("a gradient for a frozen parameter", where=f"grads[{name!r}]", event=event)
+        return after
+
+    frozen: set[str] = set()
+    watched = Watched(subject.algorithm, around)
+    step = case.step(watched.algorithm)
+    state = step.init(case.state())
+    for batch in case.batches():
+        frozen |= state.context.frozen
+        after = step(state, batch)
+        frozen &= after.context.frozen & state.context.frozen
+        ours, theirs = ({name: s.params[name] for name in sorted(frozen) if name in s.params} for s in (state, after))
+        check_equal(ours, theirs, ("before the step", "after it"), "params")
+        state = after
+    return watched.acted
 
 
 def _silent_at_init(algorithm: Algorithm) -> str | None:
@@ -192,70 +303,37 @@ def _silent_at_init(algorithm: Algorithm) -> str | None:
     "at INIT make the slot from the state's shapes and values, whatever is there already; change weights in later "
     "events, or by surgery that keeps what they compute",
     exempt=_silent_at_init,
+    is_about_option=True,
+    idle="it does not act at INIT",
 )
 def init_once(subject: Subject, case: Case) -> bool:
     """Initialises twice, applies INIT to its own result, and lists the algorithm before and after its company."""
-    acted: list[Event] = []
 
-    def around(event: Event, state: State, act: _Act) -> State:
-        if event is not Event.INIT:
-            return act(state)
-        before = copied({"params": state.params, "buffers": state.buffers})
+    def around(event: Event, state: State, act: Act) -> State:
+        before = snapshot(state, ["params", "buffers"])
         after = act(state)
-        acted.append(event)
-        if after.model == state.model:
-            _check_fields(before, {"params": after.params, "buffers": after.buffers}, event)
-        _check_twice(after, act(after), "INIT applied to its own result")
+        if event is Event.INIT:
+            if after.model == state.model:
+                compare(before, after, _LABELS, fields=["params", "buffers"], event=event)
+            _check_twice(after, act(after), "INIT applied to its own result")
         return after
 
+    watched = Watched(subject.algorithm, around, with_init=True)
     case = _in_company(subject, case)
     early, late = (dataclasses.replace(case, place=place) for place in (0, len(case.others)))
-    algorithm = _watched(subject.algorithm, around)
-    step = early.step(algorithm)
+    step = early.step(watched.algorithm)
     once = step.init(early.state())
     _check_twice(once, step.init(once), "after step.init twice")
-    other = late.step(algorithm).init(late.state())
-    labels = ("listed before the others", "listed after them")
-    slots = ({name: slot for name, slot in state.slots.items() if name == subject.name} for state in (once, other))
-    difference = next(tree.differences(*slots), None)
-    if difference is not None:
-        raise Broken(difference, labels, event=Event.INIT, where="slots")
-    return bool(acted)
+    other = late.step(watched.algorithm).init(late.state())
+    ours, theirs = ({k: slot for k, slot in state.slots.items() if k == subject.name} for state in (once, other))
+    check_equal(ours, theirs, ("listed before the others", "listed after them"), "slots", event=Event.INIT)
+    return watched.acted
 
 
 def _check_twice(once: State, twice: State, label: str) -> None:
     labels = ("after INIT", label)
-    for field in LASTING:
-        difference = _first_difference(getattr(once, field), getattr(twice, field), labels)
-        if difference is not None:
-            raise Broken(difference, labels, event=Event.INIT, where=field)
-    _check_context(once.context, twice.context, Event.INIT)
-
-
-def _check_fields(before: dict[str, Any], after: dict[str, Any], event: Event) -> None:
-    for field, value in before.items():
-        difference = _first_difference(value, after[field], ("before", "after"))
-        if difference is not None:
-            raise Broken(difference, ("before", "after"), event=event, where=field)
-
-
-def _first_difference(first: Any, second: Any, labels: tuple[str, str]) -> tree.Difference | None:
-    """The first difference in a leaf; that a dictionary is no longer empty says less than what is in it now."""
-    found = list(tree.differences(first, second))
-    chosen = next((difference for difference in found if difference.path), found[0] if found else None)
-    if chosen is None:
-        return None
-    what = chosen.what.replace("in the first", labels[0]).replace("in the second", labels[1])
-    return chosen._replace(what=what) if chosen.what.startswith("only") else chosen
-
-
-def _watched(algorithm: Algorithm, around: Callable[[Event, State, _Act], State]) -> Algorithm:
-    """Like `intercepted`, with INIT."""
-
-    def apply(event: Event, state: State) -> State:
-        return around(event, state, lambda given: applied(algorithm, event, given)[0])
-
-    return dataclasses.replace(algorithm, apply=apply)
+    compare(once, twice, labels, fields=LASTING, event=Event.INIT)
+    _check_context(once, twice, labels, Event.INIT)
 
 
 def _in_company(subject: Subject, case: Case) -> Case:

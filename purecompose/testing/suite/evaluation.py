@@ -1,7 +1,9 @@
 """Laws about what must not leak: training into evaluation, evaluation into training, a loss's targets beyond it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from purecompose import tree
 from purecompose.algorithm import Algorithm
@@ -9,13 +11,13 @@ from purecompose.compose import Step, compose
 from purecompose.contract import InPlaceError
 from purecompose.evaluation import Evaluator, evaluate, predict, run_evaluator
 from purecompose.event import Event
-from purecompose.loop import Grad, Microbatches, Node, Program, eval_events, loop_events, predict_events, walk
+from purecompose.loop import Grad, Node, Op, eval_events, events_in, loop_events, predict_events, walk
 from purecompose.metrics import mean_loss
 from purecompose.predicate import NEVER
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import compare, copied, intercepted
+from purecompose.testing.record import Act, Watched, check_equal, compare, copied, inserted, snapshot
 from purecompose.testing.subject import Subject
 
 
@@ -28,8 +30,7 @@ _EVALUATION_LABELS = ("the network's own", "through the step")
 
 
 @define_law(
-    "evaluation and training do not see each other: evaluating leaves the run bit for bit as it was, and tells what "
-    "the network says of the data",
+    "evaluation changes nothing in training, and training methods change nothing in evaluation",
     "act at events of training; for evaluation replace params or buffers at EVAL_START (and PREDICT_START), and no "
     "more; remember in state.slots[name], not in a closure",
     exempt=never_acts,
@@ -39,15 +40,10 @@ def evaluation_blind(subject: Subject, case: Case) -> bool:
 
     What an algorithm may do is exchange weights, params or buffers, at EVAL_STANDALONE_START, EVAL_START and
     PREDICT_START (averaged weights). From there on, batches, targets, outputs and metrics must be those that a step
-    without algorithms finds with these weights.
+    without algorithms finds with these weights; metrics of its own may be there besides.
     """
-    seen: list[Event] = []
-
-    def around(event: Event, state: State, act: Callable[[State], State]) -> State:
-        seen.append(event)
-        return act(state)
-
-    step, data = case.step(intercepted(subject.algorithm, around)), case.batches()[:_FEW]
+    watched, data = Watched(subject.algorithm), case.batches()[:_FEW]
+    step = case.step(watched.algorithm)
     plain_states = [step.init(case.state())]
     for batch in data:
         plain_states.append(step(plain_states[-1], batch))
@@ -56,7 +52,7 @@ def evaluation_blind(subject: Subject, case: Case) -> bool:
         inner.check(state)
         state = step(state, batch)
         compare(expected, state, _TRAINING_LABELS)
-    return bool(seen)
+    return watched.acted
 
 
 class _Evaluation:
@@ -68,15 +64,15 @@ class _Evaluation:
 
     def check(self, state: State) -> None:
         """Evaluates and predicts, and compares each with what a step without algorithms finds."""
-        before = copied({"params": state.params, "buffers": state.buffers, "slots": state.slots})
+        fields = ("params", "buffers", "slots")
+        before = snapshot(state, fields)
         try:
             self.check_evaluate(state)
             self.check_evaluator(state)
             self.check_predict(state)
         except InPlaceError as error:
             raise Broken(str(error), event=error.event) from error
-        now = {"params": state.params, "buffers": state.buffers, "slots": state.slots}
-        _check_equal(before, now, ("before evaluation", "after it"), "state")
+        compare(before, state, ("before evaluation", "after it"), fields=fields)
 
     def check_evaluate(self, state: State) -> None:
         """`evaluate`, as a user calls it."""
@@ -85,7 +81,7 @@ class _Evaluation:
         ours, theirs = evaluate(weights, self.data), evaluate(state, self.data, step=self.step)
         # Batch by batch first, which tells more.
         self._check_batches(weights, self.evaluating.fire(Event.EVAL_START, begun), "eval")
-        _check_equal(ours, theirs, _EVALUATION_LABELS, "metrics")
+        _check_metrics(ours, theirs)
 
     def check_evaluator(self, state: State) -> None:
         """An evaluation as `fit` does it."""
@@ -95,7 +91,7 @@ class _Evaluation:
         ours = run_evaluator(evaluator, weights, compose(eval_events))
         theirs = run_evaluator(evaluator, begun, self.evaluating)
         self.evaluating.fire(Event.EVAL_AFTER_ALL, begun)
-        _check_equal(ours.metrics, theirs.metrics, _EVALUATION_LABELS, "metrics")
+        _check_metrics(ours.metrics, theirs.metrics)
 
     def check_predict(self, state: State) -> None:
         """`predict`, as a user calls it."""
@@ -103,7 +99,7 @@ class _Evaluation:
         weights = _weights(state, started)
         self._check_batches(weights, started, "predict")
         ours, theirs = predict(weights, self.data), predict(state, self.data, step=self.step)
-        _check_equal(ours, theirs, _EVALUATION_LABELS, "outputs")
+        check_equal(ours, theirs, _EVALUATION_LABELS, "outputs")
 
     def _check_batches(self, weights: State, started: State, purpose: str) -> None:
         through = self.evaluating if purpose == "eval" else self.predicting
@@ -114,7 +110,7 @@ class _Evaluation:
                 for step, state in ((plain, weights), (through, started))
             )
             for field in ("batch", "outputs", "loss"):
-                _check_equal(getattr(ours, field), getattr(theirs, field), _EVALUATION_LABELS, field)
+                check_equal(getattr(ours, field), getattr(theirs, field), _EVALUATION_LABELS, field)
             started = through.finish(theirs)
 
 
@@ -123,15 +119,20 @@ def _weights(state: State, started: State) -> State:
     return state.replace(params=started.params, buffers=started.buffers)
 
 
-def _pairs(algorithm: Algorithm) -> tuple[tuple[Event, Event], ...]:
-    """The pairs of a training step on both halves of which the algorithm may act."""
-    events = [event for event in walk(loop_events) if isinstance(event, Event) and event in algorithm.events]
-    return tuple(
-        (opening, closing)
+def _check_metrics(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """What an algorithm reports of its own is in nobody's way."""
+    check_equal(dict(ours), {k: v for k, v in theirs.items() if k in ours}, _EVALUATION_LABELS, "metrics")
+
+
+def _pairs(algorithm: Algorithm) -> dict[Event, Event]:
+    """Each opening event of a training step and its closing one, where the algorithm may act on both."""
+    events = [event for event in events_in(loop_events) if event in algorithm.events]
+    return {
+        opening: closing
         for opening in events
         for closing in events
         if opening.is_before_event and closing.is_after_event and opening.canonical_name == closing.canonical_name
-    )
+    }
 
 
 def _no_pair(algorithm: Algorithm) -> str | None:
@@ -143,84 +144,111 @@ def _no_pair(algorithm: Algorithm) -> str | None:
 @define_law(
     "what the algorithm puts in place of something at a BEFORE event is back, as it was, after the AFTER event",
     "keep the original in state.slots[name] at the first event, put that back at the second and drop the slot; do not "
-    "compute it back; let both halves match at the same times",
+    "compute it back; let both halves match at the same times; or, if the change is meant to last, act at the closing "
+    "event in a second algorithm",
     exempt=_no_pair,
+    is_about_option=True,
+    idle="it puts nothing in place of something that it touches again at the closing event of the pair",
 )
 def pairs_undone(subject: Subject, case: Case) -> bool:
     """Looks at what the algorithm replaced at the opening event of a pair again after the closing one.
 
-    That is the batch, the hparams and which parameters are frozen; for pairs within the gradient the parameters too,
-    which elsewhere the optimizer moves in between. Everything counts: values, dtypes, kinds of containers. What it
-    left alone at the opening event it may change at the closing one.
+    That is the batch, single hparams and which parameters are frozen; for pairs within the gradient the parameters
+    too, which elsewhere the optimizer moves in between. Everything counts: values, dtypes, kinds of containers. What
+    it left alone at the opening event it may change at the closing one; and what it replaced may last, unless it has
+    put the original into its slot or changes the same thing at the closing event of any step.
     """
-    opened = _Opened(_pairs(subject.algorithm))
-    step = case.step(intercepted(subject.algorithm, opened.around), program=opened.watched(loop_events))
+    opened = _Opened(subject)
+    step = case.step(Watched(subject.algorithm, opened.around).algorithm, program=opened.program)
     state = step.init(case.state())
     for batch in case.batches():
         state = step(state, batch)
-    return opened.replaced_something
+    opened.check()
+    return opened.has_to_undo
+
+
+_Place = tuple[Event, str]
+"""A closing event, and what was replaced at its opening one."""
 
 
 class _Opened:
-    """What has been replaced at the opening events of pairs, and is to be back."""
+    """What has been replaced at the opening events of pairs, and may have to be back."""
 
-    def __init__(self, pairs: Sequence[tuple[Event, Event]]) -> None:
-        inner = {event for node in loop_events for event in _events_in_grad(node)}
-        self.openings = {opening: closing for opening, closing in pairs}
-        self.closings = set(self.openings.values())
-        self.within_grad = {opening for opening, closing in pairs if {opening, closing} <= inner}
+    def __init__(self, subject: Subject) -> None:
+        inner = {e for node in walk(loop_events) if isinstance(node, Grad) for e in events_in(node.body)}
+        self.name, self.closing_of = subject.name, _pairs(subject.algorithm)
+        self.opening_of = {closing: opening for opening, closing in self.closing_of.items()}
+        self.within_grad = {e for o, c in self.closing_of.items() if {o, c} <= inner for e in (o, c)}
+        self.program = inserted(loop_events, self._look_after)
         self.originals: dict[Event, dict[str, Any]] = {}
-        self.replaced_something = False
+        self.replaced, self.owed = set[_Place](), set[_Place]()
+        self.missing: dict[_Place, Broken] = {}
 
-    def around(self, event: Event, state: State, act: Callable[[State], State]) -> State:
-        """Keeps copies of what an application replaces at an opening event."""
-        closing = self.openings.get(event)
-        if closing is None:
+    @property
+    def has_to_undo(self) -> bool:
+        """Whether it has replaced anything that has to be back."""
+        return bool(self.replaced & self.owed)
+
+    def around(self, event: Event, state: State, act: Act) -> State:
+        """Keeps copies of what an application replaces at an opening event; notes what it touches at a closing one."""
+        if event not in self.closing_of and event not in self.opening_of:
             return act(state)
-        before = copied(self._fields(state, event))
+        before, slot_before = copied(self._fields(state, event)), state.slots.get(self.name)
         after = act(state)
-        replaced = self._fields(after, event)
-        changed = {name: value for name, value in before.items() if not tree.equal(value, replaced[name])}
-        self.originals[closing] = changed
-        self.replaced_something |= bool(changed)
+        now = self._fields(after, event)
+        changed = {name: value for name, value in before.items() if not tree.equal(value, now.get(name))}
+        if event in self.opening_of:
+            self.owed |= {(event, name) for name in changed}
+        else:
+            closing = self.closing_of[event]
+            self.originals[closing] = changed
+            self.replaced |= {(closing, name) for name in changed}
+            kept = _new_tensors(slot_before, after.slots.get(self.name))
+            self.owed |= {(closing, name) for name, value in changed.items() if _is_among(kept, value, now.get(name))}
         return after
 
-    def watched(self, program: Sequence[Node]) -> Program:
-        """The program with a look at the state after each closing event, whether or not the algorithm acted there."""
-        nodes: list[Node] = []
-        for node in program:
-            if isinstance(node, Grad):
-                node = Grad(*self.watched(node.body), wrt=node.wrt)
-            elif isinstance(node, Microbatches):
-                node = Microbatches(*self.watched(node.body), k=node.k)
-            nodes.append(node)
-            if isinstance(node, Event) and node in self.closings:
-                nodes.append(self._look_after(node))
-        return tuple(nodes)
+    def check(self) -> None:
+        """Raises `Broken` for the first thing that is not back and has to be."""
+        for place, broken in self.missing.items():
+            if place in self.owed:
+                raise broken
 
-    def _look_after(self, closing: Event) -> Callable[[State], State]:
+    def _look_after(self, closing: Node) -> Op | None:
+        """A look at the state after a closing event, whether or not the algorithm acted there."""
+        if not isinstance(closing, Event) or closing not in self.opening_of:
+            return None
+
         def look(state: State) -> State:
+            now = self._fields(state, closing)
+            labels = (f"before {self.opening_of[closing].name}", f"after {closing.name}")
             for name, original in self.originals.pop(closing, {}).items():
-                now = self._fields(state, None)[name]
-                opening = next(opening for opening, other in self.openings.items() if other is closing)
-                labels = (f"before {opening.name}", f"after {closing.name}")
-                _check_equal(original, now, labels, name, event=closing)
+                try:
+                    check_equal(original, now.get(name), labels, name, event=closing)
+                except Broken as broken:
+                    self.missing.setdefault((closing, name), broken)
+            self.check()
             return state
 
         return look
 
-    def _fields(self, state: State, opening: Event | None) -> dict[str, Any]:
-        fields = {"batch": state.batch, "hparams": state.hparams, "frozen": state.context.frozen}
-        return fields | ({"params": state.params} if opening is None or opening in self.within_grad else {})
+    def _fields(self, state: State, event: Event) -> dict[str, Any]:
+        hparams = {f"hparams[{name!r}]": value for name, value in state.hparams.items()}
+        fields = {"batch": state.batch, "frozen": state.context.frozen, **hparams}
+        return fields | ({"params": state.params} if event in self.within_grad else {})
 
 
-def _events_in_grad(node: Node) -> Iterator[Event]:
-    for inner in walk((node,)):
-        if isinstance(inner, Grad):
-            yield from (event for event in walk(inner.body) if isinstance(event, Event))
+def _new_tensors(before: Any, after: Any) -> list[Tensor]:
+    """What has come into a slot."""
+    old = {id(leaf) for leaf in tree.leaves(before)}
+    return [leaf for leaf in tree.leaves(after) if isinstance(leaf, Tensor) and id(leaf) not in old]
 
 
-def _check_equal(first: Any, second: Any, labels: tuple[str, str], where: str, *, event: Event | None = None) -> None:
-    difference = next(tree.differences(first, second), None)
-    if difference is not None:
-        raise Broken(difference, labels, event=event, where=where)
+def _is_among(kept: Sequence[Tensor], original: Any, now: Any) -> bool:
+    """Whether a tensor that was replaced is among those that were kept."""
+    current = tree.leaves_with_paths(now, into_objects=True)
+    replaced = [
+        leaf
+        for path, leaf in tree.leaves_with_paths(original, into_objects=True).items()
+        if isinstance(leaf, Tensor) and not tree.equal(leaf, current.get(path))
+    ]
+    return any(tree.equal(leaf, other) for leaf in replaced for other in kept)

@@ -7,16 +7,17 @@ company breaks a law without the algorithm, nothing is judged.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
-from purecompose import losses, tree
+from purecompose import batch as batches, loop, losses, tree
 from purecompose.algorithm import Algorithm
 from purecompose.compose import Step
 from purecompose.event import Event
+from purecompose.folding import has_mean
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.testing.case import Case
@@ -28,17 +29,8 @@ from purecompose.testing.subject import Subject
 __all__ = ["gradient_exact", "microbatches_agree", "vmap_agrees"]
 
 
-class _Precision(NamedTuple):
-    dtype: torch.dtype
-    tolerance: float
-    """As a share of a leaf's largest magnitude."""
-    floor: float
-    """A smaller difference counts as none: the rounding of numbers that cancel has no relative size."""
-
-
-_DOUBLE = _Precision(torch.float64, 1e-6, 1e-13)
-_SINGLE = _Precision(torch.float32, 1e-3, 1e-6)
-_Judge = Callable[[Subject, Case, _Precision], bool]
+_Judge = Callable[[Subject, Case, torch.dtype], bool]
+"""Judges a law in float64 or, where an algorithm takes no such numbers, in float32."""
 _Point = dict[str, dict[str, Tensor]]
 """Leaves by name, by field: {"hparams": ..., "params": ...}."""
 
@@ -54,35 +46,50 @@ def microbatches_agree(subject: Subject, case: Case) -> bool:
     """Takes one step with each batch whole and in slices, as many as the case says or else two.
 
     Compared are gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
-    numbers. BatchNorm, which mixes the examples of a slice, runs on its running statistics.
+    numbers; these not where slices do not count as their examples do (the loss ignores some positions), since a
+    mean over all positions then has another weight. BatchNorm, which mixes the examples of a slice, runs on its
+    running statistics.
     """
     return _judged(_judge_microbatches, subject, case)
 
 
-def _judge_microbatches(subject: Subject, case: Case, precision: _Precision) -> bool:
-    case = dataclasses.replace(case, task=dataclasses.replace(case.task, net=_frozen_statistics(case.task.net)))
+def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    case = _with_frozen_statistics(case)
     num = max(case.microbatches, 2)
     whole = case.step(subject.algorithm, microbatches=1)
     sliced = case.step(subject.algorithm, microbatches=num)
-    state, acted = whole.init(case.state(dtype=precision.dtype)), [False]
+    state, acted = whole.init(case.state(dtype=dtype)), [False]
     labels = ("with 1 microbatch", f"with {num} microbatches")
-    for batch in case.batches(precision.dtype):
+    for batch in case.batches(dtype):
         expected = _fold(whole, state, batch, subject, acted)
         found = _attempt(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
-        _compare_slices(expected, found, subject.name, labels)
+        _compare_slices(expected, found, subject.name, labels, with_metrics=_weighs_examples(expected, num))
         state = whole.finish(expected)
     return acted[0]
 
 
-def _compare_slices(expected: State, found: State, name: str, labels: tuple[str, str]) -> None:
+def _compare_slices(expected: State, found: State, name: str, labels: tuple[str, str], *, with_metrics: bool) -> None:
     def comparable(state: State) -> State:
         # Companions may count slices in their slots. Metrics of a form that has no mean are the last slice's.
         slots = {key: slot for key, slot in state.slots.items() if key == name}
-        metrics = {key: metric for key, metric in state.metrics.items() if _is_number(metric)}
+        metrics = {key: metric for key, metric in state.metrics.items() if with_metrics and has_mean(metric)}
         return state.replace(slots=slots, metrics=metrics)
 
     fields = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metrics")
     _compare(comparable(expected), comparable(found), labels, fields)
+
+
+def _weighs_examples(whole: State, num: int) -> bool:
+    """Whether slices have the weights of their numbers of examples, as far as the end of the step with all tells."""
+    loss_fn = whole.context.loss
+    given = whole.batch if isinstance(loss_fn, losses.ModelLoss) else whole.targets
+    try:
+        parts = batches.split((whole.outputs, given), min(num, whole.num_examples))
+        counts = [(int(losses.num_terms(loss_fn, *part)), batches.num_examples(part)) for part in parts]
+    except (TypeError, ValueError):  # the loss had other examples than the batch at the end
+        return False
+    terms, examples = (sum(count) for count in zip(*counts, strict=True))
+    return all(own_terms * examples == own_examples * terms for own_terms, own_examples in counts)
 
 
 @define_law(
@@ -99,14 +106,14 @@ def vmap_agrees(subject: Subject, case: Case) -> bool:
     return _judged(_judge_vmap, subject, case)
 
 
-def _judge_vmap(subject: Subject, case: Case, precision: _Precision) -> bool:
+def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     cases = [dataclasses.replace(case, seed=case.seed + 500 * i) for i in range(2 + case.seed % 2)]
     step, acted = case.step(subject.algorithm), [False]
-    states = [_with_rate(step.init(c.state(dtype=precision.dtype)), 1 + i / 2) for i, c in enumerate(cases)]
+    states = [_with_rate(step.init(c.state(dtype=dtype)), 1 + i / 2) for i, c in enumerate(cases)]
     # One static part for all: they are equal, and members may differ in tensors alone.
     states = [state.replace(static=states[0].static) for state in states]
     alone, mapped = states, _stacked(states)
-    for batch, dim in _mapped_batches(cases, precision.dtype):
+    for batch, dim in _mapped_batches(cases, dtype):
         own = [batch if dim is None else _member(batch, i) for i in range(len(cases))]
         alone = [_next_state(step, s, b, subject, acted) for s, b in zip(alone, own, strict=True)]
         together = torch.func.vmap(step, in_dims=(0, dim))
@@ -139,26 +146,39 @@ def gradient_exact(subject: Subject, case: Case) -> bool:
     """Differentiates the loss after two steps in the hparam "lr" and the first params, along a random direction.
 
     Where the loss has a jump or a kink within the difference, or is not finite itself, nothing is judged; nor is
-    an algorithm that takes no float64, in which alone differences are good enough.
+    an algorithm that takes no float64, in which alone differences are good enough. Running statistics of BatchNorm
+    carry no gradient from step to step: what breaks by them alone is not broken.
     """
     return _judged(_judge_gradient, subject, case)
 
 
-def _judge_gradient(subject: Subject, case: Case, precision: _Precision) -> bool:
+def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    try:
+        return _judge_derivative(subject, case, dtype)
+    except Broken:
+        if not case.task.has_buffers:
+            raise
+        return _judge_derivative(subject, _with_frozen_statistics(case), dtype)
+
+
+def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     # Two slices show what more would, and the gradient of each takes time.
     step, acted = case.step(subject.algorithm, microbatches=min(case.microbatches, 2)), [False]
-    start = step.init(case.state(dtype=precision.dtype))
-    data = [case.batch(i, precision.dtype) for i in range(2)]
+    start = step.init(case.state(dtype=dtype))
+    data = [case.batch(i, dtype) for i in range(2)]
 
     def loss(point: _Point, noted: list[bool] | None = None) -> Tensor:
         state = start.replace(hparams={**start.hparams, **point["hparams"]}, params={**start.params, **point["params"]})
         for batch in data:
             state = step(state, batch) if noted is None else _next_state(step, state, batch, subject, noted)
-        return _plain_loss(state, data[0])
+        # In training mode, which reads no running statistics: torch has no gradient to them.
+        end = loop.loss(loop.forward(state.replace(batch=data[0]))).loss
+        assert end is not None
+        return end
 
     point = _point(start)
     value = loss(point, acted)
-    if precision is _SINGLE or not acted[0] or not value.isfinite():
+    if dtype is not torch.float64 or not acted[0] or not value.isfinite():
         return False
     grads = _attempt("raised only where a gradient is taken through the step", lambda: torch.func.grad(loss)(point))
     for path, leaf in tree.leaves_with_paths(grads).items():
@@ -184,14 +204,6 @@ def _direction(point: _Point, seed: int) -> _Point:
     norm = tree.global_norm(drawn)
     along_rate = {name: torch.ones_like(value) for name, value in point["hparams"].items()}
     return {"hparams": along_rate, "params": {name: value / norm for name, value in drawn.items()}}
-
-
-def _plain_loss(state: State, batch: Any) -> Tensor:
-    """The loss of the params alone: training mode reads no running statistics, to which torch has no gradient."""
-    state = state.replace(batch=batch)
-    loss_fn = state.context.loss
-    targets = None if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    return losses.evaluate_loss(loss_fn, state.forward(state.inputs, train=True), targets)
 
 
 # The quotient's error is about EPS**2 times a third derivative, and 1e-16 / EPS of rounding.
@@ -297,11 +309,11 @@ def _idle(name: str) -> Algorithm:
 
 def _at_best_precision(judge: _Judge, subject: Subject, case: Case) -> bool:
     try:
-        return judge(subject, case, _DOUBLE)
+        return judge(subject, case, torch.float64)
     except Broken:
         raise
     except Exception:  # whatever is wrong with more than float64 is raised again
-        return judge(subject, case, _SINGLE)
+        return judge(subject, case, torch.float32)
 
 
 def _attempt(doing: str, act: Callable[[], Any]) -> Any:
@@ -329,34 +341,22 @@ def _next_state(step: Step, state: State, batch: Any, subject: Subject, acted: l
     return step.finish(_fold(step, state, batch, subject, acted))
 
 
+# Rounding in double precision is far below any mistake. The floors are for numbers that cancel, whose rounding has no
+# relative size.
+_DOUBLE, _SINGLE = tree.Tolerance(1e-6, 1e-13), tree.Tolerance(1e-3, 1e-6)
+
+
+def _rounding(dtype: torch.dtype) -> tree.Tolerance:
+    """By a leaf's own dtype: slots may be float32 in any state."""
+    return _DOUBLE if dtype in (torch.float64, torch.complex128) else _SINGLE
+
+
 def _compare(first: State, second: State, labels: tuple[str, str], fields: Sequence[str]) -> None:
-    """`compare` with the tolerance that each leaf's own dtype asks for: slots may be float32 in any state."""
-    agreed = {field: _with_agreed(getattr(first, field), getattr(second, field)) for field in fields}
-    compare(first, second.replace(**agreed), labels, fields=fields)
+    compare(first, second, labels, fields=fields, tolerance=_rounding)
 
 
-def _with_agreed(first: Any, second: Any) -> Any:
-    """The second tree, with the elements of the first wherever the two agree within rounding."""
-    try:
-        return tree.map(_agreed, first, second)
-    except (TypeError, ValueError):  # of two structures, which `compare` will say better
-        return second
-
-
-def _agreed(first: Any, second: Any) -> Any:
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor) and first.is_floating_point()):
-        return second
-    if first.dtype != second.dtype or first.shape != second.shape or not first.numel():
-        return second
-    precision = _DOUBLE if first.dtype is torch.float64 else _SINGLE
-    magnitudes = torch.stack([first.abs(), second.abs()])
-    scale = torch.where(magnitudes.isfinite(), magnitudes, 0).max()
-    is_close = (first - second).abs() <= precision.tolerance * scale + precision.floor
-    return torch.where(is_close, first, second)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+def _with_frozen_statistics(case: Case) -> Case:
+    return dataclasses.replace(case, task=dataclasses.replace(case.task, net=_frozen_statistics(case.task.net)))
 
 
 def _frozen_statistics(make_net: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:

@@ -1,9 +1,10 @@
 """Laws of purity: the same result from the same input, the input left alone, nothing touched outside."""
 
-from collections.abc import Callable
 from typing import Any
 
-from purecompose import tree
+from torch import Tensor
+
+from purecompose import batch as batches, tree
 from purecompose.contract import GlobalDrawError, InPlaceError
 from purecompose.event import Event
 from purecompose.random.modules import UnkeyedRandomError
@@ -11,59 +12,99 @@ from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.process import process_settings, seeded
-from purecompose.testing.record import STEP_FIELDS, compare, copied, intercepted, run
+from purecompose.testing.record import (
+    LASTING,
+    STEP_FIELDS,
+    Act,
+    Watched,
+    check_equal,
+    compare,
+    copied,
+    intercepted,
+    run,
+    snapshot,
+)
 from purecompose.testing.subject import Subject
 
 
 __all__ = ["deterministic", "global_state_kept", "input_untouched"]
 
+_LABELS = ("before", "after")
+
 
 @define_law(
-    "what a step or an algorithm is given is bit for bit as it was afterwards",
-    "make new tensors and dictionaries: x.mul(2) for x.mul_(2), {**params, name: tensor} for params[name] = tensor",
+    "what a step or an algorithm is given is bit for bit as it was afterwards, and stays the caller's",
+    "make new tensors and dictionaries: x.mul(2) for x.mul_(2), {**params, name: tensor} for params[name] = tensor; "
+    "remember in state.slots[name], not in attributes of tensors, and of a batch remember copies (x.clone())",
     owns=(InPlaceError,),
     exempt=never_acts,
 )
 def input_untouched(subject: Subject, case: Case) -> bool:
-    """Compares the state at each event, and the state and batch of each step, with copies taken before."""
+    """Compares the state at each event, and the state and batch of each step, with copies taken before.
 
-    def around(event: Event, state: State, act: Callable[[State], State]) -> State:
-        before = {field: copied(getattr(state, field)) for field in STEP_FIELDS}
+    Attributes that tensors have been given count too, and what lasts must not be a view of the batch, whose memory
+    its loader may use again.
+    """
+
+    def around(event: Event, state: State, act: Act) -> State:
+        before, attributes = snapshot(state, STEP_FIELDS), _attributes(state, STEP_FIELDS)
         after = act(state)
-        _check_same(before, state, event)
+        _check_untouched(before, state, attributes, STEP_FIELDS, event)
         return after
 
-    step = case.step(intercepted(subject.algorithm, around))
-    state, acted = step.init(case.state()), False
+    watched = Watched(subject.algorithm, around)
+    step = case.step(watched.algorithm)
+    state = step.init(case.state())
     for batch in case.batches():
-        before, batch_before = copied(vars(state) | {"static": None}), copied(batch)
-        following = run(step, state, [batch], subject.name)
-        acted |= following.acted
-        _check_same({field: value for field, value in before.items() if field in STEP_FIELDS}, state, None)
-        difference = next(tree.differences(batch_before, batch), None)
-        if difference is not None:
-            raise Broken(difference, ("before the step", "after it"), where="batch")
-        state = following.states[-1]
-    return acted
+        before, attributes, batch_before = snapshot(state), _attributes(state, LASTING), copied(batch)
+        following = step(state, batch)
+        _check_untouched(before, state, attributes, LASTING, None)
+        check_equal(batch_before, batch, ("before the step", "after it"), "batch")
+        _check_no_view(following, batch)
+        state = following
+    return watched.acted
 
 
-def _check_same(before: dict[str, Any], state: State, event: Event | None) -> None:
-    for field, value in before.items():
-        difference = next(tree.differences(value, getattr(state, field)), None)
-        if difference is not None:
-            raise Broken(difference, ("before", "after"), event=event, where=field)
+def _check_untouched(
+    before: State, state: State, attributes: dict[str, list[str]], fields: tuple[str, ...], event: Event | None
+) -> None:
+    for field in fields:
+        check_equal(getattr(before, field), getattr(state, field), _LABELS, field, event=event)
+    for path, names in _attributes(state, fields).items():
+        new = [name for name in names if name not in attributes.get(path, [])]
+        if new:
+            raise Broken(f"the tensor that was given now has the attribute {new[0]!r}", where=path, event=event)
+
+
+def _attributes(state: State, fields: tuple[str, ...]) -> dict[str, list[str]]:
+    """The attributes that somebody has given to the tensors of a state, by the tensor's path."""
+    return {
+        f"{field}{path}": [*vars(leaf), *(["grad"] if leaf.is_leaf and leaf.grad is not None else [])]
+        for field in fields
+        for path, leaf in tree.leaves_with_paths(getattr(state, field), into_objects=True).items()
+        if isinstance(leaf, Tensor)
+    }
+
+
+def _check_no_view(state: State, batch: Any) -> None:
+    given = {tensor.untyped_storage().data_ptr() for tensor in batches.tensors(batch) if tensor.numel()}
+    for field in LASTING:
+        for path, leaf in tree.leaves_with_paths(getattr(state, field), into_objects=True).items():
+            if isinstance(leaf, Tensor) and leaf.numel() and leaf.untyped_storage().data_ptr() in given:
+                raise Broken("it outlasts the step and shares its memory with the batch", where=f"{field}{path}")
 
 
 @define_law(
     "the same state and batch give the same result, bit for bit, whatever ran before",
-    "draw from state.rng(name) or state.example_rng(name); remember in state.slots[name], not in a closure or a global",
+    "random numbers: draw from state.rng(name) or state.example_rng(name); memory: state.slots[name], not a closure or "
+    "a global",
     owns=(GlobalDrawError, UnkeyedRandomError),
     exempt=never_acts,
 )
 def deterministic(subject: Subject, case: Case) -> bool:
     """Takes the steps twice with one algorithm, other seeds in the global generators and other work in between."""
 
-    def around(event: Event, state: State, act: Callable[[State], State]) -> State:
+    def around(event: Event, state: State, act: Act) -> State:
         once = act(state)
         compare(once, act(state), ("at first", "once more"), fields=STEP_FIELDS, event=event)
         return once
@@ -92,23 +133,14 @@ def deterministic(subject: Subject, case: Case) -> bool:
 )
 def global_state_kept(subject: Subject, case: Case) -> bool:
     """Looks at the settings of the process around each application, INIT included, and sets them back at the end."""
-    # Generators that stand where nobody's seed puts them: seeding them moves them.
-    with seeded(0x5EED):
-        before_init = process_settings()
-        step = case.step(intercepted(subject.algorithm, _keeping_settings))
-        state = step.init(case.state())
-        _check_settings(before_init, Event.INIT)
-        return run(step, state, case.batches(), subject.name).acted
 
+    def around(event: Event, state: State, act: Act) -> State:
+        before = process_settings()
+        after = act(state)
+        check_equal(before, process_settings(), _LABELS, "the process's ", event=event)
+        return after
 
-def _keeping_settings(event: Event, state: State, act: Callable[[State], State]) -> State:
-    before = process_settings()
-    after = act(state)
-    _check_settings(before, event)
-    return after
-
-
-def _check_settings(before: dict[str, Any], event: Event) -> None:
-    difference = next(tree.differences(before, process_settings()), None)
-    if difference is not None:
-        raise Broken(difference, ("before", "after"), event=event, where="the process's ")
+    watched = Watched(subject.algorithm, around, with_init=True)
+    with seeded(0x5EED):  # generators that stand where nobody's seed puts them: seeding them moves them
+        run(case.step(watched.algorithm), case.state(), case.batches())
+    return watched.acted_in_step

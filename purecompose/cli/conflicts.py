@@ -1,0 +1,27 @@
+"""`plan --conflicts`: which algorithms do not commute; imported when it runs, as it needs Hypothesis."""
+
+import argparse
+
+from purecompose.cli.resolve import listed, notes_elsewhere, subject
+from purecompose.cli.setup import UsageError, fixed_arithmetic, reported_as, with_defaults
+from purecompose.testing.conflicts import conflicts
+
+
+__all__ = ["show_conflicts"]
+
+
+def show_conflicts(options: argparse.Namespace) -> None:
+    """Prints which pairs of the listed algorithms do not commute, and what decides their order.
+
+    Raises:
+        UsageError: An algorithm that cannot be, or one listed twice.
+    """
+    text = options.algorithms if options.algorithms is not None else with_defaults(options)[0].algorithms
+    entries = [] if text.strip().lower() == "none" else listed(text) or []
+    try:
+        subjects = [subject(entry) for entry in entries]
+    except UsageError as error:
+        raise UsageError(f"--algorithms: {error}") from error
+    threads = 1 if options.threads is None else options.threads
+    with fixed_arithmetic(threads), notes_elsewhere(), reported_as("--algorithms"):
+        print(conflicts(subjects))

@@ -1,0 +1,123 @@
+"""What the commands that try laws share; imported when one of them runs, as it needs Hypothesis."""
+
+import difflib
+import importlib
+import os
+import pathlib
+import pkgutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from hypothesis import configuration
+
+from purecompose.algorithms import FACTORIES
+from purecompose.cli.setup import UsageError
+from purecompose.testing.subject import Subject
+
+
+__all__ = ["listed", "notes_elsewhere", "one_line", "subject"]
+
+
+def subject(text: str) -> Subject:
+    """The algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call.
+
+    Raises:
+        UsageError: There is none, or its module cannot be imported, whatever its code raises.
+    """
+    _see_folder()
+    module = text.partition(":")[0] if ":" in text.partition("(")[0] else None
+    try:
+        return Subject.of(text)
+    except ModuleNotFoundError as error:
+        if module is None or error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(f"{text}: {one_line(error)}{_place(error)}") from error
+        raise UsageError(f"{text}: there is no module {error.name!r} here;{_module_hint(module)}") from error
+    except Exception as error:
+        raise UsageError(_told(text, module, error)) from error
+
+
+def listed(text: str | None) -> list[str] | None:
+    """The entries of a list, at commas outside of parentheses; `None` where there is none.
+
+    Example:
+        >>> listed("mixup(0.2, name='a'), my_module:mine")
+        ["mixup(0.2, name='a')", 'my_module:mine']
+    """
+    if text is None:
+        return None
+    entries: list[str] = []
+    for part in text.split(","):
+        if entries and entries[-1].count("(") > entries[-1].count(")"):
+            entries[-1] += f",{part}"
+        else:
+            entries.append(part)
+    return [entry.strip() for entry in entries if entry.strip()]
+
+
+@contextmanager
+def notes_elsewhere() -> Iterator[None]:
+    """Hypothesis keeps notes on the modules that it has seen: not in the user's folder, unless it is told where."""
+    if "HYPOTHESIS_STORAGE_DIRECTORY" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        configuration.set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            configuration.set_hypothesis_home_dir(None)
+
+
+def one_line(error: BaseException) -> str:
+    """The message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def _see_folder() -> None:
+    """The modules of the current folder, which `python -m` finds and the console script does not."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _told(text: str, module: str | None, error: Exception) -> str:
+    """Why a text names no algorithm."""
+    said = one_line(error)
+    if module is None:
+        hint = "" if text.partition("(")[0] in FACTORIES else "; one of your own is written my_module:my_algorithm"
+        return f"{said}{hint}"
+    if isinstance(error, ValueError) and isinstance(error.__cause__, AttributeError):
+        return f"{said}{_attribute_hint(module, text.partition(':')[2])}"
+    if isinstance(error, ValueError) and said.startswith(text):
+        return f"{said}{_place(error)}"
+    return f"{text}: {type(error).__name__}: {said}{_place(error)}"
+
+
+def _module_hint(module: str) -> str:
+    if module.endswith(".py") or "/" in module or "\\" in module:
+        stem = module.removesuffix(".py").replace("\\", "/").strip("./").replace("/", ".")
+        return f" expected a module's name, not a file's, such as {stem}:my_algorithm"
+    here = [found.name for found in pkgutil.iter_modules([os.getcwd()])]
+    return _did_you_mean(module, here) or f" expected one that can be imported from {os.getcwd()}"
+
+
+def _attribute_hint(module: str, attribute: str) -> str:
+    found = vars(sys.modules[module])
+    names = [name for name, value in found.items() if not name.startswith("_") and not isinstance(value, ModuleType)]
+    hint = _did_you_mean(attribute, names)
+    return f";{hint}" if hint else ""
+
+
+def _did_you_mean(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, 1)
+    return f" did you mean {close[0]!r}?" if close else ""
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's code an error was raised; empty where it was not raised there."""
+    ours = (str(pathlib.Path(__file__).parents[1]), "<frozen", importlib.__file__ or "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

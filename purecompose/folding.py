@@ -1,0 +1,259 @@
+"""The fold: a program as one function `State -> State`.
+
+Here events get their algorithms, scopes their meaning: whose gradient `Grad` takes, how `Microbatches` cuts and
+averages, and which gradients an update has used.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, losses, tree
+from purecompose.event import Event
+from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
+from purecompose.loop import Grad, Microbatches, Node, Stage, Update, loss
+from purecompose.state import State
+
+
+__all__ = ["At", "build", "has_mean"]
+
+At: TypeAlias = Callable[[Event], Op | None]
+"""What to do at an event, if anything."""
+
+
+def build(program: Iterable[Node], at: At, microbatches: int) -> Op:
+    """The program as one function, with what `at` gives to do at events, and so many slices where no k is given."""
+    body = _build_body(program, _Place(at, microbatches))
+    return lambda state: body(state, _Notes())
+
+
+def has_mean(metric: Any) -> bool:
+    """Whether `Microbatches` averages a metric over the slices: a single floating number."""
+    return isinstance(metric, Tensor) and metric.ndim == 0 and metric.is_floating_point()
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What a run of the program knows beside the state."""
+
+    used: set[str] = field(default_factory=set)
+    """The gradients that an update has applied, by name: none applies them again.
+
+    They stay in the state, for those who look, until the next Grad. A Grad makes new ones, and so may a stage;
+    algorithms at events edit them, and a used one that was edited is not new.
+    """
+    terms: int | Tensor | None = None
+    """In a slice: how many terms the last loss was a mean of."""
+
+
+_Body: TypeAlias = Callable[[State, _Notes], State]
+"""A part of a program."""
+
+
+class _Place(NamedTuple):
+    """Where a part of a program stands."""
+
+    at: At
+    microbatches: int
+    is_slice: bool = False
+    """Whether the part runs on slices, whose gradient is not the step's."""
+    is_weighted: bool = False
+    """Whether there are several slices, so that someone wants to know the terms in their losses."""
+
+
+def _build_body(program: Iterable[Node], place: _Place) -> _Body:
+    ops = [op for node in program if (op := _build_node(node, place)) is not None]
+
+    def run(state: State, notes: _Notes) -> State:
+        for op, is_body in ops:
+            state = op(state, notes) if is_body else op(state)
+        return state
+
+    return run
+
+
+def _build_node(node: Node, place: _Place) -> tuple[Callable[..., State], bool] | None:
+    """What a node does, and whether it is told the notes."""
+    if isinstance(node, Event):
+        op = place.at(node)
+        return None if op is None else (op, False)
+    if isinstance(node, Update):
+        return (lambda state, notes: _update(state, node, notes.used)), True
+    if isinstance(node, Grad):
+        run = _grad(_build_body(node.body, place), node.wrt)
+        return (run if place.is_slice else _repeatable(run)), True
+    if isinstance(node, Microbatches):
+        return _repeatable(_with_own_gradients(_microbatches(node, place))), True
+    if node is loss and place.is_weighted:
+        return _stage(_noted(loss), counts=True), True
+    return _stage(_noted(node) if isinstance(node, Stage) else node), True  # or any function State -> State
+
+
+def _microbatches(node: Microbatches, place: _Place) -> _Body:
+    k = node.k or place.microbatches
+    # A single slice is the whole of what is around it, and its loss weighs there what it weighs alone.
+    inner = place._replace(is_slice=True, is_weighted=place.is_weighted or k > 1)
+    body = _build_body(node.body, inner)
+    return body if k == 1 else lambda state, notes: _run_sliced(body, state, notes, k)
+
+
+def _grad(body: _Body, wrt: str | None) -> _Body:
+    def run(state: State, notes: _Notes) -> State:
+        names = _matching(state.context.trainable, wrt)
+        if notes.used and state.grads is not None:
+            state = state.replace(grads=_without(state.grads, notes.used) or None)
+        after = differentiate(lambda inner: body(inner, notes), state, names)
+        notes.used.difference_update(names)
+        return after
+
+    return run
+
+
+def _with_own_gradients(body: _Body) -> _Body:
+    """Earlier gradients are no slice's: what a slice did with them would be done as often as there are slices."""
+
+    def run(state: State, notes: _Notes) -> State:
+        if state.grads is None:
+            return body(state, notes)
+        inside = _Notes()
+        after = body(state.replace(grads=None), inside)
+        notes.terms = inside.terms
+        if not after.grads:
+            return after.replace(grads=state.grads)
+        earlier = _without(state.grads, notes.used)
+        notes.used.difference_update(after.grads)
+        notes.used.update(inside.used)
+        return after.replace(grads={**earlier, **after.grads})
+
+    return run
+
+
+def _stage(op: Op, *, counts: bool = False) -> _Body:
+    """A stage; with `counts` it is the loss, and notes its terms."""
+
+    def run(state: State, notes: _Notes) -> State:
+        after = op(state)
+        if counts:
+            notes.terms = _num_terms(after)
+        if notes.used and after.grads:
+            before = state.grads or {}
+            notes.used.difference_update(name for name, grad in after.grads.items() if grad is not before.get(name))
+        return after
+
+    return run
+
+
+def _noted(stage: Stage) -> Op:
+    """The stage; what it raises says what it was given."""
+    fn = stage.fn
+
+    def op(state: State) -> State:
+        try:
+            return fn(state)
+        except Exception as error:
+            given = {"batch": state.batch, "outputs": state.outputs}
+            forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
+            error.add_note(f"in the stage {stage.name}, with {', '.join(forms)}")
+            raise
+
+    return op
+
+
+def _form(value: Any) -> str:
+    return f"{type(value).__name__}({', '.join(map(tree.describe, batches.tensors(value)))})"
+
+
+def _repeatable(run_once: _Body) -> _Body:
+    """The gradient's part of a step, which leaves the way to run it again: `state.gradient`."""
+
+    def run(state: State, notes: _Notes) -> State:
+        used_before = notes.used.copy()
+
+        def regrad(params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+            again = run_once(state.replace(params=params), _Notes(used_before.copy()))
+            if again.grads is None or again.loss is None:
+                raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
+            return again.grads, again.loss
+
+        return run_once(state, notes).replace(batch=state.batch, regrad=regrad)
+
+    return run
+
+
+def _run_sliced(body: _Body, state: State, notes: _Notes, k: int) -> State:
+    """Runs the body on k slices and averages loss, gradients and metrics, each slice weighted by its terms."""
+    current, offset, total, earlier_terms = state, 0, 0, notes.terms
+    mean_loss: Tensor | None = None
+    mean_grads: dict[str, Tensor] | None = None
+    mean_metrics: dict[str, Tensor] = {}
+    # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
+    input_key = state.context.input_key
+    for part in batches.split(state.batch, min(k, state.num_examples), input_key):
+        size = batches.num_examples(part, input_key)
+        first = offset if state.first_example is None else state.first_example + offset
+        # What a slice makes anew it does not find from the one before.
+        anew = {"loss": None, "outputs": state.outputs, "grads": None, "metrics": state.metrics}
+        notes.terms = None
+        current = body(current.replace(batch=part, first_example=first, **anew), notes)
+        weight = size if notes.terms is None else notes.terms
+        total, offset = total + weight, offset + size
+        if current.loss is not None:
+            mean_loss = averaged(mean_loss, current.loss, weight, total)
+        if current.grads is not None:
+            mean_grads = averaged_by_name(mean_grads, current.grads, None, weight, total)
+        if current.metrics is not state.metrics:
+            numbers = {name: value for name, value in current.metrics.items() if has_mean(value)}
+            mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
+    notes.terms = earlier_terms if notes.terms is None else total  # for a slice around these
+    means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.metrics, **mean_metrics}}
+    return current.replace(batch=state.batch, first_example=state.first_example, **means)
+
+
+@torch.no_grad()
+def _num_terms(state: State) -> int | Tensor:
+    """How many terms the loss is a mean of, right after it: as an algorithm left outputs and targets to it."""
+    loss_fn = state.context.loss
+    # A model that computes its loss finds its targets in the batch, by a way of its own.
+    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
+    return losses.num_terms(loss_fn, state.outputs, targets)
+
+
+def _update(state: State, node: Update, used: set[str]) -> State:
+    if state.grads is None:
+        raise RuntimeError("the program's update comes before any Grad: there are no gradients")
+    if node.wrt is None:
+        chosen = state.grads
+    else:
+        # By all trainable names: gradients that an earlier update has used are gone after the next Grad.
+        chosen = _matching(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), node.wrt)
+    grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
+    if not grads:
+        if used.isdisjoint(chosen):
+            raise RuntimeError(
+                f"{node!r} has nothing to apply: there are gradients of {', '.join(state.grads)} alone; let a Grad "
+                "before it differentiate in these parameters, by its own wrt"
+            )
+        raise RuntimeError(
+            f"{node!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
+            "a Grad before it, or leave it out"
+        )
+    used.update(grads)
+    params, opt_state = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
+    return state.replace(params=params, opt_state=opt_state)
+
+
+def _without(grads: dict[str, Tensor], used: set[str]) -> dict[str, Tensor]:
+    return {name: grad for name, grad in grads.items() if name not in used}
+
+
+def _matching(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:
+    if wrt is None:
+        return names
+    found = tuple(name for name in names if fnmatch.fnmatchcase(name, wrt))
+    if not found:
+        raise ValueError(f"wrt={wrt!r} matches no trainable parameter; there are {', '.join(names) or 'none'}")
+    return found

@@ -1,0 +1,103 @@
+"""One law, tried in one case after the other, and what the cases come to."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from hypothesis.errors import UnsatisfiedAssumption
+
+from purecompose.testing.case import Case
+from purecompose.testing.faults import fault_rows, first_line
+from purecompose.testing.law import Broken, Law, LawViolation, acts_in_step, never_acts
+from purecompose.testing.report import Outcome, Status
+from purecompose.testing.search import Search, Tried
+from purecompose.testing.subject import Subject
+
+
+__all__ = ["NEUTRAL", "Attempt"]
+
+NEUTRAL = "neutral_setting"
+"""The only law about another algorithm than the one under test: the same with settings that should do nothing."""
+
+
+class Attempt:
+    """Tries a law in a case when called.
+
+    Args:
+        law: The law.
+        subject: The algorithm.
+        owner_of: The law that an error means, if any: a law that cannot be judged because another is broken is
+            blocked.
+    """
+
+    def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:
+        self.law, self.subject, self._owner_of = law, subject, owner_of
+        self._blocked: tuple[Law, Exception] | None = None
+        # What acts in no step has done what it does when the case has run.
+        algorithm = subject.algorithm
+        self._is_outside = not (law.is_about_option or acts_in_step(algorithm) or never_acts(algorithm))
+
+    def __call__(self, case: Case) -> Tried:
+        try:
+            found = self.law.find(self.subject, case)
+        except UnsatisfiedAssumption:  # a user's law may call hypothesis.assume
+            raise
+        except Exception as error:
+            owner = self._owner_of(error)
+            if owner is None:
+                return Tried(True, error)
+            self._blocked = self._blocked or (owner, error)
+            return Tried(False)
+        return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_outside)
+
+    def outcome(self, found: Search, start: float) -> Outcome:
+        """What the cases came to that were tried from a time of `time.perf_counter` on."""
+        outcome = partial(
+            Outcome,
+            law=self.law.name,
+            promise=self.law.promise,
+            num_cases=found.num_cases,
+            num_acted=found.num_acted,
+            seconds=round(time.perf_counter() - start, 3),
+        )
+        case, failure = found.case, found.failure
+        if case is not None and isinstance(failure, Broken):
+            violation = self._violation(case, failure)
+            return outcome(status=Status.BROKEN, reason=_summed_up(violation), rows=violation.rows, error=violation)
+        if case is not None and failure is not None:
+            rows = fault_rows(failure, self.subject.algorithm, case)
+            return outcome(status=Status.ERROR, reason=first_line(failure), rows=rows, error=failure)
+        if self._blocked is not None:
+            law, error = self._blocked
+            reason = f"it breaks {law.name} first, so this cannot be judged"
+            return outcome(status=Status.BLOCKED, reason=reason, error=error)
+        if found.num_acted:
+            return outcome(status=Status.KEPT)
+        status, reason = self._without_acting(found.num_cases)
+        return outcome(status=status, reason=reason)
+
+    def _without_acting(self, num_cases: int) -> tuple[Status, str]:
+        if self.law.name == NEUTRAL:
+            return Status.KEPT, "with these settings it never acts"
+        idle = never_acts(self.subject.algorithm)
+        if idle is not None:
+            return Status.SKIPPED, idle
+        if self.law.is_about_option:
+            return Status.SKIPPED, f"{self.law.idle} in {num_cases} case{'s' * (num_cases != 1)}"
+        return Status.VACUOUS, "it never acted" if num_cases else "the law assumes what no case has"
+
+    def _violation(self, case: Case, broken: Broken) -> LawViolation:
+        """The violation, with the guilty event, which is not looked for while shrinking."""
+        try:
+            self.law(self.subject, case)
+        except LawViolation as violation:
+            return violation
+        except Exception:  # it failed otherwise before: that is what counts
+            pass
+        return LawViolation(self.law, self.subject, broken, case)
+
+
+def _summed_up(violation: LawViolation) -> str:
+    where = [] if violation.event is None else [f"at {violation.event.name}"]
+    what = violation.path or violation.what.partition(":")[0]
+    return ": ".join([*where, *([what] if what else [])]) or "see below"

@@ -1,0 +1,80 @@
+"""Whether an algorithm works on a task at all, before any law is tried there."""
+
+from collections.abc import Callable
+
+from purecompose import batch as batches
+from purecompose.algorithm import Algorithm
+from purecompose.compose import Step
+from purecompose.event import Event
+from purecompose.loop import eval_events, predict_events
+from purecompose.state import State
+from purecompose.testing.case import Case
+from purecompose.testing.faults import one_line
+from purecompose.testing.law import Law, acts_in_step
+from purecompose.testing.moments import find_moments
+from purecompose.testing.process import process_restored, process_settings
+from purecompose.testing.record import intercepted
+from purecompose.testing.tasks import Task
+
+
+__all__ = ["refusal"]
+
+
+def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], Law | None]) -> str | None:
+    """Why the algorithm does not work on a task; `None` if it does, or breaks a law there.
+
+    Raises whatever the plain step raises: then the task is wrong.
+
+    Args:
+        task: The task.
+        algorithm: The algorithm.
+        owner_of: The law that an error means, if any.
+    """
+    for case in _probes(task, algorithm):
+        plain = case.step()
+        plain(plain.init(case.state()), case.batch(0))
+        touched: list[Event] = []
+        try:
+            with process_restored():
+                _use(case.step(_watched(algorithm, touched)), case, algorithm)
+        except Exception as error:
+            # What breaks a law is no refusal, nor is what comes of a switch that it has left in the process.
+            return None if touched or owner_of(error) is not None else one_line(error, algorithm)
+    return None
+
+
+def _probes(task: Task, algorithm: Algorithm) -> list[Case]:
+    """One case each at the first, a middle and the last moment at which the algorithm acts in a run."""
+    plain = Case(task)
+    found = find_moments(
+        algorithm.predicate,
+        batches_per_epoch=plain.batches_per_epoch,
+        epochs=plain.epochs,
+        samples=plain.batch_size,
+        tokens=batches.num_tokens(plain.batch(0)),
+    )
+    acting = found.acting or found.near
+    starts = dict.fromkeys((acting[0], acting[len(acting) // 2], acting[-1]))
+    return [Case(task, start=s, batches_per_epoch=found.batches_per_epoch, epochs=found.epochs) for s in starts]
+
+
+def _use(step: Step, case: Case, algorithm: Algorithm) -> None:
+    """Takes a step, or fires what an algorithm waits for that acts in none."""
+    state = step(step.init(case.state()), case.batch(0))
+    inner = (*eval_events, *predict_events, Event.INIT)
+    for event in () if acts_in_step(algorithm) else algorithm.events:
+        if event not in inner:
+            step.fire(event, state)
+
+
+def _watched(algorithm: Algorithm, touched: list[Event]) -> Algorithm:
+    """The algorithm; notes the events at which it changes what belongs to the process."""
+
+    def around(event: Event, state: State, act: Callable[[State], State]) -> State:
+        before = process_settings()
+        after = act(state)
+        if process_settings() != before:
+            touched.append(event)
+        return after
+
+    return intercepted(algorithm, around)

@@ -1,0 +1,90 @@
+"""Programs as functions: what slices weigh where an algorithm changes them, slices of slices, used gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, changing, make_batch, make_mlp, make_state
+from torch import nn
+
+import purecompose as pc
+from purecompose import Event, Grad, Microbatches, advance, compose, loop_events, losses, tree, update
+
+
+PLAIN = Grad(Event.BEFORE_FORWARD, pc.forward, pc.loss)
+
+
+def of_first(num):
+    """Leaves so many examples of each slice."""
+    return changing("first", Event.BEFORE_FORWARD, lambda s: s.replace(batch=tuple(member[:num] for member in s.batch)))
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_slices_weigh_what_an_algorithm_leaves_of_them(k, is_differentiated):
+    (inputs, targets), net = make_batch(size=7), make_mlp()
+    step, state = compose(loop_events, [of_first(2)], microbatches=k), make_state(net)
+    if is_differentiated:  # by the other engine for gradients
+        end = torch.func.vmap(step, in_dims=(None, 0))(state, (inputs[None], targets[None]))
+        end = tree.map(lambda leaf: leaf[0], end)
+    else:
+        end = step(state, (inputs, targets))
+    parts = zip(inputs.tensor_split(k), targets.tensor_split(k), strict=True)
+    rows = [torch.cat(members) for members in zip(*[(x[:2], y[:2]) for x, y in parts], strict=True)]
+    expected = compose(loop_events)(state, tuple(rows))
+    assert end.loss is not None and end.loss.item() == pytest.approx(F.cross_entropy(net(rows[0]), rows[1]).item())
+    assert_close(end.params, expected.params)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids)).transpose(1, 2)
+
+
+def make_tokens():
+    ids = torch.randint(5, (7, 4), generator=torch.Generator().manual_seed(1))
+    return ids, torch.where(torch.arange(4) < torch.arange(7)[:, None] % 4, ids, -100)
+
+
+@pytest.mark.parametrize("inner", [1, 2, 3])
+@pytest.mark.parametrize("outer", [1, 2, 3])
+def test_slices_of_slices_equal_the_whole_batch(outer, inner):
+    state, batch = make_state(Words()), make_tokens()
+    nested = [Microbatches(Microbatches(PLAIN, k=inner), k=outer), update, advance]
+    expected, found = compose([PLAIN, update, advance])(state, batch), compose(nested)(state, batch)
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert_close(found.params, expected.params)
+
+
+def test_slices_of_slices_draw_as_the_whole_batch():
+    state, batch = make_state(make_mlp(dropout=0.5)), make_batch(size=8)
+    nested = compose([Microbatches(Microbatches(PLAIN, k=2), k=2), update, advance])
+    assert_close(nested(state, batch).params, compose([PLAIN, update, advance])(state, batch).params)
+
+
+def test_the_gradient_through_slices_of_tokens_is_that_through_the_whole():
+    ids, targets = make_tokens()
+    state = make_state(Words())
+
+    def loss_after(params, k):
+        end = compose(loop_events, microbatches=k)(state.replace(params=params), (ids, targets))
+        outputs = end.forward(ids)
+        return losses.cross_entropy(outputs, targets)
+
+    whole, sliced = (torch.func.grad(loss_after)(state.params, k) for k in (1, 3))
+    assert_close(sliced, whole)
+
+
+def test_an_update_whose_gradients_are_used_says_so_after_another_grad_too():
+    program = [Grad(pc.forward, pc.loss), update(wrt="3.*"), Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="3.*")]
+    with pytest.raises(RuntimeError, match=r"update\(wrt='3\.\*'\).*an earlier update has used"):
+        compose(program)(make_state(), make_batch())
+
+
+def test_an_update_of_what_no_grad_differentiates_says_so():
+    program = [Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="3.*")]
+    with pytest.raises(RuntimeError, match=r"there are gradients of 0\.weight, 0\.bias alone"):
+        compose(program)(make_state(), make_batch())

@@ -1,0 +1,171 @@
+"""Cases that once raised false alarms: lawful algorithms at the edges of tasks, runs and processes."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import find, given, settings, strategies as st
+
+from purecompose import Algorithm, Event, after, epoch_ends, every, on
+from purecompose.testing.case import Case
+from purecompose.testing.law import LawViolation
+from purecompose.testing.moments import find_moments
+from purecompose.testing.process import process_restored, process_settings, read_settings, write_settings
+from purecompose.testing.strategies import cases, predicates
+from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree
+from purecompose.testing.tasks import TASKS
+
+
+LOADED = on(Event.AFTER_DATALOADER)
+
+
+def at(event, fn, name="subject"):
+    return Algorithm(name, on(event), lambda _, state: fn(state))
+
+
+def idle(predicate):
+    return Algorithm("idle", predicate, lambda event, state: state)
+
+
+# The end of the run
+
+
+def has_room(case):
+    return case.start + 2 * case.num_batches + 1 <= case.batches_per_epoch * case.epochs
+
+
+@given(cases())
+def test_a_case_leaves_twice_its_batches_and_one(case):
+    assert has_room(case)
+
+
+@settings(max_examples=50)
+@given(st.data(), predicates())
+def test_cases_of_an_algorithm_leave_room_unless_it_acts_in_the_last_batches_alone(data, predicate):
+    case = data.draw(cases(algorithm=idle(predicate)))
+    if not has_room(case):
+        assert case.num_batches == 1
+        found = find_moments(predicate, batches_per_epoch=case.batches_per_epoch, epochs=case.epochs)
+        assert min(found.acting) + 3 > case.batches_per_epoch * case.epochs
+
+
+@pytest.mark.parametrize("predicate", [LOADED & after("30ep"), LOADED & after("17ba"), LOADED & every("3ep")], ids=repr)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_the_run_is_prolonged_for_what_acts_late(predicate, data):
+    assert has_room(data.draw(cases(algorithm=idle(predicate))))
+
+
+@pytest.mark.parametrize("predicate", [LOADED & after(0.999), on(Event.BATCH_END) & every("1dur")], ids=repr)
+def test_what_acts_in_the_runs_last_batch_alone_is_reached(predicate):
+    found = find(cases(algorithm=idle(predicate)), lambda case: not has_room(case))
+    assert (found.num_batches, found.start) == (1, found.batches_per_epoch * found.epochs - 1)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
+def test_moments_leave_the_room_that_they_are_asked_for(batches_per_epoch, epochs, room):
+    for predicate in (LOADED & after("5ep"), LOADED & after("11ba"), LOADED & after("23sp"), LOADED & epoch_ends()):
+        found = find_moments(predicate, batches_per_epoch=batches_per_epoch, epochs=epochs, samples=2, room=room)
+        assert found.acting[0] + room <= found.batches_per_epoch * found.epochs
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_single_images_of_half_the_size_pass_batch_norm(size):
+    small = at(Event.AFTER_DATALOADER, lambda state: state.replace(inputs=state.inputs[:, :, :size, :size]))
+    case = Case(TASKS["images"], batch_size=2, microbatches=2)
+    end = case.step(small)(case.state(), case.batch(0))
+    assert end.loss is not None and end.loss.isfinite()
+
+
+# Laws of numbers
+
+
+def test_running_statistics_without_gradient_are_no_violation():
+    def scaled(state, factor):
+        return state.replace(params={name: factor * param for name, param in state.params.items()})
+
+    def by_outputs(state):
+        return scaled(state, 1 - 0.1 * state.forward(state.inputs, train=False).square().mean())
+
+    def detached(state):
+        return scaled(state, 1 - 0.1 * state.forward(state.inputs, train=False).detach().square().mean())
+
+    case = Case(TASKS["images"])
+    assert gradient_exact(at(Event.BATCH_START, by_outputs), case) is True
+    with pytest.raises(LawViolation, match="the derivative of the loss"):
+        gradient_exact(at(Event.BATCH_START, detached), case)
+
+
+def test_means_over_ignored_positions_are_no_violation():
+    def noted(state, value):
+        return state.replace(metrics={**state.metrics, "confidence": value})
+
+    mean = at(Event.AFTER_LOSS, lambda state: noted(state, state.outputs.square().mean()))
+    total = at(Event.AFTER_LOSS, lambda state: noted(state, state.outputs.square().sum()))
+    # Of 3 examples the slices have 2 and 1; of 4 tokens' rows, both slices have as many positions to ignore.
+    for task, size in (("tokens", 3), ("tokens", 4), ("vectors", 3)):
+        assert microbatches_agree(mean, Case(TASKS[task], batch_size=size, microbatches=2)) is True
+    for task, size in (("tokens", 4), ("vectors", 3)):
+        with pytest.raises(LawViolation, match=r"metrics\['confidence'\]"):
+            microbatches_agree(total, Case(TASKS[task], batch_size=size, microbatches=2))
+
+
+@pytest.mark.parametrize("law", [microbatches_agree, gradient_exact])
+def test_slots_of_single_precision_round_as_such(law):
+    """A third in float32, summed in another order, differs by more than float64 rounds."""
+
+    def add(state):
+        if "subject" not in state.slots:
+            return state.replace(slots={**state.slots, "subject": torch.zeros(())})
+        return state.replace(slots={**state.slots, "subject": state.slots["subject"] + state.loss.float()})
+
+    algorithm = Algorithm("subject", on(Event.INIT, Event.AFTER_TRAIN_BATCH), lambda event, state: add(state))
+    assert law(algorithm, Case(num_batches=3, microbatches=3)) is True
+
+
+# The process
+
+
+def other_settings():
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_anomaly_enabled(True, False)
+    torch.set_grad_enabled(False)
+    torch.backends.mkldnn.enabled = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.deterministic = True
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+def test_every_setting_comes_back():
+    before = process_settings()
+    with process_restored():
+        other_settings()
+        changed = read_settings()
+        assert all(changed[name] != before[name] for name in changed)
+    assert process_settings() == before
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_deterministic_algorithms_come_back_as_they_were():
+    with process_restored():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with process_restored():
+            torch.use_deterministic_algorithms(False)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_settings_go_to_another_process_as_bytes():
+    with process_restored():
+        other_settings()
+        sent = pickle.dumps(read_settings())
+    with process_restored():
+        write_settings(pickle.loads(sent))
+        assert read_settings() == pickle.loads(sent)

@@ -1,0 +1,28 @@
+"""No law blames a lawful method, and a few cases are enough to judge it: `check` says ok."""
+
+import pytest
+from lawful_methods import LAWFUL
+
+from purecompose.testing import check
+
+
+def _blamed(name: str, max_examples: int) -> list[str]:
+    factory, tasks = LAWFUL[name]
+    report = check(factory(), max_examples=max_examples, tasks=tasks)
+    assert report.tasks == tasks, report.refused
+    return [
+        f"{found.law} {found.status.value}: {found.reason}\n{found.details}"
+        for found in report.outcomes
+        if not (report.ok or found.status.is_ok)
+    ]
+
+
+@pytest.mark.parametrize("name", LAWFUL)
+def test_a_lawful_method_is_ok(name):
+    assert _blamed(name, 2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAWFUL)
+def test_a_lawful_method_is_ok_in_many_cases(name):
+    assert _blamed(name, 25) == []
