@@ -22,6 +22,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
             11 + 11
     """
     width = width or terminal_width()
+    head, rows = _printable(head), [_printable(row) for row in rows]
     fixed = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head) - 1)]
     left = sum(fixed) + 2 * len(fixed)
     wrapped = [textwrap.wrap(row[-1], max(width - left, 20)) or [""] for row in rows]
@@ -36,6 +37,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
 def terminal_width() -> int:
     """The terminal's columns, at most 110: longer lines are hard to read. Where there is no terminal, 110."""
     return min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
+
+
+def _printable(cells: Sequence[str]) -> list[str]:
+    """The cells on one line each, whatever control characters are in them."""
+    return [
+        cell if cell.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in cell) for cell in cells
+    ]
 
 
 def _line(cells: Sequence[str], last: str, sizes: Sequence[int]) -> str:

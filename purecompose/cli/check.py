@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 import sys
+from contextlib import nullcontext, redirect_stdout
 
 from purecompose.cli.resolve import listed, notes_elsewhere, one_line, subject
 from purecompose.cli.setup import UsageError
@@ -27,8 +28,9 @@ def check(options: argparse.Namespace) -> int:
     """
     if options.json not in (None, "-"):
         _check_writable(options.json)
-    prepared = [_prepared(text, neutral, options) for text, neutral in _expanded(options)]
-    with notes_elsewhere():
+    # What an algorithm's module prints must not get between the lines of JSON.
+    with notes_elsewhere(), redirect_stdout(sys.stderr) if options.json == "-" else nullcontext():
+        prepared = [_prepared(text, neutral, options) for text, neutral in _expanded(options)]
         reports = [_reported(one, options) for one in prepared]
     is_ok = all(report.ok for report in reports)
     if options.json is not None:
@@ -67,7 +69,7 @@ def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Tr
             seed=options.seed,
         )
     except (TypeError, ValueError) as error:
-        raise UsageError(one_line(error).replace("max_examples=", "--examples: ")) from error
+        raise UsageError(one_line(error).replace("check: max_examples", "--examples")) from error
 
 
 def _check_writable(path: str) -> None:

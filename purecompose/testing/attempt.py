@@ -10,6 +10,7 @@ from purecompose.testing.case import Case
 from purecompose.testing.faults import fault_rows, first_line
 from purecompose.testing.law import Broken, Law, LawViolation, acts_in_step, never_acts
 from purecompose.testing.report import Outcome, Status
+from purecompose.testing.rows import Row
 from purecompose.testing.search import Search, Tried
 from purecompose.testing.subject import Subject
 
@@ -70,11 +71,20 @@ class Attempt:
         if self._blocked is not None:
             law, error = self._blocked
             reason = f"it breaks {law.name} first, so this cannot be judged"
-            return outcome(status=Status.BLOCKED, reason=reason, error=error)
+            return outcome(status=Status.BLOCKED, reason=reason, error=error, rows=self._blocked_rows(law, error))
         if found.num_acted:
             return outcome(status=Status.KEPT)
         status, reason = self._without_acting(found.num_cases)
         return outcome(status=status, reason=reason)
+
+    def _blocked_rows(self, law: Law, error: Exception) -> tuple[Row, ...]:
+        """What the other law's owner would say; for those who did not ask for that law."""
+        return (
+            ("algorithm", repr(self.subject.algorithm)),
+            ("breaks", f"{law.name}: {law.promise}"),
+            ("raised", first_line(error)),
+            ("to do", law.remedy),
+        )
 
     def _without_acting(self, num_cases: int) -> tuple[Status, str]:
         if self.law.name == NEUTRAL:

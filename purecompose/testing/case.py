@@ -20,7 +20,10 @@ from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.tasks import TASKS, Task
 
 
-__all__ = ["Case"]
+__all__ = ["COMPANY", "Case"]
+
+COMPANY = "companion."
+"""What companions' names in a step begin with, so that no algorithm has the same."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +76,7 @@ class Case:
 
     def listed(self, *algorithms: Algorithm) -> list[Algorithm]:
         """The algorithms in their place among the companions."""
-        others = [COMPANIONS[name](f"companion.{name}") for name in self.others]  # a name that nobody else has
+        others = [COMPANIONS[name](f"{COMPANY}{name}") for name in self.others]
         return [*others[: self.place], *algorithms, *others[self.place :]]
 
     def step(

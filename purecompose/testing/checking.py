@@ -9,8 +9,10 @@ from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 
+from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.testing.attempt import NEUTRAL, Attempt
+from purecompose.testing.case import COMPANY
 from purecompose.testing.chosen import chosen
 from purecompose.testing.law import Law, acts_in_step, never_acts
 from purecompose.testing.probing import refusal
@@ -85,10 +87,12 @@ def trials(
     seed: int = 0,
 ) -> "Trials":
     """What `check` is about to try; see `CheckOptions`."""
-    if not isinstance(max_examples, int) or isinstance(max_examples, bool) or max_examples < 1:
-        raise ValueError(f"max_examples={max_examples!r}: expected a positive number of cases")
+    check_whole(max_examples, "check: max_examples", 1)
+    subject = Subject.of(algorithm)
+    if subject.name.startswith(COMPANY):
+        raise ValueError(f"{subject.name!r}: names that begin with {COMPANY!r} are those of the laws' companions")
     return Trials(
-        subject=Subject.of(algorithm),
+        subject=subject,
         neutral=None if neutral is None else Subject.of(neutral),
         laws=chosen("law", LAWS if laws is None else laws, {law.name: law for law in LAWS}, Law),
         candidates=chosen("task", TASKS.values() if tasks is None else tasks, TASKS, Task),

@@ -1,6 +1,7 @@
 """Laws and tasks by name."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -28,7 +29,11 @@ def chosen(kind: str, given: Iterable[Any], known: Mapping[str, Named], wanted: 
     given = (given,) if isinstance(given, (str, wanted)) else tuple(given)
     if not given:
         raise ValueError(f"no {kind} given: expected at least one of {', '.join(known)}")
-    return tuple(dict.fromkeys(_named(kind, item, known, wanted) for item in given))
+    found = tuple(dict.fromkeys(_named(kind, item, known, wanted) for item in given))
+    twice = [name for name, count in Counter(item.name for item in found).items() if count > 1]
+    if twice:
+        raise ValueError(f"two different {kind}s are called {twice[0]!r}: give one of them another name")
+    return found
 
 
 def _named(kind: str, item: Any, known: Mapping[str, Named], wanted: type[Named]) -> Named:

@@ -105,7 +105,7 @@ class Conflicts:
         if self.conflicting:
             parts.append(table(_HEAD, self._decisions(), width=width))
         else:
-            parts.append("no two of them are known not to commute" if self.unknown else "they all commute")
+            parts.append("no conflict found, but some gave no answer" if self.unknown else "they all commute")
         parts += [plain(_title(m), m.commutation.rows, width) for m in self.conflicting]
         parts += [plain(str(meeting.commutation), (), width) for meeting in self.unknown]
         return "\n\n".join(parts)
@@ -213,8 +213,8 @@ def warn_of_conflicts(composed: Composed, **settings: Any) -> Composed:
 def _advice(meeting: Meeting) -> str:
     first, second = meeting.order
     return (
-        f"{first} and {second} do not commute at {meeting.event}, and only the order of the list decides that {first} "
-        f"comes first there. They differ in {meeting.commutation.difference}. Decide it by a constraint, "
+        f"{first} and {second} do not commute at {meeting.event.name}, and only the order of the list decides that "
+        f"{first} comes first there. They differ in {meeting.commutation.difference}. Decide it by a constraint, "
         f"runs_before=({second!r},) on {first} or runs_after=({first!r},) on {second} (or the other way round); or by "
         "a pass, a function (algorithms, event) -> algorithms in compose(..., passes=(*DEFAULT_PASSES, my_pass))"
     )

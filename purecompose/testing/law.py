@@ -18,7 +18,7 @@ from purecompose.testing.tasks import Task
 from purecompose.tree import Difference
 
 
-__all__ = ["Broken", "Law", "LawViolation", "acts_in_step", "define_law", "never_acts"]
+__all__ = ["Broken", "Law", "LawViolation", "acts_in_step", "define_law", "errors_named", "never_acts"]
 
 
 class LawViolation(AssertionError):
@@ -152,7 +152,7 @@ class Law:
         What the algorithm changes in the process (generators, modes) is set back.
         """
         try:
-            with process_restored(), _inference_named():
+            with process_restored(), errors_named():
                 return self.judge(subject, case)
         except Broken as broken:
             return broken
@@ -204,10 +204,12 @@ def define_law(
 
 
 @contextlib.contextmanager
-def _inference_named() -> Iterator[None]:
-    """What torch raises of a state's tensors made by inference_mode, as the error of form that it is."""
+def errors_named() -> Iterator[None]:
+    """Makes an error of what ends the program, and of what torch raises of tensors made by inference_mode."""
     try:
         yield
+    except SystemExit as error:
+        raise RuntimeError(f"it ended the program: SystemExit({error.code!r})") from error
     except RuntimeError as error:
         if "nference tensor" not in str(error):
             raise

@@ -84,6 +84,9 @@ def laws(
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         import pytest
 
+        if inspect.isclass(test) or inspect.iscoroutinefunction(test):
+            kind = "class: decorate its method" if inspect.isclass(test) else "coroutine: decorate a plain function"
+            raise TypeError(f"@laws on {test.__name__}, a {kind}")
         signature = inspect.signature(test)
         takes_law = _PARAMETER in signature.parameters
 

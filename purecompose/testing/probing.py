@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from purecompose import batch as batches
+from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm
 from purecompose.compose import Step
 from purecompose.event import Event
 from purecompose.loop import eval_events, predict_events
 from purecompose.state import State
 from purecompose.testing.case import Case
-from purecompose.testing.faults import one_line
-from purecompose.testing.law import Law, acts_in_step
+from purecompose.testing.faults import first_line, one_line
+from purecompose.testing.law import Law, acts_in_step, errors_named
 from purecompose.testing.moments import find_moments
 from purecompose.testing.process import process_restored, process_settings
 from purecompose.testing.record import intercepted
@@ -23,24 +23,48 @@ __all__ = ["refusal"]
 def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], Law | None]) -> str | None:
     """Why the algorithm does not work on a task; `None` if it does, or breaks a law there.
 
-    Raises whatever the plain step raises: then the task is wrong.
-
     Args:
         task: The task.
         algorithm: The algorithm.
         owner_of: The law that an error means, if any.
+
+    Raises:
+        ValueError: The task itself does not work, or is not the same each time.
     """
+    _check_task(task)
     for case in _probes(task, algorithm):
-        plain = case.step()
-        plain(plain.init(case.state()), case.batch(0))
         touched: list[Event] = []
         try:
-            with process_restored():
+            with process_restored(), errors_named():
                 _use(case.step(_watched(algorithm, touched)), case, algorithm)
         except Exception as error:
             # What breaks a law is no refusal, nor is what comes of a switch that it has left in the process.
             return None if touched or owner_of(error) is not None else one_line(error, algorithm)
     return None
+
+
+def _check_task(task: Task) -> None:
+    case = Case(task)
+    try:
+        state, batch = case.state(), case.batch(0)
+        plain = case.step()
+        plain(plain.init(state), batch)
+    except Exception as error:
+        raise ValueError(
+            f"the task {task.name!r} does not work, without any algorithm: {first_line(error)}. Its net is a function "
+            "of a seed, its batch one of a seed and a number of examples"
+        ) from error
+    if not (tree.equal(state, case.state()) and tree.equal(batch, case.batch(0))):
+        raise ValueError(
+            f"the task {task.name!r} makes something else each time from the same seed: draw from a generator that is "
+            "made of the seed, torch.Generator().manual_seed(seed)"
+        )
+    num_examples = batches.num_examples(batch, state.context.input_key)
+    if num_examples != case.batch_size:
+        raise ValueError(
+            f"the task {task.name!r} made a batch of {num_examples} examples, asked for {case.batch_size}: "
+            "batch(seed, size) makes as many as size says"
+        )
 
 
 def _probes(task: Task, algorithm: Algorithm) -> list[Case]:

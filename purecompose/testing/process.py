@@ -1,6 +1,7 @@
 """What belongs to the process and not to a state: generators, modes and defaults."""
 
 import contextlib
+import os
 import random as python_random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,26 +21,25 @@ def process_settings() -> dict[str, Any]:
         "random generator": hash(python_state),
         "NumPy generator": None if numpy_state is None else hash((numpy_state[1].tobytes(), numpy_state[2])),
         **read_settings(),
+        **_read(_SURROUNDINGS),
     }
 
 
 def read_settings() -> dict[str, Any]:
     """Torch's own settings, by name: values that another process can be sent."""
-    return {name: read() for name, (read, _) in _SETTINGS.items()}
+    return _read(_SETTINGS)
 
 
 def write_settings(settings: Mapping[str, Any]) -> None:
     """Sets those of torch's settings that are others than given; see `read_settings`."""
-    for name, value in settings.items():
-        read, write = _SETTINGS[name]
-        if read() != value:
-            write(value)
+    _write(_SETTINGS, settings)
 
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
     """Sets back at the end what an algorithm has changed in the process."""
-    before, (python_state, numpy_state, torch_state) = read_settings(), _generators()
+    settings, surroundings = read_settings(), _read(_SURROUNDINGS)
+    python_state, numpy_state, torch_state = _generators()
     try:
         yield
     finally:
@@ -47,7 +47,8 @@ def process_restored() -> Iterator[None]:
         if numpy_state is not None:
             sys.modules["numpy"].random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-        write_settings(before)
+        _write(_SETTINGS, settings)
+        _write(_SURROUNDINGS, surroundings)
 
 
 @contextlib.contextmanager
@@ -71,8 +72,36 @@ def _generators() -> tuple[Any, Any, torch.Tensor]:
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
+def _read(table: Mapping[str, _Setting]) -> dict[str, Any]:
+    return {name: read() for name, (read, _) in table.items()}
+
+
+def _write(table: Mapping[str, _Setting], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        read, write = table[name]
+        if read() != value:
+            write(value)
+
+
 def _attribute(owner: Any, name: str) -> _Setting:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _hooks() -> list[dict[int, Any]]:
+    """Those that are called for every module, by kind."""
+    places = vars(torch.nn.modules.module).items()
+    return [found for name, found in places if name.startswith("_global_") and name.endswith("_hooks")]
+
+
+def _set_hooks(hooks: tuple[dict[int, Any], ...]) -> None:
+    for found, wanted in zip(_hooks(), hooks, strict=True):
+        found.clear()
+        found.update(wanted)
 
 
 _SETTINGS: dict[str, _Setting] = {
@@ -97,8 +126,18 @@ _SETTINGS: dict[str, _Setting] = {
         lambda: torch.get_autocast_dtype("cpu"),
         lambda dtype: torch.set_autocast_dtype("cpu", dtype),
     ),
+    "default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
     "mkldnn": _attribute(torch.backends.mkldnn, "enabled"),
     "cudnn benchmark": _attribute(torch.backends.cudnn, "benchmark"),
     "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
 }
-"""How to read each setting, and how to set it."""
+"""How to read each of torch's settings, and how to set it."""
+
+_SURROUNDINGS: dict[str, _Setting] = {
+    "environment": (lambda: dict(os.environ), _set_environment),
+    "module hooks": (lambda: tuple(map(dict, _hooks())), _set_hooks),
+}
+"""The same of what no other process can be sent."""

@@ -13,6 +13,7 @@ from purecompose.event import Event
 from purecompose.loop import Grad, Microbatches, Node, Op, Program
 from purecompose.state import State
 from purecompose.testing.law import Broken
+from purecompose.testing.process import process_settings
 
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Watched",
     "changed_context",
     "check_equal",
+    "check_process",
     "compare",
     "copied",
     "inserted",
@@ -160,6 +162,17 @@ def check_equal(
         # That a dictionary is no longer empty says less than what is in it now.
         named = next((difference for difference in found if difference.path), found[0])
         raise Broken(named, labels, event=event, where=where)
+
+
+def check_process(before: dict[str, Any], labels: tuple[str, str], *, event: Event | None = None) -> None:
+    """Raises `Broken` for the first of `process_settings` that is another now."""
+    for name, value in process_settings().items():
+        if value == before[name]:
+            continue
+        where = f"the process's {name}"
+        if name.endswith("generator"):  # whose states are hashes here
+            raise Broken("it was moved or seeded", where=where, event=event)
+        raise Broken(tree.Difference("", "", before[name], value), labels, where=where, event=event)
 
 
 def compare(

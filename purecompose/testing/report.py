@@ -214,14 +214,20 @@ class Report:
 
     def _details(self) -> list[tuple[str, tuple[Row, ...]]]:
         """The titles and rows below the table; an error raised at one line is told once, with its first case."""
-        told = [outcome for outcome in self.outcomes if outcome.rows]
+        told = [outcome for outcome in self.outcomes if outcome.rows and not self._is_told_elsewhere(outcome)]
         laws = _grouped((_cause(outcome), outcome.law) for outcome in told)
         first = {_cause(outcome): outcome for outcome in reversed(told)}
         titles = {cause: o.title.replace(o.law, ", ".join(laws[cause]), 1) for cause, o in first.items()}
         return [(titles[cause], first[cause].rows) for cause in laws]
 
+    def _is_told_elsewhere(self, outcome: Outcome) -> bool:
+        """Whether what blocks a law is told where that law is."""
+        return outcome.status is Status.BLOCKED and bool(self.broken)
+
     def _advice(self) -> list[str]:
-        return [_VACUOUS] if any(outcome.status is Status.VACUOUS for outcome in self.outcomes) else []
+        vacuous = [_VACUOUS] if any(outcome.status is Status.VACUOUS for outcome in self.outcomes) else []
+        follows = [f"Start with {self.broken[0].law}: the others may follow from it."] if len(self.broken) > 1 else []
+        return [*vacuous, *follows]
 
 
 _HEAD = ("law", "result", "acted", "")
@@ -249,9 +255,9 @@ def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
 
 def _cause(outcome: Outcome) -> Any:
     """What makes two errors one: what was raised and in which lines, whatever the case and law."""
-    if outcome.status is not Status.ERROR:
+    if outcome.status not in (Status.ERROR, Status.BLOCKED):
         return outcome.law
-    return tuple(row for row in outcome.rows if row[0] in ("raised", "line"))
+    return tuple(row for row in outcome.rows if row[0] in ("raised", "line", "breaks"))
 
 
 def _counted(status: Status, count: int) -> str:

@@ -30,7 +30,7 @@ from purecompose.loop import (
 from purecompose.predicate import Predicate, after, before, between, epoch_ends, every, on
 from purecompose.schedule import hparam
 from purecompose.state import State
-from purecompose.testing.case import Case
+from purecompose.testing.case import COMPANY, Case
 from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.moments import find_moments
 from purecompose.testing.shipped import SHIPPED
@@ -146,6 +146,7 @@ def _leaves(run: RunLength) -> list[st.SearchStrategy[Predicate]]:
     points = st.builds("{}{}".format, st.integers(0, 12), st.sampled_from(["ba", "ep", "sp", "tok", "iter"]))
     intervals: list[st.SearchStrategy[Any]] = [st.integers(1, 5)]
     leaves: list[st.SearchStrategy[Predicate]] = [
+        st.just(on(Event.AFTER_DATALOADER)),
         st.sets(events(kind="training"), min_size=1, max_size=3).map(lambda chosen: on(*chosen)),
     ]
     if run.total_batches is not None:
@@ -232,15 +233,17 @@ def tasks(draw: st.DrawFn) -> Task:
 def states(draw: st.DrawFn, task: Task | None = None, *, algorithms: Sequence[Algorithm] = ()) -> State:
     """States at any point of a run, by SGD with and without momentum, Adam or AdamW, in float32.
 
-    They shrink to a new state of `TASKS["vectors"]` with plain SGD.
+    They shrink to a new state of `TASKS["vectors"]` with plain SGD and no slots.
 
     Args:
         task: The network and its loss; by default any.
-        algorithms: Those whose INIT is over, so that their slots are there.
+        algorithms: Those whose INIT is over, so that their slots are there; without any, at times a companion's is.
     """
     task = draw(tasks()) if task is None else task
     optimizer = draw(st.sampled_from(_OPTIMIZERS))
     state = task.make_state(draw(_SEEDS), optimizer=optimizer).replace(timestamp=draw(timestamps()))
+    if not algorithms and draw(st.booleans()):
+        algorithms = [COMPANIONS["bystander"](f"{COMPANY}bystander")]
     return compose(loop_events, algorithms).init(state) if algorithms else state
 
 

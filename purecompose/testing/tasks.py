@@ -35,7 +35,8 @@ class Task:
         name: What reports call it.
         net: A function of a seed that makes the network. Weights may come from the global generator: it is seeded
             for the call, and set back.
-        batch: A function `(seed, size)` that makes a batch of so many examples, with tensors of its own.
+        batch: A function `(seed, size)` that makes a batch of so many examples, with tensors of its own. The global
+            generators are seeded for it as well.
         loss: As `State.create`.
         options: More arguments of `State.create`, such as `input_key`.
     """
@@ -53,8 +54,10 @@ class Task:
             return self.net(seed)
 
     def make_batch(self, seed: int, size: int, dtype: torch.dtype = torch.float32) -> Any:
-        """A batch whose floating tensors have this dtype."""
-        return batches.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, self.batch(seed, size))
+        """A batch whose floating tensors have this dtype; the process is left as it was."""
+        with seeded(seed):
+            batch = self.batch(seed, size)
+        return batches.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def make_state(self, seed: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> State:
         """The state at the start: weights and key by the seed, SGD with momentum, its rate the hparam "lr"."""

@@ -124,7 +124,7 @@ def test_json(here, capsys) -> None:
         ("cli_algorithms", "one of your own is written my_module:my_algorithm"),
         ("cli_algorithms:good --laws determinstic", "no law is called 'determinstic'; did you mean 'deterministic'?"),
         ("cli_algorithms:good --tasks vector", "no task is called 'vector'; did you mean 'vectors'?"),
-        ("cli_algorithms:good --examples 0", "--examples: 0: expected a positive number"),
+        ("cli_algorithms:good --examples 0", "--examples: expected an int >= 1, got 0"),
         ("cli_algorithms:good --neutral cli_algorithms:god", "has no attribute 'god'"),
         ("cli_algorithms:good mixup(0.2) --neutral mixup(0)", "--neutral: goes with one algorithm, got 2"),
         ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: expected a file"),

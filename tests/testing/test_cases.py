@@ -1,5 +1,6 @@
 """Cases that once raised false alarms: lawful algorithms at the edges of tasks, runs and processes."""
 
+import os
 import pickle
 
 import pytest
@@ -131,6 +132,7 @@ def test_slots_of_single_precision_round_as_such(law):
 
 def other_settings():
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
     torch.set_autocast_enabled("cpu", True)
@@ -149,6 +151,9 @@ def test_every_setting_comes_back():
         other_settings()
         changed = read_settings()
         assert all(changed[name] != before[name] for name in changed)
+        os.environ["A_VARIABLE"] = "set"
+        torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+        assert len({name for name in before if process_settings()[name] != before[name]}) == len(changed) + 2
     assert process_settings() == before
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 

@@ -321,8 +321,46 @@ def test_a_task_that_does_not_work_at_all_is_an_error() -> None:
     def no_batch(seed: int, size: int) -> torch.Tensor:
         raise OSError(f"no data {seed} {size}")
 
-    with pytest.raises(OSError, match="no data"):
+    with pytest.raises(ValueError, match="the task 'empty' does not work, without any algorithm: OSError: no data"):
         check(LAWFUL, tasks=[Task("empty", make_mlp, no_batch)])
+    with pytest.raises(ValueError, match="the task 'short' made a batch of 2 examples, asked for 4"):
+        check(LAWFUL, tasks=[Task("short", make_mlp, lambda seed, size: TASKS["vectors"].batch(seed, 2))])
+    calls: list[int] = []
+
+    def moving(seed: int, size: int) -> object:
+        calls.append(seed)
+        return TASKS["vectors"].batch(len(calls), size)
+
+    with pytest.raises(ValueError, match="the task 'moving' makes something else each time from the same seed"):
+        check(LAWFUL, tasks=[Task("moving", make_mlp, moving)])
+    with pytest.raises(ValueError, match="two different tasks are called 'mlp'"):
+        check(LAWFUL, tasks=[Task("mlp", make_mlp, TASKS[name].batch) for name in ("vectors", "soft")])
+
+
+def test_a_task_may_draw_from_the_global_generator() -> None:
+    task = Task("drawing", make_mlp, lambda seed, size: (torch.randn(size, 4), torch.randint(3, (size,))))
+    before = torch.get_rng_state()
+    assert check(LAWFUL, tasks=[task], laws=["deterministic", "resume_exact"], max_examples=3).ok
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_who_ends_the_program_is_told() -> None:
+    def leave(event: Event, state: State) -> State:
+        raise SystemExit(0)
+
+    report = check(Algorithm("leaving", on(Event.BATCH_END), leave), tasks=["vectors"], laws=["deterministic"])
+    assert not report.ok and "it ended the program: SystemExit(0)" in str(report)
+
+
+def test_a_blocked_law_says_what_to_do_where_its_cause_is_not_tried() -> None:
+    def draw(event: Event, state: State) -> State:
+        return scaled(state, 1 + 0.01 * torch.rand(()).item())
+
+    drawing = Algorithm("drawing", on(Event.BATCH_END), draw)
+    report = check(drawing, tasks=["vectors"], laws=["global_state_kept"], max_examples=3)
+    assert report["global_state_kept"].status is Status.BLOCKED
+    text = str(report)
+    assert "deterministic" in text and "state.rng(name)" in text
 
 
 def test_the_same_seed_gives_the_same_cases() -> None:
@@ -399,7 +437,7 @@ def test_progress_is_told_each_law() -> None:
         ({"tasks": ["vector"]}, ValueError, "did you mean 'vectors'"),
         ({"laws": [3]}, TypeError, r"3 \(int\): expected a Law"),
         ({"tasks": []}, ValueError, "no task given"),
-        ({"max_examples": 0}, ValueError, "max_examples=0"),
+        ({"max_examples": 0}, ValueError, "max_examples: expected an int >= 1, got 0"),
         ({"neutral": 1}, TypeError, "1 is no Algorithm"),
     ],
 )

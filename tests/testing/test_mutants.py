@@ -19,7 +19,7 @@ PLACES = {
     (Event.INIT, "slots['average']['0.weight']"): "fixed_slot_name",
     (Event.INIT, "slots['counts_inits']"): "counts_inits",
     (Event.INIT, "slots['slot_by_position']"): "slot_by_position",
-    (Event.INIT, "the process's ['random generator']"): "seeds_python_in_apply",
+    (Event.INIT, "the process's random generator"): "seeds_python_in_apply",
     (Event.INIT, "slots['inference_slot']['0.weight']"): "inference_slot",
     (Event.EPOCH_START, "key"): "splits_the_key_each_epoch",
     (Event.AFTER_DATALOADER, ""): "torch_noise constant_key",
@@ -39,7 +39,7 @@ PLACES = {
     (Event.BEFORE_TRAIN_BATCH, "clock"): "looks_ahead",
     (Event.BEFORE_FORWARD, "first_example"): "renumbers_examples",
     (Event.BEFORE_FORWARD, GRAD): "noise_drawn_per_slice inputs_centred_by_slice",
-    (Event.BEFORE_FORWARD, "the process's ['grad mode']"): "switches_grad_off",
+    (Event.BEFORE_FORWARD, "the process's grad mode"): "switches_grad_off",
     (Event.AFTER_FORWARD, INPUTS): "keeps_noisy_inputs restores_in_double",
     (Event.AFTER_FORWARD, WEIGHT): "subtracts_weight_noise",
     (Event.AFTER_LOSS, ""): "branch_on_the_loss",
@@ -55,12 +55,13 @@ PLACES = {
     (Event.AFTER_TRAIN_BATCH, "hparams['lr']"): "norm_detached",
     (Event.AFTER_TRAIN_BATCH, WEIGHT): (
         "replaces_entry stashes_on_tensor opens_the_seal decays_frozen averages_metrics value_or_default "
-        "calls_counted_in_closure root_at_zero counts_in_a_global warms_up_by_its_own_count"
+        "calls_counted_in_closure root_at_zero counts_in_a_global warms_up_by_its_own_count "
+        "root_of_what_is_left divides_by_the_excess"
     ),
     (Event.AFTER_TRAIN_BATCH, "slots['companion.bystander']['draws']"): "decays_all_slots",
     (Event.AFTER_TRAIN_BATCH, "slots['late_slot']"): "late_slot",
     (Event.AFTER_TRAIN_BATCH, "slots['momentum_of_shape_one']"): "momentum_of_shape_one",
-    (Event.AFTER_TRAIN_BATCH, "the process's ['default dtype']"): "sets_default_dtype",
+    (Event.AFTER_TRAIN_BATCH, "the process's default dtype"): "sets_default_dtype",
     (Event.BATCH_END, ""): "draws_as_network",
     (Event.BATCH_END, "buffers['1.num_batches_tracked']"): "drops_buffers averages_counters",
     (Event.BATCH_END, "hparams['lr']"): "misses_the_end decay_without_gradient decay_of_data",
@@ -75,9 +76,9 @@ PLACES = {
     ),
     (Event.BATCH_END, "slots['companion.bystander']['draws']"): "replaces_slots",
     (Event.BATCH_END, "slots['early_witness']['draws']"): "forgets_everything",
-    (Event.BATCH_END, "the process's ['grad mode']"): "leaves_grad_mode",
-    (Event.BATCH_END, "the process's ['random generator']"): "matches_by_global_draw",
-    (Event.BATCH_END, "the process's ['torch generator']"): "seeds_in_apply",
+    (Event.BATCH_END, "the process's grad mode"): "leaves_grad_mode",
+    (Event.BATCH_END, "the process's random generator"): "matches_by_global_draw",
+    (Event.BATCH_END, "the process's torch generator"): "seeds_in_apply",
     (Event.EPOCH_END, "slots['slot_at_epoch_end']['0.weight']"): "slot_at_epoch_end",
     (Event.EVAL_START, ""): "averages_in_place",
     (Event.EVAL_BATCH_START, INPUTS): "augments_test_data",

@@ -15,7 +15,7 @@ from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.process import process_settings
-from purecompose.testing.record import STEP_FIELDS, Act, Watched, check_equal, compare, run, snapshot
+from purecompose.testing.record import STEP_FIELDS, Act, Watched, check_process, compare, run, snapshot
 from purecompose.testing.subject import Subject
 from purecompose.time import Timestamp
 
@@ -55,7 +55,7 @@ def match_pure(subject: Subject, case: Case) -> bool:
     moments = _moments(case, state)
     settings, before, labels = process_settings(), snapshot(state), ("before match was asked", "after it")
     first = _asked(algorithm, inside, moments)
-    check_equal(settings, process_settings(), labels, "the process's ")
+    check_process(settings, labels)
     compare(before, state, labels)
 
     for batch in case.batches():

@@ -94,7 +94,7 @@ def _weighs_examples(whole: State, num: int) -> bool:
 
 @define_law(
     "a step under torch.func.vmap over stacked states gives what each state's own step gives, within rounding",
-    "keep values out of Python inside apply: torch.where for if, masks as factors for x[mask], tensors for .item() "
+    "keep values out of Python inside apply: torch.where for if, x * mask for x[mask], tensors for .item() "
     "and .numpy(); keep nothing in a closure; or declare host=True",
     exempt=lambda algorithm: never_acts(algorithm) or ("a host algorithm reads values" if algorithm.host else None),
 )
@@ -221,7 +221,11 @@ def _agrees(loss: Callable[[_Point], Tensor], point: _Point, value: Tensor, grad
     found = _slopes(loss, point, grads, direction)
     if _is_close(*found):
         return True
-    if not _is_smooth(lambda size: float(loss(_moved(point, direction, size))), float(value), abs(found[0] - found[1])):
+    if not _is_smooth(
+        lambda size: loss(_moved(point, direction, size)).detach().item(),
+        value.detach().item(),
+        abs(found[0] - found[1]),
+    ):
         return False
     for part in _parts(direction):
         by_leaf = _slopes(loss, point, grads, part)
@@ -237,9 +241,11 @@ def _agrees(loss: Callable[[_Point], Tensor], point: _Point, value: Tensor, grad
 def _slopes(loss: Callable[[_Point], Tensor], point: _Point, grads: _Point, direction: _Point) -> tuple[float, float]:
     """The derivative along a direction, by the gradient and by the central difference."""
     by_grad = sum(
-        float((grads[field][name] * value).sum()) for field in direction for name, value in direction[field].items()
+        (grads[field][name] * value).sum().detach().item()
+        for field in direction
+        for name, value in direction[field].items()
     )
-    ahead, behind = (float(loss(_moved(point, direction, size))) for size in (_EPS, -_EPS))
+    ahead, behind = (loss(_moved(point, direction, size)).detach().item() for size in (_EPS, -_EPS))
     return by_grad, (ahead - behind) / (2 * _EPS)
 
 

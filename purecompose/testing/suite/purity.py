@@ -18,6 +18,7 @@ from purecompose.testing.record import (
     Act,
     Watched,
     check_equal,
+    check_process,
     compare,
     copied,
     intercepted,
@@ -137,7 +138,7 @@ def global_state_kept(subject: Subject, case: Case) -> bool:
     def around(event: Event, state: State, act: Act) -> State:
         before = process_settings()
         after = act(state)
-        check_equal(before, process_settings(), _LABELS, "the process's ", event=event)
+        check_process(before, _LABELS, event=event)
         return after
 
     watched = Watched(subject.algorithm, around, with_init=True)
