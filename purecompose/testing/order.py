@@ -4,7 +4,7 @@ Two algorithms commute at an event if a training run ends the same whichever of 
 are run with everything else in place, in float64, so that rounding does not look like a conflict.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypedDict
@@ -13,10 +13,14 @@ from hypothesis import assume
 
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
+from purecompose.loop import events_in, loop_events
+from purecompose.matching import MatchError
+from purecompose.predicate import Predicate, on
 from purecompose.testing.case import Case
 from purecompose.testing.chosen import chosen
 from purecompose.testing.faults import broken_company, first_line
 from purecompose.testing.law import Broken
+from purecompose.testing.moments import find_moments
 from purecompose.testing.pair_search import NoAnswer, Pair
 from purecompose.testing.rows import Row, plain
 from purecompose.testing.search import Search, Stop, Tried, search
@@ -162,9 +166,37 @@ def commutes(
 
 
 def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
-    """The events at which both may act, INIT first."""
+    """The events at which both may act in one step, INIT first.
+
+    What a plain function for `match` says is asked all through a short run of each task.
+    """
     theirs = set(b.events)
-    return tuple(event for event in a.events if event in theirs)
+    both = tuple(event for event in a.events if event in theirs)
+    left = {event: on(event) & a.predicate & b.predicate for event in both}
+    opaque = [event for event in both if not left[event].at(event).is_timed]
+    seen = _seen_together(a, b, opaque) if opaque else set()
+    return tuple(event for event in both if (event in seen if event in opaque else _overlap(left[event], event)))
+
+
+def _overlap(joint: Predicate, event: Event) -> bool:
+    """Whether a predicate about time holds at all at an event; outside of the step that is not looked into."""
+    if event not in events_in(loop_events):
+        return True
+    return bool(find_moments(joint, batches_per_epoch=2, epochs=4).acting)
+
+
+def _seen_together(a: Algorithm, b: Algorithm, events: Sequence[Event]) -> set[Event]:
+    found: set[Event] = set()
+    for task in TASKS.values():
+        whole = Case(task)
+        for start in range(whole.batches_per_epoch * whole.epochs):
+            case = Case(task, start=start)
+            try:
+                plan = case.step(a, b, passes=()).plan(case.state(), case.batch(0))
+            except MatchError:  # it cannot be asked at every event; the runs will tell
+                return set(events)
+            found |= {event for event in events if len(plan.order(event)) == 2}
+    return found
 
 
 class _Attempts:

@@ -15,7 +15,7 @@ from purecompose.algorithm import Algorithm, identity
 from purecompose.algorithms import label_smoothing, mixup, selective_backprop
 from purecompose.event import Event
 from purecompose.passes import OrderError
-from purecompose.predicate import after, every, on
+from purecompose.predicate import after, before, every, on
 from purecompose.state import State
 from purecompose.testing.companions import bystander, noise, shrink
 from purecompose.testing.conflicts import Conflicts, OrderWarning, conflicts, warn_of_conflicts
@@ -229,9 +229,9 @@ def test_a_task_that_one_refuses_gives_no_answer() -> None:
     assert answer.commutes is None and "both orders failed" in answer.reason and "embedding" in answer.reason
 
 
-def test_what_never_acts_together_is_undecided() -> None:
-    even = dataclasses.replace(scale(), match=on(Event.BATCH_END) & every(2))
-    odd = dataclasses.replace(shift(), match=on(Event.BATCH_END) & ~every(2))
+def test_what_never_acts_together_outside_of_the_step_is_undecided() -> None:
+    even = dataclasses.replace(scale(), match=on(Event.EPOCH_END) & every(2))
+    odd = dataclasses.replace(shift(), match=on(Event.EPOCH_END) & ~every(2))
     answer = commutes(even, odd, **FEW)
     assert answer.commutes is None and answer.num_cases == 0
     assert "did both act there" in str(answer) and "give tasks" in str(answer)
@@ -249,7 +249,7 @@ def test_plain_functions_match_everywhere_in_principle() -> None:
     answer = commutes(plain(scale()), plain(shift()), "batch_end", **FEW)
     assert answer.commutes is False
     nothing = commutes(plain(scale()), plain(shift()), "epoch_end", **FEW)
-    assert nothing.commutes is None
+    assert nothing.commutes and nothing.reason == "they never both act at EPOCH_END"
 
 
 def test_one_name_is_refused() -> None:
@@ -451,3 +451,17 @@ def test_answers_are_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         answer.commutes = True  # pyright: ignore
     assert hash(answer) == hash(commutes(shift(), scale(), **FEW))
+
+
+def test_those_that_act_at_different_times_or_were_never_seen_to_meet_are_soon_told():
+    def apply(event: Event, state: State) -> State:
+        del event
+        return state
+
+    early = Algorithm("early", on(Event.BATCH_END) & before(0.4), apply)
+    late = Algorithm("late", on(Event.BATCH_END) & after(0.6), apply)
+    assert meeting_events(early, late) == ()
+    assert commutes(early, late).reason == "they never both act at the same event"
+    one, two = (Algorithm(name, lambda event, state: event is Event.BATCH_END, apply) for name in ("one", "two"))
+    assert meeting_events(one, two) == (Event.BATCH_END,)
+    assert commutes(one, two, tasks=["vectors"], max_examples=3)
