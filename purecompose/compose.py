@@ -295,7 +295,8 @@ def compose(
         microbatches: Into how many slices `Microbatches` cuts a batch.
 
     Returns:
-        A function `(state, batch) -> state` with `init`, `fire` and `plan`.
+        A function `(state, batch) -> state` with `init`, `fire` and `plan`. On request,
+        `purecompose.testing.warn_of_conflicts(step)` warns of algorithms whose order matters and nobody decides.
 
     Raises:
         TypeError: Something in the program, among the algorithms or the passes is not of its kind.
