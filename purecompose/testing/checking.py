@@ -52,8 +52,8 @@ def check(
 ) -> Report:
     """Tries every law that applies on an algorithm.
 
-    Nothing is printed or stored. The same seed gives the same cases in the same program. The work runs on one
-    thread, which is faster for networks of this size.
+    Nothing is printed; Hypothesis keeps notes of its own in a folder `.hypothesis`. The same seed gives the same cases
+    in the same program. The work runs on one thread, which is faster for networks of this size.
 
     Args:
         algorithm: The algorithm, or a text: `"my_module:my_algorithm"`, `"mixup(0.2)"`. With a text, laws that need
