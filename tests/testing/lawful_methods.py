@@ -101,7 +101,7 @@ def noisy_weights_at_evaluation(event: Event, state: State, name: str) -> State:
     return state.replace(params={k: p + 0.01 * noise[k].to(p) for k, p in state.params.items()})
 
 
-@lawful(on(Event.BATCH_START, Event.BATCH_END) & after(0.25), "vectors", "frozen")
+@lawful(on(Event.BATCH_START, Event.BATCH_END), "vectors", "frozen")
 def freezing_by_mask(event: Event, state: State, name: str) -> State:
     if event is Event.BATCH_START:
         return remember(state, name, state.params)
