@@ -140,8 +140,6 @@ class Question(NamedTuple):
     event: Event
     algorithm: Algorithm
     predicate: Predicate
-    is_custom: bool
-    """Whether the answer may depend on more than time."""
 
 
 class Matcher:
@@ -156,7 +154,7 @@ class Matcher:
                 if left == ALWAYS:
                     self.always.add((event, algorithm.name))
                 elif left != NEVER:
-                    self.questions.append(Question(event, algorithm, left, not left.is_timed))
+                    self.questions.append(Question(event, algorithm, left))
         self.times = collect([question.predicate for question in self.questions], Time)
         self._stretch: _Stretch | None = None
 

@@ -172,6 +172,11 @@ def check_process(before: dict[str, Any], labels: tuple[str, str], *, event: Eve
         where = f"the process's {name}"
         if name.endswith("generator"):  # whose states are hashes here
             raise Broken("it was moved or seeded", where=where, event=event)
+        if name == "environment":  # by names alone: values may be secrets
+            names = sorted(key for key in {**before[name], **value} if before[name].get(key) != value.get(key))
+            raise Broken(f"it was changed in {', '.join(names)}", where=where, event=event)
+        if name == "module hooks":
+            raise Broken("a hook for every module was added or taken away", where=where, event=event)
         raise Broken(tree.Difference("", "", before[name], value), labels, where=where, event=event)
 
 

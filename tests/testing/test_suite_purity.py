@@ -1,11 +1,15 @@
 """The laws of purity: what they show, and that they leave the process as it was."""
 
+import os
+
 import pytest
+import torch
 
 from purecompose import tree
 from purecompose.algorithm import Algorithm, identity
 from purecompose.event import Event
 from purecompose.predicate import on
+from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Law, LawViolation
 from purecompose.testing.mutants import purity as wrong
@@ -53,3 +57,23 @@ def test_the_process_is_left_as_it_was(law: Law, mutant: Mutant) -> None:
     with pytest.raises(LawViolation):
         law(mutant(), Case())
     assert tree.equal(before, process_settings())
+
+
+def test_the_environment_is_told_by_names_alone_and_comes_back() -> None:
+    def setting(event: Event, state: State) -> State:
+        del event
+        os.environ["A_NEW_VARIABLE"] = "a secret"
+        return state
+
+    def hooking(event: Event, state: State) -> State:
+        del event
+        torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+        return state
+
+    before = process_settings()
+    for apply, said in ((setting, "it was changed in A_NEW_VARIABLE"), (hooking, "a hook for every module")):
+        with pytest.raises(LawViolation) as caught:
+            global_state_kept(Algorithm("subject", on(Event.BATCH_END), apply), Case())
+        text = str(caught.value)
+        assert said in text and "secret" not in text and "PATH" not in text
+    assert process_settings() == before
