@@ -15,14 +15,13 @@ from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches, loop, losses, tree
 from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
 from purecompose.event import Event
 from purecompose.folding import has_mean
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import LASTING, compare
+from purecompose.testing.record import LASTING, Watched, compare
 from purecompose.testing.subject import Subject
 
 
@@ -56,16 +55,17 @@ def microbatches_agree(subject: Subject, case: Case) -> bool:
 def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     case = _with_frozen_statistics(case)
     num = max(case.microbatches, 2)
-    whole = case.step(subject.algorithm, microbatches=1)
+    watched = Watched(subject.algorithm)
+    whole = case.step(watched.algorithm, microbatches=1)
     sliced = case.step(subject.algorithm, microbatches=num)
-    state, acted = whole.init(case.state(dtype=dtype)), [False]
+    state = whole.init(case.state(dtype=dtype))
     labels = ("with 1 microbatch", f"with {num} microbatches")
     for batch in case.batches(dtype):
-        expected = _fold(whole, state, batch, subject, acted)
+        expected = whole.fold(state, batch)
         found = _attempt(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
         _compare_slices(expected, found, subject.name, labels, with_metrics=_weighs_examples(expected, num))
         state = whole.finish(expected)
-    return acted[0]
+    return watched.acted
 
 
 def _compare_slices(expected: State, found: State, name: str, labels: tuple[str, str], *, with_metrics: bool) -> None:
@@ -108,20 +108,21 @@ def vmap_agrees(subject: Subject, case: Case) -> bool:
 
 def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     cases = [dataclasses.replace(case, seed=case.seed + 500 * i) for i in range(2 + case.seed % 2)]
-    step, acted = case.step(subject.algorithm), [False]
+    watched = Watched(subject.algorithm)
+    step = case.step(watched.algorithm)
     states = [_with_rate(step.init(c.state(dtype=dtype)), 1 + i / 2) for i, c in enumerate(cases)]
     # One static part for all: they are equal, and members may differ in tensors alone.
     states = [state.replace(static=states[0].static) for state in states]
     alone, mapped = states, _stacked(states)
     for batch, dim in _mapped_batches(cases, dtype):
         own = [batch if dim is None else _member(batch, i) for i in range(len(cases))]
-        alone = [_next_state(step, s, b, subject, acted) for s, b in zip(alone, own, strict=True)]
+        alone = [step(s, b) for s, b in zip(alone, own, strict=True)]
         together = torch.func.vmap(step, in_dims=(0, dim))
         mapped = _attempt("raised only under vmap", lambda f=together, s=mapped, b=batch: f(s, b))
         for i, expected in enumerate(alone):
             labels = (f"state {i} alone", f"state {i} of {len(cases)} under vmap")
             _compare(expected, _member(mapped, i), labels, LASTING)
-    return acted[0]
+    return watched.acted
 
 
 def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple[Any, int | None]]:
@@ -163,22 +164,23 @@ def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     # Two slices show what more would, and the gradient of each takes time.
-    step, acted = case.step(subject.algorithm, microbatches=min(case.microbatches, 2)), [False]
+    watched = Watched(subject.algorithm)
+    step = case.step(watched.algorithm, microbatches=min(case.microbatches, 2))
     start = step.init(case.state(dtype=dtype))
     data = [case.batch(i, dtype) for i in range(2)]
 
-    def loss(point: _Point, noted: list[bool] | None = None) -> Tensor:
+    def loss(point: _Point) -> Tensor:
         state = start.replace(hparams={**start.hparams, **point["hparams"]}, params={**start.params, **point["params"]})
         for batch in data:
-            state = step(state, batch) if noted is None else _next_state(step, state, batch, subject, noted)
+            state = step(state, batch)
         # In training mode, which reads no running statistics: torch has no gradient to them.
         end = loop.loss(loop.forward(state.replace(batch=data[0]))).loss
         assert end is not None
         return end
 
     point = _point(start)
-    value = loss(point, acted)
-    if dtype is not torch.float64 or not acted[0] or not value.isfinite():
+    value = loss(point)
+    if dtype is not torch.float64 or not watched.acted or not value.isfinite():
         return False
     grads = _attempt("raised only where a gradient is taken through the step", lambda: torch.func.grad(loss)(point))
     for path, leaf in tree.leaves_with_paths(grads).items():
@@ -329,22 +331,6 @@ def _attempt(doing: str, act: Callable[[], Any]) -> Any:
     except Exception as error:
         message = " ".join(str(error).split())
         raise Broken(f"{doing}: {type(error).__name__}: {message}", event=getattr(error, "event", None)) from error
-
-
-def _fold(step: Step, state: State, batch: Any, subject: Subject, acted: list[bool]) -> State:
-    """`step.fold`, which notes whether the algorithm acted."""
-    if acted[0]:  # an observed step is a watched one, and costs several times more
-        return step.fold(state, batch)
-
-    def observe(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
-        del event, before, after, code
-        acted[0] |= algorithm.name == subject.name
-
-    return step.fold(state, batch, observe)
-
-
-def _next_state(step: Step, state: State, batch: Any, subject: Subject, acted: list[bool]) -> State:
-    return step.finish(_fold(step, state, batch, subject, acted))
 
 
 # Rounding in double precision is far below any mistake. The floors are for numbers that cancel, whose rounding has no
