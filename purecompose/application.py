@@ -1,6 +1,5 @@
 """One algorithm at one event, as a function of the state."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from purecompose.algorithm import Algorithm
@@ -11,7 +10,7 @@ from purecompose.gradient import Op
 from purecompose.state import State
 
 
-__all__ = ["Observe", "application", "applied", "in_turn"]
+__all__ = ["Observe", "application", "applied"]
 
 
 class Observe(Protocol):
@@ -68,14 +67,3 @@ def _unsealed(state: State, event: Event) -> State:
     sealed = state.static.timestamp
     assert isinstance(sealed, SealedTime)
     return state.replace(static=Static(state.context, sealed.opened(later=event.sees_new_time)))
-
-
-def in_turn(ops: Sequence[Op]) -> Op:
-    """The functions one after the other."""
-
-    def run(state: State) -> State:
-        for op in ops:
-            state = op(state)
-        return state
-
-    return ops[0] if len(ops) == 1 else run

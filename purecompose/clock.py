@@ -28,19 +28,12 @@ class Clock:
         purpose: What draws are for: "" in a training step, else the name of the program or event.
     """
 
-    __slots__ = ("schedules", "purpose", "_values", "_later", "_source")
+    __slots__ = ("schedules", "purpose", "_source", "_row", "_values")
 
-    def __init__(
-        self,
-        values: Tensor | None,
-        later: "Clock | None",
-        schedules: tuple[Schedule, ...],
-        purpose: str,
-        source: tuple[Timestamp, int, torch.device] | None = None,
-    ) -> None:
-        """Takes the values, or what they can be made from; `Clock.of` is the usual way."""
-        self._values, self._later, self._source = values, later, source
-        self.schedules, self.purpose = schedules, purpose
+    def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], purpose: str, row: int = 0) -> None:
+        """Takes where the numbers come from; `Clock.of` is the usual way."""
+        self._source, self.schedules, self.purpose, self._row = source, schedules, purpose, row
+        self._values: Tensor | None = None
 
     @classmethod
     def of(
@@ -55,17 +48,18 @@ class Clock:
     ) -> "Clock":
         """The clock of a step that leads from `now` to `later`; `draw` numbers its draws, by default the batch."""
         draw = now.batch if draw is None else draw
-        advanced = cls(None, None, schedules, purpose, (later, draw, device))
-        return cls(None, advanced, schedules, purpose, (now, draw, device))
+        return cls(_Source(now, later, schedules, draw, device), schedules, purpose)
+
+    @property
+    def table(self) -> Tensor:
+        """float64 of shape (2, fields): the numbers before `advance` and after it; exact below 2**53."""
+        return self._source.table
 
     @property
     def values(self) -> Tensor:
-        """float64 of shape (fields,), which holds every count below 2**53 exactly."""
+        """float64 of shape (fields,): the numbers now."""
         if self._values is None:
-            assert self._source is not None
-            timestamp, draw, device = self._source
-            numbers = _read(timestamp, draw, self.schedules)
-            self._values = torch.tensor(numbers, dtype=torch.float64, device=device)
+            self._values = self._source.table[self._row]
         return self._values
 
     @property
@@ -118,7 +112,24 @@ class Clock:
 
     def advanced(self) -> "Clock":
         """The clock after the step's `advance`."""
-        return self._later or self
+        return Clock(self._source, self.schedules, self.purpose, 1)
+
+
+class _Source:
+    """Where a clock's numbers come from: a table, or the host's counters that it can be made of."""
+
+    __slots__ = ("_counters", "_table")
+
+    def __init__(self, *counters: Any, table: Tensor | None = None) -> None:
+        self._counters, self._table = counters, table
+
+    @property
+    def table(self) -> Tensor:
+        if self._table is None:
+            now, later, schedules, draw, device = self._counters
+            rows = [_read(now, draw, schedules), _read(later, draw, schedules)]
+            self._table = torch.tensor(rows, dtype=torch.float64, device=device)
+        return self._table
 
 
 def _read(timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...]) -> list[float]:
@@ -136,16 +147,13 @@ def _read(timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...]) -> l
 
 
 def _flatten(clock: Clock) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
-    static = (clock.schedules, clock.purpose)
-    if clock._later is None:
-        return ("values",), (clock.values,), static
-    return ("values", "later"), (clock.values, clock._later), static
+    return ("table",), (clock.table,), (clock.schedules, clock.purpose, clock._row)
 
 
 def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> Clock:
     del names
-    values, later = (*children, None)[:2]
-    return Clock(values, later, *static)
+    (table,) = children
+    return Clock(_Source(table=table), *static)
 
 
 tree.register_node(Clock, _flatten, _unflatten)

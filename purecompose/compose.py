@@ -6,7 +6,7 @@ once, with the algorithms in the order that the passes give them; a step looks i
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -15,14 +15,14 @@ import torch
 from purecompose import batch as batches
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
-from purecompose.application import Observe, application, applied, in_turn
+from purecompose.application import Observe, application, applied
 from purecompose.clock import Clock
 from purecompose.context import Context, SealedTime, Static
 from purecompose.contract import Contract, check_slots
 from purecompose.event import Event
-from purecompose.folding import build
-from purecompose.gradient import Op, wants_outer_gradient
-from purecompose.loop import Grad, Node, Program, advance, events_in, walk
+from purecompose.folding import Body, Notes, Unit, build, in_turn
+from purecompose.gradient import wants_outer_gradient
+from purecompose.loop import Grad, Node, Op, Program, advance, events_in, walk
 from purecompose.matching import Matcher
 from purecompose.network import looking_for_draws
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
@@ -37,11 +37,15 @@ from purecompose.time import Time, Timestamp, TimeUnit
 __all__ = ["Step", "compose"]
 
 
-class _Compiled(NamedTuple):
-    """What a schedule comes to."""
+class Prepared(NamedTuple):
+    """A step about to run."""
 
-    run: Op
-    observed: Callable[[Observe], Op]
+    bits: int
+    """Its schedule: which algorithms act, as `Matcher.schedule` gives it."""
+    start: State
+    """The state that the fold starts from: with its batch and its clock, the timestamp sealed."""
+    later: Timestamp
+    """The time after the step."""
 
 
 class Step:
@@ -67,7 +71,7 @@ class Step:
         self._wants_init = [a for a in algorithms if _needs_init(a)]
         # Memory of what has been computed before; nothing here changes a result.
         self._outer_matchers: dict[Event, Matcher] = {}
-        self._compiled: dict[int, _Compiled] = {}
+        self._bodies: dict[int, Body] = {}
         self._checked: dict[tuple[int, int], Context] = {}
         self._ready: Context | None = None
 
@@ -101,25 +105,63 @@ class Step:
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
+        bits, start, _ = self.prepare(state, batch, purpose=purpose, draw=draw)
+        variant = (bits, batches.num_examples(batch, start.context.input_key))
+        checked = self._checked.get(variant)
+        with nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad():
+            if observe is None and (checked is start.context or checked == start.context):
+                run = self._bodies.get(bits) or self._remember(bits)
+                return run(start, Notes())
+            return self.run_checked(bits, start, observe)
+
+    def prepare(self, state: State, batch: Any, *, purpose: str = "", draw: int | None = None) -> Prepared:
+        """Decides on the host what the step will do; see `fold` for the arguments."""
         context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
-        num_examples = batches.num_examples(batch, context.input_key)
-        later = now.advance(num_examples, batches.num_tokens(batch)) if self.has_advance else now
+        later = now
+        if self.has_advance:
+            later = now.advance(batches.num_examples(batch, context.input_key), batches.num_tokens(batch))
         bits = self.matcher.schedule(state, batch, now, later)
-        compiled = self._compiled.get(bits) or self._compile(bits)
         start = state.replace(
             static=Static(context, SealedTime(now, later)),
             clock=Clock.of(now, later, context.schedules, state.device, purpose=purpose, draw=draw),
             batch=batch,
             metrics={},
         )
-        variant = (bits, num_examples)
-        checked = self._checked.get(variant)
-        with nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad():
-            if observe is None and (checked is context or checked == context):
-                return compiled.run(start)
-            return self._run_checked(compiled, variant, start, observe)
+        return Prepared(bits, start, later)
+
+    def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
+        """What a schedule comes to: the program's steps, with the algorithms that act in their order."""
+        orders = {e: self.order(self.matcher.matched(bits, e, self.algorithms), e) for e in self.events}
+        for event in self.differentiated:
+            _check_no_host(event, orders[event])
+
+        def at(event: Event) -> list[tuple[Algorithm, Op]]:
+            return [(algorithm, application(algorithm, event, observe)) for algorithm in orders[event]]
+
+        return build(self.program, at, self.microbatches)
+
+    def body(self, units: Sequence[Unit]) -> Body:
+        """Some of a schedule's units as one function of the state."""
+        return in_turn(units)
+
+    def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
+        """A watched run: looks for unkeyed draws, and for what a step must keep. The first run of each variant."""
+        contract = Contract(start)
+
+        def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
+            contract.note(algorithm, event, before, after)
+            if observe is not None:
+                observe(algorithm, event, before, after, code)
+
+        self._warn_of_standing_time(start)
+        with looking_for_draws(), detect():
+            end = self.body(self.units(bits, watch))(start, Notes())
+        contract.check(end)
+        variant = (bits, batches.num_examples(start.batch, start.context.input_key))
+        self._checked[variant] = start.context
+        return end
 
     def finish(self, state: State) -> State:
         """The state as it is between steps: the time unsealed and advanced, the temporary fields gone."""
@@ -220,39 +262,9 @@ class Step:
             matcher = self._outer_matchers[event] = Matcher(self.algorithms, [event])
         return matcher.matched(matcher.schedule(state, None, now, now), event, tuple(among))
 
-    def _compile(self, bits: int) -> _Compiled:
-        orders = {e: self.order(self.matcher.matched(bits, e, self.algorithms), e) for e in self.events}
-        for event in self.differentiated:
-            _check_no_host(event, orders[event])
-
-        def program(observe: Observe | None) -> Op:
-            def at(event: Event) -> Op | None:
-                ops = [application(algorithm, event, observe) for algorithm in orders[event]]
-                return in_turn(ops) if ops else None
-
-            return build(self.program, at, self.microbatches)
-
-        compiled = _Compiled(program(None), program)
-        self._compiled[bits] = compiled
-        return compiled
-
-    def _run_checked(
-        self, compiled: _Compiled, variant: tuple[int, int], start: State, observe: Observe | None
-    ) -> State:
-        """The first run of a schedule and batch size: watches for unkeyed draws, and for what a step must keep."""
-        contract = Contract(start)
-
-        def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
-            contract.note(algorithm, event, before, after)
-            if observe is not None:
-                observe(algorithm, event, before, after, code)
-
-        self._warn_of_standing_time(start)
-        with looking_for_draws(), detect():
-            end = compiled.observed(watch)(start)
-        contract.check(end)
-        self._checked[variant] = start.context
-        return end
+    def _remember(self, bits: int) -> Body:
+        body = self._bodies[bits] = self.body(self.units(bits))
+        return body
 
     def _warn_of_standing_time(self, start: State) -> None:
         """Epochs of unknown length are counted by whoever ends them; a plain loop that forgets it stands still."""

@@ -5,7 +5,7 @@ averages, and which gradients an update has used.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,22 +13,17 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
+from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
 from purecompose.loop import Grad, Microbatches, Node, Stage, Update, loss
 from purecompose.state import State
 
 
-__all__ = ["At", "build", "has_mean"]
+__all__ = ["At", "Body", "Notes", "Unit", "build", "has_mean", "in_turn"]
 
-At: TypeAlias = Callable[[Event], Op | None]
-"""What to do at an event, if anything."""
-
-
-def build(program: Iterable[Node], at: At, microbatches: int) -> Op:
-    """The program as one function, with what `at` gives to do at events, and so many slices where no k is given."""
-    body = _build_body(program, _Place(at, microbatches))
-    return lambda state: body(state, _Notes())
+At: TypeAlias = Callable[[Event], Sequence[tuple[Algorithm, Op]]]
+"""What to do at an event: the algorithms that act there, in their order."""
 
 
 def has_mean(metric: Any) -> bool:
@@ -37,7 +32,7 @@ def has_mean(metric: Any) -> bool:
 
 
 @dataclass(slots=True)
-class _Notes:
+class Notes:
     """What a run of the program knows beside the state."""
 
     used: set[str] = field(default_factory=set)
@@ -50,8 +45,37 @@ class _Notes:
     """In a slice: how many terms the last loss was a mean of."""
 
 
-_Body: TypeAlias = Callable[[State, _Notes], State]
+Body: TypeAlias = Callable[[State, Notes], State]
 """A part of a program."""
+
+
+class Unit(NamedTuple):
+    """One step of a fold: a stage, a scope, or one algorithm at one event."""
+
+    run: Callable[..., State]
+    """`state -> state`, or `(state, notes) -> state`."""
+    takes_notes: bool
+    node: int
+    """Its place in the program: the index of the node it came from."""
+    algorithm: Algorithm | None = None
+    """Whom an event lets act."""
+
+
+def build(program: Iterable[Node], at: At, microbatches: int) -> tuple[Unit, ...]:
+    """The program's steps, with what `at` gives to do at events, and so many slices where no k is given."""
+    return _build(program, _Place(at, microbatches))
+
+
+def in_turn(units: Sequence[Unit]) -> Body:
+    """The steps one after the other."""
+    ops = [(unit.run, unit.takes_notes) for unit in units]
+
+    def run(state: State, notes: Notes) -> State:
+        for op, takes_notes in ops:
+            state = op(state, notes) if takes_notes else op(state)
+        return state
+
+    return run
 
 
 class _Place(NamedTuple):
@@ -65,44 +89,37 @@ class _Place(NamedTuple):
     """Whether there are several slices, so that someone wants to know the terms in their losses."""
 
 
-def _build_body(program: Iterable[Node], place: _Place) -> _Body:
-    ops = [op for node in program if (op := _build_node(node, place)) is not None]
-
-    def run(state: State, notes: _Notes) -> State:
-        for op, is_body in ops:
-            state = op(state, notes) if is_body else op(state)
-        return state
-
-    return run
+def _build(program: Iterable[Node], place: _Place) -> tuple[Unit, ...]:
+    return tuple(unit for index, node in enumerate(program) for unit in _build_node(node, place, index))
 
 
-def _build_node(node: Node, place: _Place) -> tuple[Callable[..., State], bool] | None:
-    """What a node does, and whether it is told the notes."""
+def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
     if isinstance(node, Event):
-        op = place.at(node)
-        return None if op is None else (op, False)
+        return [Unit(op, False, index, algorithm) for algorithm, op in place.at(node)]
     if isinstance(node, Update):
-        return (lambda state, notes: _update(state, node, notes.used)), True
-    if isinstance(node, Grad):
-        run = _grad(_build_body(node.body, place), node.wrt)
-        return (run if place.is_slice else _repeatable(run)), True
-    if isinstance(node, Microbatches):
-        return _repeatable(_with_own_gradients(_microbatches(node, place))), True
-    if node is loss and place.is_weighted:
-        return _stage(_noted(loss), counts=True), True
-    return _stage(_noted(node) if isinstance(node, Stage) else node), True  # or any function State -> State
+        body: Body = lambda state, notes: _update(state, node, notes.used)  # noqa: E731
+    elif isinstance(node, Grad):
+        body = _grad(in_turn(_build(node.body, place)), node.wrt)
+        body = body if place.is_slice else _repeatable(body)
+    elif isinstance(node, Microbatches):
+        body = _repeatable(_with_own_gradients(_microbatches(node, place)))
+    elif node is loss and place.is_weighted:
+        body = _stage(_noted(loss), counts=True)
+    else:
+        body = _stage(_noted(node) if isinstance(node, Stage) else node)  # or any function State -> State
+    return [Unit(body, True, index)]
 
 
-def _microbatches(node: Microbatches, place: _Place) -> _Body:
+def _microbatches(node: Microbatches, place: _Place) -> Body:
     k = node.k or place.microbatches
     # A single slice is the whole of what is around it, and its loss weighs there what it weighs alone.
     inner = place._replace(is_slice=True, is_weighted=place.is_weighted or k > 1)
-    body = _build_body(node.body, inner)
+    body = in_turn(_build(node.body, inner))
     return body if k == 1 else lambda state, notes: _run_sliced(body, state, notes, k)
 
 
-def _grad(body: _Body, wrt: str | None) -> _Body:
-    def run(state: State, notes: _Notes) -> State:
+def _grad(body: Body, wrt: str | None) -> Body:
+    def run(state: State, notes: Notes) -> State:
         names = _matching(state.context.trainable, wrt)
         if notes.used and state.grads is not None:
             state = state.replace(grads=_without(state.grads, notes.used) or None)
@@ -113,13 +130,13 @@ def _grad(body: _Body, wrt: str | None) -> _Body:
     return run
 
 
-def _with_own_gradients(body: _Body) -> _Body:
+def _with_own_gradients(body: Body) -> Body:
     """Earlier gradients are no slice's: what a slice did with them would be done as often as there are slices."""
 
-    def run(state: State, notes: _Notes) -> State:
+    def run(state: State, notes: Notes) -> State:
         if state.grads is None:
             return body(state, notes)
-        inside = _Notes()
+        inside = Notes()
         after = body(state.replace(grads=None), inside)
         notes.terms = inside.terms
         if not after.grads:
@@ -132,10 +149,10 @@ def _with_own_gradients(body: _Body) -> _Body:
     return run
 
 
-def _stage(op: Op, *, counts: bool = False) -> _Body:
+def _stage(op: Op, *, counts: bool = False) -> Body:
     """A stage; with `counts` it is the loss, and notes its terms."""
 
-    def run(state: State, notes: _Notes) -> State:
+    def run(state: State, notes: Notes) -> State:
         after = op(state)
         if counts:
             notes.terms = _num_terms(after)
@@ -167,24 +184,41 @@ def _form(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(map(tree.describe, batches.tensors(value)))})"
 
 
-def _repeatable(run_once: _Body) -> _Body:
+class _Again:
+    """`state.gradient`: the gradient's part of a step, run again at other parameters.
+
+    A node of the tree with the state that the part began with, so that it can cross a seam between compiled parts,
+    and a `vmap`.
+    """
+
+    def __init__(self, run_once: Body, used: frozenset[str], state: State) -> None:
+        self.run_once, self.used, self.state = run_once, used, state
+
+    def __call__(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        again = self.run_once(self.state.replace(params=params), Notes(set(self.used)))
+        if again.grads is None or again.loss is None:
+            raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
+        return again.grads, again.loss
+
+
+tree.register_node(
+    _Again,
+    lambda again: (("state",), (again.state,), (again.run_once, again.used)),
+    lambda names, children, static: _Again(*static, *children),
+)
+
+
+def _repeatable(run_once: Body) -> Body:
     """The gradient's part of a step, which leaves the way to run it again: `state.gradient`."""
 
-    def run(state: State, notes: _Notes) -> State:
-        used_before = notes.used.copy()
-
-        def regrad(params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-            again = run_once(state.replace(params=params), _Notes(used_before.copy()))
-            if again.grads is None or again.loss is None:
-                raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
-            return again.grads, again.loss
-
-        return run_once(state, notes).replace(batch=state.batch, regrad=regrad)
+    def run(state: State, notes: Notes) -> State:
+        again = _Again(run_once, frozenset(notes.used), state)
+        return run_once(state, notes).replace(batch=state.batch, regrad=again)
 
     return run
 
 
-def _run_sliced(body: _Body, state: State, notes: _Notes, k: int) -> State:
+def _run_sliced(body: Body, state: State, notes: Notes, k: int) -> State:
     """Runs the body on k slices and averages loss, gradients and metrics, each slice weighted by its terms."""
     current, offset, total, earlier_terms = state, 0, 0, notes.terms
     mean_loss: Tensor | None = None

@@ -64,7 +64,7 @@ class State:
     first_example: Any = None
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
     regrad: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], Tensor]] | None = None
-    """Inside a step, after its gradients: see `gradient`."""
+    """Inside a step, after its gradients: see `gradient`. A pytree node."""
 
     @classmethod
     def create(
@@ -308,7 +308,7 @@ class State:
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(State))
-_TENSOR_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name not in ("static", "regrad"))
+_TENSOR_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name != "static")
 _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init) - _FIELDS
 
 
@@ -348,12 +348,12 @@ def _translate(state: State, changes: dict[str, Any]) -> dict[str, Any]:
 def _flatten(state: State) -> tuple[tuple[str, ...], tuple[Any, ...], Hashable]:
     values = state.__dict__
     names = tuple(name for name in _TENSOR_FIELDS if values[name] is not None)
-    return names, tuple(values[name] for name in names), (state.static, state.regrad)
+    return names, tuple(values[name] for name in names), state.static
 
 
 def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> State:
     state = object.__new__(State)
-    state.__dict__.update(_NO_FIELDS, static=static[0], regrad=static[1])
+    state.__dict__.update(_NO_FIELDS, static=static)
     state.__dict__.update(zip(names, children, strict=True))
     return state
 
