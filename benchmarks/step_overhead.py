@@ -1,133 +1,95 @@
-"""What does the eager step cost beside the loop people write by hand, for the same arithmetic?
+"""What does a step cost beside the loop people write by hand, for the same arithmetic?
 
-    python benchmarks/step_overhead.py [--blocks 40] [--threads 1]
+    python benchmarks/step_overhead.py [--blocks 40] [--network MLP] [--threads 1]
 
-Alternating blocks in one process; ratios are medians over blocks of (step / imperative loop). The methods' rows
-compare with a hand-written loop that does the same mixing and smoothing with `torch.rand`'s global generator.
+Five sides take turns in blocks of 50 steps: the loop by hand, the same under `torch.compile`, our step eager,
+compiled, and compiled with donation. Ratios are medians over blocks. The rows with methods compare with a loop
+that does the same mixing and smoothing by hand; "of plain" is the side with methods over the same side without.
 
-Everything is measured twice. glibc's malloc gives the memory of large activations back to the system after a
-step and takes page faults for it in the next, in one loop or the other as chance lays out the heap: up to a
-fifth of a convolutional network's step. "keeps" tells it to keep the memory, which leaves the arithmetic.
+Each network has a process of its own: the MLP one thread, the ResNet two. The ResNet is measured twice. glibc's
+malloc gives the memory of large activations back to the system after a step and takes page faults for it in the
+next, in one loop or the other as chance lays out the heap: up to a fifth of a convolutional network's step.
+"keeps" tells it to keep the memory, which leaves the arithmetic. The MLP's activations are too small for it.
 """
 
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tempfile
 
 import torch
-from _timing import median_us, paired, ratio, save
-from torch import nn
-from torch.nn import functional as F
-
-from purecompose import State, algorithms as alg, compose, loop_events, losses, models, optim
-
-
-def mlp() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    return net, torch.randn(64, 64), torch.randint(10, (64,))
-
-
-def resnet8() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    net = models.build("resnet8", in_shape=(3, 32, 32), num_classes=10, seed=0)
-    return net, torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
-
-
-class Imperative:
-    """The loop by hand: `zero_grad`, forward, loss, backward, `step`."""
-
-    def __init__(self, net: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, mix: bool) -> None:
-        self.net, self.inputs, self.targets, self.mix = net.train(), inputs, targets, mix
-        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        self.beta = torch.distributions.Beta(0.2, 0.2)
-
-    def __call__(self) -> torch.Tensor:
-        inputs, targets = self.inputs, self.targets
-        if self.mix:
-            inputs, targets = self._mixed(inputs, targets)
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.net(inputs), targets)
-        loss.backward()
-        self.optimizer.step()
-        return loss
-
-    def _mixed(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        share = self.beta.sample()
-        share = torch.minimum(share, 1 - share)
-        order = torch.rand(len(inputs)).argsort()
-        inputs = (1 - share) * inputs + share * inputs[order]
-        dense = F.one_hot(targets, 10).float()
-        return inputs, ((1 - share) * dense + share * dense[order]) * 0.9 + 0.01
-
-
-class Ours:
-    """The same with a composed step."""
-
-    def __init__(self, net: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, mix: bool) -> None:
-        methods = [alg.mixup(alpha=0.2), alg.label_smoothing(0.1)] if mix else []
-        self.step = compose(loop_events, methods)
-        self.batch = (inputs, targets)
-        self.state = self.step.init(
-            State.create(
-                net,
-                loss=losses.cross_entropy,
-                optimizer=optim.sgd(0.01, momentum=0.9),
-                duration="100000ba",
-                batches_per_epoch=100,
-            )
-        )
-
-    def __call__(self) -> None:
-        self.state = self.step(self.state, self.batch)
+from _subjects import METHODS, NETWORKS, sides
+from _timing import Row, arguments, median_us, paired, parse, ratio, save
 
 
 KEEP = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=4294967296"}
+THREADS = {"MLP 64-128-128-10": 1, "ResNet-8, 32x32": 2}
+# A step of the ResNet takes a hundred times as long as one of the MLP: fewer blocks settle its ratio.
+BLOCKS = {"MLP 64-128-128-10": 40, "ResNet-8, 32x32": 10}
 
 
-def measure(blocks: int, malloc: str) -> list[dict[str, object]]:
-    """One row for each network, without and with methods."""
-    torch.manual_seed(0)
-    rows = []
-    for name, make, calls in (("MLP 64-128-128-10", mlp, 100), ("ResNet-8, 32x32", resnet8, 1)):
-        for mix in (False, True):
-            net, inputs, targets = make()
-            seconds = paired(
-                {"ours": Ours(net, inputs, targets, mix=mix), "by hand": Imperative(net, inputs, targets, mix=mix)},
-                calls=calls,
-                blocks=blocks,
-            )
-            low, middle, high = ratio(seconds, "ours", "by hand")
+def measure(network: str, args: argparse.Namespace) -> list[Row]:
+    """One row for each side, without and with methods."""
+    threads = args.threads or THREADS[network]
+    torch.set_num_threads(threads)
+    subject = NETWORKS[network]()
+    plain = sides(subject, mix=False, backend=args.backend)
+    mixed = sides(subject, mix=True, backend=args.backend)
+    fns = {**{f"{side}, none": fn for side, fn in plain.items()}, **{f"{side}, mix": fn for side, fn in mixed.items()}}
+    seconds = paired(fns, calls=args.calls, blocks=args.blocks or BLOCKS[network])
+    rows: list[Row] = []
+    for kind, methods in (("none", "none"), ("mix", METHODS)):
+        for side in plain:
+            name = f"{side}, {kind}"
+            low, middle, high = ratio(seconds, name, f"by hand, {kind}")
             rows.append(
                 {
-                    "network": name,
-                    "methods": "mixup + label smoothing" if mix else "none",
-                    "malloc": malloc,
-                    "by hand us": round(median_us(seconds["by hand"])),
-                    "ours us": round(median_us(seconds["ours"])),
-                    "ratio": round(middle, 3),
+                    "network": network,
+                    "threads": threads,
+                    "methods": methods,
+                    "malloc": args.malloc,
+                    "side": side,
+                    "us a step": round(median_us(seconds[name])),
+                    "of by hand": round(middle, 3),
                     "quartiles": f"{low:.3f} {high:.3f}",
+                    "of plain": round(ratio(seconds, name, f"{side}, none")[1], 3) if kind == "mix" else "",
                 }
             )
     return rows
 
 
+def in_child(network: str, malloc: str, args: argparse.Namespace) -> list[Row]:
+    """The same in a fresh process, whose malloc is told to keep its memory or left as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = pathlib.Path(folder) / "rows.json"
+        given = ["--network", network, "--malloc", malloc, "--rows", str(target)]
+        command = [sys.executable, __file__, *sys.argv[1:], *given]
+        subprocess.run(command, env={**os.environ, **(KEEP if malloc == "keeps" else {})}, check=True)
+        return json.loads(target.read_text())
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost of the eager step.")
-    parser.add_argument("--blocks", type=int, default=60)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--malloc", choices=["default", "keeps"], help="measure this alone, and print it as JSON")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if args.malloc:
-        print(json.dumps(measure(args.blocks, args.malloc)))
+    parser = arguments(__doc__, blocks=0)
+    parser.add_argument("--network", default="", help="only networks whose name begins so")
+    parser.add_argument("--threads", type=int, help="for all networks (default: 1 for the MLP, 2 for the ResNet)")
+    parser.add_argument("--malloc", choices=["default", "keeps"], default="default", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=pathlib.Path, help=argparse.SUPPRESS)
+    args = parse(parser)
+    chosen = [network for network in NETWORKS if network.startswith(args.network)]
+    if args.rows:
+        args.rows.write_text(json.dumps(measure(chosen[0], args)))
         return
-    rows: list[dict[str, object]] = []
-    for malloc, settings in (("default", {}), ("keeps", KEEP)):
-        command = [sys.executable, __file__, *sys.argv[1:], "--malloc", malloc]
-        child = subprocess.run(command, env={**os.environ, **settings}, check=True, stdout=subprocess.PIPE)
-        rows += json.loads(child.stdout)
-    save("step_overhead", sorted(rows, key=lambda row: (row["network"], row["methods"] != "none")))  # pyright: ignore
+    if args.short:
+        save("step_overhead", measure(chosen[0], args), args.out)
+        return
+    rows: list[Row] = []
+    for network in chosen:
+        for malloc in ("default", "keeps") if network.startswith("ResNet") else ("default",):
+            rows += in_child(network, malloc, args)
+    save("step_overhead", rows, args.out)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from typing import Any
 from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, schedule, tree
 from purecompose.algorithm import Algorithm, Trait, identity
 from purecompose.clock import Clock
+from purecompose.compile import CompiledStep, TraceError, VariantLimitError, compile
 from purecompose.compose import Step, compose
 from purecompose.contract import ContractError
 from purecompose.evaluation import Evaluator, evaluate, predict
 from purecompose.event import Event
 from purecompose.fit import fit
+from purecompose.lease import SpentStateError
 from purecompose.loop import (
     Grad,
     Microbatches,
@@ -42,6 +44,7 @@ from purecompose.passes import (
     sort_to_front,
     warn_if_multiple_loss_interpolation,
 )
+from purecompose.population import population, stack_states, unstack_states
 from purecompose.predicate import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
 from purecompose.random.modules import UnkeyedRandomError, checkpoint
 from purecompose.schedule import hparam
@@ -56,6 +59,7 @@ __all__ = [
     "ALWAYS",
     "Algorithm",
     "Clock",
+    "CompiledStep",
     "ContractError",
     "DEFAULT_PASSES",
     "Evaluator",
@@ -67,6 +71,7 @@ __all__ = [
     "NEVER",
     "OrderError",
     "RunLength",
+    "SpentStateError",
     "Stage",
     "State",
     "Step",
@@ -74,14 +79,17 @@ __all__ = [
     "TimeUnit",
     "Timestamp",
     "Trace",
+    "TraceError",
     "Trait",
     "UnkeyedRandomError",
+    "VariantLimitError",
     "advance",
     "after",
     "algorithms",
     "before",
     "between",
     "checkpoint",
+    "compile",
     "compose",
     "compose_passes",
     "data",
@@ -103,6 +111,7 @@ __all__ = [
     "on",
     "optim",
     "order_by_constraints",
+    "population",
     "predict",
     "predict_events",
     "random",
@@ -112,9 +121,11 @@ __all__ = [
     "sort_selective_backprop_first",
     "sort_to_back",
     "sort_to_front",
+    "stack_states",
     "to_module",
     "traced",
     "tree",
+    "unstack_states",
     "update",
     "warn_if_multiple_loss_interpolation",
 ]

@@ -166,7 +166,7 @@ def split(batch: Any, num_parts: int, key: Key | None = None) -> list[Any]:
     total = num_examples(batch, key)
     if not 1 <= num_parts <= total:
         raise ValueError(f"cannot cut a batch of {total} examples into {num_parts} microbatches")
-    size, num_larger = divmod(total, num_parts)
+    size, num_larger = total // num_parts, total % num_parts  # divmod knows no symbolic sizes
     starts = [i * size + min(i, num_larger) for i in range(num_parts + 1)]
     return [
         _map_rows(lambda rows, start=start, stop=stop: rows[start:stop], batch, total)

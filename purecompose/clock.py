@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
+from purecompose._device import sent
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
 
@@ -128,7 +129,7 @@ class _Source:
         if self._table is None:
             now, later, schedules, draw, device = self._counters
             rows = [_read(now, draw, schedules), _read(later, draw, schedules)]
-            self._table = torch.tensor(rows, dtype=torch.float64, device=device)
+            self._table = sent(rows, torch.float64, device)
         return self._table
 
 

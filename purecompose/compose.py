@@ -14,6 +14,7 @@ import torch
 
 from purecompose import batch as batches
 from purecompose._checks import check_whole
+from purecompose._device import arithmetic
 from purecompose.algorithm import Algorithm
 from purecompose.application import Observe, application, applied
 from purecompose.clock import Clock
@@ -83,7 +84,8 @@ class Step:
             MatchError: An algorithm's `match` wanted what is not known before the step.
             ContractError: An algorithm changed a structure, shape or dtype that must last.
         """
-        return self.finish(self.fold(state, batch))
+        end = self.finish(self.fold(state, batch))
+        return end.unleased() if "_lease" in end.__dict__ else end
 
     def fold(
         self,
@@ -108,7 +110,8 @@ class Step:
         bits, start, _ = self.prepare(state, batch, purpose=purpose, draw=draw)
         variant = (bits, batches.num_examples(batch, start.context.input_key))
         checked = self._checked.get(variant)
-        with nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad():
+        grad_mode = nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad()
+        with arithmetic(start.context.precision, start.device), grad_mode:
             if observe is None and (checked is start.context or checked == start.context):
                 run = self._bodies.get(bits) or self._remember(bits)
                 return run(start, Notes())

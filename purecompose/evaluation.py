@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
-from purecompose import batch as batches
+from purecompose._members import mapped
 from purecompose.compose import Step, compose
+from purecompose.data.prefetch import prefetch
 from purecompose.event import Event
 from purecompose.loop import eval_events, predict_events
 from purecompose.losses import ModelLoss
@@ -56,7 +56,7 @@ class Evaluator:
 
 def evaluate(
     state: State, data: Iterable[Any], metrics: Mapping[str, Any] | None = None, *, step: Step | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The metrics of a state on some data. The state stays as it was.
 
     Args:
@@ -65,10 +65,11 @@ def evaluate(
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
             With `losses.model_loss`, a batch without a target reaches them whole in the target's place; the
             mean of such a loss itself always has the whole batch, in which it counts the labels.
-        step: The training step, if its algorithms are to act at evaluation's events (averaged weights do).
+        step: The training step, if its algorithms are to act at evaluation's events (averaged weights do). For
+            stacked states their `population`, whose metrics may not read values in Python.
 
     Returns:
-        The values by name.
+        The values by name: floats; for a population a list of them, one for each member.
 
     Raises:
         ValueError: There is no batch.
@@ -76,11 +77,11 @@ def evaluate(
         TypeError: Something that is no metric.
     """
     evaluator = Evaluator(data, metrics or {})
-    inner = _sibling(step, eval_events)
+    inner = _sibling(step, eval_events, state)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
     result = run_evaluator(evaluator, begun, inner)
     inner.fire(Event.EVAL_STANDALONE_END, begun)
-    return {name.removeprefix(f"{evaluator.label}/"): value.item() for name, value in result.metrics.items()}
+    return {name.removeprefix(f"{evaluator.label}/"): value.tolist() for name, value in result.metrics.items()}
 
 
 def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
@@ -94,7 +95,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
 
     Returns:
         The evaluation's own state, whose `metrics` hold the values as "label/name", 0-d tensors on the state's
-        device.
+        device; (n,) for a population of n.
 
     Raises:
         ValueError: There is no batch.
@@ -103,19 +104,21 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(state.context.loss)}
     with torch.no_grad():
         current = _tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
-        totals = {name: metric.init(state.device) for name, metric in metrics.items()}
+        totals = {name: _initial(metric, state) for name, metric in metrics.items()}
         num_batches = 0
-        for batch in evaluator.data:
-            inner = step.fold(current, on_device(batch, state.device), purpose="eval", draw=num_batches)
+        for batch in prefetch(evaluator.data, state.device):
+            inner = step.fold(current, batch, purpose="eval", draw=num_batches)
             totals = {
-                name: metric.update(totals[name], inner.outputs, _read_by(metric, inner))
+                name: _each(metric.update, state)(totals[name], inner.outputs, _read_by(metric, inner))
                 for name, metric in metrics.items()
             }
             current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
             num_batches += 1
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an iterator used up?")
-        values = {f"{evaluator.label}/{name}": metric.compute(totals[name]) for name, metric in metrics.items()}
+        values = {
+            f"{evaluator.label}/{name}": _each(metric.compute, state)(totals[name]) for name, metric in metrics.items()
+        }
         return _tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 
@@ -125,33 +128,37 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
     Args:
         state: The state.
         data: Batches of the form that training uses; targets are not read.
-        step: The training step, if its algorithms are to act at prediction's events.
+        step: The training step, if its algorithms are to act at prediction's events. For stacked states their
+            `population`: the members come first in the outputs.
     """
-    inner = _sibling(step, predict_events)
+    inner = _sibling(step, predict_events, state)
     outputs = []
     with torch.no_grad():
         current = inner.fire(Event.PREDICT_START, state)
-        for batch in data:
-            folded = inner.fold(current, on_device(batch, state.device), purpose="predict", draw=len(outputs))
+        for batch in prefetch(data, state.device):
+            folded = inner.fold(current, batch, purpose="predict", draw=len(outputs))
             outputs.append(folded.outputs)
             current = inner.finish(folded)
         inner.fire(Event.PREDICT_END, current)
     return outputs
 
 
-def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device; the same object where they already are."""
-    if all(tensor.device == device for tensor in batches.tensors(batch)):
-        return batch
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return batches.map_tensors(move, batch)
+def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:
+    """A function of one state's values; for stacked states it is mapped over the members."""
+    return fn if state.key.ndim == 1 else mapped(fn)
 
 
-def _sibling(step: Step | None, program: Any) -> Step:
+def _initial(metric: Metric, state: State) -> Any:
+    return _each(lambda key: metric.init(key.device), state)(state.key)
+
+
+def _sibling(step: Step | None, program: Any, state: State) -> Step:
     """A step with the same algorithms over another program."""
+    if step is None and state.key.ndim > 1:
+        raise ValueError(
+            f"expected a single state, got a stacked one of {len(state.key)} members: give step=population(step, "
+            f"{len(state.key)}), or take the members of unstack_states(state) one by one"
+        )
     return compose(program) if step is None else step.replace(program=program)
 
 

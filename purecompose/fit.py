@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from purecompose.compile import CompiledStep
 from purecompose.compose import Step
 from purecompose.data.loaders import draws_globally, keyed_batches
-from purecompose.evaluation import Evaluator, Observer, on_device, run_evaluator
+from purecompose.data.prefetch import prefetch
+from purecompose.evaluation import Evaluator, Observer, run_evaluator
 from purecompose.event import Event
 from purecompose.loop import eval_events
 from purecompose.state import State
@@ -32,7 +34,7 @@ class EpochData(Protocol):
 
 
 def fit(
-    step: Step,
+    step: Step | CompiledStep,
     state: State,
     data: Iterable[Any] | EpochData,
     *,
@@ -85,7 +87,7 @@ def fit(
 
 
 def _check_arguments(step: Any, state: Any) -> None:
-    if not isinstance(step, Step) or not isinstance(state, State):
+    if not isinstance(step, (Step, CompiledStep)) or not isinstance(state, State):
         came = f"{type(step).__name__}, {type(state).__name__}"
         raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
     if not step.has_advance:
@@ -164,7 +166,7 @@ def _epoch(run: _Run, state: State, data: Iterable[Any] | EpochData) -> State:
         state = run.fire(Event.ITERATION_START, state)
     if start.batch_in_epoch == 0:
         state = run.fire(Event.EPOCH_START, state)
-    loader = _batches(data, state)
+    loader = _sent(data, _batches(data, state), state)
     while True:
         state = run.fire(Event.BEFORE_DATALOADER, state)
         batch = next(loader, _EXHAUSTED)
@@ -172,7 +174,7 @@ def _epoch(run: _Run, state: State, data: Iterable[Any] | EpochData) -> State:
         if batch is _EXHAUSTED:
             _check_exhausted(before)
             return _end_epoch(run, state.replace(timestamp=before.advance_epoch()), before)
-        state = run.step(state, on_device(batch, state.device))
+        state = run.step(state, batch)
         _check_moved(before, state.timestamp)
         state = run.fire(Event.BATCH_END, state)
         run.evaluate(Event.BATCH_END, state, before)
@@ -252,12 +254,20 @@ _EXHAUSTED = object()
 def _batches(data: Any, state: State) -> Iterator[Any]:
     """The epoch's batches from where the state stands."""
     now = state.timestamp
+    # A population trains on batches of one order: the first member's.
+    key = state.key.reshape(-1, 2)[0]
     if callable(getattr(data, "epoch", None)):
-        return iter(data.epoch(state.key, now.epoch, now.batch_in_epoch))
-    loader = keyed_batches(data, state.key, now.epoch) if draws_globally(data) else iter(data)
+        return iter(data.epoch(key, now.epoch, now.batch_in_epoch))
+    loader = keyed_batches(data, key, now.epoch) if draws_globally(data) else iter(data)
     for _ in range(now.batch_in_epoch):
         next(loader, None)
     return loader
+
+
+def _sent(data: Any, loader: Iterator[Any], state: State) -> Iterator[Any]:
+    """The batches on the state's device, those for a GPU sent ahead."""
+    # What is read from an iterator stays read: where this run ends, the next must find the batch that follows.
+    return prefetch(loader, state.device, size=1 if isinstance(data, Iterator) else 2)
 
 
 def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:

@@ -102,7 +102,9 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
         return value
     if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
         return torch.lerp(mean, value, weight / total)
-    weight, total = torch.as_tensor(weight, device=value.device), torch.as_tensor(total, device=value.device)
+    # Filled, not copied from the host, which on a GPU would wait.
+    weight = weight if isinstance(weight, Tensor) else torch.full((), weight, device=value.device)
+    total = total if isinstance(total, Tensor) else torch.full((), total, device=value.device)
     share = weight.to(value.dtype) / torch.where(total > 0, total, 1)
     # Before the first value with weight the mean may be NaN, which lerp would keep.
     mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
@@ -142,8 +144,10 @@ _CARRIED = ("loss", "outputs", "buffers", "slots", "metrics", "hparams", "opt_st
 
 def _set_by_body(before: State, after: State) -> dict[str, Any]:
     """The fields that the body replaced: only these can hang on its graph."""
-    old, new = before.__dict__, after.__dict__
-    return {name: new[name] for name in _CARRIED if new[name] is not old[name] or name == "loss"}
+    new = after.__dict__
+    # What neither has looked up yet (see `State.__getattr__`) was not replaced.
+    found = {name: new[name] for name in _CARRIED if name in new and new[name] is not getattr(before, name)}
+    return {**found, "loss": after.loss}
 
 
 def _detached(value: Any) -> Any:

@@ -318,8 +318,13 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
     if not isinstance(terms, Tensor) and not isinstance(total, Tensor):
         return loss * (terms / total)
     dtype = wide_dtype(loss)
-    terms = torch.as_tensor(terms, dtype=dtype, device=loss.device)
-    total = torch.as_tensor(total, dtype=dtype, device=loss.device)
+    # Filled, not copied from the host, which on a GPU would wait.
+    terms, total = (
+        count.to(loss.device, dtype)
+        if isinstance(count, Tensor)
+        else torch.full((), count, dtype=dtype, device=loss.device)
+        for count in (terms, total)
+    )
     return torch.where(terms > 0, loss * (terms / total.clamp(min=1)), 0)
 
 
@@ -366,7 +371,7 @@ def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:
 
 def _mean_of(total: Tensor, count: int | Tensor) -> Tensor:
     """total / count; where the count is zero, NaN with a gradient of zero (that of 0 / 0 is NaN)."""
-    count = torch.as_tensor(count, device=total.device)
+    count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 

@@ -14,6 +14,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
+from purecompose._device import arithmetic
 from purecompose._functorch import is_transforming
 from purecompose._skeleton import Skeleton
 from purecompose.model import Model
@@ -65,7 +66,7 @@ def call_model(
         rng: Gives the place of the network's draws; called only if it draws.
         num_examples: The batch's size, for draws per example.
         first_example: The index of its first example in the whole batch.
-        precision: "fp32", or "bf16" for autocast.
+        precision: "fp32", "tf32" or "bf16", as in `State.create`.
 
     Returns:
         The outputs, in float32 where autocast made them bfloat16, and the buffers as the pass left them.
@@ -77,7 +78,8 @@ def call_model(
             later one, that decides by its inputs or buffers to write, is found out afterwards.
     """
     skeleton = model.skeleton(train)
-    with _autocast(precision, params):
+    device = _device(params)
+    with arithmetic(precision, device), _autocast(precision, device.type):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -253,13 +255,8 @@ def _device(params: Mapping[str, Tensor]) -> torch.device:
     return next(iter(params.values())).device if params else _CPU
 
 
-def _autocast(precision: str, params: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
-    if precision == "fp32" and not torch._C._is_any_autocast_enabled():
-        return _AS_IT_IS
-    device = _device(params).type
-    if precision == "fp32":  # the state says how it computes; an autocast around the step does not
-        return torch.autocast(device, enabled=False)
-    return torch.autocast(device, torch.bfloat16, cache_enabled=False)
+def _autocast(precision: str, device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, torch.bfloat16, cache_enabled=False) if precision == "bf16" else _AS_IT_IS
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -34,6 +34,10 @@ __all__ = [
 # How many batches an event's timestamp lags behind its own batch, counted from 1. Read many times a step.
 _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 
+# From how many batches on an interval is settled between its turns. Settling anew at both ends of a turn costs some
+# ten times what asking costs, so in short intervals asking in every step is the cheaper way.
+_LONG_INTERVAL = 64
+
 
 class Predicate:
     """The shared part of all predicates: the operators, and the most careful answers about itself."""
@@ -221,8 +225,18 @@ class _Every(_Timed):
 
     def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
         length = self._length(timestamp.run)
-        counted = _Every(Time(length, TimeUnit.BATCH), self.in_epoch) if type(length) is int else self
-        return counted, math.inf
+        if type(length) is not int:
+            return self, math.inf
+        counted = _Every(Time(length, TimeUnit.BATCH), self.in_epoch)
+        if length < _LONG_INTERVAL:
+            return counted, math.inf
+        # Which event asks is not known here: before the time advances the turn comes one batch count earlier.
+        passed = (timestamp.batch_in_epoch if self.in_epoch else timestamp.batch) % length
+        if passed == length - 1:
+            return counted, timestamp.batch + 2
+        if passed == 0 and timestamp.batch:
+            return counted, timestamp.batch + 1
+        return NEVER, timestamp.batch + length - 1 - passed
 
     def _number(self, event: Event, timestamp: Timestamp) -> int:
         """Which batch the event belongs to, counted from 1; 0 before the first one has been done."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
+from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
 from purecompose.context import Context, Static
 from purecompose.model import Model, from_module, to_module as filled_module
@@ -26,7 +27,11 @@ from purecompose.time import RunLength, Time, Timestamp
 __all__ = ["State", "to_module"]
 
 T = TypeVar("T")
-PRECISIONS = ("fp32", "bf16")
+
+
+def _nothing() -> Any:
+    """A field's default that is no attribute of the class, so that `State.__getattr__` is asked for absent ones."""
+    return None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,21 +54,21 @@ class State:
     key: Tensor
     """The run's root key, int64 of shape (2,)."""
     static: Static
-    loss: Tensor | None = None
+    loss: Tensor | None = field(default_factory=_nothing)
     """The last step's loss, 0-d, NaN before the first; reading its value waits for the device."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What algorithms report of the last step; nothing reads it back."""
-    batch: Any = None
+    batch: Any = field(default_factory=_nothing)
     """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
-    outputs: Any = None
+    outputs: Any = field(default_factory=_nothing)
     """Inside a step: what the model returned; after `Microbatches` the last slice's."""
-    grads: dict[str, Tensor] | None = None
+    grads: dict[str, Tensor] | None = field(default_factory=_nothing)
     """Inside a step: the gradients of trainable parameters."""
-    clock: Clock | None = None
+    clock: Clock | None = field(default_factory=_nothing)
     """Inside a step: the time, as tensors."""
-    first_example: Any = None
+    first_example: Any = field(default_factory=_nothing)
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
-    regrad: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], Tensor]] | None = None
+    regrad: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], Tensor]] | None = field(default_factory=_nothing)
     """Inside a step, after its gradients: see `gradient`. A pytree node."""
 
     @classmethod
@@ -98,7 +103,8 @@ class State:
             input_key: Names the model's input in a batch; by default the first member, or the whole batch for
                 `losses.model_loss`. See `purecompose.batch`.
             target_key: Names the target.
-            precision: `"fp32"`, or `"bf16"` for a forward pass under autocast.
+            precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
+                or `"bf16"` for a forward pass under autocast, with parameters and loss in float32.
             device: Where the state lives; by default where the network is.
 
         Raises:
@@ -217,6 +223,31 @@ class State:
     def to(self, device: torch.device | str) -> "State":
         """The state on another device; shared tensors stay where they already are."""
         return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self)
+
+    def copy(self) -> "State":
+        """A state with tensors of its own, which no compiled step writes over."""
+        return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
+
+    def unleased(self) -> "State":
+        """This state, with all that it has on lease read out; see `purecompose.lease`."""
+        state = object.__new__(State)
+        state.__dict__.update(self.__getstate__())
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        # A field that is not here lies where the state's lease says; see `purecompose.lease`.
+        lease = self.__dict__.get("_lease")
+        if lease is None or name not in _FIELDS:
+            raise AttributeError(f"a state has no attribute {name!r}; its fields are {', '.join(_TENSOR_FIELDS)}")
+        value = self.__dict__[name] = lease.read(name)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`: the fields themselves, without a lease."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)
 
     # Using
 
@@ -346,9 +377,8 @@ def _translate(state: State, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(state: State) -> tuple[tuple[str, ...], tuple[Any, ...], Hashable]:
-    values = state.__dict__
-    names = tuple(name for name in _TENSOR_FIELDS if values[name] is not None)
-    return names, tuple(values[name] for name in names), state.static
+    values = [(name, value) for name in _TENSOR_FIELDS if (value := getattr(state, name)) is not None]
+    return tuple(name for name, _ in values), tuple(value for _, value in values), state.static
 
 
 def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> State:

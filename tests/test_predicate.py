@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -227,9 +228,11 @@ def test_what_remains_in_a_stretch_agrees_all_through_it(data: st.DataObject) ->
     run = data.draw(runs())
     predicate = data.draw(pairs(run)).predicate
     walk = data.draw(walks(run))
+    long_interval = data.draw(st.sampled_from([2, predicates._LONG_INTERVAL]))
     for event in EVENTS:
         for start in walk[:: data.draw(st.integers(1, 4))]:
-            left, end = predicate.at(event).during(start)
+            with mock.patch.object(predicates, "_LONG_INTERVAL", long_interval):
+                left, end = predicate.at(event).during(start)
             assert end > start.batch
             for time in walk:
                 is_same_period = (time.epoch, time.iteration) == (start.epoch, start.iteration)
@@ -260,6 +263,21 @@ def test_what_cannot_change_in_a_stretch_is_settled(predicate: Predicate, left: 
     time = points(RUN, 7)[-1]
     assert time.batch == 6
     assert predicate.during(time) == (left, end)
+
+
+@pytest.mark.parametrize("in_epoch", [False, True])
+@pytest.mark.parametrize(("length", "is_settled"), [(63, False), (64, True), (70, True)])
+def test_a_long_interval_is_settled_between_its_turns(length: int, is_settled: bool, in_epoch: bool) -> None:
+    predicate = every(length, in_epoch=in_epoch)
+    times = points(RunLength(batches_per_epoch=150), 310)
+    settled = []
+    for start in times:
+        left, end = predicate.during(start)
+        settled.append(left == NEVER)
+        same = [time for time in times if time.epoch == start.epoch and start.batch <= time.batch < end]
+        for event in (Event.AFTER_DATALOADER, Event.BATCH_END):
+            assert all(left(event, at_time(time)) is predicate(event, at_time(time)) for time in same)
+    assert sum(settled) > 0.95 * len(times) if is_settled else not any(settled)
 
 
 def test_who_reads_more_than_time() -> None:

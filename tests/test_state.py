@@ -589,7 +589,7 @@ def test_create_takes_a_seed_or_a_key_and_the_runs_length():
         ({"key": -1}, ValueError, "seed in"),
         ({"key": 1.5}, TypeError, "1.5"),
         ({"key": torch.ones(2)}, TypeError, r"State.create: expected a key, an int64 tensor of shape \(2,\)"),
-        ({"precision": "fp8"}, ValueError, "precision='fp8': expected one of fp32, bf16"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8': expected one of fp32, tf32, bf16"),
         ({"input_key": 1.5}, TypeError, "input_key=1.5"),
         ({"target_key": None}, TypeError, "target_key=None"),
         ({"duration": "20 parsecs"}, ValueError, "parsecs"),

@@ -80,8 +80,9 @@ def label_smoothing(
 
     Args:
         smoothing: The share of each target that is spread over all classes, in [0, 1]. The number 0 never
-            matches. An `hparam` or a schedule may be given: gradients flow to it, members of a population may
-            differ in it.
+            matches. An `hparam` or a schedule may be given: gradients flow to an hparam, members of a population
+            may differ in it, and one of 0 acts, since it has a slope there. Its default is checked; what becomes
+            of it later is not.
         name: Names its slot, which is there between BEFORE_LOSS and AFTER_LOSS only.
         target_key: Names the batch's target; by default the state's own.
 

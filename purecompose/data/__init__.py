@@ -2,6 +2,7 @@
 
 from purecompose.data.arrays import Arrays, Split, arrays, split
 from purecompose.data.images import ImageData, load
+from purecompose.data.prefetch import prefetch
 
 
-__all__ = ["Arrays", "ImageData", "Split", "arrays", "load", "split"]
+__all__ = ["Arrays", "ImageData", "Split", "arrays", "load", "prefetch", "split"]

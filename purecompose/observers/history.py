@@ -21,7 +21,8 @@ class History:
 
     A record is a dict of plain numbers. All have `batch` and `epoch`, how many of them have gone by. A
     batch's record adds `loss` and whatever 0-d metrics the algorithms reported; an evaluation's adds its
-    metrics under the evaluator's label, such as `eval/accuracy`.
+    metrics under the evaluator's label, such as `eval/accuracy`. Those of a population are lists, with a number
+    for each member.
 
     Values stay on the device until they are read, so no batch waits for one.
 
@@ -52,15 +53,17 @@ class History:
         else:
             return
         now = state.timestamp
-        # Copies, because a step that donates its state writes the next loss over this one.
-        kept = {name: value.detach().clone() for name, value in values.items() if value.ndim == 0}
+        # Single numbers, of which a population has one for each member; its keys tell that it is one. Copies,
+        # because a step that donates its state writes the next loss over this one.
+        num_dims = state.key.ndim - 1
+        kept = {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}
         self._records.append({**kept, "batch": now.batch, "epoch": now.epoch})
         self._unread += 1
         if self._unread >= _MOST_UNREAD:
             self._read()
 
     @property
-    def records(self) -> list[dict[str, float]]:
+    def records(self) -> list[dict[str, Any]]:
         """All records so far, in the order in which they came; reading them waits for the device."""
         self._read()
         return [dict(record) for record in self._records]
@@ -81,13 +84,13 @@ class History:
         return len(self._records)
 
     def _read(self) -> None:
-        """Turns the unread tensors into numbers, with one transfer for each dtype and device."""
+        """Turns the unread tensors into numbers, with one transfer for each dtype, device and shape."""
         unread = self._records[len(self._records) - self._unread :]
         groups: dict[Any, list[tuple[dict[str, Any], str, Tensor]]] = {}
         for record in unread:
             for name, value in record.items():
                 if isinstance(value, Tensor):
-                    groups.setdefault((value.dtype, value.device), []).append((record, name, value))
+                    groups.setdefault((value.dtype, value.device, value.shape), []).append((record, name, value))
         for entries in groups.values():
             numbers = torch.stack([value for _, _, value in entries]).tolist()
             for (record, name, _), number in zip(entries, numbers, strict=True):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import shown
+from purecompose._device import sent
 from purecompose.random.draws import element_words, join53, randint
 from purecompose.random.keys import Rng, as_rng
 
@@ -108,10 +109,12 @@ def _weights(p: Tensor | Sequence[float], n: int, k: int, replace: bool, device:
         positive = sum(weight > 0 for weight in values)
         if len(values) == n and positive < (min(k, 1) if replace else k):
             raise ValueError(f"choice: cannot choose k={k}, only {positive} of the weights are above 0")
-        p = torch.tensor(values, dtype=torch.float64, device=device)
-    if p.shape != (n,):
-        raise ValueError(f"choice: expected {n} weights, one for each position, got p of shape {tuple(p.shape)}")
-    return p.detach().to(device=device, dtype=torch.float64)
+        weights = sent(values, torch.float64, device)
+    else:
+        weights = p.detach().to(device=device, dtype=torch.float64)
+    if weights.shape != (n,):
+        raise ValueError(f"choice: expected {n} weights, one for each position, got p of shape {tuple(weights.shape)}")
+    return weights
 
 
 def _check_size(size: int, what: str) -> None:

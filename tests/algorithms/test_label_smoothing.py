@@ -229,6 +229,45 @@ def test_an_hparam_gives_the_same_step_and_its_gradient():
     torch.testing.assert_close(torch.autograd.grad(loss_of(leaf), leaf)[0], slope.detach())
 
 
+def test_an_hparam_of_zero_is_a_point_with_a_slope():
+    step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.0))])
+    # A place where a learned strength may come by is no reason to be absent; only the number 0 is neutral.
+    assert label_smoothing(hparam("smoothing", 0.0)).match != NEVER
+    assert label_smoothing(0 * hparam("smoothing", 0.1)).match != NEVER
+    state, batch = step.init(make_state()), make_batch()
+    plain = compose(loop_events)(make_state(), batch)
+    torch.testing.assert_close(step(state, batch).params, plain.params)
+
+    def loss_of(smoothing):
+        loss = step(state.replace(hparams={"smoothing": smoothing}), batch).loss
+        assert loss is not None
+        return loss
+
+    slope = (hand_loss(state, batch, 1.0) - hand_loss(state, batch, 0.0)).detach()
+    assert slope.abs() > 0.01
+    torch.testing.assert_close(torch.func.grad(loss_of)(torch.tensor(0.0)), slope)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_slope_in_the_smoothing_knows_mixtures_and_ignored_positions(k):
+    inputs, targets = make_batch()
+    targets[:2] = -100
+    batch = inputs.double(), Mixture.of(targets).mixed_with(torch.arange(10).roll(1), 0.3)
+    step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.2))], microbatches=k)
+    state = step.init(make_state(torch.nn.Linear(6, 4).double()))
+
+    def loss_of(smoothing):
+        after = step(step(state.replace(hparams={"smoothing": smoothing}), batch), batch)
+        assert after.loss is not None
+        return after.loss
+
+    # Two steps: through the loss itself, and through the parameters that the first step moved.
+    value, size = torch.tensor(0.2, dtype=torch.float64), 1e-4
+    expected = (loss_of(value + size) - loss_of(value - size)) / (2 * size)
+    assert expected.abs() > 1e-3
+    torch.testing.assert_close(torch.func.grad(loss_of)(value), expected, rtol=1e-6, atol=0)
+
+
 def test_a_population_differs_in_the_smoothing():
     step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.1))])
     state, batch = step.init(make_state()), make_batch()

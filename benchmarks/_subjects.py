@@ -1,0 +1,125 @@
+"""What is measured: the networks, and the sides that train them with the same arithmetic.
+
+Each side is a function without arguments that takes one step. The sides by hand are written as people write
+them; with methods they mix and smooth by torch's global generator.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import purecompose as pc
+from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, losses, models, optim
+
+
+LR, MOMENTUM = 0.01, 0.9
+
+METHODS = "mixup + label smoothing"
+
+
+class Subject(NamedTuple):
+    """A network with a batch for it."""
+
+    net: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+
+def mlp() -> Subject:
+    """An MLP 64-128-128-10 and a batch of 64."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return Subject(net, torch.randn(64, 64), torch.randint(10, (64,)))
+
+
+def resnet8() -> Subject:
+    """A ResNet-8 and a batch of 64 images of 32x32."""
+    return _images(models.build("resnet8", in_shape=(3, 32, 32), num_classes=10, seed=0), 32)
+
+
+def cnn() -> Subject:
+    """Four convolutions with BatchNorm and a batch of 64 images of 16x16."""
+    return _images(models.build("cnn", in_shape=(3, 16, 16), num_classes=10, seed=0, width=8), 16)
+
+
+def _images(net: nn.Module, size: int) -> Subject:
+    torch.manual_seed(0)
+    return Subject(net, torch.randn(64, 3, size, size), torch.randint(10, (64,)))
+
+
+NETWORKS: dict[str, Callable[[], Subject]] = {"MLP 64-128-128-10": mlp, "ResNet-8, 32x32": resnet8}
+
+
+def methods() -> list[Algorithm]:
+    """MixUp and label smoothing."""
+    return [alg.mixup(alpha=0.2), alg.label_smoothing(0.1)]
+
+
+def new_state(subject: Subject) -> State:
+    """The state at the start of a long run: SGD with momentum."""
+    return State.create(
+        subject.net,
+        loss=losses.cross_entropy,
+        optimizer=optim.sgd(LR, momentum=MOMENTUM),
+        duration="100000ba",
+        batches_per_epoch=100,
+    )
+
+
+def by_hand(subject: Subject, *, mix: bool = False, backend: str | None = None) -> Callable[[], Tensor]:
+    """The loop by hand: `zero_grad`, forward, loss, backward, `step`; with a backend under `torch.compile`."""
+    net = copy.deepcopy(subject.net).train()  # this side alone changes its network in place
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
+    beta = torch.distributions.Beta(0.2, 0.2)
+
+    def mixed(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        share = beta.sample()
+        share = torch.minimum(share, 1 - share)
+        order = torch.rand(len(inputs)).argsort()
+        inputs = (1 - share) * inputs + share * inputs[order]
+        dense = F.one_hot(targets, 10).float()
+        return inputs, ((1 - share) * dense + share * dense[order]) * 0.9 + 0.01
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        if mix:
+            inputs, targets = mixed(inputs, targets)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = torch.compile(step, backend=backend) if backend else step
+    return lambda: run(subject.inputs, subject.targets)
+
+
+def ours(step: Callable[..., State], subject: Subject) -> Callable[[], None]:
+    """A step of ours, composed or compiled, from the start of a run on."""
+    return going_on(step, new_state(subject), (subject.inputs, subject.targets))
+
+
+def going_on(step: Callable[..., State], state: State, batch: Any) -> Callable[[], None]:
+    """Step after step from this state on, always with the same batch."""
+    state = step.init(state)  # pyright: ignore[reportFunctionMemberAccess]
+
+    def run() -> None:
+        nonlocal state
+        state = step(state, batch)
+
+    return run
+
+
+def sides(subject: Subject, *, mix: bool, backend: str) -> dict[str, Callable[[], object]]:
+    """All ways to take the same step."""
+    step = compose(loop_events, methods() if mix else [])
+    return {
+        "by hand": by_hand(subject, mix=mix),
+        "by hand + torch.compile": by_hand(subject, mix=mix, backend=backend),
+        "ours eager": ours(step, subject),
+        "ours compiled": ours(pc.compile(step, donate=False, backend=backend), subject),
+        "ours donated": ours(pc.compile(step, backend=backend), subject),
+    }

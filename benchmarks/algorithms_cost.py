@@ -1,0 +1,98 @@
+"""What does each shipped algorithm cost on top of the plain step, eager and compiled?
+
+    python benchmarks/algorithms_cost.py [--algorithm mixup] [--all]
+
+Every row of `purecompose.testing.SHIPPED` is measured with its first example (`--all`: with each), at the start of a
+run: on an MLP, on a small convolutional network, and on a small transformer where it takes token ids alone. The step
+with the algorithm and the plain one take turns in blocks; ratios are medians over blocks. Where it cannot be
+compiled, the error's name stands for the ratio.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _subjects import Subject, cnn, going_on, mlp, new_state
+from _timing import Row, arguments, median_us, paired, parse, ratio, save
+
+import purecompose as pc
+from purecompose import State, Step, compose, loop_events, testing
+from purecompose.testing.shipped import Row as ShippedRow
+
+
+Task = Callable[[], tuple[State, Any]]
+
+
+def _of(make: Callable[[], Subject]) -> Task:
+    def task() -> tuple[State, Any]:
+        subject = make()
+        return new_state(subject), (subject.inputs, subject.targets)
+
+    return task
+
+
+def _tokens() -> tuple[State, Any]:
+    task = testing.TASKS["tokens"]
+    return task.make_state(0, duration="100000ba", batches_per_epoch=100), task.make_batch(0, 64)
+
+
+TASKS: dict[str, tuple[str, Task]] = {
+    "vectors": ("MLP 64-128-128-10", _of(mlp)),
+    "images": ("CNN, 16x16", _of(cnn)),
+    "tokens": ("transformer, 5 tokens", _tokens),
+}
+"""By the kind of inputs."""
+
+
+def kinds_of(row: ShippedRow) -> list[str]:
+    """On what an algorithm is measured: token ids only where it takes nothing else."""
+    taken = {testing.TASKS[name].kind for name in row.tasks}
+    return [kind for kind in TASKS if kind in taken and (kind != "tokens" or taken == {"tokens"})]
+
+
+def measure(example: str, kind: str, args: argparse.Namespace) -> Row:
+    """One row: the step with the algorithm against the plain one, eager and compiled."""
+    network, task = TASKS[kind]
+    steps = {"plain": compose(loop_events), "with": compose(loop_events, [testing.Subject.of(example).algorithm])}
+    row: Row = {"algorithm": example, "network": network}
+    for mode, make in (("eager", lambda step: step), ("compiled", lambda step: pc.compile(step, backend=args.backend))):
+        try:
+            seconds = _seconds(steps, make, task, args)
+        except Exception as error:
+            print(f"{example} on {network}, {mode}: {error}", file=sys.stderr)
+            row |= dict.fromkeys((f"{mode} plain us", f"{mode} us", f"{mode} quartiles"), "")
+            row[f"{mode} ratio"] = type(error).__name__
+            continue
+        low, middle, high = ratio(seconds, "with", "plain")
+        row[f"{mode} plain us"] = round(median_us(seconds["plain"]))
+        row[f"{mode} us"] = round(median_us(seconds["with"]))
+        row[f"{mode} ratio"] = round(middle, 3)
+        row[f"{mode} quartiles"] = f"{low:.3f} {high:.3f}"
+    return row
+
+
+def _seconds(
+    steps: dict[str, Step], make: Callable[[Step], Any], task: Task, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    fns = {name: going_on(make(step), *task()) for name, step in steps.items()}
+    return paired(fns, calls=args.calls, blocks=args.blocks)
+
+
+def main() -> None:
+    parser = arguments(__doc__, blocks=30)
+    parser.add_argument("--algorithm", action="append", choices=list(testing.SHIPPED), help="only this; repeatable")
+    parser.add_argument("--all", action="store_true", help="every example of an algorithm, not its first alone")
+    args = parse(parser)
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for name in args.algorithm or testing.SHIPPED:
+        row = testing.SHIPPED[name]
+        examples = row.examples if args.all else row.examples[:1]
+        rows += [measure(example, kind, args) for example in examples for kind in kinds_of(row)]
+    save("algorithms_cost", rows, args.out)
+
+
+if __name__ == "__main__":
+    main()

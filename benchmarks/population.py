@@ -1,0 +1,93 @@
+"""What does a step of one member cost in a population, beside the loop people write by hand over one network?
+
+    python benchmarks/population.py [--members 64] [--threads 1] [--chunk-size 8]
+
+64 MLPs with a batch of 64, SGD with momentum; the members differ in seed and learning rate. Three sides take turns:
+the loop by hand over one of them, the population eager and compiled. Times are for one member's step; "batches" says
+whether all members train on one batch, or each on its own. Compile time is not part of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _subjects import MOMENTUM, Subject, by_hand, mlp
+from _timing import Row, against, arguments, median_us, paired, parse, save
+
+import purecompose as pc
+from purecompose import State, compose, loop_events, losses, optim
+
+
+def members(subject: Subject, num: int) -> State:
+    """Stacked states of other seeds and rates."""
+    states = [
+        State.create(
+            subject.net,
+            loss=losses.cross_entropy,
+            optimizer=optim.sgd(pc.hparam("lr", 0.01), momentum=MOMENTUM),
+            key=seed,
+            duration="100000ba",
+            batches_per_epoch=100,
+        )
+        for seed in range(num)
+    ]
+    stacked = pc.stack_states(states)
+    return stacked.replace(hparams={"lr": torch.linspace(0.001, 0.02, num)})
+
+
+def side(step: Any, states: State, batch: Any) -> Callable[[], None]:
+    """A population's step."""
+    current = step.init(states)
+
+    def run() -> None:
+        nonlocal current
+        current = step(current, batch)
+
+    return run
+
+
+def sides(subject: Subject, num: int, batches: str, chunk_size: int | None, backend: str) -> dict[str, Any]:
+    """All ways to train the members."""
+    batch = (subject.inputs, subject.targets)
+    if batches == "each":
+        batch = tuple(torch.stack([tensor] * num) for tensor in batch)
+    pop = pc.population(compose(loop_events), num, chunk_size, batches)
+    steps: dict[str, Any] = {"population, eager": pop}
+    if hasattr(pc, "compile"):
+        steps["population, compiled"] = pc.compile(pop, backend=backend)
+    return {name: side(step, members(subject, num), batch) for name, step in steps.items()}
+
+
+def main() -> None:
+    parser = arguments(__doc__, blocks=20, calls=5)
+    parser.add_argument("--members", type=int, default=64, help="how many (default %(default)s)")
+    parser.add_argument("--chunk-size", type=int, help="members computed at a time (default all)")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parse(parser)
+    torch.set_num_threads(args.threads)
+    subject, num = mlp(), args.members
+    hand = by_hand(subject)
+
+    def loop() -> None:
+        for _ in range(num):
+            hand()
+
+    rows: list[Row] = []
+    for batches in ("shared", "each"):
+        fns = {"by hand": loop, **sides(subject, num, batches, args.chunk_size, args.backend)}
+        seconds = paired(fns, calls=args.calls, blocks=args.blocks)
+        for name in fns:
+            rows.append(
+                {
+                    "batches": batches,
+                    "side": name,
+                    "members": num,
+                    "us a member-step": round(median_us(seconds[name]) / num, 1),
+                    **against(seconds, name, "by hand"),
+                }
+            )
+    save("population", rows, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What a GPU has to be told: numbers, without waiting for it, and how exactly it multiplies."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+__all__ = ["PRECISIONS", "arithmetic", "sent"]
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+"""How a state computes: in full float32; with float32 products rounded on a GPU; the forward pass in bfloat16."""
+
+_AS_IT_IS = nullcontext()
+_BACKENDS: Any = torch.backends  # pyright knows few of its members
+_ON_CUDA = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn)
+_ALL = (*_ON_CUDA, _BACKENDS.mkldnn.matmul)
+
+
+def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor on a device; on a GPU nobody waits.
+
+    `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits until the GPU has done all that
+    it was told before. From pinned memory the copy takes its turn; torch's allocator keeps the memory until then.
+
+    Example:
+        >>> sent([1, 2], torch.float64, torch.device("cpu"))
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=dtype)
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=device.type != "mps")
+
+
+def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """A scope in which numbers are computed as the precision says, backward passes included.
+
+    An autocast around the scope has no effect in it: the state says how it computes.
+
+    TensorFloat-32 keeps 10 bits of a float32's 23 in the factors of matrix products and convolutions. torch leaves it
+    on for convolutions and recurrent layers; here "tf32" alone has it, for matrix products too. Afterwards the switches
+    are as they were. They are the process's own: who trains in several threads sets them right before, and then they
+    are left alone. On other devices there is no such switch.
+
+    Args:
+        precision: One of `PRECISIONS`.
+        device: Where the work is done.
+    """
+    if torch._C._is_any_autocast_enabled():
+        return _without_autocast(precision, device)
+    if device.type != "cuda":
+        return _AS_IT_IS
+    tf32 = precision == "tf32"
+    return _AS_IT_IS if _multiplies(tf32) else _multiplying(tf32)
+
+
+@contextmanager
+def _without_autocast(precision: str, device: torch.device) -> Iterator[None]:
+    with torch.autocast(device.type, enabled=False), arithmetic(precision, device):
+        yield
+
+
+def _multiplies(tf32: bool) -> bool:
+    """Whether the switches stand so already; read by the new names, whose reading never raises."""
+    return all((operator.fp32_precision == "tf32") is tf32 for operator in _ON_CUDA)
+
+
+@contextmanager
+def _multiplying(tf32: bool) -> Iterator[None]:
+    # torch has two sets of names for the switches and raises where the older ones are read (Inductor does, torch 2.13)
+    # while they contradict the newer: so both are set, the older first, since they write into the newer.
+    matmul = _read(torch.get_float32_matmul_precision)
+    cudnn = _read(lambda: torch.backends.cudnn.allow_tf32)
+    before = [operator.fp32_precision for operator in _ALL]
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    for operator in _ON_CUDA:
+        operator.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
+        if cudnn is not None:
+            torch.backends.cudnn.allow_tf32 = cudnn
+        for operator, value in zip(_ALL, before, strict=True):
+            operator.fp32_precision = value
+
+
+def _read(switch: Callable[[], Any]) -> Any:
+    """A switch by its older name; None where the caller has set the newer ones to what it cannot say."""
+    try:
+        return switch()
+    except RuntimeError:
+        return None

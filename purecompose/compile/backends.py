@@ -1,0 +1,116 @@
+"""From a flat graph to something fast: the only place that talks to Inductor.
+
+Inductor's inner entry takes a graph of aten operations and gives a function of a list of tensors. It is private to
+torch but has had this form for years, and it is where the speed is: what torch's public ways add around it costs
+240 us a call for 600 arguments (`standalone_compile`) or 450 (`torch.compile`, with guards), where this costs 18.
+Should it change, `torch.compile` of the same graph takes its place.
+"""
+
+import importlib
+import os
+import pathlib
+import stat
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+__all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph", "ensure_cache"]
+
+Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
+"""A compiled graph. It may empty the list that it is given."""
+
+BACKENDS = ("inductor", "eager")
+MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode: str | None) -> Compiled:
+    """Compiles a graph whose placeholders carry fake tensors (`meta["val"]`).
+
+    Args:
+        graph: Pure but for `copy_` into placeholders.
+        backend: `"inductor"`, `"eager"` (the graph as Python, for looking at what was traced), or anything that
+            `torch.compile(backend=...)` takes.
+        mode: As in `torch.compile`.
+    """
+    if backend == "eager":
+        return lambda args: graph(*args)
+    if backend != "inductor":
+        return _by_torch_compile(graph, backend, None)
+    ensure_cache()
+    try:
+        return _by_inductor(graph, mode)
+    except (ImportError, AttributeError, TypeError) as error:
+        warnings.warn(
+            f"Inductor's inner entry is not as it was in this torch ({torch.__version__}: {error}); steps go through "
+            "torch.compile instead, which is right but slower to call",
+            stacklevel=2,
+        )
+        return _by_torch_compile(graph, backend, mode)
+
+
+def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
+    # Imported here: it takes seconds, and eager runs never need it.
+    inductor = importlib.import_module("torch._inductor")
+    inner = importlib.import_module("torch._inductor.compile_fx")
+    decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+    options = dict(inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
+    options["triton.cudagraphs"] = False  # graphs are captured in a room of their own, around the whole call
+    # Our key has compared sizes already.
+    options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(inductor.config, name)}
+    with inductor.config.patch(options):
+        graph = _functional(graph, decompositions)
+        compiled = inner.compile_fx_inner(graph, [node.meta["val"] for node in _placeholders(graph)])
+    return getattr(compiled, "current_callable", None) or compiled
+
+
+def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:
+    options = {"mode": mode} if mode is not None else {}
+    fn = torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, **options)
+    return lambda args: fn(*args)
+
+
+def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
+    """The graph without in-place operations on its way, in the operations that Inductor knows."""
+    fakes = [node.meta["val"] for node in _placeholders(graph)]
+    mode = torch._guards.detect_fake_mode(fakes)
+    with mode or torch.no_grad():
+        return make_fx(
+            torch.func.functionalize(graph),
+            decomposition_table=decompositions,
+            tracing_mode="real" if mode is None or mode.shape_env is None else "symbolic",
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+
+
+def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
+    return graph.graph.find_nodes(op="placeholder")
+
+
+def ensure_cache() -> None:
+    """Points Inductor's cache on disk to a folder of this user alone, unless the environment names one.
+
+    What is found there is run. The usual place is a fixed name under the shared temporary folder, where another user
+    could have put something first. Entries are keyed by the graph and the versions of torch and compiler.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+    except OSError as error:
+        warnings.warn(f"no cache folder at {folder} ({error}): compiled steps go to the temporary one", stacklevel=2)
+        return
+    is_ours = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
+    if not is_ours or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{folder} can be written to by others, and what lies there would be run: chmod 700 it, or set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+        )
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -1,0 +1,150 @@
+"""One step along its route: the links one after the other, host algorithms between them, and the new state."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from purecompose._form import Form, spec_of
+from purecompose.compile.capture import FIELDS, state_of
+from purecompose.compile.library import Library
+from purecompose.compile.links import Entry, Route, Values
+from purecompose.compose import Prepared
+from purecompose.context import Static
+from purecompose.lease import LASTING, Lane, Lease
+from purecompose.state import State
+from purecompose.time import Timestamp
+
+
+__all__ = ["Boarding", "fly"]
+
+
+class Boarding(NamedTuple):
+    """A state and the lane it travels on; nothing has been touched yet."""
+
+    lane: Lane
+    entry: Entry
+    state: State
+    copies: list[tuple[Tensor, Tensor]] = []
+    """What the user has replaced, to be copied into the lane: (the lane's tensor, the new one)."""
+    spends: Lane | None = None
+    """An earlier lane, part of which lives on in this one."""
+
+
+class _GivenOn(NamedTuple):
+    """Why a lane was spent: a step was given the state."""
+
+    later: Timestamp
+
+    def __str__(self) -> str:
+        return f"was given to a step that wrote the state after batch {self.later.batch} into it"
+
+
+_UNFINISHED = "was being written over by a step that did not finish"
+
+
+def fly(library: Library, boarding: Boarding, prepared: Prepared, batch: list[Tensor], route: Route) -> State:
+    """The state after the step."""
+    lane, state, start = boarding.lane, boarding.state, prepared.start
+    if boarding.spends is not None:
+        boarding.spends.spend(_GivenOn(prepared.later))
+    if boarding.copies:
+        lane.spend(_UNFINISHED)
+        for to, new in boarding.copies:
+            to.copy_(new)
+    values: Values = {**_EMPTY, **lane.values, "key": [state.key], "batch": batch}
+    if state.loss is not None:
+        values["loss"] = [state.loss]
+    if route.takes_clock:
+        values["clock"] = [start.clock.table]  # pyright: ignore[reportOptionalMemberAccess]
+    static, is_start = start.static, True
+    while True:
+        for link in route.links:
+            if route.writes_lane and link is route.links[-1]:
+                lane.spend(_UNFINISHED)
+            link.run(values, lane, is_first=is_start)
+            is_start = False
+        if route.host is None:
+            break
+        route, static, lane = _host(library, route, static, lane, values, prepared.bits)
+        is_start = False
+    return _landed(library, route, static, lane, values, prepared.later)
+
+
+def _landed(library: Library, route: Route, static: Static, lane: Lane, values: Values, later: Timestamp) -> State:
+    """The state at the end, with a lease on the lane that holds what lasts."""
+    forms, is_usual = route.forms, True
+    if not lane.is_donated:
+        lane = Lane({name: forms[name] for name in LASTING}, {name: values[name] for name in LASTING}, is_donated=False)
+    else:
+        if not route.writes_lane:
+            settled = _settled(forms, lane, values)
+            is_usual = settled is lane
+            lane = settled
+        lane.reason = _GivenOn(later)
+    key, loss = values["key"][0], values["loss"][0] if values["loss"] else None
+    exit_entry = route.exit
+    if exit_entry is None or not is_usual:
+        exit_entry = library.entry(static.context, {**lane.forms, "key": forms["key"], "loss": forms["loss"]})
+        route.exit = exit_entry if is_usual else None
+    state = object.__new__(State)
+    state.__dict__.update(
+        _IDLE_FIELDS,
+        static=Static(static.context, later),
+        key=key,
+        loss=loss,
+        metrics=forms["metrics"].build(values["metrics"]),
+        _lease=Lease(lane, exit_entry, (key, loss, static.context, library)),
+    )
+    return state
+
+
+def _settled(forms: dict[str, Form], lane: Lane, values: Values) -> Lane:
+    """What lasts, written into the lane after a step that a host algorithm ended; a new lane if it does not fit."""
+    if not all(forms[name].is_alike(lane.forms[name]) for name in LASTING):
+        lane.spend("")
+        owned = {name: [tensor.detach().clone() for tensor in values[name]] for name in LASTING}
+        return Lane(
+            {name: forms[name].with_specs(map(spec_of, owned[name])) for name in LASTING}, owned, is_donated=True
+        )
+    moves = [
+        (to, new) for name in LASTING for to, new in zip(lane.values[name], values[name], strict=True) if new is not to
+    ]
+    if moves:
+        lane.spend(_UNFINISHED)
+        # All reading comes before all writing: one tensor's new value may be another's old one.
+        for to, new in [(to, new.detach().clone()) for to, new in moves]:
+            to.copy_(new)
+    return lane
+
+
+def _host(
+    library: Library, route: Route, static: Static, lane: Lane, values: Values, bits: int
+) -> tuple[Route, Static, Lane]:
+    """Lets a host algorithm act on a plain state, and finds the route from there; `values` are changed in place."""
+    assert route.host is not None
+    lease = Lease(lane, None, ())
+    is_own = {name: values[name] is lane.values[name] for name in LASTING}
+    given = {name: route.forms[name].build(values[name]) for name in FIELDS if not is_own.get(name, False)}
+    state = route.host.run(state_of(static, lease, given))
+    forms, fields = dict(route.forms), state.__dict__
+    for name in FIELDS:
+        if name not in fields or (name in given and fields[name] is given[name]):
+            continue
+        if is_own.get(name, False) and lease.untouched(name, fields[name]) is not None:
+            continue
+        forms[name], values[name] = Form.of(fields[name])
+    if lane.is_donated and not all(forms[name].is_alike(lane.forms[name]) for name in LASTING):
+        lane = _settled(forms, lane, values)
+        forms |= lane.forms
+        values |= lane.values
+    own = {name: tuple(new is to for new, to in zip(values[name], lane.values[name], strict=True)) for name in LASTING}
+    place = (state.context, state.context.schedules, *forms.values(), *own.values())
+    if place not in route.after_host:
+        route.after_host[place] = library.route(
+            state.static, forms, bits, first_part=route.next_part, used=route.used, own=own
+        )
+    return route.after_host[place], state.static, lane
+
+
+_EMPTY: Values = {name: [] for name in FIELDS}
+_IDLE_FIELDS = dict.fromkeys(name for name in FIELDS if name not in LASTING)

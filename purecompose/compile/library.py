@@ -1,0 +1,212 @@
+"""The library of a compiled step: its links, and the routes made of them. What is missing is compiled here."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from purecompose._form import Form
+from purecompose.compile.backends import compile_graph
+from purecompose.compile.capture import FIELDS, Source, capture, explained, fake_mode, state_of
+from purecompose.compile.links import Entry, Link, Route
+from purecompose.compile.segments import Part, Segments
+from purecompose.compile.sizes import opened, size_of
+from purecompose.compile.variants import Variant, too_many
+from purecompose.compose import Step
+from purecompose.context import Context, Static
+from purecompose.lease import LASTING
+from purecompose.loop import events_in
+from purecompose.state import State
+
+
+__all__ = ["Library", "Options", "environment"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is compiled; see `purecompose.compile`."""
+
+    donate: bool
+    backend: str | Callable[..., Any]
+    mode: str | None
+    fallback: bool
+    eager_below: int
+    dynamic: bool
+    max_variants: int
+    announce: Callable[[str], object] | None
+
+
+def environment() -> tuple[Any, ...]:
+    """What torch's settings put into a graph or its code, beside what comes in."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class Library:
+    """All that a compiled step has compiled."""
+
+    def __init__(self, step: Step, options: Options) -> None:
+        """Starts empty."""
+        self.step, self.options, self.segments = step, options, Segments(step)
+        self.variants: list[Variant] = []
+        self._links: dict[Any, list[Link]] = {}
+        self._contexts: dict[Context, Context] = {}
+        self._entries: dict[Any, Entry] = {}
+        self._watched: set[Any] = set()
+
+    def entry(self, context: Context, forms: Mapping[str, Form]) -> Entry:
+        """The one entry for a form of state: same context, same forms of what lasts, of key and loss."""
+        context = self._contexts.setdefault(context, context)
+        place = (context, context.schedules, *[forms[name] for name in (*LASTING, "key", "loss")])
+        if place not in self._entries:
+            self._entries[place] = Entry(self, context, {**IDLE, **forms})
+        return self._entries[place]
+
+    def route(
+        self,
+        static: Static,
+        forms: Mapping[str, Form],
+        bits: int,
+        *,
+        first_part: int = 0,
+        used: frozenset[str] = frozenset(),
+        own: Mapping[str, tuple[bool, ...]] | None = None,
+    ) -> Route:
+        """The links from here to the end of the step, or to the next host algorithm.
+
+        Args:
+            static: The static part of the state, its time sealed.
+            forms: The form of every field.
+            bits: The schedule.
+            first_part: Where in the step we are.
+            used: The gradients that updates have applied.
+            own: Which of the lasting tensors are the lane's own; by default all.
+        """
+        parts = self.segments.parts(self.step.units(bits), bits)
+        is_donated = self.options.donate
+        own = own or {name: (True,) * len(forms[name].specs) for name in LASTING}
+        forms = dict(forms)
+        links: list[Link] = []
+        for part in parts[first_part:]:
+            if part.is_host:
+                return Route(links, forms, used, part.units[0], part.number + 1)
+            is_last = part is parts[-1]
+            link = self._link(part, static, forms, used, is_last, own if is_donated else None)
+            links.append(link)
+            forms, used = link.after(forms), link.used
+            own = {name: _still_own(name, own[name], link) for name in LASTING}
+        return Route(links, forms, used, writes_lane=bool(links) and is_donated)
+
+    def watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
+        """Runs the step watched, as `compose` does with the first run of a variant, but for nothing's sake.
+
+        Without host algorithms the tensors are fake: no numbers, no memory.
+        """
+        if any(part.is_host for part in self.segments.parts(self.step.units(bits), bits)):
+            with torch.no_grad():
+                self.step.run_checked(bits, start)
+            return
+        with explained(), fake_mode(), torch.no_grad():
+            fields = {name: form.build([spec.empty() for spec in form.specs]) for name, form in forms.items()}
+            self.step.run_checked(bits, state_of(start.static, None, fields))
+
+    def _link(
+        self,
+        part: Part,
+        static: Static,
+        forms: Mapping[str, Form],
+        used: frozenset[str],
+        is_last: bool,
+        own: Mapping[str, tuple[bool, ...]] | None,
+    ) -> Link:
+        context = self._contexts.setdefault(static.context, static.context)
+        targets = tuple(own[name] for name in LASTING) if own is not None and is_last else None
+        place = (
+            part.segment,
+            part.number,
+            part.bits,
+            context,
+            context.schedules,
+            used,
+            is_last,
+            targets,
+            environment(),
+        )
+        known = self._links.setdefault(place, [])
+        for link in known:
+            if link.fits(forms):
+                return link
+        if len(self.variants) >= self.options.max_variants:
+            raise too_many(self.variants, self.options.max_variants)
+        link = self._build(part, static, forms, used, is_last, own)
+        known.append(link)
+        self.variants.append(link.variant)
+        return link
+
+    def _build(
+        self,
+        part: Part,
+        static: Static,
+        forms: Mapping[str, Form],
+        used: frozenset[str],
+        is_last: bool,
+        own: Mapping[str, tuple[bool, ...]] | None,
+    ) -> Link:
+        options = self.options
+        is_open = options.dynamic and size_of(forms) >= 2  # torch takes sizes of 0 and 1 for special
+        variant = Variant(part.segment, self._acting(part), _shapes(forms["batch"], is_open=is_open))
+        say = options.announce or (lambda text: None)
+        say(f"purecompose: compiling {variant.title} ...")
+        start = time.perf_counter()
+        captured = capture(
+            self.step.body(part.units),
+            forms,
+            static,
+            used,
+            is_last=is_last,
+            is_donated=own is not None,
+            own=own if is_last else None,
+            is_open=is_open,
+        )
+        traced = time.perf_counter()
+        call = compile_graph(captured.graph, options.backend, options.mode)
+        variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
+        variant.nodes = len(captured.graph.graph.nodes)
+        say(f" {variant.nodes} operations, {variant.trace_seconds + variant.compile_seconds:.1f} s\n")
+        replays = options.mode == "reduce-overhead" and forms["key"].specs[0].device.type == "cuda"
+        return Link(captured, call, variant, replays=replays)
+
+    def _acting(self, part: Part) -> tuple[str, ...]:
+        """The algorithms that act in a part, as `name at event`."""
+        nodes = dict.fromkeys(unit.node for unit in part.units)
+        events = [event for node in nodes for event in events_in([self.step.program[node]])]
+        here = {unit.algorithm.name for unit in part.units if unit.algorithm is not None}
+        return tuple(
+            f"{algorithm.name} at {event}"
+            for event in events
+            for algorithm in self.step.matcher.matched(part.bits, event, self.step.algorithms)
+            if algorithm.name in here or event in self.step.differentiated
+        )
+
+
+def _still_own(name: str, own: tuple[bool, ...], link: Link) -> tuple[bool, ...]:
+    if name not in link.writes:
+        return own
+    _, where = link.writes[name]
+    return tuple(
+        source == Source(name, i) and is_own for i, (source, is_own) in enumerate(zip(where, own, strict=True))
+    )
+
+
+def _shapes(batch: Form, *, is_open: bool) -> str:
+    shapes = [spec.shape for spec in (opened(batch, size_of({"batch": batch})) if is_open else batch).specs]
+    return " ".join("x".join("n" if size == -1 else str(size) for size in shape) or "()" for shape in shapes)
+
+
+IDLE: dict[str, Form] = {name: Form.of({} if name == "metrics" else None)[0] for name in FIELDS}
+"""What a state's fields are when nothing is said."""

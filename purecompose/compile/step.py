@@ -1,0 +1,287 @@
+"""compile: a step in, a step out that runs compiled graphs."""
+
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose._checks import check_flag, check_whole, shown
+from purecompose._device import arithmetic
+from purecompose._form import Form, spec_of
+from purecompose._functorch import is_transforming
+from purecompose.compile.backends import MODES
+from purecompose.compile.capture import TraceError
+from purecompose.compile.flight import Boarding, fly
+from purecompose.compile.library import Library, Options, environment
+from purecompose.compile.links import EAGER, Entry, Route
+from purecompose.compile.variants import Variants
+from purecompose.compose import Prepared, Step
+from purecompose.lease import LASTING, Lane, Lease
+from purecompose.state import State
+
+
+__all__ = ["CompiledStep", "compile"]
+
+
+def compile(  # noqa: A001
+    step: Step,
+    *,
+    donate: bool = True,
+    mode: str | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    fallback: bool = False,
+    eager_below: int = 0,
+    dynamic: bool = False,
+    max_variants: int = 32,
+    quiet: bool = False,
+) -> "CompiledStep":
+    """A step that does the same in compiled code.
+
+    Each schedule (which algorithms act) and each form of batch is traced once into a flat graph of tensor operations,
+    forward, backward and update together, and compiled; from then on a step is one look-up and one call. No guards
+    run: the key of the look-up holds everything that the graph takes for granted.
+
+    With `donate`, the new parameters are written into the old ones' memory, and the state that a step was given is
+    *spent*, if it came from this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
+    `SpentStateError`. The first state that is given stays whole, and so does every tensor that was read from a state:
+    reading copies out. `state.copy()` keeps a state.
+
+    Under a transform of `torch.func`, and where a leaf requires a gradient, the step runs as it was composed.
+
+    Args:
+        step: What `compose` or `population` gave.
+        donate: Write new values over old ones.
+        mode: As in `torch.compile`: `"max-autotune"` tries kernels out, `"reduce-overhead"` replays CUDA graphs.
+        backend: `"inductor"`; `"eager"`, which runs the traced graph as it is, to tell faults of tracing from faults
+            of compiling; or any other backend of `torch.compile`.
+        fallback: Run steps that cannot be traced as they were composed, with one warning, instead of raising.
+        eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
+            worth a variant. A fixed rule, so that a resumed run does the same.
+        dynamic: Leave the number of examples open: one variant serves all sizes from 2 on, where the algorithms let it.
+            Good for batches whose size changes often; code for a fixed size is faster.
+        max_variants: How many parts may be compiled before a `VariantLimitError` says what makes so many.
+        quiet: Do not announce compilations on standard error.
+
+    Returns:
+        A step with `variants()` and `warmup(state, batch)` beside all that it had.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+
+    Example:
+        >>> from purecompose import State, compose, losses, loop_events, optim
+        >>> net = torch.nn.Linear(2, 1)
+        >>> state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> step = compile(compose(loop_events), backend="eager", quiet=True)
+        >>> step(state, (torch.ones(4, 2), torch.zeros(4, 1))).timestamp.batch
+        1
+    """
+    if isinstance(step, CompiledStep):
+        raise TypeError("compile: the step is compiled already; compile(step.step, ...) compiles it anew")
+    if not all(callable(getattr(step, name, None)) for name in ("prepare", "units", "body")):
+        raise TypeError(f"compile: expected a step, as compose(...) gives it, got {shown(step)}")
+    if mode not in MODES:
+        raise ValueError(f"compile: mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+    if not isinstance(backend, str) and not callable(backend):
+        raise TypeError(f"compile: backend: expected a name or a function (graph, inputs) -> function, got {backend!r}")
+    for flag, name in ((donate, "donate"), (fallback, "fallback"), (quiet, "quiet"), (dynamic, "dynamic")):
+        check_flag(flag, f"compile: {name}")
+    check_whole(max_variants, "compile: max_variants", 1)
+    check_whole(eager_below, "compile: eager_below", 0)
+    announce = None if quiet else _to_stderr
+    return CompiledStep(step, Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, announce))
+
+
+class CompiledStep:
+    """A step that runs compiled; made by `compile`. What else a `Step` has, it has too, and does as composed."""
+
+    def __init__(self, step: Step, options: Options) -> None:
+        """Compiles nothing yet."""
+        self.step, self.options = step, options
+        self._library = Library(step, options)
+        self._refused: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "step":
+            raise AttributeError(name)
+        return getattr(self.step, name)
+
+    def __call__(self, state: State, batch: Any) -> State:
+        """The state after one batch; see `compile`.
+
+        Raises:
+            SpentStateError: The state was given to an earlier step, which wrote over its memory.
+            TraceError: The step cannot be compiled.
+            VariantLimitError: It wants more variants than `max_variants`.
+        """
+        if not isinstance(state, State):
+            raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
+        lease: Lease | None = state.__dict__.get("_lease")
+        if lease is not None:
+            lease.check()
+        prepared = self.step.prepare(state, batch)
+        shape, tensors = _shape_of(batch)
+        boarding = None if self._must_be_eager(batch, prepared, shape) else self._board(state, lease)
+        if boarding is None:
+            return self.step(state, batch)
+        place = (prepared.bits, shape, environment())
+        with arithmetic(prepared.start.context.precision, state.key.device):
+            route = boarding.entry.routes.get(place) or self._find(boarding.entry, place, prepared)
+            if route is not EAGER:
+                return fly(self._library, boarding, prepared, tensors, route)
+        return self.step(state, batch)
+
+    def variants(self) -> Variants:
+        """What has been compiled so far; prints as a table."""
+        return Variants(self._library.variants)
+
+    def warmup(self, state: State, *examples: Any) -> Variants:
+        """Compiles ahead what a run from this state will need.
+
+        Args:
+            state: Where the run starts; it is not changed, nor is it spent.
+            examples: Batches, one of each form that will come.
+
+        Returns:
+            As `variants`. What comes after a host algorithm is not built ahead: its result decides the form.
+
+        Raises:
+            ValueError: The run has neither a duration nor an epoch's length.
+        """
+        if state.__dict__.get("_lease") is not None:
+            state = state.copy()
+        for batch in examples:
+            for prepared in _moments(self.step, state, batch):
+                shape, _ = _shape_of(batch)
+                boarding = None if self._must_be_eager(batch, prepared, shape) else self._board(state, None)
+                if boarding is not None:
+                    place = (prepared.bits, shape, environment())
+                    with arithmetic(prepared.start.context.precision, state.key.device):
+                        boarding.entry.routes.get(place) or self._find(boarding.entry, place, prepared)
+        return self.variants()
+
+    def replace(self, **changes: Any) -> "CompiledStep":
+        """The step with another program, other algorithms, passes or microbatches, compiled anew."""
+        return CompiledStep(self.step.replace(**changes), self.options)
+
+    def __repr__(self) -> str:
+        return f"compile({self.step!r}, {len(self._library.variants)} variants)"
+
+    def _must_be_eager(self, batch: Any, prepared: Prepared, shape: "_Shape") -> bool:
+        if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
+            return True
+        floor = self.options.eager_below
+        return bool(floor) and batches.num_examples(batch, prepared.start.context.input_key) < floor
+
+    def _find(self, entry: Entry, place: Any, prepared: Prepared) -> Route:
+        """The route for a schedule and a batch that come the first time."""
+        bits, start = prepared.bits, prepared.start
+        forms = {**entry.forms, "batch": Form.of(start.batch)[0], "clock": Form.of(start.clock)[0]}
+        try:
+            self._library.watch(start, forms, bits)
+            route = self._library.route(start.static, forms, bits)
+        except TraceError as error:
+            if not self.options.fallback:
+                raise
+            if str(error) not in self._refused:
+                self._refused.add(str(error))
+                warnings.warn(f"{error} (which fallback=True does now)", stacklevel=3)
+            route = EAGER
+        entry.routes[place] = route
+        return route
+
+    def _board(self, state: State, lease: Lease | None) -> Boarding | None:
+        """The lane that the step will run on; `None` where somebody differentiates in the state."""
+        fields, is_donated = state.__dict__, self.options.donate
+        if lease is not None and lease.lane.is_donated is is_donated and fields.keys().isdisjoint(LASTING):
+            key, loss, context, home = lease.frees
+            if fields["key"] is key and fields["loss"] is loss and state.static.context is context:
+                if home is self._library:
+                    return Boarding(lease.lane, lease.entry, state)
+            return self._with_entry(lease.lane, state)
+        keeps = lease is not None and lease.lane.is_donated is is_donated
+        found: dict[str, tuple[Form, list[Tensor]]] = {}
+        for name in LASTING:
+            if not (keeps and (name not in fields or lease.untouched(name, fields[name]))):  # pyright: ignore
+                found[name] = Form.of(getattr(state, name))
+        if torch.is_grad_enabled() and any(t.requires_grad for _, tensors in found.values() for t in tensors):
+            return None
+        old = lease.lane if keeps and lease is not None else None
+        if old is not None and is_donated and all(form.is_alike(old.forms[name]) for name, (form, _) in found.items()):
+            copies = [pair for name, (_, new) in found.items() for pair in zip(old.values[name], new, strict=True)]
+            return self._with_entry(old, state, copies=copies)
+        lane = _new_lane(found, old, is_donated=is_donated)
+        return self._with_entry(lane, state, spends=old if is_donated else None)
+
+    def _with_entry(self, lane: Lane, state: State, **rest: Any) -> Boarding:
+        forms = {**lane.forms, "key": Form.of(state.key)[0], "loss": Form.of(state.loss)[0]}
+        return Boarding(lane, self._library.entry(state.context, forms), state, **rest)
+
+
+class _Shape(NamedTuple):
+    """What a batch is but for its numbers, as cheaply as it can be told."""
+
+    form: Hashable
+    is_differentiated: bool
+    """Whether somebody wants a gradient in it."""
+
+
+def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
+    """The batch's shape, and its tensors."""
+    if type(batch) is tuple:
+        specs, requires_grad = [], False
+        for tensor in batch:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+                break
+            specs.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
+            requires_grad = requires_grad or tensor.requires_grad
+        else:
+            return _Shape(tuple(specs), requires_grad and torch.is_grad_enabled()), list(batch)
+    form, tensors = Form.of(batch)
+    return _Shape(form, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), tensors
+
+
+def _new_lane(found: dict[str, tuple[Form, list[Tensor]]], old: Lane | None, *, is_donated: bool) -> Lane:
+    """A lane of its own memory (with donation), which takes over what is not found from an earlier one."""
+    forms, values = {}, {}
+    for name in LASTING:
+        if name not in found:
+            assert old is not None
+            forms[name], values[name] = old.forms[name], old.values[name]
+            continue
+        form, tensors = found[name]
+        tensors = [tensor.detach() for tensor in tensors]
+        if is_donated:
+            # One by one: a slot may alias a parameter, and two writes into one memory would be one too many.
+            tensors = [tensor.clone() for tensor in tensors]
+            form = form.with_specs(map(spec_of, tensors))
+        forms[name], values[name] = form, tensors
+    return Lane(forms, values, is_donated=is_donated)
+
+
+def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
+    """The step's beginning once for each schedule that the rest of the run will have, with batches of this form."""
+    run, seen = state.timestamp.run, set()
+    if run.duration is None and run.batches_per_epoch is None:
+        raise ValueError(
+            "warmup: the run's length is not known: give State.create a duration or batches_per_epoch; or call the "
+            "step once for what you want compiled"
+        )
+    end = None if run.duration is not None else state.timestamp.epoch + 1
+    while not state.timestamp.is_finished() and state.timestamp.epoch != end:
+        prepared = step.prepare(state, batch)
+        if prepared.bits not in seen:
+            seen.add(prepared.bits)
+            yield prepared
+        if prepared.later == state.timestamp:
+            return
+        state = state.replace(timestamp=prepared.later)
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

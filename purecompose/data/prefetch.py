@@ -1,0 +1,130 @@
+"""Batches on their way to a GPU while it still works on the ones before.
+
+A copy from ordinary memory makes the host wait for the GPU. Here each batch goes into pinned memory and from there
+on a stream of its own, a few batches ahead of the one that is asked for.
+
+Batches are read where they are asked for, in no thread of their own: a `DataLoader` reads ahead by its workers
+already, while a thread would draw from torch's global generator and run the loader's code beside the step's. On
+devices without streams nothing is read ahead.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose._checks import check_whole
+
+
+__all__ = ["prefetch"]
+
+
+def prefetch(data: Iterable[Any], device: torch.device | str, size: int = 2) -> Iterator[Any]:
+    """The batches on a device, in their order; for CUDA copied ahead.
+
+    What raises while reading ahead is raised when its turn comes, after the batches before it. Closing the iterator
+    (or dropping it) lets go of what was read ahead: a source that cannot be iterated again has then lost up to
+    `size` batches.
+
+    Args:
+        data: Batches of any form, see `purecompose.batch`; iterated once.
+        device: Where the batches are wanted. Those that are there already are passed on, and not read ahead.
+        size: How many batches are under way or waiting at most, the one that is asked for included; at least 1.
+
+    Raises:
+        TypeError, ValueError: `size` is no whole number of at least 1.
+
+    Example:
+        >>> [batch.tolist() for batch in prefetch([torch.tensor([1]), torch.tensor([2])], "cpu")]
+        [[1], [2]]
+    """
+    check_whole(size, "prefetch: size", 1)
+    device = torch.device(device)
+    if device.type != "cuda":
+        return (_moved(batch, device) for batch in data)
+    return _ahead(data, _Sender(device).send, size)
+
+
+class _Sent(NamedTuple):
+    """A batch that may still be under way."""
+
+    arrived: Callable[[], Any]
+    """Gives the batch to whoever works with it now."""
+    is_under_way: bool
+    """Whether there was anything to copy."""
+
+
+def _ahead(data: Iterable[Any], send: Callable[[Any], _Sent], size: int) -> Iterator[Any]:
+    """Sends batches up to `size` ahead; one at a time where nothing has to be copied."""
+    source, waiting = iter(data), deque[_Sent]()
+    failure: Exception | None = None
+    depth, is_over = 1, False
+    while True:
+        while not is_over and len(waiting) < depth:
+            try:
+                sent = send(next(source))
+            except StopIteration:
+                is_over = True
+            except Exception as error:  # its turn comes after the batches before it
+                failure, is_over = error, True
+            else:
+                waiting.append(sent)
+                depth = size if sent.is_under_way else 1
+        if not waiting:
+            break
+        yield waiting.popleft().arrived()
+    if failure is not None:
+        raise failure
+
+
+class _Sender:
+    """Copies batches to a GPU on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.stream = torch.cuda.Stream(self.device)
+
+    def send(self, batch: Any) -> _Sent:
+        if all(tensor.device == self.device for tensor in batches.tensors(batch)):
+            return _Sent(lambda: batch, False)
+        copies: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            if tensor.device == self.device:
+                return tensor
+            copies.append(_pinned(tensor).to(self.device, non_blocking=True))
+            return copies[-1]
+
+        with torch.cuda.stream(self.stream):
+            moved = batches.map_tensors(copy, batch)
+            event = self.stream.record_event()
+
+        def arrived() -> Any:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(event)
+            for tensor in copies:
+                # The memory is the copying stream's; without this it could be written again while it is being read.
+                if tensor.layout is torch.strided:
+                    tensor.record_stream(current)
+            return moved
+
+        return _Sent(arrived, True)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """The tensor in memory that the GPU can read by itself; what is not plain memory stays as it is."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
+        return tensor
+    if 0 in tensor.stride():  # one element for many, as `expand` makes it, which no copy can be written to
+        tensor = tensor.contiguous()
+    return tensor.pin_memory()
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if all(tensor.device == device for tensor in batches.tensors(batch)):
+        return batch
+    return batches.map_tensors(lambda tensor: tensor.to(device), batch)

@@ -1,0 +1,85 @@
+"""The scripts in benchmarks/ run in their short form, and write rows that say what they measured."""
+
+import json
+import pathlib
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a script with the eager backend, and gives its rows."""
+
+    def run_script(name: str, *arguments: str) -> list[dict[str, Any]]:
+        given = ["--short", "--backend", "eager", "--out", str(tmp_path), *arguments]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
+        monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+        num_threads = torch.get_num_threads()
+        try:
+            with torch.random.fork_rng():
+                runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        finally:
+            torch.set_num_threads(num_threads)
+        written = json.loads((tmp_path / f"{name}.json").read_text())
+        assert written["torch"] == torch.__version__ and written["processor"]
+        return written["rows"]
+
+    return run_script
+
+
+# torch.compile warns of itself: of modules on their way out, of gradients that it looks for.
+@pytest.mark.filterwarnings("ignore")
+def test_step_overhead_measures_five_sides_without_and_with_methods(run: Run) -> None:
+    rows = run("step_overhead")
+    assert [row["methods"] for row in rows] == ["none"] * 5 + ["mixup + label smoothing"] * 5
+    assert len({row["side"] for row in rows}) == 5
+    for row in rows:
+        assert row["us a step"] > 0
+        assert (row["of by hand"] == 1.0) is (row["side"] == "by hand")
+        assert bool(row["of plain"]) is (row["methods"] != "none")
+
+
+def test_unmatched_compares_sleeping_algorithms_with_none(run: Run) -> None:
+    rows = run("unmatched")
+    assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
+
+
+def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
+    rows = run("many_leaves")
+    assert [row["donated"] for row in rows] == [False, True]
+    # The graphs are there on one side and gone on the other.
+    assert all(0 < row["hollow us"] < row["whole us"] and row["graphs alone us"] > 0 for row in rows)
+
+
+def test_algorithms_cost_has_rows_for_what_an_algorithm_takes(run: Run) -> None:
+    rows = run("algorithms_cost", "--algorithm", "label_smoothing")
+    assert [(row["algorithm"], row["network"].partition(" ")[0]) for row in rows] == [
+        ("label_smoothing(0.1)", "MLP"),
+        ("label_smoothing(0.1)", "CNN,"),
+    ]
+    assert all(row["eager ratio"] > 0 and row["compiled ratio"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_compile_time_starts_two_processes(run: Run) -> None:
+    first, second = run("compile_time")
+    assert (first["process"], second["process"]) == ("first", "second")
+    assert first["from start s"] > first["from call s"] > 0
+    assert first["of first, from start"] == 1.0
+
+
+@pytest.mark.slow
+def test_peers_agree_with_each_other(run: Run) -> None:
+    rows = run("peers")  # which stops where two sides disagree about the loss
+    assert [row["side"] for row in rows][:2] == ["by hand", "by hand + torch.compile"]
+    assert all(row["us a step"] > 0 for row in rows)
