@@ -6,7 +6,7 @@ once, with the algorithms in the order that the passes give them; a step looks i
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -43,10 +43,10 @@ class Prepared(NamedTuple):
 
     bits: int
     """Its schedule: which algorithms act, as `Matcher.schedule` gives it."""
-    start: State
-    """The state that the fold starts from: with its batch and its clock, the timestamp sealed."""
     later: Timestamp
     """The time after the step."""
+    start: Callable[[], State]
+    """Makes the state that the fold starts from: with its batch and its clock, the timestamp sealed."""
 
 
 class Step:
@@ -107,7 +107,8 @@ class Step:
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
-        bits, start, _ = self.prepare(state, batch, purpose=purpose, draw=draw)
+        prepared = self.prepare(state, batch, purpose=purpose, draw=draw)
+        bits, start = prepared.bits, prepared.start()
         variant = (bits, batches.num_examples(batch, start.context.input_key))
         checked = self._checked.get(variant)
         grad_mode = nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad()
@@ -126,13 +127,16 @@ class Step:
         if self.has_advance:
             later = now.advance(batches.num_examples(batch, context.input_key), batches.num_tokens(batch))
         bits = self.matcher.schedule(state, batch, now, later)
-        start = state.replace(
-            static=Static(context, SealedTime(now, later)),
-            clock=Clock.of(now, later, context.schedules, state.device, purpose=purpose, draw=draw),
-            batch=batch,
-            metrics={},
-        )
-        return Prepared(bits, start, later)
+
+        def start() -> State:
+            return state.replace(
+                static=Static(context, SealedTime(now, later)),
+                clock=Clock.of(now, later, context.schedules, state.device, purpose=purpose, draw=draw),
+                batch=batch,
+                metrics={},
+            )
+
+        return Prepared(bits, later, start)
 
     def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
         """What a schedule comes to: the program's steps, with the algorithms that act in their order."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._form import Form
+from purecompose.time import Timestamp
 
 
 __all__ = ["LASTING", "Lane", "Lease", "SpentStateError"]
@@ -39,10 +40,14 @@ class Lane:
         self.forms, self.values, self.is_donated = forms, values, is_donated
         self.bound: dict[Any, Any] = {}
         self.generation = 0
-        self.reason: Any = ""
+        self.reason: str | Timestamp = ""
 
-    def spend(self, reason: Any) -> None:
-        """Ends all leases; the reason's `str` goes on after "its memory"."""
+    def spend(self, reason: str | Timestamp) -> None:
+        """Ends all leases.
+
+        Args:
+            reason: The time of the state that is there now, or what happened, going on after "its memory".
+        """
         self.generation += 1
         self.reason = reason
 
@@ -80,8 +85,11 @@ class Lease:
     def check(self) -> None:
         """Raises a `SpentStateError` where the lease has ended."""
         if not self.is_live:
+            reason = self.lane.reason
+            if isinstance(reason, Timestamp):
+                reason = f"was given to a step, which wrote the state after batch {reason.batch} into it"
             raise SpentStateError(
-                f"this state is spent: its memory {self.lane.reason}. Its loss, metrics and timestamp stay; to go on "
+                f"this state is spent: its memory {reason}. Its loss, metrics and timestamp stay; to go on "
                 "from it later, keep state.copy() before the step; or compile(step, donate=False), which writes over "
                 "nothing"
             )

@@ -61,8 +61,13 @@ class Population(Step):
         """
         self._check_members(state)
         own, given = self._batch_of_one(batch), batch if self.batches == "each" else shared(batch)
-        bits, one, later = super().prepare(self._one(state), own, purpose=purpose, draw=draw)
-        return Prepared(bits, state.replace(static=one.static, clock=one.clock, batch=given, metrics={}), later)
+        bits, later, start_of_one = super().prepare(self._one(state), own, purpose=purpose, draw=draw)
+
+        def start() -> State:
+            one = start_of_one()
+            return state.replace(static=one.static, clock=one.clock, batch=given, metrics={})
+
+        return Prepared(bits, later, start)
 
     def fold(
         self,

@@ -214,7 +214,8 @@ def test_a_step_in_parts_is_the_step(num_parts):
     pop, batch = population(step, 3, 2), make_batch()
     states = pop.init(stack_states(make_members()))
     expected = pop(states, batch)
-    bits, current, _ = pop.prepare(states, batch)
+    bits, _, start = pop.prepare(states, batch)
+    current = start()
     units, notes = pop.units(bits), Notes()
     cuts = [len(units) * i // num_parts for i in range(num_parts + 1)]
     with torch.no_grad():
@@ -228,7 +229,8 @@ def test_a_step_in_parts_is_the_step(num_parts):
 def test_an_untouched_batch_stays_one_and_untouched_fields_are_the_same_objects():
     pop, batch = population(compose(loop_events), 3), make_batch()
     states = stack_states(make_members())
-    bits, start, _ = pop.prepare(states, batch)
+    bits, _, make_start = pop.prepare(states, batch)
+    start = make_start()
     with torch.no_grad():
         end = pop.body(pop.units(bits))(start, Notes())
     assert [leaf.value for leaf in end.batch] == list(batch)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, _guards, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -37,7 +37,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
             `torch.compile(backend=...)` takes.
         mode: As in `torch.compile`.
     """
-    if backend == "eager":
+    if backend == "eager" or not _placeholders(graph):
         return lambda args: graph(*args)
     if backend != "inductor":
         return _by_torch_compile(graph, backend, None)
@@ -62,7 +62,10 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     options["triton.cudagraphs"] = False  # graphs are captured in a room of their own, around the whole call
     # Our key has compared sizes already.
     options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(inductor.config, name)}
-    with inductor.config.patch(options):
+    mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
+    # Without a tracing context nothing would be kept on disk.
+    context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
+    with inductor.config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions)
         compiled = inner.compile_fx_inner(graph, [node.meta["val"] for node in _placeholders(graph)])
     return getattr(compiled, "current_callable", None) or compiled
@@ -76,15 +79,12 @@ def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
     """The graph without in-place operations on its way, in the operations that Inductor knows."""
-    fakes = [node.meta["val"] for node in _placeholders(graph)]
-    mode = torch._guards.detect_fake_mode(fakes)
-    with mode or torch.no_grad():
-        return make_fx(
-            torch.func.functionalize(graph),
-            decomposition_table=decompositions,
-            tracing_mode="real" if mode is None or mode.shape_env is None else "symbolic",
-            _allow_non_fake_inputs=True,
-        )(*fakes)
+    return make_fx(
+        torch.func.functionalize(graph),
+        decomposition_table=decompositions,
+        tracing_mode="symbolic",
+        _allow_non_fake_inputs=True,
+    )(*[node.meta["val"] for node in _placeholders(graph)])
 
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:

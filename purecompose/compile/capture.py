@@ -5,6 +5,7 @@ on the way: these, and no others, decide later whether the graph may be used aga
 """
 
 import contextlib
+import importlib
 import linecache
 import pathlib
 import traceback
@@ -21,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from purecompose._form import ABSENT, Form
 from purecompose.compile.sizes import OPEN_FIELDS, Size, size_of
@@ -70,9 +70,11 @@ class Captured(NamedTuple):
     """The number of examples, where it is left open."""
 
 
-def fake_mode(*, with_symbols: bool = False) -> FakeTensorMode:
+def fake_mode() -> FakeTensorMode:
     """Where fake tensors live; constants of closures are let in."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if with_symbols else None)
+    # Imported here: it brings sympy along, which eager runs never need.
+    symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic_shapes.ShapeEnv())
 
 
 class _Recorder:
@@ -122,7 +124,7 @@ def capture(
     Raises:
         TraceError: The part cannot be traced; the message names algorithm and line.
     """
-    mode = fake_mode(with_symbols=is_open)
+    mode = fake_mode()
     size = Size(mode, size_of(forms)) if is_open else None
     with mode:
         fakes = {

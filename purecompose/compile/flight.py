@@ -1,6 +1,6 @@
 """One step along its route: the links one after the other, host algorithms between them, and the new state."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,30 +30,26 @@ class Boarding(NamedTuple):
     """An earlier lane, part of which lives on in this one."""
 
 
-class _GivenOn(NamedTuple):
-    """Why a lane was spent: a step was given the state."""
-
-    later: Timestamp
-
-    def __str__(self) -> str:
-        return f"was given to a step that wrote the state after batch {self.later.batch} into it"
-
-
 _UNFINISHED = "was being written over by a step that did not finish"
 
 
 def fly(library: Library, boarding: Boarding, prepared: Prepared, batch: list[Tensor], route: Route) -> State:
     """The state after the step."""
-    lane, state, start = boarding.lane, boarding.state, prepared.start
+    lane, state = boarding.lane, boarding.state
     if boarding.spends is not None:
-        boarding.spends.spend(_GivenOn(prepared.later))
+        boarding.spends.spend(prepared.later)
     if boarding.copies:
         lane.spend(_UNFINISHED)
         for to, new in boarding.copies:
             to.copy_(new)
-    values: Values = {**_EMPTY, **lane.values, "key": [state.key], "batch": batch}
-    if state.loss is not None:
-        values["loss"] = [state.loss]
+    values: Values = {"key": [state.key], "loss": [] if state.loss is None else [state.loss], "batch": batch}
+    if route.plain is not None:
+        # The usual step: one graph from the lane and the batch, which writes into the lane.
+        lane.spend(_UNFINISHED)
+        route.plain.run(values, lane, is_first=True)
+        return _landed(library, route, state.static, lane, values, prepared.later)
+    start = prepared.start()
+    values = {**_EMPTY, **lane.values, **values}
     if route.takes_clock:
         values["clock"] = [start.clock.table]  # pyright: ignore[reportOptionalMemberAccess]
     static, is_start = start.static, True
@@ -80,7 +76,7 @@ def _landed(library: Library, route: Route, static: Static, lane: Lane, values: 
             settled = _settled(forms, lane, values)
             is_usual = settled is lane
             lane = settled
-        lane.reason = _GivenOn(later)
+        lane.reason = later
     key, loss = values["key"][0], values["loss"][0] if values["loss"] else None
     exit_entry = route.exit
     if exit_entry is None or not is_usual:
@@ -92,7 +88,7 @@ def _landed(library: Library, route: Route, static: Static, lane: Lane, values: 
         static=Static(static.context, later),
         key=key,
         loss=loss,
-        metrics=forms["metrics"].build(values["metrics"]),
+        metrics=forms["metrics"].build(values["metrics"]) if "metrics" in values else {},
         _lease=Lease(lane, exit_entry, (key, loss, static.context, library)),
     )
     return state

@@ -1,7 +1,7 @@
 """The library of a compiled step: its links, and the routes made of them. What is missing is compiled here."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 

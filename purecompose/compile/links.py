@@ -36,6 +36,7 @@ class Link:
         "used",
         "variant",
         "takes_clock",
+        "is_plain",
         "_replays",
         "_size",
     )
@@ -47,7 +48,9 @@ class Link:
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
         self._size = captured.size
         passed = (source for _, where in captured.writes.values() for source in where)
-        self.takes_clock = any(source.field == "clock" for source in (*captured.takes, *passed))
+        taken = {source.field for source in (*captured.takes, *passed)}
+        self.takes_clock = "clock" in taken
+        self.is_plain = taken <= {None, *LASTING, "key", "loss", "batch"}
 
     def fits(self, forms: Mapping[str, Form]) -> bool:
         """Whether everything that the part looks at has the form that it was built for."""
@@ -133,7 +136,12 @@ class Route:
     exit: "Entry | None" = None
     """Where the next step starts, once it is known."""
 
+    plain: Link | None = None
+    """The only link, where it takes nothing but the lane, key, loss and batch, and writes into the lane."""
+
     def __post_init__(self) -> None:
+        if self.writes_lane and len(self.links) == 1 and self.links[0].is_plain:
+            self.plain = self.links[0]
         self.takes_clock = any(link.takes_clock for link in self.links) or self.host is not None
 
 

@@ -125,11 +125,11 @@ class CompiledStep:
             lease.check()
         prepared = self.step.prepare(state, batch)
         shape, tensors = _shape_of(batch)
-        boarding = None if self._must_be_eager(batch, prepared, shape) else self._board(state, lease)
+        boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, lease)
         if boarding is None:
             return self.step(state, batch)
         place = (prepared.bits, shape, environment())
-        with arithmetic(prepared.start.context.precision, state.key.device):
+        with arithmetic(state.static.context.precision, state.key.device):
             route = boarding.entry.routes.get(place) or self._find(boarding.entry, place, prepared)
             if route is not EAGER:
                 return fly(self._library, boarding, prepared, tensors, route)
@@ -157,10 +157,10 @@ class CompiledStep:
         for batch in examples:
             for prepared in _moments(self.step, state, batch):
                 shape, _ = _shape_of(batch)
-                boarding = None if self._must_be_eager(batch, prepared, shape) else self._board(state, None)
+                boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, None)
                 if boarding is not None:
                     place = (prepared.bits, shape, environment())
-                    with arithmetic(prepared.start.context.precision, state.key.device):
+                    with arithmetic(state.static.context.precision, state.key.device):
                         boarding.entry.routes.get(place) or self._find(boarding.entry, place, prepared)
         return self.variants()
 
@@ -171,15 +171,15 @@ class CompiledStep:
     def __repr__(self) -> str:
         return f"compile({self.step!r}, {len(self._library.variants)} variants)"
 
-    def _must_be_eager(self, batch: Any, prepared: Prepared, shape: "_Shape") -> bool:
+    def _must_be_eager(self, state: State, batch: Any, shape: "_Shape") -> bool:
         if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
             return True
         floor = self.options.eager_below
-        return bool(floor) and batches.num_examples(batch, prepared.start.context.input_key) < floor
+        return bool(floor) and batches.num_examples(batch, state.context.input_key) < floor
 
     def _find(self, entry: Entry, place: Any, prepared: Prepared) -> Route:
         """The route for a schedule and a batch that come the first time."""
-        bits, start = prepared.bits, prepared.start
+        bits, start = prepared.bits, prepared.start()
         forms = {**entry.forms, "batch": Form.of(start.batch)[0], "clock": Form.of(start.clock)[0]}
         try:
             self._library.watch(start, forms, bits)
