@@ -70,7 +70,8 @@ def fit(
     observers = (observers,) if callable(observers) else tuple(observers)
     state, budget = _with_duration(state, duration)
     state = _with_epoch_length(state, data)
-    run = _Run(step, step.replace(program=eval_events), evaluators, tuple(observers), budget)
+    composed = step.step if isinstance(step, CompiledStep) else step
+    run = _Run(step, composed.replace(program=eval_events), evaluators, tuple(observers), budget)
     if state.timestamp.is_finished():
         raise ValueError(
             f"nothing left to train: the state stands at {state.timestamp!r}, at the end of its run; "
@@ -119,7 +120,7 @@ class _Run:
 
     def __init__(
         self,
-        step: Step,
+        step: Step | CompiledStep,
         eval_step: Step,
         evaluators: tuple[Evaluator, ...],
         observers: tuple[Observer, ...],

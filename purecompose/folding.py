@@ -59,6 +59,9 @@ class Unit(NamedTuple):
     """Its place in the program: the index of the node it came from."""
     algorithm: Algorithm | None = None
     """Whom an event lets act."""
+    sliced: "Callable[[Callable[[Body], Body]], Body] | None" = None
+    """For a scope that runs on several slices of the batch: makes it anew, what runs on a slice put through a
+    function, such as one that compiles it."""
 
 
 def build(program: Iterable[Node], at: At, microbatches: int) -> tuple[Unit, ...]:
@@ -102,7 +105,12 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
         body = _grad(in_turn(_build(node.body, place)), node.wrt)
         body = body if place.is_slice else _repeatable(body)
     elif isinstance(node, Microbatches):
-        body = _repeatable(_with_own_gradients(_microbatches(node, place)))
+
+        def sliced(change: Callable[[Body], Body]) -> Body:
+            return _repeatable(_with_own_gradients(_microbatches(node, place, change)))
+
+        is_cut = (node.k or place.microbatches) > 1 and not place.is_slice
+        return [Unit(sliced(lambda body: body), True, index, None, sliced if is_cut else None)]
     elif node is loss and place.is_weighted:
         body = _stage(_noted(loss), counts=True)
     else:
@@ -110,12 +118,15 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
     return [Unit(body, True, index)]
 
 
-def _microbatches(node: Microbatches, place: _Place) -> Body:
+def _microbatches(node: Microbatches, place: _Place, change: Callable[[Body], Body]) -> Body:
     k = node.k or place.microbatches
     # A single slice is the whole of what is around it, and its loss weighs there what it weighs alone.
     inner = place._replace(is_slice=True, is_weighted=place.is_weighted or k > 1)
     body = in_turn(_build(node.body, inner))
-    return body if k == 1 else lambda state, notes: _run_sliced(body, state, notes, k)
+    if k == 1:
+        return body
+    changed = change(body)
+    return lambda state, notes: _run_sliced(changed, state, notes, k)
 
 
 def _grad(body: Body, wrt: str | None) -> Body:

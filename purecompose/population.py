@@ -94,7 +94,7 @@ class Population(Step):
     def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
         """As a step's. Host algorithms take stacked states, and act on member after member."""
         return tuple(
-            unit._replace(run=self._one_by_one(unit)) if _is_host(unit) else unit
+            unit._replace(run=self._one_by_one(unit)) if _is_host(unit) else unit._replace(sliced=None)
             for unit in super().units(bits, observe)
         )
 

@@ -99,6 +99,18 @@ def test_the_pages_gradient_through_two_steps_is_the_difference_quotient() -> No
     torch.testing.assert_close(gradient, quotient, rtol=0.02, atol=1e-3)
 
 
+def test_compiled_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("compile.md")
+    shown = capsys.readouterr()
+    page = (ROOT / "docs" / "compile.md").read_text()
+    (table,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    assert re.sub(r"[\d.]+|\s+", "", table) in re.sub(r"[\d.]+|\s+", "", shown.out)
+    assert "this state is spent" in shown.out
+    assert "a step cannot be compiled in by_number at" in shown.out
+    assert shown.err.count("purecompose: compiling part") == len(names["compiled"].variants()) == 2
+    assert names["state"].timestamp.batch == 28
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())

@@ -37,7 +37,8 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
             `torch.compile(backend=...)` takes.
         mode: As in `torch.compile`.
     """
-    if backend == "eager" or not _placeholders(graph):
+    is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
+    if backend == "eager" or is_empty or not _placeholders(graph):
         return lambda args: graph(*args)
     if backend != "inductor":
         return _by_torch_compile(graph, backend, None)
@@ -72,19 +73,23 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
 
 
 def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:
-    options = {"mode": mode} if mode is not None else {}
-    fn = torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, **options)
+    fn: Any = torch.compile(graph, backend=backend, mode=mode, fullgraph=True, dynamic=False)
     return lambda args: fn(*args)
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
-    """The graph without in-place operations on its way, in the operations that Inductor knows."""
-    return make_fx(
-        torch.func.functionalize(graph),
-        decomposition_table=decompositions,
-        tracing_mode="symbolic",
-        _allow_non_fake_inputs=True,
-    )(*[node.meta["val"] for node in _placeholders(graph)])
+    """The graph without in-place operations on its way, in the operations that Inductor knows.
+
+    Decomposed first: batch norm writes into its running statistics without saying so, and only its parts do say.
+    """
+    fakes = [node.meta["val"] for node in _placeholders(graph)]
+    options: dict[str, Any] = {
+        "decomposition_table": decompositions,
+        "tracing_mode": "symbolic",
+        "_allow_non_fake_inputs": True,
+    }
+    decomposed = make_fx(graph, **options)(*fakes)
+    return make_fx(torch.func.functionalize(decomposed), **options)(*fakes)
 
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:

@@ -17,13 +17,16 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose._form import ABSENT, Form
+from purecompose import tree
+from purecompose._form import Form, Spec
+from purecompose.compile.seam import FIELDS, Seam, Source, Writes
 from purecompose.compile.sizes import OPEN_FIELDS, Size, size_of
 from purecompose.context import Static
 from purecompose.folding import Body, Notes
@@ -31,23 +34,13 @@ from purecompose.lease import LASTING
 from purecompose.state import State
 
 
-__all__ = ["FIELDS", "Captured", "Source", "TraceError", "capture", "fake_mode", "state_of"]
+__all__ = ["Captured", "TraceError", "capture", "explained", "fake_mode", "state_of"]
 
-FIELDS = (
-    *LASTING, "key", "loss", "metrics", "batch", "outputs", "grads", "clock", "first_example", "regrad",
-)  # fmt: skip
 _LEFT_AT_THE_END = (*LASTING, "key", "loss", "metrics")
 
 
 class TraceError(RuntimeError):
     """A part of a step cannot be compiled: it reads a number, or does something that no graph can hold."""
-
-
-class Source(NamedTuple):
-    """Where a tensor comes from: an incoming field's, or (with no field) one of the graph's results."""
-
-    field: str | None
-    index: int
 
 
 class Captured(NamedTuple):
@@ -60,8 +53,8 @@ class Captured(NamedTuple):
     """The lane's tensors that are written but not read, after those of `takes`."""
     reads: dict[str, Form]
     """The fields that the part looked at, as they were."""
-    writes: dict[str, tuple[Form, tuple[Source, ...]]]
-    """The fields that it replaced: what they are now."""
+    writes: Writes
+    """The fields that it replaced."""
     copies: frozenset[int]
     """The results that share memory with a lane: they are copied before anybody sees them."""
     used: frozenset[str]
@@ -74,7 +67,9 @@ def fake_mode() -> FakeTensorMode:
     """Where fake tensors live; constants of closures are let in."""
     # Imported here: it brings sympy along, which eager runs never need.
     symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic_shapes.ShapeEnv())
+    # Numbers read from tensors would become symbols, and waits for the device.
+    env = symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
 
 
 class _Recorder:
@@ -97,70 +92,70 @@ def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = Non
     return state
 
 
-def capture(
-    body: Body,
-    forms: Mapping[str, Form],
-    static: Static,
-    used: frozenset[str],
-    *,
-    is_last: bool = False,
-    is_donated: bool = False,
-    own: Mapping[str, tuple[bool, ...]] | None = None,
-    is_open: bool = False,
-) -> Captured:
+def capture(body: Body, seam: Seam, *, is_last: bool = False, is_open: bool = False) -> Captured:
     """Traces a part of a step.
 
     Args:
         body: The part.
-        forms: The form of every field that comes in.
-        static: The static part of the state.
-        used: The gradients that earlier parts have applied.
+        seam: The state that comes in. If it travels on a lane that is donated, the last part writes there.
         is_last: Whether the step ends here: what is temporary is left out.
-        is_donated: Whether the end of the step writes into what comes in.
-        own: Write the lasting fields into the lane here, at the end of the part. For each field, which of the
-            tensors that come in are the lane's own.
         is_open: Leave the number of examples open.
 
     Raises:
         TraceError: The part cannot be traced; the message names algorithm and line.
     """
-    mode = fake_mode()
+    mode, forms, inputs = fake_mode(), seam.forms, seam.inputs()
     size = Size(mode, size_of(forms)) if is_open else None
+    sources = [place for place, source in inputs.items() if place == source]
     with mode:
-        fakes = {
-            name: [size.empty(spec) if size and name in OPEN_FIELDS else spec.empty() for spec in form.specs]
-            for name, form in forms.items()
-        }
-    sources = [Source(name, i) for name in FIELDS for i in range(len(fakes[name]))]
-    flat = [fakes[source.field][source.index] for source in sources if source.field]
+        flat = [_fake(forms[name].specs[i], size if name in OPEN_FIELDS else None) for name, i in sources]
     ends: list[_End] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
+        given = dict(zip(sources, tensors, strict=True))
         by_field: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
-        for source, tensor in zip(sources, tensors, strict=True):
-            by_field[source.field].append(tensor)  # pyright: ignore[reportArgumentType]
-        recorder, notes = _Recorder(forms, by_field), Notes(set(used))
+        for place, source in inputs.items():
+            by_field[place.field].append(given[source])
+        recorder, notes = _Recorder(forms, by_field), Notes(set(seam.used))
         with torch.no_grad():
-            end = body(state_of(static, recorder), notes)
-        ends.append(_End(end, recorder, frozenset(notes.used), is_last))
+            end = body(state_of(seam.static, recorder), notes)
+        incoming = {id(tensor): source for source, tensor in given.items()}
+        ends.append(_End(end, recorder, incoming, frozenset(notes.used), is_last=is_last))
         return ends[-1].results
 
     with explained():
         graph = make_fx(run, tracing_mode="symbolic" if is_open else "fake", _allow_non_fake_inputs=True)(*flat)
-    draft = _Draft(graph, sources, ends[-1], forms)
-    if is_donated:
+    _check_constants(graph)
+    draft = _Draft(graph, sources, ends[-1], seam)
+    if seam.lane is not None:
         draft.keep_out_of_lane()
-    if own is not None:
-        draft.write_into_lane(own)
+        if is_last:
+            draft.write_into_lane(seam.lane, seam.held)
     return draft.finished()._replace(size=size)
+
+
+def _check_constants(graph: fx.GraphModule) -> None:
+    """Raises where a tensor got in by another way than the state: it has no number, now or later."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(graph, str(node.target), None), FakeTensor):
+            raise TraceError(
+                "a step cannot be compiled: an algorithm, the loss or the network keeps a tensor of one step for "
+                f"another ({tree.describe(getattr(graph, str(node.target)))}), in a closure, a cache or a global. A "
+                "graph would hold on to what it was while tracing: keep it in state.slots[name]"
+            )
+
+
+def _fake(spec: Spec, size: Size | None) -> Tensor:
+    return spec.empty() if size is None else size.empty(spec)
 
 
 class _End:
     """How the part left the state."""
 
-    def __init__(self, state: State, recorder: _Recorder, used: frozenset[str], is_last: bool) -> None:
+    def __init__(
+        self, state: State, recorder: _Recorder, incoming: Mapping[int, Source], used: frozenset[str], *, is_last: bool
+    ) -> None:
         self.reads, self.used = tuple(recorder.issued), used
-        incoming = {id(t): Source(name, i) for name in FIELDS for i, t in enumerate(recorder.tensors[name])}
         self.results: list[Tensor] = []
         self.writes: dict[str, tuple[Form, tuple[Source, ...]]] = {}
         for name in _LEFT_AT_THE_END if is_last else FIELDS:
@@ -172,9 +167,9 @@ class _End:
     def _result(self, tensor: Tensor) -> Source:
         for index, known in enumerate(self.results):
             if known is tensor:
-                return Source(None, index)
+                return Source("", index)
         self.results.append(tensor)
-        return Source(None, len(self.results) - 1)
+        return Source("", len(self.results) - 1)
 
 
 _MISSING = object()
@@ -183,54 +178,60 @@ _MISSING = object()
 class _Draft:
     """A traced graph on its way: donation is added, and what is not needed taken out."""
 
-    def __init__(self, graph: fx.GraphModule, sources: list[Source], end: _End, forms: Mapping[str, Form]) -> None:
-        self.module, self.graph, self.forms = graph, graph.graph, forms
+    def __init__(self, graph: fx.GraphModule, sources: list[Source], end: _End, seam: Seam) -> None:
+        self.module, self.graph, self.forms = graph, graph.graph, seam.forms
         self.writes, self.reads, self.used = dict(end.writes), end.reads, end.used
+        self.taken_from = seam.inputs()
         nodes = self.graph.find_nodes(op="placeholder")
         self.inputs: dict[Source, fx.Node] = dict(zip(sources, nodes, strict=True))
+        self.lane = {seam.held[source]: node for source, node in self.inputs.items() if source in seam.held}
+        """The inputs that are a lane's tensors, by their place in the lane."""
         (self.output,) = self.graph.find_nodes(op="output")
         self.results: list[fx.Node] = list(self.output.args[0])  # pyright: ignore[reportArgumentType]
-        self.targets: dict[Source, fx.Node] = {}
+        self.targets: list[Source] = []
+        self.read_first: list[fx.Node] = []
+        """Copies of what is about to be written over. They are results too: a compiler takes a copy of an input that is
+        no result for the input itself."""
         self.copies: set[int] = set()
         """Results that the backend may give out in a lane's memory."""
 
     def keep_out_of_lane(self) -> None:
         """Copies what is a view of a lane's tensor, or lasts as one: the end of the step will write there."""
-        lane = {_storage(node) for source, node in self.inputs.items() if source.field in LASTING}
+        lane = {_storage(node) for node in self.lane.values()}
         with self.graph.inserting_before(self.output):
             for index, node in enumerate(self.results):
                 if _storage(node) in lane:
                     self.results[index] = self._clone(node)
             for name in ("loss", "metrics"):
-                form, where = self.writes.get(name, (ABSENT, ()))
-                if any(source.field in LASTING for source in where):
-                    self.writes[name] = form, tuple(self._as_result(source) for source in where)
+                if name in self.writes:
+                    form, where = self.writes[name]
+                    self.writes[name] = form, tuple(self._out_of_lane(source) for source in where)
 
-    def write_into_lane(self, own: Mapping[str, tuple[bool, ...]]) -> None:
+    def write_into_lane(self, lane: Mapping[str, Form], held: Mapping[Source, Source]) -> None:
         """Lets the graph end with copies of the new values into the lane's tensors."""
         moves: list[tuple[fx.Node, fx.Node]] = []
-        for name in LASTING:
+        for name, form in lane.items():
             _, where = self.writes.pop(name, (None, None))
-            for i, is_own in enumerate(own[name]):
+            for i, spec in enumerate(form.specs):
                 place = Source(name, i)
                 source = place if where is None else where[i]
-                if is_own and source == place:
-                    continue
-                value = self.inputs[source] if source.field else self.results[source.index]
-                moves.append((self.inputs[place] if is_own else self._target(place), value))
+                if held.get(source) != place:
+                    value = self._input(source) if source.field else self.results[source.place]
+                    moves.append((self.lane.get(place) or self._target(place, spec), value))
         written = {_storage(target) for target, _ in moves}
         values = {_storage(value) for _, value in moves}
         self.copies = {index for index, node in enumerate(self.results) if _storage(node) in values}
         with self.graph.inserting_before(self.output):
             # All reading comes before all writing: one tensor's new value may be another's old one.
             moves = [(to, self._clone(value) if _storage(value) in written else value) for to, value in moves]
+            self.read_first += [value for _, value in moves if value.target is torch.ops.aten.clone.default]
             for to, value in moves:
                 self.graph.call_function(torch.ops.aten.copy_.default, (to, value))
 
     def finished(self) -> Captured:
-        asked = {source.index for _, where in self.writes.values() for source in where if source.field is None}
+        asked = {source.place for _, where in self.writes.values() for source in where if not source.field}
         place = {index: position for position, index in enumerate(sorted(asked))}
-        self.output.args = ([self.results[index] for index in place],)
+        self.output.args = ([*[self.results[index] for index in place], *self.read_first],)
         self.graph.eliminate_dead_code()
         for node in self.inputs.values():
             if not node.users:
@@ -243,7 +244,7 @@ class _Draft:
             tuple(self.targets),
             {name: self.forms[name] for name in self.reads},
             {
-                name: (form, tuple(s if s.field else Source(None, place[s.index]) for s in where))
+                name: (form, tuple(s if s.field else Source("", place[s.place]) for s in where))
                 for name, (form, where) in self.writes.items()
             },
             frozenset(place[index] for index in self.copies & asked),
@@ -251,11 +252,16 @@ class _Draft:
             None,
         )
 
-    def _as_result(self, source: Source) -> Source:
-        if source.field not in LASTING:
+    def _input(self, place: Source) -> fx.Node:
+        """The input for a place, which may be another's that shares its memory."""
+        return self.inputs[self.taken_from[place]]
+
+    def _out_of_lane(self, source: Source) -> Source:
+        node = None if not source.field else self._input(source)
+        if node is None or node not in self.lane.values():
             return source
-        self.results.append(self._clone(self.inputs[source]))
-        return Source(None, len(self.results) - 1)
+        self.results.append(self._clone(node))
+        return Source("", len(self.results) - 1)
 
     def _clone(self, node: fx.Node) -> fx.Node:
         clone = self.graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -263,13 +269,13 @@ class _Draft:
             clone.meta["val"] = node.meta["val"].clone()
         return clone
 
-    def _target(self, place: Source) -> fx.Node:
+    def _target(self, place: Source, spec: Spec) -> fx.Node:
         last = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"target_{len(self.targets)}")
         with last.meta["val"].fake_mode:
-            node.meta["val"] = self.forms[place.field].specs[place.index].empty()  # pyright: ignore
-        self.targets[place] = node
+            node.meta["val"] = spec.empty()
+        self.targets.append(place)
         return node
 
 

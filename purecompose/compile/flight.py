@@ -1,13 +1,15 @@
 """One step along its route: the links one after the other, host algorithms between them, and the new state."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from purecompose._form import Form, spec_of
-from purecompose.compile.capture import FIELDS, state_of
+from purecompose.compile.capture import state_of
 from purecompose.compile.library import Library
 from purecompose.compile.links import Entry, Route, Values
+from purecompose.compile.seam import FIELDS, Seam, Source
 from purecompose.compose import Prepared
 from purecompose.context import Static
 from purecompose.lease import LASTING, Lane, Lease
@@ -68,7 +70,8 @@ def fly(library: Library, boarding: Boarding, prepared: Prepared, batch: list[Te
 
 def _landed(library: Library, route: Route, static: Static, lane: Lane, values: Values, later: Timestamp) -> State:
     """The state at the end, with a lease on the lane that holds what lasts."""
-    forms, is_usual = route.forms, True
+    assert route.end is not None
+    forms, is_usual = route.end.forms, True
     if not lane.is_donated:
         lane = Lane({name: forms[name] for name in LASTING}, {name: values[name] for name in LASTING}, is_donated=False)
     else:
@@ -117,29 +120,32 @@ def _host(
     library: Library, route: Route, static: Static, lane: Lane, values: Values, bits: int
 ) -> tuple[Route, Static, Lane]:
     """Lets a host algorithm act on a plain state, and finds the route from there; `values` are changed in place."""
-    assert route.host is not None
+    assert route.host is not None and route.end is not None
     lease = Lease(lane, None, ())
     is_own = {name: values[name] is lane.values[name] for name in LASTING}
-    given = {name: route.forms[name].build(values[name]) for name in FIELDS if not is_own.get(name, False)}
+    given = {name: route.end.forms[name].build(values[name]) for name in FIELDS if not is_own.get(name, False)}
     state = route.host.run(state_of(static, lease, given))
-    forms, fields = dict(route.forms), state.__dict__
+    forms, fields = dict(route.end.forms), state.__dict__
     for name in FIELDS:
         if name not in fields or (name in given and fields[name] is given[name]):
             continue
         if is_own.get(name, False) and lease.untouched(name, fields[name]) is not None:
             continue
         forms[name], values[name] = Form.of(fields[name])
-    if lane.is_donated and not all(forms[name].is_alike(lane.forms[name]) for name in LASTING):
-        lane = _settled(forms, lane, values)
-        forms |= lane.forms
-        values |= lane.values
-    own = {name: tuple(new is to for new, to in zip(values[name], lane.values[name], strict=True)) for name in LASTING}
-    place = (state.context, state.context.schedules, *forms.values(), *own.values())
+    seam = Seam(state.static, forms, route.end.used)
+    if lane.is_donated:
+        seam = replace(seam, lane=lane.forms, held=_held(lane, values))
+    place = (state.context, state.context.schedules, *forms.values(), frozenset(seam.held.items()))
     if place not in route.after_host:
-        route.after_host[place] = library.route(
-            state.static, forms, bits, first_part=route.next_part, used=route.used, own=own
-        )
+        route.after_host[place] = library.route(seam, bits, route.next_part)
     return route.after_host[place], state.static, lane
+
+
+def _held(lane: Lane, values: Values) -> dict[Source, Source]:
+    """Which of these tensors are the lane's."""
+    in_lane = {id(tensor): Source(name, i) for name in LASTING for i, tensor in enumerate(lane.values[name])}
+    places = ((Source(name, i), id(tensor)) for name in FIELDS for i, tensor in enumerate(values[name]))
+    return {place: in_lane[tensor] for place, tensor in places if tensor in in_lane}
 
 
 _EMPTY: Values = {name: [] for name in FIELDS}

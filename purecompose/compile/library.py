@@ -9,13 +9,16 @@ import torch
 
 from purecompose._form import Form
 from purecompose.compile.backends import compile_graph
-from purecompose.compile.capture import FIELDS, Source, capture, explained, fake_mode, state_of
-from purecompose.compile.links import Entry, Link, Route
+from purecompose.compile.capture import capture, explained, fake_mode, state_of
+from purecompose.compile.links import Entry, Leg, Link, Route
+from purecompose.compile.seam import FIELDS, Seam
 from purecompose.compile.segments import Part, Segments
 from purecompose.compile.sizes import opened, size_of
+from purecompose.compile.sliced import SlicedLink
 from purecompose.compile.variants import Variant, too_many
 from purecompose.compose import Step
-from purecompose.context import Context, Static
+from purecompose.context import Context
+from purecompose.folding import Body
 from purecompose.lease import LASTING
 from purecompose.loop import events_in
 from purecompose.state import State
@@ -57,7 +60,7 @@ class Library:
         self._links: dict[Any, list[Link]] = {}
         self._contexts: dict[Context, Context] = {}
         self._entries: dict[Any, Entry] = {}
-        self._watched: set[Any] = set()
+        self._scopes: dict[Any, SlicedLink] = {}
 
     def entry(self, context: Context, forms: Mapping[str, Form]) -> Entry:
         """The one entry for a form of state: same context, same forms of what lasts, of key and loss."""
@@ -67,47 +70,32 @@ class Library:
             self._entries[place] = Entry(self, context, {**IDLE, **forms})
         return self._entries[place]
 
-    def route(
-        self,
-        static: Static,
-        forms: Mapping[str, Form],
-        bits: int,
-        *,
-        first_part: int = 0,
-        used: frozenset[str] = frozenset(),
-        own: Mapping[str, tuple[bool, ...]] | None = None,
-    ) -> Route:
-        """The links from here to the end of the step, or to the next host algorithm.
+    def route(self, seam: Seam, bits: int, first_part: int = 0) -> Route:
+        """The links from a seam to the end of the step, or to the next host algorithm.
 
         Args:
-            static: The static part of the state, its time sealed.
-            forms: The form of every field.
+            seam: Where it begins.
             bits: The schedule.
-            first_part: Where in the step we are.
-            used: The gradients that updates have applied.
-            own: Which of the lasting tensors are the lane's own; by default all.
+            first_part: The part of the step that begins there.
         """
         parts = self.segments.parts(self.step.units(bits), bits)
-        is_donated = self.options.donate
-        own = own or {name: (True,) * len(forms[name].specs) for name in LASTING}
-        forms = dict(forms)
-        links: list[Link] = []
+        links: list[Leg] = []
         for part in parts[first_part:]:
-            if part.is_host:
-                return Route(links, forms, used, part.units[0], part.number + 1)
+            if part.kind == "host":
+                return Route(links, seam, part.units[0], part.number + 1)
             is_last = part is parts[-1]
-            link = self._link(part, static, forms, used, is_last, own if is_donated else None)
-            links.append(link)
-            forms, used = link.after(forms), link.used
-            own = {name: _still_own(name, own[name], link) for name in LASTING}
-        return Route(links, forms, used, writes_lane=bool(links) and is_donated)
+            find = self._sliced if part.kind == "sliced" else self._link
+            links.append(find(part, seam, is_last))
+            seam = links[-1].after(seam)
+        writes_lane = bool(links) and seam.lane is not None and parts[-1].kind == "graph"
+        return Route(links, seam, writes_lane=writes_lane)
 
     def watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
         """Runs the step watched, as `compose` does with the first run of a variant, but for nothing's sake.
 
         Without host algorithms the tensors are fake: no numbers, no memory.
         """
-        if any(part.is_host for part in self.segments.parts(self.step.units(bits), bits)):
+        if any(part.kind == "host" for part in self.segments.parts(self.step.units(bits), bits)):
             with torch.no_grad():
                 self.step.run_checked(bits, start)
             return
@@ -115,64 +103,45 @@ class Library:
             fields = {name: form.build([spec.empty() for spec in form.specs]) for name, form in forms.items()}
             self.step.run_checked(bits, state_of(start.static, None, fields))
 
-    def _link(
-        self,
-        part: Part,
-        static: Static,
-        forms: Mapping[str, Form],
-        used: frozenset[str],
-        is_last: bool,
-        own: Mapping[str, tuple[bool, ...]] | None,
-    ) -> Link:
-        context = self._contexts.setdefault(static.context, static.context)
-        targets = tuple(own[name] for name in LASTING) if own is not None and is_last else None
-        place = (
-            part.segment,
-            part.number,
-            part.bits,
-            context,
-            context.schedules,
-            used,
-            is_last,
-            targets,
-            environment(),
-        )
-        known = self._links.setdefault(place, [])
+    def _link(self, part: Part, seam: Seam, is_last: bool, body: Body | None = None) -> Link:
+        """The graph of a part, or of a body within it."""
+        lane = tuple(seam.lane.values()) if seam.lane is not None and is_last else None
+        known = self._links.setdefault(self._place(part, seam, is_last, lane, body), [])
         for link in known:
-            if link.fits(forms):
+            if link.fits(seam.forms):
                 return link
         if len(self.variants) >= self.options.max_variants:
             raise too_many(self.variants, self.options.max_variants)
-        link = self._build(part, static, forms, used, is_last, own)
+        link = self._build(part, seam, is_last, body or self.step.body(part.units))
         known.append(link)
         self.variants.append(link.variant)
         return link
 
-    def _build(
-        self,
-        part: Part,
-        static: Static,
-        forms: Mapping[str, Form],
-        used: frozenset[str],
-        is_last: bool,
-        own: Mapping[str, tuple[bool, ...]] | None,
-    ) -> Link:
-        options = self.options
+    def _sliced(self, part: Part, seam: Seam, is_last: bool) -> SlicedLink:
+        place = (*self._place(part, seam, is_last), *seam.forms.values())
+        if place not in self._scopes:
+
+            def find(body: Body, inner: Seam) -> Link:
+                return self._link(part, inner, False, body)
+
+            self._scopes[place] = SlicedLink(part.units[0], seam, find)
+        return self._scopes[place]
+
+    def _place(self, part: Part, seam: Seam, *rest: Any) -> tuple[Any, ...]:
+        """All that a link depends on, but for the forms of the fields that it reads."""
+        context = seam.static.context
+        context = self._contexts.setdefault(context, context)
+        settings = (context, context.schedules, environment())
+        return (part.segment, part.number, part.bits, seam.used, frozenset(seam.held.items()), *settings, *rest)
+
+    def _build(self, part: Part, seam: Seam, is_last: bool, body: Body) -> Link:
+        options, forms = self.options, seam.forms
         is_open = options.dynamic and size_of(forms) >= 2  # torch takes sizes of 0 and 1 for special
         variant = Variant(part.segment, self._acting(part), _shapes(forms["batch"], is_open=is_open))
         say = options.announce or (lambda text: None)
         say(f"purecompose: compiling {variant.title} ...")
         start = time.perf_counter()
-        captured = capture(
-            self.step.body(part.units),
-            forms,
-            static,
-            used,
-            is_last=is_last,
-            is_donated=own is not None,
-            own=own if is_last else None,
-            is_open=is_open,
-        )
+        captured = capture(body, seam, is_last=is_last, is_open=is_open)
         traced = time.perf_counter()
         call = compile_graph(captured.graph, options.backend, options.mode)
         variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
@@ -192,15 +161,6 @@ class Library:
             for algorithm in self.step.matcher.matched(part.bits, event, self.step.algorithms)
             if algorithm.name in here or event in self.step.differentiated
         )
-
-
-def _still_own(name: str, own: tuple[bool, ...], link: Link) -> tuple[bool, ...]:
-    if name not in link.writes:
-        return own
-    _, where = link.writes[name]
-    return tuple(
-        source == Source(name, i) and is_own for i, (source, is_own) in enumerate(zip(where, own, strict=True))
-    )
 
 
 def _shapes(batch: Form, *, is_open: bool) -> str:

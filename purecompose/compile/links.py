@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from purecompose._form import Form
 from purecompose.compile.backends import Compiled
-from purecompose.compile.capture import Captured, Source
+from purecompose.compile.capture import Captured
 from purecompose.compile.replay import Replay
+from purecompose.compile.seam import Seam, Source
 from purecompose.compile.sizes import OPEN_FIELDS, opened, size_of
 from purecompose.compile.variants import Variant
 from purecompose.context import Context
@@ -17,7 +18,7 @@ from purecompose.folding import Unit
 from purecompose.lease import LASTING, Lane
 
 
-__all__ = ["Entry", "Link", "Route", "Values"]
+__all__ = ["EAGER", "Entry", "Leg", "Link", "Route", "Values"]
 
 Values = dict[str, list[Tensor]]
 """A state in flight: each field's tensors."""
@@ -50,7 +51,7 @@ class Link:
         passed = (source for _, where in captured.writes.values() for source in where)
         taken = {source.field for source in (*captured.takes, *passed)}
         self.takes_clock = "clock" in taken
-        self.is_plain = taken <= {None, *LASTING, "key", "loss", "batch"}
+        self.is_plain = taken <= {"", *LASTING, "key", "loss", "batch"}
 
     def fits(self, forms: Mapping[str, Form]) -> bool:
         """Whether everything that the part looks at has the form that it was built for."""
@@ -64,12 +65,13 @@ class Link:
             for name, form in self.reads.items()
         )
 
-    def after(self, forms: Mapping[str, Form]) -> dict[str, Form]:
-        """The forms after the part."""
-        new = {name: form for name, (form, _) in self.writes.items()}
-        if self._size is not None:
-            new = {name: self._size.settle(form, size_of(forms)) for name, form in new.items()}
-        return {**forms, **new}
+    def after(self, seam: Seam) -> Seam:
+        """The seam after the part."""
+        if self._size is None:
+            return seam.after(self.writes, self.used)
+        size = size_of(seam.forms)
+        settled = {name: (self._size.settle(form, size), where) for name, (form, where) in self.writes.items()}
+        return seam.after(settled, self.used)
 
     def run(self, values: Values, lane: Lane, *, is_first: bool) -> None:
         """Runs the part, and puts its results into `values`.
@@ -90,7 +92,7 @@ class Link:
         if self.writes:
             values.update(
                 {
-                    name: [results[index] if field is None else values[field][index] for field, index in where]
+                    name: [results[index] if not field else values[field][index] for field, index in where]
                     for name, (_, where) in self.writes.items()
                 }
             )
@@ -117,14 +119,27 @@ def _gathered(values: Values, sources: Any) -> list[Tensor]:
     return [values[field][index] for field, index in sources]
 
 
+class Leg(Protocol):
+    """One stretch of a route."""
+
+    takes_clock: bool
+    is_plain: bool
+
+    def after(self, seam: Seam, /) -> Seam:
+        """The seam after it."""
+        ...
+
+    def run(self, values: Values, lane: Lane, /, *, is_first: bool) -> None:
+        """Runs it, and puts its results into `values`."""
+        ...
+
+
 @dataclass(eq=False)
 class Route:
     """What a step runs for one schedule and one form of state and batch, as far as the next host algorithm."""
 
-    links: list[Link]
-    forms: dict[str, Form]
-    """The forms at its end."""
-    used: frozenset[str] = frozenset()
+    links: "list[Leg]"
+    end: Seam | None = None
     host: Unit | None = None
     """The host algorithm that comes next; `None` at the end of the step."""
     next_part: int = 0
@@ -136,7 +151,7 @@ class Route:
     exit: "Entry | None" = None
     """Where the next step starts, once it is known."""
 
-    plain: Link | None = None
+    plain: "Leg | None" = None
     """The only link, where it takes nothing but the lane, key, loss and batch, and writes into the lane."""
 
     def __post_init__(self) -> None:
@@ -145,7 +160,7 @@ class Route:
         self.takes_clock = any(link.takes_clock for link in self.links) or self.host is not None
 
 
-EAGER = Route([], {})
+EAGER = Route([])
 """The route of a step that cannot be compiled, and runs as it was composed."""
 
 

@@ -40,14 +40,29 @@ class Replay:
             self._record(args)
         else:
             for place, value in zip(self._inputs, args[self._num_bound :], strict=True):
-                place.copy_(value, non_blocking=True)
-        self._graph.replay()
+                _stretch(place).copy_(_stretch(value), non_blocking=True)
+        self._graph.replay()  # pyright: ignore[reportOptionalMemberAccess]
         return [output.clone() for output in self._outputs]
 
     def _record(self, args: list[Tensor]) -> None:
         """Recording runs nothing: the launches are written down, with the addresses they were given."""
-        self._inputs = [tensor.clone() for tensor in args[self._num_bound :]]
+        self._inputs = [_alike(tensor) for tensor in args[self._num_bound :]]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._outputs = list(self._call([*args[: self._num_bound], *self._inputs]))
         self._graph = graph
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which the part takes for granted; `clone` would close gaps and undo repeats."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    _stretch(copy).copy_(_stretch(tensor))
+    return copy
+
+
+def _stretch(tensor: Tensor) -> Tensor:
+    """All memory between a tensor's first and last element, which can be copied whatever the strides are."""
+    if tensor.is_contiguous():
+        return tensor
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))

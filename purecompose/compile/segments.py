@@ -13,14 +13,15 @@ __all__ = ["Part", "Segments"]
 
 
 class Part(NamedTuple):
-    """A stretch of a step that is compiled as one graph, or a host algorithm between two."""
+    """A stretch of a step: compiled as one graph, or what runs between two graphs."""
 
     segment: int
     """Where in the program it lies."""
     number: int
     """Its place in the step: host algorithms may divide a segment."""
     units: tuple[Unit, ...]
-    is_host: bool
+    kind: str
+    """"graph"; "host", a host algorithm; or "sliced", a scope whose body runs compiled on slice after slice."""
     bits: int
     """The part of the schedule that decides what is in it."""
 
@@ -58,16 +59,22 @@ class Segments:
 
     def parts(self, units: Sequence[Unit], bits: int) -> list[Part]:
         """A schedule's units, cut at the seams and around host algorithms; what is empty is left out."""
-        runs: list[tuple[int, bool, list[Unit]]] = []
+        runs: list[tuple[int, str, list[Unit]]] = []
         for unit in units:
-            segment, is_host = self._of_node[unit.node], unit.algorithm is not None and unit.algorithm.host
-            if is_host or not runs or runs[-1][:2] != (segment, False):
-                runs.append((segment, is_host, []))
+            segment, kind = self._of_node[unit.node], _kind(unit)
+            if kind != "graph" or not runs or runs[-1][:2] != (segment, "graph"):
+                runs.append((segment, kind, []))
             runs[-1][2].append(unit)
         return [
-            Part(segment, number, tuple(members), is_host, bits & self._masks[segment])
-            for number, (segment, is_host, members) in enumerate(runs)
+            Part(segment, number, tuple(members), kind, bits & self._masks[segment])
+            for number, (segment, kind, members) in enumerate(runs)
         ]
+
+
+def _kind(unit: Unit) -> str:
+    if unit.sliced is not None:
+        return "sliced"
+    return "host" if unit.algorithm is not None and unit.algorithm.host else "graph"
 
 
 def _pieces(program: Sequence[Node]) -> list[list[Node]]:

@@ -47,7 +47,7 @@ class Size:
         source = importlib.import_module("torch._dynamo.source").ConstantSource("num_examples")
         assert mode.shape_env is not None
         self._env = mode.shape_env
-        self._symbol = self._env.create_symbol(example, source=source, dynamic_dim=symbolic.DimDynamic.DYNAMIC)
+        self._symbol: Any = self._env.create_symbol(example, source=source, dynamic_dim=symbolic.DimDynamic.DYNAMIC)
         self.example = example
         self._node = self._env.create_symintnode(self._symbol, hint=example, source=source)
 

@@ -18,6 +18,7 @@ from purecompose.compile.capture import TraceError
 from purecompose.compile.flight import Boarding, fly
 from purecompose.compile.library import Library, Options, environment
 from purecompose.compile.links import EAGER, Entry, Route
+from purecompose.compile.seam import Seam
 from purecompose.compile.variants import Variants
 from purecompose.compose import Prepared, Step
 from purecompose.lease import LASTING, Lane, Lease
@@ -161,7 +162,8 @@ class CompiledStep:
                 if boarding is not None:
                     place = (prepared.bits, shape, environment())
                     with arithmetic(state.static.context.precision, state.key.device):
-                        boarding.entry.routes.get(place) or self._find(boarding.entry, place, prepared)
+                        if place not in boarding.entry.routes:
+                            self._find(boarding.entry, place, prepared)
         return self.variants()
 
     def replace(self, **changes: Any) -> "CompiledStep":
@@ -183,7 +185,8 @@ class CompiledStep:
         forms = {**entry.forms, "batch": Form.of(start.batch)[0], "clock": Form.of(start.clock)[0]}
         try:
             self._library.watch(start, forms, bits)
-            route = self._library.route(start.static, forms, bits)
+            seam = Seam.start(start.static, forms, is_donated=self.options.donate)
+            route = self._library.route(seam, bits)
         except TraceError as error:
             if not self.options.fallback:
                 raise

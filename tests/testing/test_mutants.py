@@ -26,7 +26,7 @@ PLACES = {
     (Event.AFTER_DATALOADER, INPUTS): "noise_into_batch numpy_mixing caches_statistics mixes_with_last_batch",
     (Event.AFTER_DATALOADER, WEIGHT): (
         "rounds_when_neutral permutes_when_neutral normalises_by_the_first_batch salts_by_hash seeds_by_process "
-        "seeds_by_clock"
+        "seeds_by_clock weights_in_a_cache"
     ),
     (Event.AFTER_DATALOADER, "key"): "splits_key",
     (Event.AFTER_DATALOADER, "buffers['1.running_mean']"): "second_forward",
@@ -36,6 +36,7 @@ PLACES = {
     (Event.BATCH_START, "context.frozen"): "freezes_by_context",
     (Event.BATCH_START, "hparams['lr']"): "halves_learning_rate",
     (Event.BATCH_START, "key"): "splits_the_key",
+    (Event.BEFORE_TRAIN_BATCH, ""): "looks_up_by_batch",
     (Event.BEFORE_TRAIN_BATCH, "clock"): "looks_ahead",
     (Event.BEFORE_FORWARD, "first_example"): "renumbers_examples",
     (Event.BEFORE_FORWARD, GRAD): "noise_drawn_per_slice inputs_centred_by_slice",
@@ -48,7 +49,8 @@ PLACES = {
     (Event.AFTER_BACKWARD, GRAD): "gradients_clipped_by_slice",
     (Event.AFTER_BACKWARD, "slots['slices_counted_as_batches']"): "slices_counted_as_batches",
     (Event.AFTER_TRAIN_BATCH, ""): (
-        "matches_by_loss reads_timestamp loss_read_as_number large_gradients_by_mask ignores_batch_number"
+        "matches_by_loss reads_timestamp loss_read_as_number large_gradients_by_mask ignores_batch_number "
+        "fades_by_a_number"
     ),
     (Event.AFTER_TRAIN_BATCH, "buffers['1.running_mean']"): "resets_statistics statistics_in_place",
     (Event.AFTER_TRAIN_BATCH, GRAD): "flips_gradients_in_place grads_for_frozen warms_up_by_match",
@@ -72,7 +74,7 @@ PLACES = {
     (Event.BATCH_END, WEIGHT): (
         "decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
         "flips_strides normalises_when_neutral counts_slots numbers_itself averages_in_closure anchors_in_closure "
-        "remembers_losses_in_a_list"
+        "remembers_losses_in_a_list number_or_default"
     ),
     (Event.BATCH_END, "slots['companion.bystander']['draws']"): "replaces_slots",
     (Event.BATCH_END, "slots['early_witness']['draws']"): "forgets_everything",
@@ -87,7 +89,7 @@ PLACES = {
     (Event.PREDICT_BEFORE_FORWARD, INPUTS): "flips_when_predicting",
     # It takes two events, so that no single one is guilty.
     (None, "loss"): "densifies_when_neutral",
-    (None, WEIGHT): "counts_evaluations",
+    (None, WEIGHT): "counts_evaluations inputs_in_a_global told_by_identity",
 }
 """Mutants by where they are found: the event and the first leaf that differs, "" where no leaf is to blame."""
 FOUND = {name: place for place, names in PLACES.items() for name in names.split()}

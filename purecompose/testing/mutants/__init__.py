@@ -3,7 +3,17 @@
 They prove that each law can be broken, and serve those who write laws of their own.
 """
 
-from purecompose.testing.mutants import absence, contract, evaluation, finite, matching, numbers, purity, resume
+from purecompose.testing.mutants import (
+    absence,
+    compiled,
+    contract,
+    evaluation,
+    finite,
+    matching,
+    numbers,
+    purity,
+    resume,
+)
 from purecompose.testing.mutants.mutant import Mutant
 
 
@@ -11,7 +21,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     found
-    for module in (purity, matching, contract, absence, evaluation, finite, numbers, resume)
+    for module in (purity, matching, contract, absence, evaluation, finite, numbers, compiled, resume)
     for found in vars(module).values()
     if isinstance(found, Mutant)
 )

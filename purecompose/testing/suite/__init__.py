@@ -7,6 +7,7 @@ from purecompose.testing.suite.absence import (
     list_position_free,
     neutral_setting,
 )
+from purecompose.testing.suite.compiled import compiled_agrees
 from purecompose.testing.suite.contract import buffers_kept, frozen_kept, init_once, own_slot, structure_kept
 from purecompose.testing.suite.draws import draws_keyed
 from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
@@ -21,6 +22,7 @@ __all__ = [
     "LAWS",
     "absent_when_unmatched",
     "buffers_kept",
+    "compiled_agrees",
     "deterministic",
     "draws_independent",
     "draws_keyed",
@@ -65,6 +67,7 @@ LAWS: tuple[Law, ...] = (
     microbatches_agree,
     vmap_agrees,
     gradient_exact,
+    compiled_agrees,
     resume_exact,
 )
 """All laws, in the order in which reports list them."""

@@ -14,22 +14,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches, loop, losses, tree
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
 from purecompose.folding import has_mean
-from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import LASTING, Watched, compare
+from purecompose.testing.record import LASTING, Watched
 from purecompose.testing.subject import Subject
+from purecompose.testing.suite.judging import attempted, compare_rounded, judged
 
 
 __all__ = ["gradient_exact", "microbatches_agree", "vmap_agrees"]
 
 
-_Judge = Callable[[Subject, Case, torch.dtype], bool]
-"""Judges a law in float64 or, where an algorithm takes no such numbers, in float32."""
 _Point = dict[str, dict[str, Tensor]]
 """Leaves by name, by field: {"hparams": ..., "params": ...}."""
 
@@ -49,7 +45,7 @@ def microbatches_agree(subject: Subject, case: Case) -> bool:
     mean over all positions then has another weight. BatchNorm, which mixes the examples of a slice, runs on its
     running statistics.
     """
-    return _judged(_judge_microbatches, subject, case)
+    return judged(_judge_microbatches, subject, case)
 
 
 def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
@@ -62,7 +58,7 @@ def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> boo
     labels = ("with 1 microbatch", f"with {num} microbatches")
     for batch in case.batches(dtype):
         expected = whole.fold(state, batch)
-        found = _attempt(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
+        found = attempted(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
         _compare_slices(expected, found, subject.name, labels, with_metrics=_weighs_examples(expected, num))
         state = whole.finish(expected)
     return watched.acted
@@ -76,7 +72,7 @@ def _compare_slices(expected: State, found: State, name: str, labels: tuple[str,
         return state.replace(slots=slots, metrics=metrics)
 
     fields = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metrics")
-    _compare(comparable(expected), comparable(found), labels, fields)
+    compare_rounded(comparable(expected), comparable(found), labels, fields)
 
 
 def _weighs_examples(whole: State, num: int) -> bool:
@@ -103,7 +99,7 @@ def vmap_agrees(subject: Subject, case: Case) -> bool:
 
     Integers agree exactly. What is raised under vmap alone breaks the law, too.
     """
-    return _judged(_judge_vmap, subject, case)
+    return judged(_judge_vmap, subject, case)
 
 
 def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
@@ -118,10 +114,10 @@ def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         own = [batch if dim is None else _member(batch, i) for i in range(len(cases))]
         alone = [step(s, b) for s, b in zip(alone, own, strict=True)]
         together = torch.func.vmap(step, in_dims=(0, dim))
-        mapped = _attempt("raised only under vmap", lambda f=together, s=mapped, b=batch: f(s, b))
+        mapped = attempted("raised only under vmap", lambda f=together, s=mapped, b=batch: f(s, b))
         for i, expected in enumerate(alone):
             labels = (f"state {i} alone", f"state {i} of {len(cases)} under vmap")
-            _compare(expected, _member(mapped, i), labels, LASTING)
+            compare_rounded(expected, _member(mapped, i), labels, LASTING)
     return watched.acted
 
 
@@ -150,7 +146,7 @@ def gradient_exact(subject: Subject, case: Case) -> bool:
     an algorithm that takes no float64, in which alone differences are good enough. Running statistics of BatchNorm
     carry no gradient from step to step: what breaks by them alone is not broken.
     """
-    return _judged(_judge_gradient, subject, case)
+    return judged(_judge_gradient, subject, case)
 
 
 def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
@@ -182,7 +178,7 @@ def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     value = loss(point)
     if dtype is not torch.float64 or not watched.acted or not value.isfinite():
         return False
-    grads = _attempt("raised only where a gradient is taken through the step", lambda: torch.func.grad(loss)(point))
+    grads = attempted("raised only where a gradient is taken through the step", lambda: torch.func.grad(loss)(point))
     for path, leaf in tree.leaves_with_paths(grads).items():
         if not leaf.isfinite().all():
             bad = leaf[~leaf.isfinite()][0].item()
@@ -296,55 +292,6 @@ def _as_path(path: str) -> str:
 
 
 # What the laws share
-
-
-def _judged(judge: _Judge, subject: Subject, case: Case) -> bool:
-    """The judgement at the best precision; False where the case breaks the law without the algorithm, too."""
-    try:
-        return _at_best_precision(judge, subject, case)
-    except Broken:
-        try:
-            _at_best_precision(judge, Subject(_idle(subject.name)), case)
-        except Exception:
-            return False
-        raise
-
-
-def _idle(name: str) -> Algorithm:
-    """Acts, so that there is something to judge, and does nothing."""
-    return Algorithm(name, on(Event.BATCH_START), lambda event, state: state)
-
-
-def _at_best_precision(judge: _Judge, subject: Subject, case: Case) -> bool:
-    try:
-        return judge(subject, case, torch.float64)
-    except Broken:
-        raise
-    except Exception:  # whatever is wrong with more than float64 is raised again
-        return judge(subject, case, torch.float32)
-
-
-def _attempt(doing: str, act: Callable[[], Any]) -> Any:
-    """What `act` returns; what it raises, after a plain step has not, breaks the law."""
-    try:
-        return act()
-    except Exception as error:
-        message = " ".join(str(error).split())
-        raise Broken(f"{doing}: {type(error).__name__}: {message}", event=getattr(error, "event", None)) from error
-
-
-# Rounding in double precision is far below any mistake. The floors are for numbers that cancel, whose rounding has no
-# relative size.
-_DOUBLE, _SINGLE = tree.Tolerance(1e-6, 1e-13), tree.Tolerance(1e-3, 1e-6)
-
-
-def _rounding(dtype: torch.dtype) -> tree.Tolerance:
-    """By a leaf's own dtype: slots may be float32 in any state."""
-    return _DOUBLE if dtype in (torch.float64, torch.complex128) else _SINGLE
-
-
-def _compare(first: State, second: State, labels: tuple[str, str], fields: Sequence[str]) -> None:
-    compare(first, second, labels, fields=fields, tolerance=_rounding)
 
 
 def _with_frozen_statistics(case: Case) -> Case:

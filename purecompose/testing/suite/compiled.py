@@ -1,0 +1,126 @@
+"""The law of compiled steps: a flat graph that is traced once does what the step does each time."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose.algorithm import Algorithm
+from purecompose.compile import compile as compile_step
+from purecompose.compose import Step
+from purecompose.event import Event
+from purecompose.predicate import every, on
+from purecompose.state import State
+from purecompose.testing.case import COMPANY, Case
+from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.record import LASTING, Watched
+from purecompose.testing.subject import Subject
+from purecompose.testing.suite.judging import attempted, compare_rounded, judged, rounding
+
+
+__all__ = ["compiled_agrees"]
+
+_LABELS = ("as composed", "compiled")
+_DRAWING = ("bystander", "noise")
+"""Companions that make graphs up to ten times as long by their draws, at which other laws look."""
+
+
+@define_law(
+    "a compiled step does what the step does, with the same draws, within rounding",
+    "apply runs once, on tensors without numbers, and its graph serves all steps: choose with torch.where, not if; no "
+    "float(), .item(), .numpy() or x[mask]; what changes from step to step comes from the state: time from "
+    "state.clock, memory from state.slots[name], settings from hparams; keep no tensor in a closure, a cache or a "
+    "global, not even from one event to the next, and do not ask with `is`; or declare host=True",
+    exempt=never_acts,
+)
+def compiled_agrees(subject: Subject, case: Case) -> bool:
+    """Takes the case's steps and two more as composed, and the same in traced graphs.
+
+    The graphs run as they were traced (`compile(backend="eager")`), so that nothing is judged but the tracing. The
+    case's seed decides whether steps are donated, and whether they are one graph, as most steps are, or cut into parts
+    with variants, for which a companion acts in every third step. The algorithm is made anew for the compiled run, if
+    it has a source text: what earlier runs left in its closures is not there.
+
+    Integers agree exactly. Where rounding alone tips a choice in the step itself, the comparison ends. Host algorithms
+    run between the graphs.
+    """
+    return judged(_judge_compiled, subject, case)
+
+
+def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    case = dataclasses.replace(case, others=tuple(name for name in case.others if name not in _DRAWING))
+    watched, turns = Watched(subject.algorithm), [_turns()] if case.seed % 4 < 2 else []
+    composed = case.step(watched.algorithm, *turns)
+    compiled = compile_step(
+        case.step(_made_anew(subject), *turns), donate=case.seed % 2 == 0, backend="eager", quiet=True
+    )
+    state, twin = (step.init(case.state(dtype=dtype)) for step in (composed, compiled))
+    for index in range(case.num_batches + 2):
+        if state.timestamp.is_finished():
+            break
+        batch, had_acted = case.batch(index, dtype), watched.acted
+        expected = composed(state, batch)
+        found = attempted("raised only where the step is compiled", lambda s=twin, b=batch: compiled(s, b))
+        try:
+            compare_rounded(expected, found, _LABELS, LASTING)
+        except Broken:
+            if _is_on_the_edge(composed, state, batch, expected):
+                return had_acted
+            raise
+        state, twin = expected, found
+    return watched.acted
+
+
+def _turns() -> Algorithm:
+    """Does nothing, but cuts the step before and after AFTER_TRAIN_BATCH, and makes two variants of what follows.
+
+    The cut needs something that may vary on both sides. Before it nothing does in fact (the turn comes after 2**40
+    batches), since the part with the network's gradient is the one that takes time to trace. Variants by turns of two
+    would be right for an algorithm that counts its calls to act by turns of two.
+    """
+    match = on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & every(3) | on(Event.BATCH_START) & every(2**40)
+    return Algorithm(f"{COMPANY}turns", match, lambda event, state: state)
+
+
+def _made_anew(subject: Subject) -> Algorithm:
+    """The algorithm without its past, as narrow as the subject's."""
+    if subject.source is None:
+        return subject.algorithm
+    algorithm, events = Subject.of(subject.source).algorithm, subject.algorithm.events
+    if algorithm.events == events:
+        return algorithm
+    return dataclasses.replace(algorithm, match=algorithm.predicate & on(*events))
+
+
+def _is_on_the_edge(step: Step, state: State, batch: Any, expected: State) -> bool:
+    """Whether the step itself does something else once params and inputs move by less than rounding: a choice flips.
+
+    A step that does something else anyway, such as counting its calls, is no such case.
+    """
+    if _differs(step(state, batch), expected):
+        return False
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        params = {name: _shaken(param, generator) for name, param in state.params.items()}
+        shaken = batches.map_tensors(lambda tensor, g=generator: _shaken(tensor, g), batch)
+        if _differs(step(state.replace(params=params), shaken), expected):
+            return True
+    return False
+
+
+def _differs(first: State, second: State) -> bool:
+    try:
+        compare_rounded(first, second, _LABELS, LASTING)
+    except Broken:
+        return True
+    return False
+
+
+def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """The tensor, each element moved by up to a thousandth of the share that comparisons allow."""
+    if not tensor.is_floating_point():
+        return tensor
+    moves = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return tensor * (1 + 1e-3 * rounding(tensor.dtype).share * moves).to(tensor)
