@@ -41,6 +41,11 @@ def spec_of(tensor: Tensor) -> Spec:
     return Spec(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
 
 
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """The tensor with its numbers as they lie in memory: without a lazy sign or conjugation."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_neg() or tensor.is_conj() else tensor
+
+
 class Form:
     """A value without its numbers; forms compare and hash.
 
@@ -60,9 +65,10 @@ class Form:
         """The form of a value, and its tensors."""
         leaves, treespec = tree.flatten(value)
         if all(isinstance(leaf, Tensor) for leaf in leaves):
+            leaves = list(map(as_it_lies, leaves))
             return cls(tuple(map(spec_of, leaves)), treespec, lambda new: tree.unflatten(treespec, new)), leaves
         # Constants, and objects that the registries do not know, such as a batch's dataclass.
-        found = batches.tensors(value)
+        found = list(map(as_it_lies, batches.tensors(value)))
         template = batches.map_tensors(lambda _: _HOLE, value)
 
         def build(new: Iterable[Tensor]) -> Any:

@@ -5,6 +5,7 @@ memory is a *lane*; a state that the step returned holds a lease on it, good unt
 copies it out, so that no tensor which anybody holds ever changes; reading it after the next step raises.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -94,9 +95,22 @@ class Lease:
                 "nothing"
             )
 
+    @property
+    def is_read(self) -> bool:
+        """Whether a field has been read, by whichever of the twins: its owner may have written into it since."""
+        return bool(self._issued)
+
+    def has_kept(self, name: str, fields: Mapping[str, Any]) -> bool:
+        """Whether a state with these fields has the lane's values of one: not replaced, and not written into."""
+        if name not in self._issued:
+            return name not in fields
+        return self.untouched(name, fields.get(name, self._issued[name][0])) is not None
+
     def untouched(self, name: str, value: Any) -> list[Tensor] | None:
         """The tensors that `read` gave for a field, if this value is what it gave and nobody has written into it."""
-        issued, tensors, versions = self._issued.get(name, (None, [], []))
+        if name not in self._issued:
+            return None
+        issued, tensors, versions = self._issued[name]
         if issued is not value or [tensor._version for tensor in tensors] != versions:
             return None
         now = Form.of(value)[1]

@@ -39,7 +39,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
     """
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):
-        return lambda args: graph(*args)
+        return torch.no_grad()(lambda args: graph(*args))  # a constant in it may ask for a gradient
     if backend != "inductor":
         return _by_torch_compile(graph, backend, None)
     ensure_cache()
@@ -74,7 +74,7 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
 
 def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:
     fn: Any = torch.compile(graph, backend=backend, mode=mode, fullgraph=True, dynamic=False)
-    return lambda args: fn(*args)
+    return torch.no_grad()(lambda args: fn(*args))
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:

@@ -59,8 +59,10 @@ class Captured(NamedTuple):
     """The results that share memory with a lane: they are copied before anybody sees them."""
     used: frozenset[str]
     """The gradients that updates have applied by the end."""
-    size: Size | None
+    size: Size | None = None
     """The number of examples, where it is left open."""
+    writes_lane: bool = False
+    """Whether it writes all that lasts into the lane."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -129,8 +131,9 @@ def capture(body: Body, seam: Seam, *, is_last: bool = False, is_open: bool = Fa
     draft = _Draft(graph, sources, ends[-1], seam)
     if seam.lane is not None:
         draft.keep_out_of_lane()
-        if is_last:
+        if is_last and draft.fits(seam.lane):
             draft.write_into_lane(seam.lane, seam.held)
+            return draft.finished()._replace(size=size, writes_lane=True)
     return draft.finished()._replace(size=size)
 
 
@@ -207,6 +210,12 @@ class _Draft:
                     form, where = self.writes[name]
                     self.writes[name] = form, tuple(self._out_of_lane(source) for source in where)
 
+    def fits(self, lane: Mapping[str, Form]) -> bool:
+        """Whether what lasts has the lane's form: a host algorithm may have given it another."""
+        return all(
+            (self.writes[name][0] if name in self.writes else self.forms[name]).is_alike(lane[name]) for name in lane
+        )
+
     def write_into_lane(self, lane: Mapping[str, Form], held: Mapping[Source, Source]) -> None:
         """Lets the graph end with copies of the new values into the lane's tensors."""
         moves: list[tuple[fx.Node, fx.Node]] = []
@@ -249,7 +258,6 @@ class _Draft:
             },
             frozenset(place[index] for index in self.copies & asked),
             self.used,
-            None,
         )
 
     def _input(self, place: Source) -> fx.Node:
@@ -307,19 +315,29 @@ def explained() -> Iterator[None]:
             raise
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         raise TraceError(
-            f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {_line(error)}. While a "
-            "step is compiled, tensors have no numbers: choose with torch.where, keep shapes fixed, read time from "
-            "state.clock as a tensor; or make the algorithm a host one (host=True); or let such steps run eagerly "
-            "with compile(step, fallback=True)"
+            f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {_line(error)}"
+            f"{_layer(error)}. While a step is compiled, tensors have no numbers: choose with torch.where, keep shapes "
+            "fixed, read time from state.clock as a tensor; or make the algorithm a host one (host=True); or let such "
+            "steps run eagerly with compile(step, fallback=True)"
         ) from error
 
 
 def _is_untraceable(error: Exception) -> bool:
     # Reading a fake tensor's memory (numpy(), tolist(), data_ptr()) raises plain RuntimeErrors of torch.
-    words = ("FakeTensor", "fake tensor", "data-dependent", "make_fx", "proxy", "Cannot access data pointer")
-    return isinstance(error, _UNTRACEABLE) or (
-        isinstance(error, (RuntimeError, TypeError, ValueError)) and any(word in str(error) for word in words)
+    words = (
+        "FakeTensor",
+        "fake tensor",
+        "data-dependent",
+        "tensor subclasses",
+        "Cannot access data pointer",
+        "tracing tensor",
     )
+    text = str(error)
+    if isinstance(error, _UNTRACEABLE):
+        return True
+    # "unsupported operand type(s) for +: 'FakeTensor' and 'NoneType'" is wrong in an eager step, too.
+    is_told = isinstance(error, (RuntimeError, TypeError, ValueError)) and not text.startswith("unsupported operand")
+    return is_told and any(word in text for word in words)
 
 
 def _what(error: Exception) -> str:
@@ -337,3 +355,10 @@ def _line(error: Exception) -> str:
     frame = own[-1] if own else frames[-1]
     text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"{frame.filename}:{frame.lineno} ({text})"
+
+
+def _layer(error: Exception) -> str:
+    """The innermost module that was running: what torch's own layers read is no line of the user's."""
+    found = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    layers = [type(layer).__name__ for layer in found if isinstance(layer, torch.nn.Module)]
+    return f", in the layer {layers[-1]}" if layers else ""

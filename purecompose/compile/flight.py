@@ -100,7 +100,7 @@ def _landed(library: Library, route: Route, static: Static, lane: Lane, values: 
 def _settled(forms: dict[str, Form], lane: Lane, values: Values) -> Lane:
     """What lasts, written into the lane after a step that a host algorithm ended; a new lane if it does not fit."""
     if not all(forms[name].is_alike(lane.forms[name]) for name in LASTING):
-        lane.spend("")
+        lane.spend("was given to a step in which a host algorithm gave the state another form")
         owned = {name: [tensor.detach().clone() for tensor in values[name]] for name in LASTING}
         return Lane(
             {name: forms[name].with_specs(map(spec_of, owned[name])) for name in LASTING}, owned, is_donated=True
@@ -123,7 +123,11 @@ def _host(
     assert route.host is not None and route.end is not None
     lease = Lease(lane, None, ())
     is_own = {name: values[name] is lane.values[name] for name in LASTING}
-    given = {name: route.end.forms[name].build(values[name]) for name in FIELDS if not is_own.get(name, False)}
+    # It may keep what it sees, and the end of the step writes into the lane's tensors, wherever they are now.
+    others = [name for name in FIELDS if not is_own.get(name, False)]
+    in_lane = {id(t) for tensors in lane.values.values() for t in tensors} if lane.is_donated else frozenset()
+    seen = {name: [t.clone() if id(t) in in_lane and name != "regrad" else t for t in values[name]] for name in others}
+    given = {name: route.end.forms[name].build(tensors) for name, tensors in seen.items()}
     state = route.host.run(state_of(static, lease, given))
     forms, fields = dict(route.end.forms), state.__dict__
     for name in FIELDS:

@@ -64,8 +64,9 @@ class Library:
 
     def entry(self, context: Context, forms: Mapping[str, Form]) -> Entry:
         """The one entry for a form of state: same context, same forms of what lasts, of key and loss."""
+        schedules = context.schedules  # no part of the equality: they only say what lies where in the clock
         context = self._contexts.setdefault(context, context)
-        place = (context, context.schedules, *[forms[name] for name in (*LASTING, "key", "loss")])
+        place = (context, schedules, *[forms[name] for name in (*LASTING, "key", "loss")])
         if place not in self._entries:
             self._entries[place] = Entry(self, context, {**IDLE, **forms})
         return self._entries[place]
@@ -87,8 +88,7 @@ class Library:
             find = self._sliced if part.kind == "sliced" else self._link
             links.append(find(part, seam, is_last))
             seam = links[-1].after(seam)
-        writes_lane = bool(links) and seam.lane is not None and parts[-1].kind == "graph"
-        return Route(links, seam, writes_lane=writes_lane)
+        return Route(links, seam, writes_lane=bool(links) and links[-1].writes_lane)
 
     def watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
         """Runs the step watched, as `compose` does with the first run of a variant, but for nothing's sake.
@@ -130,8 +130,7 @@ class Library:
     def _place(self, part: Part, seam: Seam, *rest: Any) -> tuple[Any, ...]:
         """All that a link depends on, but for the forms of the fields that it reads."""
         context = seam.static.context
-        context = self._contexts.setdefault(context, context)
-        settings = (context, context.schedules, environment())
+        settings = (self._contexts.setdefault(context, context), context.schedules, environment())
         return (part.segment, part.number, part.bits, seam.used, frozenset(seam.held.items()), *settings, *rest)
 
     def _build(self, part: Part, seam: Seam, is_last: bool, body: Body) -> Link:

@@ -38,6 +38,7 @@ class Link:
         "variant",
         "takes_clock",
         "is_plain",
+        "writes_lane",
         "_replays",
         "_size",
     )
@@ -47,7 +48,7 @@ class Link:
         self.call, self.variant, self._replays = call, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
-        self._size = captured.size
+        self._size, self.writes_lane = captured.size, captured.writes_lane
         passed = (source for _, where in captured.writes.values() for source in where)
         taken = {source.field for source in (*captured.takes, *passed)}
         self.takes_clock = "clock" in taken
@@ -124,6 +125,7 @@ class Leg(Protocol):
 
     takes_clock: bool
     is_plain: bool
+    writes_lane: bool
 
     def after(self, seam: Seam, /) -> Seam:
         """The seam after it."""

@@ -30,7 +30,7 @@ class SlicedLink:
     from a batch too large for the memory. One graph for all slices would be as many times as long.
     """
 
-    takes_clock, is_plain = True, False
+    takes_clock, is_plain, writes_lane = True, False, False
 
     def __init__(self, unit: Unit, seam: Seam, find: Callable[[Body, Seam], Link]) -> None:
         """Builds the slices' graphs for what comes in.

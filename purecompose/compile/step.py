@@ -13,7 +13,7 @@ from purecompose._checks import check_flag, check_whole, shown
 from purecompose._device import arithmetic
 from purecompose._form import Form, spec_of
 from purecompose._functorch import is_transforming
-from purecompose.compile.backends import MODES
+from purecompose.compile.backends import BACKENDS, MODES
 from purecompose.compile.capture import TraceError
 from purecompose.compile.flight import Boarding, fly
 from purecompose.compile.library import Library, Options, environment
@@ -89,6 +89,9 @@ def compile(  # noqa: A001
         raise ValueError(f"compile: mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
     if not isinstance(backend, str) and not callable(backend):
         raise TypeError(f"compile: backend: expected a name or a function (graph, inputs) -> function, got {backend!r}")
+    if isinstance(backend, str) and backend not in BACKENDS and backend not in torch.compiler.list_backends(()):
+        known = ", ".join([*BACKENDS, *torch.compiler.list_backends()])
+        raise ValueError(f"compile: backend={backend!r}: expected one of {known}")
     for flag, name in ((donate, "donate"), (fallback, "fallback"), (quiet, "quiet"), (dynamic, "dynamic")):
         check_flag(flag, f"compile: {name}")
     check_whole(max_variants, "compile: max_variants", 1)
@@ -200,7 +203,12 @@ class CompiledStep:
     def _board(self, state: State, lease: Lease | None) -> Boarding | None:
         """The lane that the step will run on; `None` where somebody differentiates in the state."""
         fields, is_donated = state.__dict__, self.options.donate
-        if lease is not None and lease.lane.is_donated is is_donated and fields.keys().isdisjoint(LASTING):
+        if (
+            lease is not None
+            and lease.lane.is_donated is is_donated
+            and not lease.is_read
+            and fields.keys().isdisjoint(LASTING)
+        ):
             key, loss, context, home = lease.frees
             if fields["key"] is key and fields["loss"] is loss and state.static.context is context:
                 if home is self._library:
@@ -209,7 +217,7 @@ class CompiledStep:
         keeps = lease is not None and lease.lane.is_donated is is_donated
         found: dict[str, tuple[Form, list[Tensor]]] = {}
         for name in LASTING:
-            if not (keeps and (name not in fields or lease.untouched(name, fields[name]))):  # pyright: ignore
+            if lease is None or not (keeps and lease.has_kept(name, fields)):
                 found[name] = Form.of(getattr(state, name))
         if torch.is_grad_enabled() and any(t.requires_grad for _, tensors in found.values() for t in tensors):
             return None
@@ -238,7 +246,7 @@ def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
     if type(batch) is tuple:
         specs, requires_grad = [], False
         for tensor in batch:
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
                 break
             specs.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
             requires_grad = requires_grad or tensor.requires_grad

@@ -22,11 +22,11 @@ PLACES = {
     (Event.INIT, "the process's random generator"): "seeds_python_in_apply",
     (Event.INIT, "slots['inference_slot']['0.weight']"): "inference_slot",
     (Event.EPOCH_START, "key"): "splits_the_key_each_epoch",
-    (Event.AFTER_DATALOADER, ""): "torch_noise constant_key",
+    (Event.AFTER_DATALOADER, ""): "torch_noise constant_key weights_in_a_cache",
     (Event.AFTER_DATALOADER, INPUTS): "noise_into_batch numpy_mixing caches_statistics mixes_with_last_batch",
     (Event.AFTER_DATALOADER, WEIGHT): (
         "rounds_when_neutral permutes_when_neutral normalises_by_the_first_batch salts_by_hash seeds_by_process "
-        "seeds_by_clock weights_in_a_cache"
+        "seeds_by_clock"
     ),
     (Event.AFTER_DATALOADER, "key"): "splits_key",
     (Event.AFTER_DATALOADER, "buffers['1.running_mean']"): "second_forward",
@@ -50,7 +50,7 @@ PLACES = {
     (Event.AFTER_BACKWARD, "slots['slices_counted_as_batches']"): "slices_counted_as_batches",
     (Event.AFTER_TRAIN_BATCH, ""): (
         "matches_by_loss reads_timestamp loss_read_as_number large_gradients_by_mask ignores_batch_number "
-        "fades_by_a_number"
+        "fades_by_a_number inputs_in_a_global"
     ),
     (Event.AFTER_TRAIN_BATCH, "buffers['1.running_mean']"): "resets_statistics statistics_in_place",
     (Event.AFTER_TRAIN_BATCH, GRAD): "flips_gradients_in_place grads_for_frozen warms_up_by_match",
@@ -89,7 +89,7 @@ PLACES = {
     (Event.PREDICT_BEFORE_FORWARD, INPUTS): "flips_when_predicting",
     # It takes two events, so that no single one is guilty.
     (None, "loss"): "densifies_when_neutral",
-    (None, WEIGHT): "counts_evaluations inputs_in_a_global told_by_identity",
+    (None, WEIGHT): "counts_evaluations told_by_identity",
 }
 """Mutants by where they are found: the event and the first leaf that differs, "" where no leaf is to blame."""
 FOUND = {name: place for place, names in PLACES.items() for name in names.split()}

@@ -39,9 +39,9 @@ def compiled_agrees(subject: Subject, case: Case) -> bool:
     """Takes the case's steps and two more as composed, and the same in traced graphs.
 
     The graphs run as they were traced (`compile(backend="eager")`), so that nothing is judged but the tracing. The
-    case's seed decides whether steps are donated, and whether they are one graph, as most steps are, or cut into parts
-    with variants, for which a companion acts in every third step. The algorithm is made anew for the compiled run, if
-    it has a source text: what earlier runs left in its closures is not there.
+    case's seed decides whether steps are donated, and whether those without microbatches are one graph, as most steps
+    are, or cut into parts with variants, for which a companion acts in every third step. The algorithm is made anew for
+    the compiled run, if it has a source text: what earlier runs left in its closures is not there.
 
     Integers agree exactly. Where rounding alone tips a choice in the step itself, the comparison ends. Host algorithms
     run between the graphs.
@@ -51,7 +51,9 @@ def compiled_agrees(subject: Subject, case: Case) -> bool:
 
 def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     case = dataclasses.replace(case, others=tuple(name for name in case.others if name not in _DRAWING))
-    watched, turns = Watched(subject.algorithm), [_turns()] if case.seed % 4 < 2 else []
+    # Slices divide a step as well: what is before and after them is compiled apart.
+    is_divided = case.microbatches == 1 and case.seed % 4 < 2
+    watched, turns = Watched(subject.algorithm), [_turns()] if is_divided else []
     composed = case.step(watched.algorithm, *turns)
     compiled = compile_step(
         case.step(_made_anew(subject), *turns), donate=case.seed % 2 == 0, backend="eager", quiet=True
