@@ -30,6 +30,8 @@ def fingerprint(thing: Any) -> Hashable:
 
 
 def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
+    if isinstance(thing, float):
+        return (type(thing).__qualname__, thing.hex())  # 0.0 == -0.0, and they compute different things
     if isinstance(thing, _PLAIN):
         return (type(thing).__qualname__, thing)
     if isinstance(thing, Tensor):

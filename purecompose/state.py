@@ -331,6 +331,9 @@ class State:
         return self.clock.scheduled(schedule)
 
     def __repr__(self) -> str:
+        lease = self.__dict__.get("_lease")
+        if lease is not None and not lease.is_live:
+            return f"State({self.model!r}, spent, {self.static.timestamp!r}, device={str(self.device)!r})"
         size = sum(tensor.numel() for tensor in self.params.values())
         return (
             f"State({self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "

@@ -131,7 +131,8 @@ class Library:
         """All that a link depends on, but for the forms of the fields that it reads."""
         context = seam.static.context
         settings = (self._contexts.setdefault(context, context), context.schedules, environment())
-        return (part.segment, part.number, part.bits, seam.used, frozenset(seam.held.items()), *settings, *rest)
+        units = tuple((unit.node, unit.algorithm and unit.algorithm.name) for unit in part.units)
+        return (part.segment, units, part.bits, seam.used, frozenset(seam.held.items()), *settings, *rest)
 
     def _build(self, part: Part, seam: Seam, is_last: bool, body: Body) -> Link:
         options, forms = self.options, seam.forms

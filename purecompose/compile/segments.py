@@ -50,7 +50,8 @@ class Segments:
             events |= dict.fromkeys(events_in([node]), segment)
         self._masks = [0] * (segment + 1 if self._of_node else 1)
         for i, question in enumerate(step.matcher.questions):
-            self._masks[events[question.event]] |= 1 << i
+            if not question.algorithm.host:  # those run between the graphs
+                self._masks[events[question.event]] |= 1 << i
 
     @property
     def num(self) -> int:

@@ -179,6 +179,9 @@ class CompiledStep:
     def _must_be_eager(self, state: State, batch: Any, shape: "_Shape") -> bool:
         if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
             return True
+        fields = state.__dict__
+        if fields["grads"] is not None or fields["outputs"] is not None:  # given from outside, for a step of one's own
+            return True
         floor = self.options.eager_below
         return bool(floor) and batches.num_examples(batch, state.context.input_key) < floor
 

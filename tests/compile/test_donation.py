@@ -145,7 +145,6 @@ def test_what_maps_a_state_takes_it_off_its_lease() -> None:
     assert mapped.params["0.bias"].shape == (8,)
 
 
-@pytest.mark.xfail(strict=True, reason="repr reads the parameters: it raises for a spent state, and copies for others")
 def test_a_spent_state_prints() -> None:
     _, fast = made()
     state = fast(make_state(), make_batch())

@@ -98,7 +98,6 @@ def test_a_batch_with_a_lazy_sign_gives_the_right_numbers_compiled() -> None:
     assert_runs_agree(step, fast, make_state(), [(plain, y), (negated, y)])
 
 
-@pytest.mark.xfail(strict=True, reason="0.0 and -0.0 are equal constants")
 def test_constants_that_differ_in_their_sign_alone_are_two() -> None:
     def scale(state: State) -> State:
         return state.replace(inputs=state.inputs * torch.copysign(torch.ones(()), torch.tensor(state.batch["z"])))

@@ -132,6 +132,7 @@ def test_arguments_keep_their_strides(view: Callable[[Tensor], Tensor], device: 
 
     launched = device.launch(part)
     replay = Replay(watched, 0)
+    x = torch.ones(())
     for seed in range(4):
         x = view(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)))
         assert torch.equal(replay([x])[0], x)

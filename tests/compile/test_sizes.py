@@ -177,7 +177,7 @@ def test_sequences_of_open_number_and_changing_length_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, task", [(text, task) for row in SHIPPED.values() for text in row.examples for task in row.tasks[::2]]
+    "text, task", [(text, task) for row in SHIPPED.values() for text in row.examples for task in row.tasks[:1]]
 )
 def test_shipped_settings_agree(text: str, task: str) -> None:
     step, fast = made([Subject.of(text).algorithm], dynamic=True)

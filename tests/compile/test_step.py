@@ -36,22 +36,29 @@ from purecompose.testing.tasks import TASKS
 
 DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
 SETTINGS = [
-    pytest.param(text, task, id=f"{text}-{task}")
+    # Without donation less can go wrong: one task a setting, the others among the slow ones.
+    pytest.param(
+        text,
+        task,
+        donate,
+        id=f"{text}-{task}-{donate}",
+        marks=[] if donate or task == row.tasks[0] else pytest.mark.slow,
+    )
     for row in SHIPPED.values()
     for text in row.examples
     for task in row.tasks
+    for donate in (True, False)
 ]
 
 
-@DONATE
-@pytest.mark.parametrize("text, task", SETTINGS)
+@pytest.mark.parametrize("text, task, donate", SETTINGS)
 def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> None:
     step, fast = made([Subject.of(text).algorithm], donate=donate)
     state = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
     assert_runs_agree(step, fast, state, [TASKS[task].make_batch(seed, 6) for seed in range(20)])
 
 
-@pytest.mark.parametrize("microbatches, donate", [(1, True), (1, False), (3, True), (3, False)])
+@pytest.mark.parametrize("microbatches, donate", [(1, False), (3, True)])
 def test_all_at_once_agree(donate: bool, microbatches: int) -> None:
     methods = [
         alg.mixup(0.2),
@@ -203,7 +210,6 @@ def test_programs_that_train_nothing_agree(program: Any, donate: bool) -> None:
     assert third.timestamp.batch == (2 if advance in program else 0)
 
 
-@pytest.mark.xfail(strict=True, reason="fields that eager steps take from the state are dropped: grads, outputs, ...")
 def test_gradients_from_outside_are_applied() -> None:
     step = compose((update, advance))
     state = make_state()
