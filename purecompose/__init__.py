@@ -10,7 +10,7 @@ from typing import Any
 from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, schedule, tree
 from purecompose.algorithm import Algorithm, Trait, identity
 from purecompose.clock import Clock
-from purecompose.compile import CompiledStep, TraceError, VariantLimitError, compile
+from purecompose.compilation import CompiledStep, TraceError, VariantLimitError, compile
 from purecompose.compose import Step, compose
 from purecompose.contract import ContractError
 from purecompose.evaluation import Evaluator, evaluate, predict

@@ -5,8 +5,7 @@ once, with the algorithms in the order that the passes give them; a step looks i
 """
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 
 from purecompose import batch as batches
 from purecompose._checks import check_whole
+from purecompose._composable import as_algorithms, as_passes, as_program, check_no_host, events_in_grad
 from purecompose._device import arithmetic
 from purecompose.algorithm import Algorithm
 from purecompose.application import Observe, application, applied
@@ -23,7 +23,7 @@ from purecompose.contract import Contract, check_slots
 from purecompose.event import Event
 from purecompose.folding import Body, Notes, Unit, build, in_turn
 from purecompose.gradient import wants_outer_gradient
-from purecompose.loop import Grad, Node, Op, Program, advance, events_in, walk
+from purecompose.loop import Node, Op, Program, advance, events_in, walk
 from purecompose.matching import Matcher
 from purecompose.network import looking_for_draws
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
@@ -43,6 +43,8 @@ class Prepared(NamedTuple):
 
     bits: int
     """Its schedule: which algorithms act, as `Matcher.schedule` gives it."""
+    num_examples: int
+    """In the batch; in a member's own, for a population."""
     later: Timestamp
     """The time after the step."""
     start: Callable[[], State]
@@ -65,13 +67,15 @@ class Step:
         self.program, self.algorithms, self.passes = program, algorithms, passes
         self.microbatches = microbatches
         self.events = events_in(program)
-        self.differentiated = tuple(_events_in_grad(program))
+        self.differentiated = tuple(events_in_grad(program))
         self.has_advance = any(node is advance for node in walk(program))
         self.matcher = Matcher(algorithms, self.events)
         self._order = compose_passes(*passes)
+        self._masks = [self.matcher.mask(events_in([node])) for node in program]
         self._wants_init = [a for a in algorithms if _needs_init(a)]
         # Memory of what has been computed before; nothing here changes a result.
         self._outer_matchers: dict[Event, Matcher] = {}
+        self._units: dict[tuple[int, int], list[Unit]] = {}
         self._bodies: dict[int, Body] = {}
         self._checked: dict[tuple[int, int], Context] = {}
         self._ready: Context | None = None
@@ -108,24 +112,38 @@ class Step:
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
         prepared = self.prepare(state, batch, purpose=purpose, draw=draw)
-        bits, start = prepared.bits, prepared.start()
-        variant = (bits, batches.num_examples(batch, start.context.input_key))
-        checked = self._checked.get(variant)
+        bits, start, context = prepared.bits, prepared.start(), state.context
+        checked = self._checked.get((bits, prepared.num_examples))
         grad_mode = nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad()
-        with arithmetic(start.context.precision, start.device), grad_mode:
-            if observe is None and (checked is start.context or checked == start.context):
+        with arithmetic(context.precision, state.device), grad_mode:
+            if observe is None and (checked is context or checked == context):
                 run = self._bodies.get(bits) or self._remember(bits)
                 return run(start, Notes())
-            return self.run_checked(bits, start, observe)
+            end = self.run_checked(bits, start, observe)
+        self._checked[bits, prepared.num_examples] = context
+        return end
 
     def prepare(self, state: State, batch: Any, *, purpose: str = "", draw: int | None = None) -> Prepared:
-        """Decides on the host what the step will do; see `fold` for the arguments."""
+        """Decides on the host what the step will do; see `fold` for the arguments.
+
+        Raises:
+            RuntimeError: `init` has not been called.
+            ValueError: The state is a population's.
+        """
+        if state.key.ndim != 1:
+            raise ValueError(
+                f"step(state, batch): expected a single state, got a stacked one of {len(state.key)} members: "
+                "population(step, n) steps all of them, unstack_states(state) gives each alone"
+            )
+        return self._prepared(state, batch, purpose, draw)
+
+    def _prepared(self, state: State, batch: Any, purpose: str, draw: int | None) -> Prepared:
         context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
-        later = now
+        num_examples, later = batches.num_examples(batch, context.input_key), now
         if self.has_advance:
-            later = now.advance(batches.num_examples(batch, context.input_key), batches.num_tokens(batch))
+            later = now.advance(num_examples, batches.num_tokens(batch))
         bits = self.matcher.schedule(state, batch, now, later)
 
         def start() -> State:
@@ -136,18 +154,28 @@ class Step:
                 metrics={},
             )
 
-        return Prepared(bits, later, start)
+        return Prepared(bits, num_examples, later, start)
 
     def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
-        """What a schedule comes to: the program's steps, with the algorithms that act in their order."""
-        orders = {e: self.order(self.matcher.matched(bits, e, self.algorithms), e) for e in self.events}
-        for event in self.differentiated:
-            _check_no_host(event, orders[event])
+        """What a schedule comes to: the program's steps, with the algorithms that act in their order.
+
+        Those of a node depend on its own part of the schedule alone, and where that is the same they are the same: a
+        `state.gradient` of one schedule has the form of another's.
+        """
 
         def at(event: Event) -> list[tuple[Algorithm, Op]]:
-            return [(algorithm, application(algorithm, event, observe)) for algorithm in orders[event]]
+            acting = self.order(self.matcher.matched(bits, event, self.algorithms), event)
+            if event in self.differentiated:
+                check_no_host(event, acting)
+            return [(algorithm, application(algorithm, event, observe)) for algorithm in acting]
 
-        return build(self.program, at, self.microbatches)
+        known = self._units if observe is None else {}
+        units: list[Unit] = []
+        for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
+            if (index, bits & mask) not in known:
+                known[index, bits & mask] = build(node, index, at, self.microbatches)
+            units += known[index, bits & mask]
+        return tuple(units)
 
     def body(self, units: Sequence[Unit]) -> Body:
         """Some of a schedule's units as one function of the state."""
@@ -166,8 +194,6 @@ class Step:
         with looking_for_draws(), detect():
             end = self.body(self.units(bits, watch))(start, Notes())
         contract.check(end)
-        variant = (bits, batches.num_examples(start.batch, start.context.input_key))
-        self._checked[variant] = start.context
         return end
 
     def finish(self, state: State) -> State:
@@ -326,49 +352,14 @@ def compose(
         >>> compose(loop_events)
         Step(no algorithms)
     """
-    nodes, chosen = _as_program(program), _as_tuple(algorithms, "algorithms")
-    for algorithm in chosen:
-        if not isinstance(algorithm, Algorithm):
-            raise TypeError(f"{algorithm!r} is no Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
-    twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
-    if twice:
-        raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
-    ordering: tuple[Pass, ...] = _as_tuple(passes, "passes")
-    for one_pass in ordering:
-        if not callable(one_pass):
-            raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
+    nodes, chosen, ordering = as_program(program), as_algorithms(algorithms), as_passes(passes)
     check_whole(microbatches, "compose: microbatches", 1)
     if order_by_constraints in ordering:
         for event in Event:  # an impossible set is told now, not when its members first meet
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
-    for event in _events_in_grad(nodes):
-        _check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
+    for event in events_in_grad(nodes):
+        check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
     return Step(nodes, chosen, ordering, microbatches)
-
-
-def _as_tuple(given: Any, role: str) -> tuple[Any, ...]:
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{role}={given!r}: expected a list of {role}; put a single one into a list")
-    return tuple(given)
-
-
-def _as_program(given: Iterable[Node]) -> Program:
-    if isinstance(given, Event) or not isinstance(given, Iterable):
-        raise TypeError(f"{given!r} is no program: a tuple of events, stages and scopes, such as loop_events")
-    program = tuple(Event(node) if isinstance(node, str) else node for node in given)
-    num_advances = sum(node is advance for node in walk(program))
-    if num_advances > 1:
-        raise ValueError("the program has more than one advance: a step moves the time by one batch")
-    is_later = False
-    for node in walk(program):
-        is_later = is_later or node is advance
-        if isinstance(node, Event):
-            if num_advances and node.sees_new_time != is_later:
-                side = "after" if node.sees_new_time else "before"
-                raise ValueError(f"{node} belongs {side} the program's advance")
-        elif not callable(node) and not hasattr(node, "body"):
-            raise TypeError(f"{node!r} is neither an event, a stage (a function State -> State), nor a scope")
-    return program
 
 
 def _opened(state: State, *, later: bool) -> Timestamp:
@@ -376,19 +367,6 @@ def _opened(state: State, *, later: bool) -> Timestamp:
     sealed = state.static.timestamp
     assert isinstance(sealed, SealedTime)
     return sealed.opened(later=later)
-
-
-def _events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
-    return (event for node in walk(program) if isinstance(node, Grad) for event in events_in(node.body))
-
-
-def _check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
-    for algorithm in algorithms:
-        if algorithm.host:
-            raise ValueError(
-                f"{algorithm.name} is a host algorithm and acts at {event}, inside a Grad: what runs there is "
-                "differentiated and compiled as a whole. Let it act before or after the gradient, or drop host=True"
-            )
 
 
 def _needs_init(algorithm: Algorithm) -> bool:

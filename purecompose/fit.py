@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from purecompose.compile import CompiledStep
+from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
 from purecompose.data.loaders import draws_globally, keyed_batches
 from purecompose.data.prefetch import prefetch

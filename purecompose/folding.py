@@ -64,9 +64,16 @@ class Unit(NamedTuple):
     function, such as one that compiles it."""
 
 
-def build(program: Iterable[Node], at: At, microbatches: int) -> tuple[Unit, ...]:
-    """The program's steps, with what `at` gives to do at events, and so many slices where no k is given."""
-    return _build(program, _Place(at, microbatches))
+def build(node: Node, index: int, at: At, microbatches: int) -> list[Unit]:
+    """The steps of one node of the program.
+
+    Args:
+        node: The node.
+        index: Its place in the program.
+        at: Gives what to do at an event.
+        microbatches: How many slices there are where the node does not say.
+    """
+    return _build_node(node, _Place(at, microbatches), index)
 
 
 def in_turn(units: Sequence[Unit]) -> Body:
@@ -92,8 +99,8 @@ class _Place(NamedTuple):
     """Whether there are several slices, so that someone wants to know the terms in their losses."""
 
 
-def _build(program: Iterable[Node], place: _Place) -> tuple[Unit, ...]:
-    return tuple(unit for index, node in enumerate(program) for unit in _build_node(node, place, index))
+def _build_body(program: Iterable[Node], place: _Place) -> Body:
+    return in_turn([unit for index, node in enumerate(program) for unit in _build_node(node, place, index)])
 
 
 def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
@@ -102,7 +109,7 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
     if isinstance(node, Update):
         body: Body = lambda state, notes: _update(state, node, notes.used)  # noqa: E731
     elif isinstance(node, Grad):
-        body = _grad(in_turn(_build(node.body, place)), node.wrt)
+        body = _grad(_build_body(node.body, place), node.wrt)
         body = body if place.is_slice else _repeatable(body)
     elif isinstance(node, Microbatches):
 
@@ -122,7 +129,7 @@ def _microbatches(node: Microbatches, place: _Place, change: Callable[[Body], Bo
     k = node.k or place.microbatches
     # A single slice is the whole of what is around it, and its loss weighs there what it weighs alone.
     inner = place._replace(is_slice=True, is_weighted=place.is_weighted or k > 1)
-    body = in_turn(_build(node.body, inner))
+    body = _build_body(node.body, inner)
     if k == 1:
         return body
     changed = change(body)

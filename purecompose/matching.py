@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -180,6 +180,10 @@ class Matcher:
             if _answer(question, state, batch, later if question.event.sees_new_time else now):
                 bits |= bit
         return bits
+
+    def mask(self, events: Collection[Event]) -> int:
+        """The bits of the schedule that decide what happens at these events."""
+        return sum(1 << i for i, question in enumerate(self.questions) if question.event in events)
 
     def matched(self, bits: int, event: Event, algorithms: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
         """The algorithms that act at an event under a schedule, in their listed order."""

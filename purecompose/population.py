@@ -61,13 +61,13 @@ class Population(Step):
         """
         self._check_members(state)
         own, given = self._batch_of_one(batch), batch if self.batches == "each" else shared(batch)
-        bits, later, start_of_one = super().prepare(self._one(state), own, purpose=purpose, draw=draw)
+        prepared = self._prepared(self._one(state), own, purpose, draw)
 
         def start() -> State:
-            one = start_of_one()
+            one = prepared.start()
             return state.replace(static=one.static, clock=one.clock, batch=given, metrics={})
 
-        return Prepared(bits, later, start)
+        return prepared._replace(start=start)
 
     def fold(
         self,

@@ -214,7 +214,7 @@ def test_a_step_in_parts_is_the_step(num_parts):
     pop, batch = population(step, 3, 2), make_batch()
     states = pop.init(stack_states(make_members()))
     expected = pop(states, batch)
-    bits, _, start = pop.prepare(states, batch)
+    bits, _, _, start = pop.prepare(states, batch)
     current = start()
     units, notes = pop.units(bits), Notes()
     cuts = [len(units) * i // num_parts for i in range(num_parts + 1)]
@@ -229,7 +229,7 @@ def test_a_step_in_parts_is_the_step(num_parts):
 def test_an_untouched_batch_stays_one_and_untouched_fields_are_the_same_objects():
     pop, batch = population(compose(loop_events), 3), make_batch()
     states = stack_states(make_members())
-    bits, _, make_start = pop.prepare(states, batch)
+    bits, _, _, make_start = pop.prepare(states, batch)
     start = make_start()
     with torch.no_grad():
         end = pop.body(pop.units(bits))(start, Notes())
@@ -251,6 +251,24 @@ def test_what_lasts_has_rows_of_its_own():
     for leaf in (states.slots["kept"]["inputs"], states.slots["kept"]["fresh"]):
         assert leaf.shape[0] == 3 and leaf.stride(0) > 0
     assert torch.equal(states.slots["kept"]["inputs"][1], batch[0])
+
+
+def test_the_first_run_of_a_members_batch_size_is_watched() -> None:
+    def write(state: State) -> State:
+        if state.num_examples == 5:
+            state.params["0.weight"].mul_(2)
+        return state
+
+    pop = population(compose(loop_events, [changing("write", Event.BATCH_START, write)]), 3, batches="each")
+    batches = [tuple(torch.stack([t] * 3) for t in make_batch(size=size)) for size in (8, 5)]
+    states = pop(stack_states(make_members()), batches[0])
+    with pytest.raises(pc.ContractError, match="write at .*in place into state.params"):
+        pop(states, batches[1])
+
+
+def test_a_plain_step_says_that_a_stacked_state_needs_a_population() -> None:
+    with pytest.raises(ValueError, match=r"stacked one of 3 members: population\(step, n\)"):
+        compose(loop_events)(stack_states(make_members()), make_batch())
 
 
 def test_a_match_sees_the_shapes_of_a_member():

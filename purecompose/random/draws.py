@@ -164,7 +164,7 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
         bool of the given shape.
 
     Raises:
-        TypeError: as `bits`.
+        TypeError: as `bits`, or `p` is a shape.
         ValueError: as `bits`, or `p` is a number outside [0, 1].
 
     Example:
@@ -176,6 +176,8 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
         threshold = (p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32).to(torch.int64)
         sizes = p.shape if shape is None else shape
     else:
+        if isinstance(p, (tuple, list, torch.Size)):
+            raise TypeError(f"bernoulli: expected bernoulli(key, p, shape), with a probability p, got p={p}")
         if not 0 <= p <= 1:
             raise ValueError(f"bernoulli: expected a probability in [0, 1], got p={p} ({type(p).__name__})")
         threshold = int(p * 2**32)

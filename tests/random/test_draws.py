@@ -326,6 +326,11 @@ def test_bernoulli_frequency(p: float) -> None:
     assert stats.binomtest(int(draw.sum()), 20_000, p).pvalue > LEAST_P
 
 
+def test_bernoulli_tells_arguments_in_the_wrong_order() -> None:
+    with pytest.raises(TypeError, match="with a probability p"):
+        bernoulli(key(0), (3, 2), 0.5)  # pyright: ignore[reportArgumentType]
+
+
 def test_bernoulli_bounds_are_certain() -> None:
     assert not bernoulli(key(0), 0.0, 5000).any()
     assert bernoulli(key(0), 1.0, 5000).all()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose.algorithm import Algorithm
-from purecompose.compile import compile as compile_step
+from purecompose.compilation import compile as compile_step
 from purecompose.compose import Step
 from purecompose.event import Event
 from purecompose.predicate import every, on

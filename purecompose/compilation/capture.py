@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
 from purecompose._form import Form, Spec
-from purecompose.compile.seam import FIELDS, Seam, Source, Writes
-from purecompose.compile.sizes import OPEN_FIELDS, Size, size_of
+from purecompose.compilation.seam import FIELDS, Seam, Source, Writes
+from purecompose.compilation.sizes import OPEN_FIELDS, Size, size_of
 from purecompose.context import Static
 from purecompose.folding import Body, Notes
 from purecompose.lease import LASTING
@@ -164,7 +164,10 @@ class _End:
         for name in _LEFT_AT_THE_END if is_last else FIELDS:
             if name not in state.__dict__ or state.__dict__[name] is recorder.issued.get(name, _MISSING):
                 continue
-            form, tensors = Form.of(state.__dict__[name])
+            value = state.__dict__[name]
+            if any(isinstance(leaf, torch.SymInt) for leaf in tree.leaves(value)):
+                raise TraceError(f"state.{name} holds the number of examples, which was to be left open")
+            form, tensors = Form.of(value)
             self.writes[name] = form, tuple(incoming.get(id(t)) or self._result(t) for t in tensors)
 
     def _result(self, tensor: Tensor) -> Source:
@@ -298,6 +301,7 @@ _UNTRACEABLE = (
     UnsupportedOperatorException,
 )
 _OURS = str(pathlib.Path(__file__).parents[1])
+_ALGORITHMS = str(pathlib.Path(_OURS, "algorithms"))
 _TORCH = str(pathlib.Path(torch.__file__).parent)
 
 
@@ -349,9 +353,10 @@ def _what(error: Exception) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """The innermost line that is neither torch's nor of the machinery here: an algorithm's, a loss's, a network's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_TORCH, _OURS)) and "contextlib" not in f.filename]
+    own = [f for f in frames if f.filename.startswith(_ALGORITHMS) or not f.filename.startswith((_TORCH, _OURS))]
+    own = [f for f in own if "contextlib" not in f.filename]
     frame = own[-1] if own else frames[-1]
     text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"{frame.filename}:{frame.lineno} ({text})"

@@ -1,7 +1,7 @@
 """Variants: what has been compiled, as a table, and the error for too many."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from purecompose._table import table
@@ -58,8 +58,10 @@ def _row(variant: Variant) -> list[str]:
 
 def too_many(variants: Sequence[Variant], limit: int) -> VariantLimitError:
     """The error for one variant more; it names what makes them."""
-    batches = Counter(variant.batch for variant in variants)
-    by_batch, by_acting = len(batches), max(_numbers_of_schedules(variants), default=0)
+    # By segment: what one segment makes of the batch is another's, and no other batch.
+    segments = [[v for v in variants if v.segment == number] for number in {v.segment for v in variants}]
+    batches = max(({v.batch: None for v in segment} for segment in segments), key=len)
+    by_batch, by_acting = len(batches), max(len({v.acting for v in segment}) for segment in segments)
     if by_batch >= by_acting:
         shown = "; ".join(batch or "()" for batch in list(batches)[:4])
         cause = (
@@ -76,11 +78,6 @@ def too_many(variants: Sequence[Variant], limit: int) -> VariantLimitError:
     return VariantLimitError(
         f"the step needs more than max_variants={limit} compiled variants: {cause}. step.variants() lists them"
     )
-
-
-def _numbers_of_schedules(variants: Sequence[Variant]) -> Iterator[int]:
-    for segment in {variant.segment for variant in variants}:
-        yield len({variant.acting for variant in variants if variant.segment == segment})
 
 
 def _busiest(variants: Sequence[Variant]) -> tuple[str, int]:

@@ -29,7 +29,7 @@ from helpers import make_batch, make_batches, make_cnn, make_state, noise
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, every, loop_events, on, optim, tree
-from purecompose.compile import backends
+from purecompose.compilation import backends
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
@@ -233,7 +233,7 @@ INTERRUPTED = """
     import os, signal, sys, threading, time
     import torch
     import purecompose as pc
-    from purecompose.compile import backends
+    from purecompose.compilation import backends
 
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -242,7 +242,7 @@ INTERRUPTED = """
     fast = pc.compile(step, quiet=True)
     batch = torch.randn(8, 4), torch.randint(3, (8,))
 
-    library = sys.modules["purecompose.compile.library"]
+    library = sys.modules["purecompose.compilation.library"]
     original = library.compile_graph
 
     def compile_graph(*args):

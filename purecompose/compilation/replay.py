@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose.compile.backends import Compiled
+from purecompose.compilation.backends import Compiled
 
 
 __all__ = ["Replay"]

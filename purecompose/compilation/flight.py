@@ -6,10 +6,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from purecompose._form import Form, spec_of
-from purecompose.compile.capture import state_of
-from purecompose.compile.library import Library
-from purecompose.compile.links import Entry, Route, Values
-from purecompose.compile.seam import FIELDS, Seam, Source
+from purecompose.compilation.capture import state_of
+from purecompose.compilation.library import Library
+from purecompose.compilation.links import Entry, Route, Values
+from purecompose.compilation.seam import FIELDS, Seam, Source
 from purecompose.compose import Prepared
 from purecompose.context import Static
 from purecompose.lease import LASTING, Lane, Lease
@@ -141,6 +141,8 @@ def _host(
         seam = replace(seam, lane=lane.forms, held=_held(lane, values))
     place = (state.context, state.context.schedules, *forms.values(), frozenset(seam.held.items()))
     if place not in route.after_host:
+        if len(route.after_host) == _MOST_KEPT:
+            route.after_host.pop(next(iter(route.after_host)))
         route.after_host[place] = library.route(seam, bits, route.next_part)
     return route.after_host[place], state.static, lane
 
@@ -152,5 +154,7 @@ def _held(lane: Lane, values: Values) -> dict[Source, Source]:
     return {place: in_lane[tensor] for place, tensor in places if tensor in in_lane}
 
 
+_MOST_KEPT = 64
+"""A host algorithm that puts another number into the metrics in every step makes a route of each."""
 _EMPTY: Values = {name: [] for name in FIELDS}
 _IDLE_FIELDS = dict.fromkeys(name for name in FIELDS if name not in LASTING)

@@ -13,13 +13,13 @@ from purecompose._checks import check_flag, check_whole, shown
 from purecompose._device import arithmetic
 from purecompose._form import Form, spec_of
 from purecompose._functorch import is_transforming
-from purecompose.compile.backends import BACKENDS, MODES
-from purecompose.compile.capture import TraceError
-from purecompose.compile.flight import Boarding, fly
-from purecompose.compile.library import Library, Options, environment
-from purecompose.compile.links import EAGER, Entry, Route
-from purecompose.compile.seam import Seam
-from purecompose.compile.variants import Variants
+from purecompose.compilation.backends import BACKENDS, MODES
+from purecompose.compilation.capture import TraceError
+from purecompose.compilation.flight import Boarding, fly
+from purecompose.compilation.library import Library, Options, environment
+from purecompose.compilation.links import EAGER, Entry, Route
+from purecompose.compilation.seam import Seam
+from purecompose.compilation.variants import Variants
 from purecompose.compose import Prepared, Step
 from purecompose.lease import LASTING, Lane, Lease
 from purecompose.state import State
@@ -119,6 +119,7 @@ class CompiledStep:
 
         Raises:
             SpentStateError: The state was given to an earlier step, which wrote over its memory.
+            TypeError: It is no state, or state or batch hold sparse tensors, which compiled code does not read.
             TraceError: The step cannot be compiled.
             VariantLimitError: It wants more variants than `max_variants`.
         """
@@ -128,8 +129,12 @@ class CompiledStep:
         if lease is not None:
             lease.check()
         prepared = self.step.prepare(state, batch)
-        shape, tensors = _shape_of(batch)
-        boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, lease)
+        try:
+            shape, tensors = _shape_of(batch)
+            boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, lease)
+        except TypeError as error:
+            self._fall_back(error)
+            return self.step(state, batch)
         if boarding is None:
             return self.step(state, batch)
         place = (prepared.bits, shape, environment())
@@ -194,14 +199,18 @@ class CompiledStep:
             seam = Seam.start(start.static, forms, is_donated=self.options.donate)
             route = self._library.route(seam, bits)
         except TraceError as error:
-            if not self.options.fallback:
-                raise
-            if str(error) not in self._refused:
-                self._refused.add(str(error))
-                warnings.warn(f"{error} (which fallback=True does now)", stacklevel=3)
+            self._fall_back(error)
             route = EAGER
         entry.routes[place] = route
         return route
+
+    def _fall_back(self, error: Exception) -> None:
+        """Warns once that steps run eagerly, or raises."""
+        if not self.options.fallback:
+            raise error
+        if str(error) not in self._refused:
+            self._refused.add(str(error))
+            warnings.warn(f"{error} (fallback=True: such steps run eagerly)", stacklevel=4)
 
     def _board(self, state: State, lease: Lease | None) -> Boarding | None:
         """The lane that the step will run on; `None` where somebody differentiates in the state."""

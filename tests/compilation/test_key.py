@@ -116,7 +116,6 @@ def test_sparse_batches_are_told() -> None:
         fast(make_state(), (x.to_sparse(), y))
 
 
-@pytest.mark.xfail(strict=True, reason="the TypeError about sparse tensors does not fall back")
 def test_sparse_batches_fall_back() -> None:
     step, fast = made(fallback=True)
     x, y = make_batch()

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from purecompose._form import Form
-from purecompose.compile.backends import Compiled
-from purecompose.compile.capture import Captured
-from purecompose.compile.replay import Replay
-from purecompose.compile.seam import Seam, Source
-from purecompose.compile.sizes import OPEN_FIELDS, opened, size_of
-from purecompose.compile.variants import Variant
+from purecompose.compilation.backends import Compiled
+from purecompose.compilation.capture import Captured
+from purecompose.compilation.replay import Replay
+from purecompose.compilation.seam import Seam, Source
+from purecompose.compilation.sizes import OPEN_FIELDS, opened, size_of
+from purecompose.compilation.variants import Variant
 from purecompose.context import Context
 from purecompose.folding import Unit
 from purecompose.lease import LASTING, Lane

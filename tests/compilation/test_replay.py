@@ -11,7 +11,7 @@ from helpers import make_batch, make_batches, make_cnn, make_state, noise
 from torch import Tensor
 
 from purecompose import Event, compose, every, hparam, loop_events, optim
-from purecompose.compile.replay import Replay
+from purecompose.compilation.replay import Replay
 
 
 class Device:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from purecompose import Event, State, algorithms as alg, every
 from purecompose._form import Form
-from purecompose.compile.capture import fake_mode
-from purecompose.compile.sizes import Size, opened, size_of
+from purecompose.compilation.capture import fake_mode
+from purecompose.compilation.sizes import Size, opened, size_of
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from purecompose._form import Form, spec_of
 from purecompose._functorch import is_transforming
-from purecompose.compile.capture import explained, fake_mode, state_of
-from purecompose.compile.links import Link, Values
-from purecompose.compile.seam import FIELDS, Seam, Source, Writes
+from purecompose.compilation.capture import explained, fake_mode, state_of
+from purecompose.compilation.links import Link, Values
+from purecompose.compilation.seam import FIELDS, Seam, Source, Writes
 from purecompose.folding import Body, Notes, Unit
 from purecompose.lease import LASTING, Lane
 from purecompose.state import State

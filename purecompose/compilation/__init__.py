@@ -4,9 +4,9 @@
 makes that fast, `library` keeps what was compiled, and `flight` is one step through it.
 """
 
-from purecompose.compile.capture import TraceError
-from purecompose.compile.step import CompiledStep, compile
-from purecompose.compile.variants import Variant, VariantLimitError, Variants
+from purecompose.compilation.capture import TraceError
+from purecompose.compilation.step import CompiledStep, compile
+from purecompose.compilation.variants import Variant, VariantLimitError, Variants
 
 
 __all__ = ["CompiledStep", "TraceError", "Variant", "VariantLimitError", "Variants", "compile"]

@@ -13,7 +13,7 @@ from purecompose import Algorithm, CompiledStep, Event, State, Step, compose, ev
 
 
 # The package's attribute of this name is the function.
-LIBRARY = sys.modules["purecompose.compile.library"]
+LIBRARY = sys.modules["purecompose.compilation.library"]
 
 
 def compiled(step: Step, **options: Any) -> CompiledStep:

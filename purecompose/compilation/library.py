@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from purecompose._form import Form
-from purecompose.compile.backends import compile_graph
-from purecompose.compile.capture import capture, explained, fake_mode, state_of
-from purecompose.compile.links import Entry, Leg, Link, Route
-from purecompose.compile.seam import FIELDS, Seam
-from purecompose.compile.segments import Part, Segments
-from purecompose.compile.sizes import opened, size_of
-from purecompose.compile.sliced import SlicedLink
-from purecompose.compile.variants import Variant, too_many
+from purecompose.compilation.backends import compile_graph
+from purecompose.compilation.capture import Captured, capture, explained, fake_mode, state_of
+from purecompose.compilation.links import Entry, Leg, Link, Route
+from purecompose.compilation.seam import FIELDS, Seam
+from purecompose.compilation.segments import Part, Segments
+from purecompose.compilation.sizes import opened, size_of
+from purecompose.compilation.sliced import SlicedLink
+from purecompose.compilation.variants import Variant, too_many
 from purecompose.compose import Step
 from purecompose.context import Context
 from purecompose.folding import Body
@@ -141,7 +141,9 @@ class Library:
         say = options.announce or (lambda text: None)
         say(f"purecompose: compiling {variant.title} ...")
         start = time.perf_counter()
-        captured = capture(body, seam, is_last=is_last, is_open=is_open)
+        captured = self._captured(body, seam, is_last, is_open)
+        if captured.size is None:
+            variant.batch = _shapes(forms["batch"], is_open=False)
         traced = time.perf_counter()
         call = compile_graph(captured.graph, options.backend, options.mode)
         variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
@@ -149,6 +151,15 @@ class Library:
         say(f" {variant.nodes} operations, {variant.trace_seconds + variant.compile_seconds:.1f} s\n")
         replays = options.mode == "reduce-overhead" and forms["key"].specs[0].device.type == "cuda"
         return Link(captured, call, variant, replays=replays)
+
+    @staticmethod
+    def _captured(body: Body, seam: Seam, is_last: bool, is_open: bool) -> Captured:
+        if is_open:
+            try:
+                return capture(body, seam, is_last=is_last, is_open=True)
+            except Exception:  # whatever it is, a fixed size has it too, or can do without
+                pass
+        return capture(body, seam, is_last=is_last)
 
     def _acting(self, part: Part) -> tuple[str, ...]:
         """The algorithms that act in a part, as `name at event`."""

@@ -1,0 +1,89 @@
+"""What may be composed: checks of programs, algorithms and passes."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from purecompose.algorithm import Algorithm
+from purecompose.event import Event
+from purecompose.loop import Grad, Node, Program, advance, events_in, walk
+from purecompose.passes import Pass
+
+
+__all__ = ["as_algorithms", "as_passes", "as_program", "check_no_host", "events_in_grad"]
+
+
+def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+    """The algorithms.
+
+    Raises:
+        TypeError: Something that is no algorithm.
+        ValueError: A name used twice.
+    """
+    chosen = _as_tuple(given, "algorithms")
+    for algorithm in chosen:
+        if not isinstance(algorithm, Algorithm):
+            raise TypeError(f"{algorithm!r} is no Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
+    twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
+    if twice:
+        raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
+    return chosen
+
+
+def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
+    """The passes.
+
+    Raises:
+        TypeError: Something that cannot be called.
+    """
+    ordering = _as_tuple(given, "passes")
+    for one_pass in ordering:
+        if not callable(one_pass):
+            raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
+    return ordering
+
+
+def as_program(given: Iterable[Node]) -> Program:
+    """The program, with events by their names made events.
+
+    Raises:
+        TypeError: Something that is no node.
+        ValueError: More than one `advance`, or an event on the wrong side of it.
+    """
+    if isinstance(given, Event) or not isinstance(given, Iterable):
+        raise TypeError(f"{given!r} is no program: a tuple of events, stages and scopes, such as loop_events")
+    program = tuple(Event(node) if isinstance(node, str) else node for node in given)
+    num_advances = sum(node is advance for node in walk(program))
+    if num_advances > 1:
+        raise ValueError("the program has more than one advance: a step moves the time by one batch")
+    is_later = False
+    for node in walk(program):
+        is_later = is_later or node is advance
+        if isinstance(node, Event):
+            if num_advances and node.sees_new_time != is_later:
+                side = "after" if node.sees_new_time else "before"
+                raise ValueError(f"{node} belongs {side} the program's advance")
+        elif not callable(node) and not hasattr(node, "body"):
+            raise TypeError(f"{node!r} is neither an event, a stage (a function State -> State), nor a scope")
+    return program
+
+
+def events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
+    """The events inside scopes of Grad."""
+    return (event for node in walk(program) if isinstance(node, Grad) for event in events_in(node.body))
+
+
+def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
+    """Raises a `ValueError` for a host algorithm at an event inside a Grad."""
+    for algorithm in algorithms:
+        if algorithm.host:
+            raise ValueError(
+                f"{algorithm.name} is a host algorithm and acts at {event}, inside a Grad: what runs there is "
+                "differentiated and compiled as a whole. Let it act before or after the gradient, or drop host=True"
+            )
+
+
+def _as_tuple(given: Any, role: str) -> tuple[Any, ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{role}={given!r}: expected a list of {role}; put a single one into a list")
+    return tuple(given)
