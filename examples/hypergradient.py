@@ -77,7 +77,7 @@ def by_differences(fn: Callable[[Settings], Tensor], settings: Settings, size: f
 
 
 def check(fn: Callable[[Settings], Tensor], settings: Settings) -> None:
-    """Prints the three gradients side by side. Slopes below 0.01 are rounding by so much, and are held against 0.01.
+    """Prints the three gradients side by side. Slopes below 0.01 are held against 0.01: rounding.
 
     Raises:
         AssertionError: One is off by more than a millionth.

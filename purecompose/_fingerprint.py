@@ -65,9 +65,23 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
         }
         # A parametrized module has a class of its own, made on the spot.
         return (parametrize.type_before_parametrizations(thing), _describe(attributes, inside))
+    slots = _slots(thing)
     if hasattr(thing, "__dict__"):
-        return (type(thing), _describe(vars(thing), inside))
+        return (type(thing), _describe({**vars(thing), **slots}, inside), _content(thing))
     return thing if isinstance(thing, Hashable) else (type(thing), repr(thing))
+
+
+def _slots(thing: Any) -> dict[str, Any]:
+    """What an object keeps in slots, by their names."""
+    declared = (cls.__dict__.get("__slots__", ()) for cls in type(thing).__mro__)
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    return {name: getattr(thing, name) for name in names if name[:2] != "__" and hasattr(thing, name)}
+
+
+def _content(thing: Any) -> Hashable:
+    """What an object holds beside its attributes, if its class goes back to one of Python's own that hold something."""
+    is_plain = all(cls.__module__ != "builtins" or cls is object for cls in type(thing).__mro__)
+    return None if is_plain or isinstance(thing, (type, BaseException)) else repr(thing)
 
 
 def _tensor_value(tensor: Tensor) -> Hashable:

@@ -16,7 +16,7 @@ from purecompose import batch as batches, losses, tree
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
-from purecompose.loop import Grad, Microbatches, Node, Stage, Update, loss
+from purecompose.loop import Grad, Microbatches, Node, Stage, Update, events_in, loss
 from purecompose.state import State
 
 
@@ -62,6 +62,8 @@ class Unit(NamedTuple):
     sliced: "Callable[[Callable[[Body], Body]], Body] | None" = None
     """For a scope that runs on several slices of the batch: makes it anew, what runs on a slice put through a
     function, such as one that compiles it."""
+    is_host: bool = False
+    """Whether it is a host algorithm, or a scope in which one acts: runs outside compiled code."""
 
 
 def build(node: Node, index: int, at: At, microbatches: int) -> list[Unit]:
@@ -105,7 +107,7 @@ def _build_body(program: Iterable[Node], place: _Place) -> Body:
 
 def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
     if isinstance(node, Event):
-        return [Unit(op, False, index, algorithm) for algorithm, op in place.at(node)]
+        return [Unit(op, False, index, algorithm, is_host=algorithm.host) for algorithm, op in place.at(node)]
     if isinstance(node, Update):
         body: Body = lambda state, notes: _update(state, node, notes.used)  # noqa: E731
     elif isinstance(node, Grad):
@@ -117,7 +119,8 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
             return _repeatable(_with_own_gradients(_microbatches(node, place, change)))
 
         is_cut = (node.k or place.microbatches) > 1 and not place.is_slice
-        return [Unit(sliced(lambda body: body), True, index, None, sliced if is_cut else None)]
+        is_host = any(algorithm.host for event in events_in(node.body) for algorithm, _ in place.at(event))
+        return [Unit(sliced(lambda body: body), True, index, None, sliced if is_cut else None, is_host)]
     elif node is loss and place.is_weighted:
         body = _stage(_noted(loss), counts=True)
     else:

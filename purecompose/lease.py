@@ -5,12 +5,14 @@ memory is a *lane*; a state that the step returned holds a lease on it, good unt
 copies it out, so that no tensor which anybody holds ever changes; reading it after the next step raises.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from purecompose._form import Form
+from purecompose._functorch import plainly
 from purecompose.time import Timestamp
 
 
@@ -78,7 +80,9 @@ class Lease:
             self.check()
             tensors = self.lane.values[name]
             if self.lane.is_donated:
-                tensors = [tensor.clone() for tensor in tensors]
+                with plainly():
+                    tensors = [tensor.clone() for tensor in tensors]
+                self.check()  # a step of another thread may have begun to write meanwhile
             versions = [tensor._version for tensor in tensors]
             self._issued[name] = self.lane.forms[name].build(tensors), tensors, versions
         return self._issued[name][0]
@@ -88,11 +92,11 @@ class Lease:
         if not self.is_live:
             reason = self.lane.reason
             if isinstance(reason, Timestamp):
-                reason = f"was given to a step, which wrote the state after batch {reason.batch} into it"
+                reason = f"was given to a compiled step, which wrote the state after batch {reason.batch} into it"
             raise SpentStateError(
-                f"this state is spent: its memory {reason}. Its loss, metrics and timestamp stay; to go on "
-                "from it later, keep state.copy() before the step; or compile(step, donate=False), which writes over "
-                "nothing"
+                f"this state is spent: its memory {reason}. Go on from the state that the step returned. To step from "
+                "one state more than once (a cell run again, a list of old states), give the step state.copy(), or use "
+                "compile(step, donate=False), which writes over nothing. loss, metrics and timestamp can still be read"
             )
 
     @property
@@ -113,6 +117,6 @@ class Lease:
         issued, tensors, versions = self._issued[name]
         if issued is not value or [tensor._version for tensor in tensors] != versions:
             return None
-        now = Form.of(value)[1]
-        is_same = len(now) == len(tensors) and all(new is old for new, old in zip(now, tensors, strict=True))
+        form, now = Form.of(value)
+        is_same = form.is_alike(self.lane.forms[name]) and all(map(operator.is_, now, tensors))
         return tensors if is_same else None

@@ -94,14 +94,14 @@ class Population(Step):
     def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
         """As a step's. Host algorithms take stacked states, and act on member after member."""
         return tuple(
-            unit._replace(run=self._one_by_one(unit)) if _is_host(unit) else unit._replace(sliced=None)
+            unit._replace(run=self._one_by_one(unit)) if unit.is_host else unit._replace(sliced=None)
             for unit in super().units(bits, observe)
         )
 
     def body(self, units: Sequence[Unit]) -> Body:
         """Some of a schedule's units, those of traced code for all members at once."""
         parts: list[Unit] = []
-        for is_host, part in groupby(units, _is_host):
+        for is_host, part in groupby(units, lambda unit: unit.is_host):
             stretch = list(part)
             parts += stretch if is_host else [Unit(self._together(in_turn(stretch)), True, stretch[0].node)]
         return in_turn(parts)
@@ -147,7 +147,7 @@ class Population(Step):
                 ends.append((after.static, inside.used))
                 return {name: new for name in _FIELDS if (new := getattr(after, name)) is not getattr(inner, name)}
 
-            with _explained():
+            with _explained(state, self.n):
                 changed = mapped(one, self.chunk_size)(state)
             static, notes.used = ends[-1]
             return state.replace(static=static, **self._lasting(changed))
@@ -342,10 +342,19 @@ def _differing_field(first: Context, other: Context) -> str | None:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Says in our words what vmap says of a draw from a global generator."""
+def _explained(state: State, num: int) -> Iterator[None]:
+    """Says in our words what vmap says of leaves without a row for each member, and of unkeyed draws."""
     try:
         yield
+    except ValueError as error:
+        if not str(error).startswith("vmap"):
+            raise
+        for path, leaf in tree.leaves_with_paths(state.replace(clock=None, batch=None)).items():
+            if isinstance(leaf, Tensor) and leaf.shape[:1] != (num,):
+                raise ValueError(
+                    f"population: expected a row for each of {num} members in state{path}, got {tree.describe(leaf)}"
+                ) from error
+        raise
     except RuntimeError as error:
         if "randomness error mode" not in str(error):
             raise
@@ -356,10 +365,6 @@ def _explained() -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):
             told.add_note(note)
         raise told from error
-
-
-def _is_host(unit: Unit) -> bool:
-    return unit.algorithm is not None and unit.algorithm.host
 
 
 def _check_host(step: Step) -> None:

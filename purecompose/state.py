@@ -335,8 +335,9 @@ class State:
         if lease is not None and not lease.is_live:
             return f"State({self.model!r}, spent, {self.static.timestamp!r}, device={str(self.device)!r})"
         size = sum(tensor.numel() for tensor in self.params.values())
+        members = f"{len(self.key)} members, " if self.key.ndim > 1 else ""
         return (
-            f"State({self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "
+            f"State({members}{self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "
             f"device={str(self.device)!r})"
         )
 
@@ -347,7 +348,16 @@ _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) 
 
 
 def to_module(state: State) -> nn.Module:
-    """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties."""
+    """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties.
+
+    Raises:
+        ValueError: The state is a population's.
+    """
+    if state.key.ndim > 1:
+        raise ValueError(
+            f"to_module(state): expected a single state, got a stacked one of {len(state.key)} members: "
+            "to_module(unstack_states(state)[0]) is the first one's"
+        )
     return filled_module(state.model, state.params, state.buffers)
 
 

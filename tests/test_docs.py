@@ -99,7 +99,8 @@ def test_the_pages_gradient_through_two_steps_is_the_difference_quotient() -> No
     torch.testing.assert_close(gradient, quotient, rtol=0.02, atol=1e-3)
 
 
-def test_compiled_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")  # as where there is no terminal; a worker process may think that it has one
     names = run_page("compile.md")
     shown = capsys.readouterr()
     page = (ROOT / "docs" / "compile.md").read_text()

@@ -6,12 +6,13 @@ torch but has had this form for years, and it is where the speed is: what torch'
 Should it change, `torch.compile` of the same graph takes its place.
 """
 
+import contextlib
 import importlib
 import os
 import pathlib
 import stat
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +37,9 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         backend: `"inductor"`, `"eager"` (the graph as Python, for looking at what was traced), or anything that
             `torch.compile(backend=...)` takes.
         mode: As in `torch.compile`.
+
+    Raises:
+        RuntimeError: Inductor finds no C++ compiler.
     """
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):
@@ -44,7 +48,8 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
         return _by_torch_compile(graph, backend, None)
     ensure_cache()
     try:
-        return _by_inductor(graph, mode)
+        with _compiler_wanted():
+            return _by_inductor(graph, mode)
     except (ImportError, AttributeError, TypeError) as error:
         warnings.warn(
             f"Inductor's inner entry is not as it was in this torch ({torch.__version__}: {error}); steps go through "
@@ -52,6 +57,20 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
             stacklevel=2,
         )
         return _by_torch_compile(graph, backend, mode)
+
+
+@contextlib.contextmanager
+def _compiler_wanted() -> Iterator[None]:
+    """Says in our words that there is no C++ compiler."""
+    try:
+        yield
+    except Exception as error:
+        if "InvalidCxxCompiler" not in f"{type(error).__name__}: {error}":
+            raise
+        raise RuntimeError(
+            "compile: backend='inductor' needs a C++ compiler, and found none that works: install g++ or clang++, or "
+            "let CXX name one; or take backend='eager', which runs traced graphs uncompiled"
+        ) from error
 
 
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:

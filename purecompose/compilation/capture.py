@@ -34,8 +34,9 @@ from purecompose.lease import LASTING
 from purecompose.state import State
 
 
-__all__ = ["Captured", "TraceError", "capture", "explained", "fake_mode", "state_of"]
+__all__ = ["FALLBACK_ADVICE", "Captured", "TraceError", "capture", "explained", "fake_mode", "state_of"]
 
+FALLBACK_ADVICE = "; or let such steps run eagerly with compile(step, fallback=True)"
 _LEFT_AT_THE_END = (*LASTING, "key", "loss", "metrics")
 
 
@@ -321,8 +322,8 @@ def explained() -> Iterator[None]:
         raise TraceError(
             f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {_line(error)}"
             f"{_layer(error)}. While a step is compiled, tensors have no numbers: choose with torch.where, keep shapes "
-            "fixed, read time from state.clock as a tensor; or make the algorithm a host one (host=True); or let such "
-            "steps run eagerly with compile(step, fallback=True)"
+            "fixed, read time from state.clock as a tensor; or make the algorithm a host one (host=True)"
+            f"{FALLBACK_ADVICE}"
         ) from error
 
 

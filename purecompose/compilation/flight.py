@@ -3,15 +3,17 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from purecompose._form import Form, spec_of
 from purecompose.compilation.capture import state_of
 from purecompose.compilation.library import Library
-from purecompose.compilation.links import Entry, Route, Values
+from purecompose.compilation.links import EAGER, Entry, Route, Values
 from purecompose.compilation.seam import FIELDS, Seam, Source
 from purecompose.compose import Prepared
 from purecompose.context import Static
+from purecompose.folding import Notes
 from purecompose.lease import LASTING, Lane, Lease
 from purecompose.state import State
 from purecompose.time import Timestamp
@@ -39,7 +41,7 @@ def fly(library: Library, boarding: Boarding, prepared: Prepared, batch: list[Te
     """The state after the step."""
     lane, state = boarding.lane, boarding.state
     if boarding.spends is not None:
-        boarding.spends.spend(prepared.later)
+        boarding.spends.spend(_UNFINISHED)
     if boarding.copies:
         lane.spend(_UNFINISHED)
         for to, new in boarding.copies:
@@ -49,7 +51,18 @@ def fly(library: Library, boarding: Boarding, prepared: Prepared, batch: list[Te
         # The usual step: one graph from the lane and the batch, which writes into the lane.
         lane.spend(_UNFINISHED)
         route.plain.run(values, lane, is_first=True)
-        return _landed(library, route, state.static, lane, values, prepared.later)
+        state = _landed(library, route, state.static, lane, values, prepared.later)
+    else:
+        with torch.no_grad():
+            state = _through(library, boarding, prepared, values, route)
+    if boarding.spends is not None:
+        boarding.spends.reason = prepared.later
+    return state
+
+
+def _through(library: Library, boarding: Boarding, prepared: Prepared, values: Values, route: Route) -> State:
+    """The state after several links, with host algorithms between them."""
+    lane, state = boarding.lane, boarding.state
     start = prepared.start()
     values = {**_EMPTY, **lane.values, **values}
     if route.takes_clock:
@@ -63,8 +76,12 @@ def fly(library: Library, boarding: Boarding, prepared: Prepared, batch: list[Te
             is_start = False
         if route.host is None:
             break
-        route, static, lane = _host(library, route, static, lane, values, prepared.bits)
-        is_start = False
+        next_part = route.next_part
+        route, state, used = _host(library, route, static, lane, values, prepared.bits)
+        if route is EAGER:
+            rest = library.units(prepared.bits, next_part)
+            return library.step.finish(library.step.body(rest)(state, Notes(set(used)))).unleased()
+        static, is_start = state.static, False
     return _landed(library, route, static, lane, values, prepared.later)
 
 
@@ -118,8 +135,12 @@ def _settled(forms: dict[str, Form], lane: Lane, values: Values) -> Lane:
 
 def _host(
     library: Library, route: Route, static: Static, lane: Lane, values: Values, bits: int
-) -> tuple[Route, Static, Lane]:
-    """Lets a host algorithm act on a plain state, and finds the route from there; `values` are changed in place."""
+) -> tuple[Route, State, frozenset[str]]:
+    """Lets a host algorithm act on a plain state, and finds the route from there; `values` are changed in place.
+
+    Returns:
+        The route, the state that the algorithm left, and the gradients that are used up by then.
+    """
     assert route.host is not None and route.end is not None
     lease = Lease(lane, None, ())
     is_own = {name: values[name] is lane.values[name] for name in LASTING}
@@ -128,7 +149,8 @@ def _host(
     in_lane = {id(t) for tensors in lane.values.values() for t in tensors} if lane.is_donated else frozenset()
     seen = {name: [t.clone() if id(t) in in_lane and name != "regrad" else t for t in values[name]] for name in others}
     given = {name: route.end.forms[name].build(tensors) for name, tensors in seen.items()}
-    state = route.host.run(state_of(static, lease, given))
+    before, notes = state_of(static, lease, given), Notes(set(route.end.used))
+    state = route.host.run(before, notes) if route.host.takes_notes else route.host.run(before)
     forms, fields = dict(route.end.forms), state.__dict__
     for name in FIELDS:
         if name not in fields or (name in given and fields[name] is given[name]):
@@ -136,15 +158,16 @@ def _host(
         if is_own.get(name, False) and lease.untouched(name, fields[name]) is not None:
             continue
         forms[name], values[name] = Form.of(fields[name])
-    seam = Seam(state.static, forms, route.end.used)
+    used = frozenset(notes.used)
+    seam = Seam(state.static, forms, used)
     if lane.is_donated:
         seam = replace(seam, lane=lane.forms, held=_held(lane, values))
-    place = (state.context, state.context.schedules, *forms.values(), frozenset(seam.held.items()))
+    place = (state.context, state.context.schedules, *forms.values(), frozenset(seam.held.items()), used)
     if place not in route.after_host:
         if len(route.after_host) == _MOST_KEPT:
             route.after_host.pop(next(iter(route.after_host)))
-        route.after_host[place] = library.route(seam, bits, route.next_part)
-    return route.after_host[place], state.static, lane
+        route.after_host[place] = library.route_or_eager(seam, bits, route.next_part)
+    return route.after_host[place], state, used
 
 
 def _held(lane: Lane, values: Values) -> dict[Source, Source]:

@@ -1,6 +1,8 @@
 """The library of a compiled step: its links, and the routes made of them. What is missing is compiled here."""
 
+import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +11,16 @@ import torch
 
 from purecompose._form import Form
 from purecompose.compilation.backends import compile_graph
-from purecompose.compilation.capture import Captured, capture, explained, fake_mode, state_of
-from purecompose.compilation.links import Entry, Leg, Link, Route
+from purecompose.compilation.capture import (
+    FALLBACK_ADVICE,
+    Captured,
+    TraceError,
+    capture,
+    explained,
+    fake_mode,
+    state_of,
+)
+from purecompose.compilation.links import EAGER, Entry, Leg, Link, Route
 from purecompose.compilation.seam import FIELDS, Seam
 from purecompose.compilation.segments import Part, Segments
 from purecompose.compilation.sizes import opened, size_of
@@ -18,7 +28,7 @@ from purecompose.compilation.sliced import SlicedLink
 from purecompose.compilation.variants import Variant, too_many
 from purecompose.compose import Step
 from purecompose.context import Context
-from purecompose.folding import Body
+from purecompose.folding import Body, Unit
 from purecompose.lease import LASTING
 from purecompose.loop import events_in
 from purecompose.state import State
@@ -50,6 +60,10 @@ def environment() -> tuple[Any, ...]:
     )
 
 
+_BUILDING = threading.RLock()
+"""Tracing patches torch for the whole process: one thread at a time."""
+
+
 class Library:
     """All that a compiled step has compiled."""
 
@@ -61,6 +75,7 @@ class Library:
         self._contexts: dict[Context, Context] = {}
         self._entries: dict[Any, Entry] = {}
         self._scopes: dict[Any, SlicedLink] = {}
+        self._refused: set[str] = set()
 
     def entry(self, context: Context, forms: Mapping[str, Form]) -> Entry:
         """The one entry for a form of state: same context, same forms of what lasts, of key and loss."""
@@ -68,7 +83,7 @@ class Library:
         context = self._contexts.setdefault(context, context)
         place = (context, schedules, *[forms[name] for name in (*LASTING, "key", "loss")])
         if place not in self._entries:
-            self._entries[place] = Entry(self, context, {**IDLE, **forms})
+            self._entries[place] = Entry(context, {**IDLE, **forms})
         return self._entries[place]
 
     def route(self, seam: Seam, bits: int, first_part: int = 0) -> Route:
@@ -90,16 +105,39 @@ class Library:
             seam = links[-1].after(seam)
         return Route(links, seam, writes_lane=bool(links) and links[-1].writes_lane)
 
-    def watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
-        """Runs the step watched, as `compose` does with the first run of a variant, but for nothing's sake.
+    def route_or_eager(self, seam: Seam, bits: int, first_part: int = 0) -> Route:
+        """As `route`; with `fallback` what cannot be traced is `EAGER`."""
+        try:
+            with _BUILDING:
+                return self.route(seam, bits, first_part)
+        except TraceError as error:
+            self.fall_back(error)
+            return EAGER
 
-        Without host algorithms the tensors are fake: no numbers, no memory.
+    def fall_back(self, error: Exception) -> None:
+        """Warns once that steps run eagerly, or raises."""
+        if not self.options.fallback:
+            raise error
+        if str(error) not in self._refused:
+            self._refused.add(str(error))
+            text = str(error).removesuffix(FALLBACK_ADVICE)
+            warnings.warn(f"{text}. As fallback=True asks, such steps run eagerly", stacklevel=4)
+
+    def units(self, bits: int, first_part: int = 0) -> list[Unit]:
+        """What a schedule does from a part on."""
+        parts = self.segments.parts(self.step.units(bits), bits)[first_part:]
+        return [unit for part in parts for unit in part.units]
+
+    def has_host(self, bits: int) -> bool:
+        """Whether something acts in a schedule that is not compiled."""
+        return any(unit.is_host for unit in self.step.units(bits))
+
+    def watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
+        """Runs a step without host algorithms watched, as `compose` does with the first run of a variant.
+
+        The tensors are fake: no numbers, no memory.
         """
-        if any(part.kind == "host" for part in self.segments.parts(self.step.units(bits), bits)):
-            with torch.no_grad():
-                self.step.run_checked(bits, start)
-            return
-        with explained(), fake_mode(), torch.no_grad():
+        with _BUILDING, explained(), fake_mode(), torch.no_grad():
             fields = {name: form.build([spec.empty() for spec in form.specs]) for name, form in forms.items()}
             self.step.run_checked(bits, state_of(start.static, None, fields))
 
@@ -110,9 +148,11 @@ class Library:
         for link in known:
             if link.fits(seam.forms):
                 return link
+        is_open = self.options.dynamic and size_of(seam.forms) >= 2  # torch takes sizes of 0 and 1 for special
+        variant = Variant(part.segment, self._acting(part), _shapes(seam.forms["batch"], is_open=is_open))
         if len(self.variants) >= self.options.max_variants:
-            raise too_many(self.variants, self.options.max_variants)
-        link = self._build(part, seam, is_last, body or self.step.body(part.units))
+            raise too_many(self.variants, variant, self.options.max_variants)
+        link = self._build(variant, seam, is_last, body or self.step.body(part.units), is_open)
         known.append(link)
         self.variants.append(link.variant)
         return link
@@ -134,10 +174,8 @@ class Library:
         units = tuple((unit.node, unit.algorithm and unit.algorithm.name) for unit in part.units)
         return (part.segment, units, part.bits, seam.used, frozenset(seam.held.items()), *settings, *rest)
 
-    def _build(self, part: Part, seam: Seam, is_last: bool, body: Body) -> Link:
+    def _build(self, variant: Variant, seam: Seam, is_last: bool, body: Body, is_open: bool) -> Link:
         options, forms = self.options, seam.forms
-        is_open = options.dynamic and size_of(forms) >= 2  # torch takes sizes of 0 and 1 for special
-        variant = Variant(part.segment, self._acting(part), _shapes(forms["batch"], is_open=is_open))
         say = options.announce or (lambda text: None)
         say(f"purecompose: compiling {variant.title} ...")
         start = time.perf_counter()

@@ -170,8 +170,6 @@ EAGER = Route([])
 class Entry:
     """A form of state that steps start from, with the routes that are known from there."""
 
-    home: Any
-    """The library that it belongs to."""
     context: Context
     forms: dict[str, Form]
     routes: dict[Any, Route] = field(default_factory=dict)

@@ -21,7 +21,8 @@ class Part(NamedTuple):
     """Its place in the step: host algorithms may divide a segment."""
     units: tuple[Unit, ...]
     kind: str
-    """"graph"; "host", a host algorithm; or "sliced", a scope whose body runs compiled on slice after slice."""
+    """"graph"; "host", a host algorithm or a scope in which one acts; or "sliced", a scope whose body runs compiled on
+    slice after slice."""
     bits: int
     """The part of the schedule that decides what is in it."""
 
@@ -73,9 +74,9 @@ class Segments:
 
 
 def _kind(unit: Unit) -> str:
-    if unit.sliced is not None:
-        return "sliced"
-    return "host" if unit.algorithm is not None and unit.algorithm.host else "graph"
+    if unit.is_host:
+        return "host"
+    return "graph" if unit.sliced is None else "sliced"
 
 
 def _pieces(program: Sequence[Node]) -> list[list[Node]]:

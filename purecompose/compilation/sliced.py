@@ -61,6 +61,8 @@ class SlicedLink:
             if getattr(end, name) is not before[name]:
                 form, tensors = Form.of(getattr(end, name))
                 where = tuple(places.get(id(tensor), Source("", 0)) for tensor in tensors)
+                if name in ("loss", "metrics"):  # they outlive the step, and may be a lane's tensors themselves
+                    where = tuple(Source("", 0) if source in seam.held else source for source in where)
                 views = [i for i, t in enumerate(tensors) if not where[i].field and _storage(t) in lane]
                 specs = [spec_of(t.clone()) if i in views else spec_of(t) for i, t in enumerate(tensors)]
                 self.writes[name] = form.with_specs(specs), where

@@ -1,7 +1,6 @@
 """compile: a step in, a step out that runs compiled graphs."""
 
 import sys
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -90,7 +89,7 @@ def compile(  # noqa: A001
     if not isinstance(backend, str) and not callable(backend):
         raise TypeError(f"compile: backend: expected a name or a function (graph, inputs) -> function, got {backend!r}")
     if isinstance(backend, str) and backend not in BACKENDS and backend not in torch.compiler.list_backends(()):
-        known = ", ".join([*BACKENDS, *torch.compiler.list_backends()])
+        known = ", ".join(dict.fromkeys([*BACKENDS, *torch.compiler.list_backends()]))
         raise ValueError(f"compile: backend={backend!r}: expected one of {known}")
     for flag, name in ((donate, "donate"), (fallback, "fallback"), (quiet, "quiet"), (dynamic, "dynamic")):
         check_flag(flag, f"compile: {name}")
@@ -107,7 +106,7 @@ class CompiledStep:
         """Compiles nothing yet."""
         self.step, self.options = step, options
         self._library = Library(step, options)
-        self._refused: set[str] = set()
+        self._met: set[Any] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "step":
@@ -133,11 +132,13 @@ class CompiledStep:
             shape, tensors = _shape_of(batch)
             boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, lease)
         except TypeError as error:
-            self._fall_back(error)
+            self._library.fall_back(error)
             return self.step(state, batch)
         if boarding is None:
             return self.step(state, batch)
         place = (prepared.bits, shape, environment())
+        if place not in boarding.entry.routes and self._is_watched_first(prepared):
+            return self.step(state, batch)
         with arithmetic(state.static.context.precision, state.key.device):
             route = boarding.entry.routes.get(place) or self._find(boarding.entry, place, prepared)
             if route is not EAGER:
@@ -159,8 +160,13 @@ class CompiledStep:
             As `variants`. What comes after a host algorithm is not built ahead: its result decides the form.
 
         Raises:
-            ValueError: The run has neither a duration nor an epoch's length.
+            TypeError: No state comes first.
+            ValueError: No batch; or the run has neither a duration nor an epoch's length.
         """
+        if not isinstance(state, State):
+            raise TypeError(f"warmup(state, *batches): expected a State first, got {type(state).__name__}")
+        if not examples:
+            raise ValueError("warmup(state, *batches): expected a batch of each form that will come, got none")
         if state.__dict__.get("_lease") is not None:
             state = state.copy()
         for batch in examples:
@@ -185,36 +191,42 @@ class CompiledStep:
         if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
             return True
         fields = state.__dict__
-        if fields["grads"] is not None or fields["outputs"] is not None:  # given from outside, for a step of one's own
+        if any(fields.get(name) is not None for name in _GIVEN):
             return True
         floor = self.options.eager_below
         return bool(floor) and batches.num_examples(batch, state.context.input_key) < floor
+
+    def _is_watched_first(self, prepared: Prepared) -> bool:
+        """Whether this is a schedule's first step, and host algorithms are in it, whom no fake tensors serve.
+
+        It runs as composed, which watches it: they would act twice if it were run for that alone.
+        """
+        variant = prepared.bits, prepared.num_examples
+        if variant in self._met or not self._library.has_host(prepared.bits):
+            return False
+        self._met.add(variant)
+        return True
 
     def _find(self, entry: Entry, place: Any, prepared: Prepared) -> Route:
         """The route for a schedule and a batch that come the first time."""
         bits, start = prepared.bits, prepared.start()
         forms = {**entry.forms, "batch": Form.of(start.batch)[0], "clock": Form.of(start.clock)[0]}
+        seam = Seam.start(start.static, forms, is_donated=self.options.donate)
         try:
-            self._library.watch(start, forms, bits)
-            seam = Seam.start(start.static, forms, is_donated=self.options.donate)
-            route = self._library.route(seam, bits)
+            if not self._library.has_host(bits):
+                self._library.watch(start, forms, bits)
+            route = self._library.route_or_eager(seam, bits)
         except TraceError as error:
-            self._fall_back(error)
+            self._library.fall_back(error)
             route = EAGER
         entry.routes[place] = route
         return route
 
-    def _fall_back(self, error: Exception) -> None:
-        """Warns once that steps run eagerly, or raises."""
-        if not self.options.fallback:
-            raise error
-        if str(error) not in self._refused:
-            self._refused.add(str(error))
-            warnings.warn(f"{error} (fallback=True: such steps run eagerly)", stacklevel=4)
-
     def _board(self, state: State, lease: Lease | None) -> Boarding | None:
         """The lane that the step will run on; `None` where somebody differentiates in the state."""
         fields, is_donated = state.__dict__, self.options.donate
+        if lease is not None and lease.entry is None:
+            lease = None  # a host algorithm's: the step that it is called in will write there
         if (
             lease is not None
             and lease.lane.is_donated is is_donated
@@ -243,6 +255,10 @@ class CompiledStep:
     def _with_entry(self, lane: Lane, state: State, **rest: Any) -> Boarding:
         forms = {**lane.forms, "key": Form.of(state.key)[0], "loss": Form.of(state.loss)[0]}
         return Boarding(lane, self._library.entry(state.context, forms), state, **rest)
+
+
+_GIVEN = ("grads", "outputs", "first_example", "regrad")
+"""What is no part of a state between steps; who sets it from outside has a step of their own in mind."""
 
 
 class _Shape(NamedTuple):

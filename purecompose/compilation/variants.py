@@ -56,25 +56,34 @@ def _row(variant: Variant) -> list[str]:
     return [str(variant.segment), variant.batch, str(variant.nodes), *seconds, str(variant.hits), acting]
 
 
-def too_many(variants: Sequence[Variant], limit: int) -> VariantLimitError:
+def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> VariantLimitError:
     """The error for one variant more; it names what makes them."""
-    # By segment: what one segment makes of the batch is another's, and no other batch.
-    segments = [[v for v in variants if v.segment == number] for number in {v.segment for v in variants}]
-    batches = max(({v.batch: None for v in segment} for segment in segments), key=len)
-    by_batch, by_acting = len(batches), max(len({v.acting for v in segment}) for segment in segments)
-    if by_batch >= by_acting:
+    # By segment: what one makes of the batch is no other batch, and each has at least one variant.
+    wanted = (*variants, refused)
+    segments = [[v for v in wanted if v.segment == segment] for segment in dict.fromkeys(v.segment for v in wanted)]
+    most = max(segments, key=lambda segment: (len(segment), segment[-1] is refused))
+    batches, schedules = dict.fromkeys(v.batch for v in most), {v.acting for v in most}
+    if len(batches) == len(schedules) == 1 < len(most):
+        cause = (
+            f"{len(most)} of them are for one form of batch ({next(iter(batches)) or '()'}) and the same algorithms, "
+            "and differ in what shapes do not show: a Python value in the batch (ids, names, numbers: keep what "
+            "changes from batch to batch in tensors), the form of another field of the state, or torch's settings"
+        )
+    elif len(batches) > len(schedules):
         shown = "; ".join(batch or "()" for batch in list(batches)[:4])
         cause = (
-            f"the batch came in {by_batch} forms ({shown}{'; ...' if by_batch > 4 else ''}), and each is compiled for "
-            "itself: pad or crop batches to few sizes, keep what changes from batch to batch (ids, names, numbers) in "
-            "tensors, or give compile(eager_below=...) for short last batches"
+            f"the batch came in {len(batches)} forms ({shown}{'; ...' if len(batches) > 4 else ''}), and each is "
+            "compiled for itself: pad or crop batches to few sizes, or give compile(eager_below=...) for short last "
+            "batches, or compile(dynamic=True)"
         )
-    else:
-        name, times = _busiest(variants)
+    elif len(schedules) > 1:
+        name, times = _busiest(most)
         cause = (
-            f"{name} is in {times} of them and not in others, as its match decides: let it match in coarser "
+            f"{name} is in {times} of {len(most)} and not in the others, as its match decides: let it match in coarser "
             "stretches, or always, choosing by torch.where inside apply"
         )
+    else:
+        cause = f"it has {len(segments)} parts, and each needs one at least"
     return VariantLimitError(
         f"the step needs more than max_variants={limit} compiled variants: {cause}. step.variants() lists them"
     )

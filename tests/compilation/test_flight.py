@@ -126,12 +126,12 @@ def test_a_slot_that_is_there_within_the_step_alone_crosses_a_seam(donate: bool)
 
 def test_a_state_whose_successor_has_another_form_says_why_it_is_spent() -> None:
     def grow(state: State) -> State:
-        is_late = state.timestamp.batch == 2
+        is_late = state.timestamp.batch == 3
         return state.replace(slots={**state.slots, "x": torch.ones(2)}) if is_late else state
 
     _, fast = made([counter(), changing("grow", Event.BATCH_END, grow, host=True, when=pc.every(1))])
-    state = fast(fast.init(make_state()), make_batch())
-    fast(state, make_batch(1))
+    state = fast(fast(fast.init(make_state()), make_batch()), make_batch(1))
+    fast(state, make_batch(2))
     with pytest.raises(pc.SpentStateError, match=r"its memory (was|has)"):
         _ = state.buffers
 

@@ -167,6 +167,19 @@ def test_too_many_forms_of_batch_name_the_batch() -> None:
     assert not list(tree.differences(step(kept, make_batch(size=4)), after.unleased(), tolerance=1e-5))
 
 
+def test_the_form_that_is_refused_counts() -> None:
+    _, fast = made(max_variants=1)
+    state = fast(make_state(), make_batch(size=8))
+    with pytest.raises(VariantLimitError, match="2 forms .*8x4 8; 3x4 3"):
+        fast(state, make_batch(size=3))
+
+
+def test_the_schedule_that_is_refused_counts() -> None:
+    _, fast = made([scaling("late", Event.BATCH_END, 0.9, 2)], max_variants=1)
+    with pytest.raises(VariantLimitError, match="late is in 1 of 2"):
+        run(fast, make_state(), make_batches(3))
+
+
 def test_names_in_a_batch_are_blamed_on_the_batch() -> None:
     _, fast = made(max_variants=4)
     batches = [
