@@ -1,6 +1,7 @@
 """The scripts in benchmarks/ run in their short form, and write rows that say what they measured."""
 
 import json
+import os
 import pathlib
 import runpy
 import sys
@@ -52,6 +53,13 @@ def test_step_overhead_measures_five_sides_without_and_with_methods(run: Run) ->
 def test_unmatched_compares_sleeping_algorithms_with_none(run: Run) -> None:
     rows = run("unmatched")
     assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
+
+
+def test_products_measures_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *where: None, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    rows = run("products")
+    assert rows[0]["side"] == "torch" and all(row["GFLOP/s"] > 0 for row in rows)
 
 
 def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
