@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+from purecompose._functorch import is_fake
 from purecompose.algorithm import Algorithm
 from purecompose.context import SealedTime, Static
 from purecompose.contract import ContractError, FormError
@@ -45,6 +46,11 @@ def application(algorithm: Algorithm, event: Event, observe: Observe | None = No
 def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:
     """What `apply` returns, checked: (state, exit code). What it raises says where it was."""
     try:
+        if algorithm.host and is_fake(state.key):
+            raise RuntimeError(
+                f"{algorithm.name}, a host algorithm, was to be traced with fake tensors: it acts inside Microbatches, "
+                "and another algorithm takes the gradient anew with state.gradient; let it act outside of them"
+            )
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:
         error.add_note(f"in {algorithm.name} at {event}")

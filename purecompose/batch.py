@@ -23,6 +23,7 @@ __all__ = [
     "Key",
     "get",
     "put",
+    "leading_size",
     "num_examples",
     "num_tokens",
     "split",
@@ -119,10 +120,10 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
         first, second = batch
         if first.ndim and second.ndim and first.shape[0] == second.shape[0]:
             return first.shape[0]
+    shared = leading_size(batch)
+    if shared is not None:
+        return shared
     sizes = _leading_sizes(batch)
-    # Compared one by one: symbolic sizes have no hash.
-    if sizes and all(size == sizes[0] for size in sizes):
-        return sizes[0]
     if not sizes and type(batch) is list and batch and all(isinstance(text, str) for text in batch):
         return len(batch)
     own = _leading_sizes(get(batch, key)) if sizes and key is not None else []
@@ -131,6 +132,13 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
     found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
     hint = "; name the input by input_key=, and its leading dimension counts" if sizes and key is None else ""
     raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")
+
+
+def leading_size(inputs: Any) -> int | None:
+    """The leading dimension that all tensors share; `None` where they have none in common."""
+    sizes = _leading_sizes(inputs)
+    # Compared one by one: symbolic sizes have no hash.
+    return sizes[0] if sizes and all(size == sizes[0] for size in sizes) else None
 
 
 def num_tokens(batch: Any) -> int:

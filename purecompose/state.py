@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
+from purecompose._changes import as_hparams, translated
 from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
 from purecompose.context import Context, Static
@@ -190,16 +191,19 @@ class State:
         """A copy with other values in these fields; everything else is shared.
 
         Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
-        `model`, `optimizer`, `frozen` and other names of `Context` the static part.
+        `model`, `optimizer`, `frozen` and other names of `Context` the static part. Numbers among `hparams`
+        become 0-d float32 tensors.
 
         Raises:
-            TypeError: No field has that name.
+            TypeError: No field has that name; an hparam is neither a number nor a tensor.
         """
         successor = object.__new__(State)
         values = successor.__dict__
         values.update(self.__dict__)
         if not changes.keys() <= _FIELDS:
-            changes = _translate(self, changes)
+            changes = translated(changes, _FIELDS, self.static, self.batch)
+        if "hparams" in changes:
+            changes["hparams"] = as_hparams(changes["hparams"], self.device)
         values.update(changes)
         return successor
 
@@ -307,7 +311,15 @@ class State:
             train: Run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
                 Buffers that the pass changes (running statistics) are dropped either way.
             name: Names the network's draws: two passes under one name in one step draw the same.
+
+        Raises:
+            ValueError: The state is a population's.
         """
+        if self.key.ndim > 1:
+            raise ValueError(
+                f"state.forward(inputs): expected a single state, got a stacked one of {len(self.key)} members: "
+                "unstack_states(state) gives each alone"
+            )
         return self.run_model(inputs, train=train, rng_name=name)[0]
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
@@ -320,7 +332,7 @@ class State:
             inputs,
             train=train,
             rng=lambda: self.rng(rng_name),
-            num_examples=_leading_dimension(inputs),
+            num_examples=batches.leading_size(inputs),
             first_example=0 if self.first_example is None else self.first_example,
             precision=context.precision,
         )
@@ -344,7 +356,6 @@ class State:
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(State))
 _TENSOR_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name != "static")
-_CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init) - _FIELDS
 
 
 def to_module(state: State) -> nn.Module:
@@ -361,34 +372,6 @@ def to_module(state: State) -> nn.Module:
     return filled_module(state.model, state.params, state.buffers)
 
 
-def _translate(state: State, changes: dict[str, Any]) -> dict[str, Any]:
-    """Changes under the convenient names as changes of fields."""
-    found = {name: changes.pop(name) for name in list(changes) if name in _FIELDS}
-    batch = found.get("batch", state.batch)
-    static = found.get("static", state.static)
-    for name, value in changes.items():
-        if name == "inputs":
-            batch = batches.put(batch, state.context.input_key, value)
-        elif name == "targets":
-            batch = batches.put(batch, state.context.target_key, value)
-        elif name == "timestamp":
-            static = Static(static.context, value)
-        elif name in _CONTEXT_FIELDS:
-            context = static.context.replace(**{name: value})
-            if name == "optimizer":
-                schedules = dict.fromkeys([*context.schedules, *collect(value, Schedule)])
-                context = context.replace(schedules=tuple(schedules))
-            static = Static(context, static.timestamp)
-        else:
-            known = sorted({*_FIELDS, *_CONTEXT_FIELDS, "inputs", "targets", "timestamp"})
-            raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
-    if batch is not state.batch:
-        found["batch"] = batch
-    if static is not state.static:
-        found["static"] = static
-    return found
-
-
 def _flatten(state: State) -> tuple[tuple[str, ...], tuple[Any, ...], Hashable]:
     values = [(name, value) for name in _TENSOR_FIELDS if (value := getattr(state, name)) is not None]
     return tuple(name for name, _ in values), tuple(value for _, value in values), state.static
@@ -403,14 +386,6 @@ def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> 
 
 _NO_FIELDS = dict.fromkeys(_TENSOR_FIELDS)
 tree.register_node(State, _flatten, _unflatten)
-
-
-def _leading_dimension(inputs: Any) -> int | None:
-    """The examples in a model's inputs, for draws per example; `None` where the inputs do not say."""
-    if isinstance(inputs, Tensor):
-        return inputs.shape[0] if inputs.ndim else None
-    sizes = {leaf.shape[0] for leaf in batches.tensors(inputs) if leaf.ndim}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _loss_dtype(params: dict[str, Tensor]) -> torch.dtype:

@@ -576,3 +576,9 @@ def test_a_population_of_one():
 def test_slices_of_slices_in_a_population():
     nested = [Microbatches(Microbatches(Grad(pc.forward, pc.loss), k=2), k=2), update, advance]
     assert_agrees(compose(nested), make_members(), make_batches(2), chunk_size=2)
+
+
+def test_a_stacked_state_has_no_forward() -> None:
+    stacked = pc.stack_states([make_state(), make_state()])
+    with pytest.raises(ValueError, match="expected a single state, got a stacked one of 2 members"):
+        stacked.forward(make_batch()[0])

@@ -555,6 +555,14 @@ def test_hparams_start_with_their_defaults_and_are_read_in_place_of_constants():
         state.scalar(schedule.hparam("missing", 1.0))
 
 
+def test_numbers_among_hparams_become_tensors():
+    state = start(optimizer=optim.sgd(schedule.hparam("lr", 0.1))).replace(hparams={"lr": 0.5})
+    assert state.hparams["lr"].dtype == torch.float32 and state.hparams["lr"].shape == ()
+    assert step(state, batch()).hparams["lr"].item() == 0.5
+    with pytest.raises(TypeError, match=r"hparams\['lr'\]: expected a number or a 0-d tensor, got \[0.1, 0.2\]"):
+        state.replace(hparams={"lr": [0.1, 0.2]})
+
+
 def test_what_exists_inside_a_step_alone_says_so_outside():
     state = start(optimizer=optim.sgd(0.1 * schedule.linear()), duration="4ba")
     with pytest.raises(RuntimeError, match="inside a step"):

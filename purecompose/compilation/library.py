@@ -105,10 +105,19 @@ class Library:
             seam = links[-1].after(seam)
         return Route(links, seam, writes_lane=bool(links) and links[-1].writes_lane)
 
-    def route_or_eager(self, seam: Seam, bits: int, first_part: int = 0) -> Route:
-        """As `route`; with `fallback` what cannot be traced is `EAGER`."""
+    def route_or_eager(self, seam: Seam, bits: int, first_part: int = 0, start: State | None = None) -> Route:
+        """As `route`; with `fallback` what cannot be traced is `EAGER`.
+
+        Args:
+            seam: Where it begins.
+            bits: The schedule.
+            first_part: The part of the step that begins there.
+            start: The step's beginning, for a first run without host algorithms: it is watched.
+        """
         try:
             with _BUILDING:
+                if start is not None:
+                    self._watch(start, seam.forms, bits)
                 return self.route(seam, bits, first_part)
         except TraceError as error:
             self.fall_back(error)
@@ -132,12 +141,9 @@ class Library:
         """Whether something acts in a schedule that is not compiled."""
         return any(unit.is_host for unit in self.step.units(bits))
 
-    def watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
-        """Runs a step without host algorithms watched, as `compose` does with the first run of a variant.
-
-        The tensors are fake: no numbers, no memory.
-        """
-        with _BUILDING, explained(), fake_mode(), torch.no_grad():
+    def _watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
+        """Runs a step watched, as `compose` does with the first run of a variant; fake tensors take no memory."""
+        with explained(), fake_mode(), torch.no_grad():
             fields = {name: form.build([spec.empty() for spec in form.specs]) for name, form in forms.items()}
             self.step.run_checked(bits, state_of(start.static, None, fields))
 

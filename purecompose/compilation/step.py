@@ -13,13 +13,13 @@ from purecompose._device import arithmetic
 from purecompose._form import Form, spec_of
 from purecompose._functorch import is_transforming
 from purecompose.compilation.backends import BACKENDS, MODES
-from purecompose.compilation.capture import TraceError
 from purecompose.compilation.flight import Boarding, fly
 from purecompose.compilation.library import Library, Options, environment
 from purecompose.compilation.links import EAGER, Entry, Route
 from purecompose.compilation.seam import Seam
 from purecompose.compilation.variants import Variants
 from purecompose.compose import Prepared, Step
+from purecompose.context import Context
 from purecompose.lease import LASTING, Lane, Lease
 from purecompose.state import State
 
@@ -107,6 +107,7 @@ class CompiledStep:
         self.step, self.options = step, options
         self._library = Library(step, options)
         self._met: set[Any] = set()
+        self._eager: dict[Any, Context] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "step":
@@ -130,13 +131,15 @@ class CompiledStep:
         prepared = self.step.prepare(state, batch)
         try:
             shape, tensors = _shape_of(batch)
+            place = (prepared.bits, shape, environment())
+            if place in self._eager and self._eager[place] is state.static.context:
+                return self.step(state, batch)
             boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, lease)
         except TypeError as error:
             self._library.fall_back(error)
             return self.step(state, batch)
         if boarding is None:
             return self.step(state, batch)
-        place = (prepared.bits, shape, environment())
         route = boarding.entry.routes.get(place)
         if route is None and self._is_watched_first(prepared):
             return self.step(state, batch)
@@ -144,6 +147,7 @@ class CompiledStep:
             route = route or self._find(boarding.entry, place, prepared)
             if route is not EAGER:
                 return fly(self._library, boarding, prepared, tensors, route)
+        self._eager[place] = state.static.context  # the next step need not make a lane to find this out
         return self.step(state, batch)
 
     def variants(self) -> Variants:
@@ -214,14 +218,8 @@ class CompiledStep:
         bits, start = prepared.bits, prepared.start()
         forms = {**entry.forms, "batch": Form.of(start.batch)[0], "clock": Form.of(start.clock)[0]}
         seam = Seam.start(start.static, forms, is_donated=self.options.donate)
-        try:
-            if not self._library.has_host(bits):
-                self._library.watch(start, forms, bits)
-            route = self._library.route_or_eager(seam, bits)
-        except TraceError as error:
-            self._library.fall_back(error)
-            route = EAGER
-        entry.routes[place] = route
+        watched = None if self._library.has_host(bits) else start
+        route = entry.routes[place] = self._library.route_or_eager(seam, bits, start=watched)
         return route
 
     def _board(self, state: State, lease: Lease | None) -> Boarding | None:

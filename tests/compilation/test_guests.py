@@ -193,3 +193,39 @@ class _Base:
 class _Weighted(_Base):
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self.weight * torch.nn.functional.cross_entropy(outputs, targets)
+
+
+def gradient_taken_anew(state: State) -> State:
+    grads, _ = state.gradient({name: 1.1 * param for name, param in state.params.items()})
+    return state.replace(grads=grads)
+
+
+def test_a_host_algorithm_in_slices_that_a_second_gradient_runs_again_is_not_traced() -> None:
+    def note(state: State) -> State:
+        return state.replace(metrics={"batch": torch.tensor(state.timestamp.batch)})
+
+    guests = [
+        changing("note", Event.AFTER_BACKWARD, note, host=True),
+        changing("again", Event.AFTER_TRAIN_BATCH, gradient_taken_anew),
+    ]
+    step, fast = made(guests, microbatches=2)
+    state = fast(make_state(), make_batch())
+    with pytest.raises(pc.TraceError, match=r"note, a host algorithm, was to be traced"):
+        fast(state, make_batch())
+    with pytest.warns(UserWarning, match="note, a host"):
+        assert_runs_agree(step, compiled(step, fallback=True), make_state(), make_batches(4), tolerance=1e-4)
+
+
+def test_a_step_that_cannot_be_compiled_copies_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(state: State) -> State:
+        return state if float(state.params["0.weight"].sum()) else state.replace(loss=None)
+
+    step = compose(loop_events, [changing("read", Event.BATCH_END, read)])
+    fast = compiled(step, fallback=True)
+    batches = make_batches(4)
+    with pytest.warns(UserWarning, match="read at"):
+        state = fast(make_state(), batches[0])
+    monkeypatch.setattr("purecompose.compilation.step._new_lane", lambda *a, **k: pytest.fail("a lane was made"))
+    for batch in batches[1:]:
+        state = fast(state, batch)
+    assert state.timestamp.batch == 4

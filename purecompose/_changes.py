@@ -1,0 +1,82 @@
+"""What `State.replace` is asked for, as changes of a state's fields."""
+
+import dataclasses
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose._checks import shown
+from purecompose.context import Context, Static
+from purecompose.schedule import Schedule, collect
+
+
+__all__ = ["as_hparams", "translated"]
+
+_CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init)
+
+
+def translated(changes: Mapping[str, Any], fields: Collection[str], static: Static, batch: Any) -> dict[str, Any]:
+    """Changes under the convenient names as changes of fields.
+
+    Args:
+        changes: What is asked for: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
+        fields: The names of the state's fields.
+        static: The state's static part.
+        batch: Its batch.
+
+    Raises:
+        TypeError: No field has that name.
+    """
+    found = {name: value for name, value in changes.items() if name in fields}
+    new_batch, new_static = found.get("batch", batch), found.get("static", static)
+    context = new_static.context
+    for name, value in changes.items():
+        if name in fields:
+            continue
+        if name in ("inputs", "targets"):
+            new_batch = batches.put(new_batch, context.input_key if name == "inputs" else context.target_key, value)
+        elif name == "timestamp":
+            new_static = Static(new_static.context, value)
+        elif name in _CONTEXT_FIELDS:
+            new_static = Static(_with(new_static.context, name, value), new_static.timestamp)
+        else:
+            known = sorted({*fields, *_CONTEXT_FIELDS, "inputs", "targets", "timestamp"})
+            raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
+    if new_batch is not batch:
+        found["batch"] = new_batch
+    if new_static is not static:
+        found["static"] = new_static
+    return found
+
+
+def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Named scalars as tensors: numbers become 0-d float32.
+
+    Raises:
+        TypeError: Something is neither a number nor a tensor.
+    """
+    if all(isinstance(value, Tensor) for value in values.values()):
+        return values
+    return {name: _scalar(name, value, device) for name, value in values.items()}
+
+
+def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return torch.full((), float(value), dtype=torch.float32, device=device)
+    raise TypeError(
+        f"hparams[{name!r}]: expected a number or a 0-d tensor, got {shown(value)}; a population's has a row for each "
+        "member, torch.tensor([0.1, 0.2])"
+    )
+
+
+def _with(context: Context, name: str, value: Any) -> Context:
+    context = context.replace(**{name: value})
+    if name != "optimizer":
+        return context
+    return context.replace(schedules=tuple(dict.fromkeys([*context.schedules, *collect(value, Schedule)])))
