@@ -7,7 +7,8 @@ tuple; `compose` folds them into a training step.
 import importlib
 from typing import Any
 
-from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, schedule, tree
+from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, saving, schedule, tree
+from purecompose._version import __version__
 from purecompose.algorithm import Algorithm, Trait, identity
 from purecompose.clock import Clock
 from purecompose.compilation import CompiledStep, TraceError, VariantLimitError, compile
@@ -15,7 +16,7 @@ from purecompose.compose import Step, compose
 from purecompose.contract import ContractError
 from purecompose.evaluation import Evaluator, evaluate, predict
 from purecompose.event import Event
-from purecompose.fit import fit
+from purecompose.fit import fit, training
 from purecompose.lease import SpentStateError
 from purecompose.loop import (
     Grad,
@@ -47,26 +48,43 @@ from purecompose.passes import (
 from purecompose.population import population, stack_states, unstack_states
 from purecompose.predicate import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
 from purecompose.random.modules import UnkeyedRandomError, checkpoint
+from purecompose.saving import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointWarning,
+    DamagedError,
+    MismatchError,
+    export_onnx,
+    load,
+    load_weights,
+    save,
+    save_weights,
+)
 from purecompose.schedule import hparam
 from purecompose.state import State, to_module
+from purecompose.stopping import EarlyStopping, Threshold
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.trace import Trace, traced
 
 
-__version__ = "0.1.0"
-
 __all__ = [
     "ALWAYS",
     "Algorithm",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpoints",
     "Clock",
     "CompiledStep",
     "ContractError",
     "DEFAULT_PASSES",
+    "DamagedError",
+    "EarlyStopping",
     "Evaluator",
     "Event",
     "Grad",
     "MatchError",
     "Microbatches",
+    "MismatchError",
     "Mixture",
     "NEVER",
     "OrderError",
@@ -75,6 +93,7 @@ __all__ = [
     "Stage",
     "State",
     "Step",
+    "Threshold",
     "Time",
     "TimeUnit",
     "Timestamp",
@@ -83,6 +102,7 @@ __all__ = [
     "Trait",
     "UnkeyedRandomError",
     "VariantLimitError",
+    "__version__",
     "advance",
     "after",
     "algorithms",
@@ -98,11 +118,14 @@ __all__ = [
     "eval_forward",
     "evaluate",
     "every",
+    "export_onnx",
     "fit",
     "forward",
     "functional",
     "hparam",
     "identity",
+    "load",
+    "load_weights",
     "loop_events",
     "loss",
     "losses",
@@ -115,6 +138,9 @@ __all__ = [
     "predict",
     "predict_events",
     "random",
+    "save",
+    "save_weights",
+    "saving",
     "schedule",
     "set_filo_order",
     "sort_fused_layernorm_last",
@@ -124,6 +150,7 @@ __all__ = [
     "stack_states",
     "to_module",
     "traced",
+    "training",
     "tree",
     "unstack_states",
     "update",

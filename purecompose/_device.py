@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["PRECISIONS", "arithmetic", "sent"]
+__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "sent"]
 
-PRECISIONS = ("fp32", "tf32", "bf16")
-"""How a state computes: in full float32; with float32 products rounded on a GPU; the forward pass in bfloat16."""
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of the forward pass, of the precisions under which it runs under autocast."""
+
+PRECISIONS = ("fp32", "tf32", *AUTOCAST)
+"""How a state computes: in full float32; with float32 products rounded on a GPU; the forward pass in half precision."""
 
 _AS_IT_IS = nullcontext()
 _BACKENDS: Any = torch.backends  # pyright knows few of its members

@@ -23,7 +23,7 @@ from purecompose.contract import Contract, check_slots
 from purecompose.event import Event
 from purecompose.folding import Body, Notes, Unit, build, in_turn
 from purecompose.gradient import wants_outer_gradient
-from purecompose.loop import Node, Op, Program, advance, events_in, walk
+from purecompose.loop import Cut, Node, Op, Program, advance, check_one_cut, events_in, walk
 from purecompose.matching import Matcher
 from purecompose.network import looking_for_draws
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
@@ -58,14 +58,21 @@ class Step:
         program: The loop program.
         algorithms: The algorithms, in the order given.
         passes: The passes that order them at each event.
-        microbatches: Into how many slices a batch is cut.
+        microbatches: Into how many slices a batch is cut; `None` where their size is given.
+        microbatch_size: The most examples in a slice; `None` where their number is given.
     """
 
     def __init__(
-        self, program: Program, algorithms: tuple[Algorithm, ...], passes: tuple[Pass, ...], microbatches: int
+        self,
+        program: Program,
+        algorithms: tuple[Algorithm, ...],
+        passes: tuple[Pass, ...],
+        microbatches: int | None = 1,
+        microbatch_size: int | None = None,
     ) -> None:
         self.program, self.algorithms, self.passes = program, algorithms, passes
-        self.microbatches = microbatches
+        self.microbatches, self.microbatch_size = microbatches, microbatch_size
+        self._cut = Cut(microbatches, microbatch_size)
         self.events = events_in(program)
         self.differentiated = tuple(events_in_grad(program))
         self.has_advance = any(node is advance for node in walk(program))
@@ -173,7 +180,7 @@ class Step:
         units: list[Unit] = []
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
             if (index, bits & mask) not in known:
-                known[index, bits & mask] = build(node, index, at, self.microbatches)
+                known[index, bits & mask] = build(node, index, at, self._cut)
             units += known[index, bits & mask]
         return tuple(units)
 
@@ -283,8 +290,9 @@ class Step:
             "program": self.program,
             "algorithms": self.algorithms,
             "passes": self.passes,
-            "microbatches": self.microbatches,
         }
+        if changes.keys().isdisjoint(("microbatches", "microbatch_size")):  # either takes the other's place
+            given |= {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
         return compose(**{**given, **changes})
 
     def _matched_now(self, event: Event, state: State, among: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
@@ -329,7 +337,8 @@ def compose(
     algorithms: Iterable[Algorithm] = (),
     *,
     passes: Iterable[Pass] = DEFAULT_PASSES,
-    microbatches: int = 1,
+    microbatches: int | None = None,
+    microbatch_size: int | None = None,
 ) -> Step:
     """A training step from a loop program and algorithms.
 
@@ -337,7 +346,9 @@ def compose(
         program: The loop, such as `loop_events`; a plain list of events is one too.
         algorithms: The methods; their order is their order of application, as far as the passes leave it so.
         passes: What orders them at each event, applied from left to right.
-        microbatches: Into how many slices `Microbatches` cuts a batch.
+        microbatches: Into how many slices `Microbatches` cuts a batch; by default 1.
+        microbatch_size: The most examples in a slice, in place of their number: each batch is cut into as few slices
+            of (nearly) equal size as that takes, a short batch into fewer.
 
     Returns:
         A function `(state, batch) -> state` with `init`, `fire` and `plan`. On request,
@@ -345,7 +356,8 @@ def compose(
 
     Raises:
         TypeError: Something in the program, among the algorithms or the passes is not of its kind.
-        ValueError: A name used twice, an event on the wrong side of `advance`, or fewer than one microbatch.
+        ValueError: A name used twice, an event on the wrong side of `advance`, fewer than one microbatch, or both a
+            number of microbatches and their size.
 
     Example:
         >>> from purecompose import loop_events
@@ -353,13 +365,17 @@ def compose(
         Step(no algorithms)
     """
     nodes, chosen, ordering = as_program(program), as_algorithms(algorithms), as_passes(passes)
-    check_whole(microbatches, "compose: microbatches", 1)
+    check_one_cut(microbatches, microbatch_size, "compose", ("microbatches", "microbatch_size"))
+    if microbatch_size is not None:
+        check_whole(microbatch_size, "compose: microbatch_size", 1, hint="it is the most examples in a slice")
+    else:
+        microbatches = 1 if microbatches is None else check_whole(microbatches, "compose: microbatches", 1)
     if order_by_constraints in ordering:
         for event in Event:  # an impossible set is told now, not when its members first meet
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
     for event in events_in_grad(nodes):
         check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
-    return Step(nodes, chosen, ordering, microbatches)
+    return Step(nodes, chosen, ordering, microbatches, microbatch_size)
 
 
 def _opened(state: State, *, later: bool) -> Timestamp:

@@ -32,7 +32,7 @@ class Context:
     frozen: frozenset[str] = frozenset()
     """Parameters without gradient and update."""
     precision: str = "fp32"
-    """"fp32", "tf32" (float32 with rounded products on a GPU), or "bf16" for a forward pass under autocast."""
+    """"fp32", "tf32" (float32 with rounded products on a GPU), or "bf16" or "fp16", a forward pass under autocast."""
     input_key: batches.Key = 0
     target_key: batches.Key = 1
     initialised: tuple[str, ...] = ()

@@ -10,11 +10,11 @@ from purecompose._members import mapped
 from purecompose.compose import Step, compose
 from purecompose.data.prefetch import prefetch
 from purecompose.event import Event
+from purecompose.intervals import checked_interval
 from purecompose.loop import eval_events, predict_events
-from purecompose.losses import ModelLoss
-from purecompose.metrics import Metric, as_metric, mean_loss
+from purecompose.metrics import Metric, as_metric, mean_loss, read_by
 from purecompose.state import State
-from purecompose.time import Time, TimeUnit
+from purecompose.time import Time
 
 
 __all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator"]
@@ -45,9 +45,7 @@ class Evaluator:
     label: str = "eval"
 
     def __post_init__(self) -> None:
-        interval = Time.of(self.interval)
-        if interval.value <= 0 or interval.unit is TimeUnit.SECOND:
-            raise ValueError(f"interval={self.interval!r}: expected a positive time that is not in seconds")
+        interval = checked_interval(self.interval, "interval")
         if not isinstance(self.metrics, Mapping):
             raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
         object.__setattr__(self, "interval", interval)
@@ -109,7 +107,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         for batch in prefetch(evaluator.data, state.device):
             inner = step.fold(current, batch, purpose="eval", draw=num_batches)
             totals = {
-                name: _each(metric.update, state)(totals[name], inner.outputs, _read_by(metric, inner))
+                name: _each(metric.update, state)(totals[name], inner.outputs, read_by(metric, inner))
                 for name, metric in metrics.items()
             }
             current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
@@ -166,16 +164,3 @@ def _tell(observers: Iterable[Observer], event: Event, state: State) -> State:
     for observer in observers:
         observer(event, state)
     return state
-
-
-def _read_by(metric: Metric, state: State) -> Any:
-    """The batch's target; for a model with its own loss, whose batches may name none, else the whole batch."""
-    if metric.reads_batch:
-        return state.batch
-    if not isinstance(state.context.loss, ModelLoss):
-        return state.targets
-    try:
-        targets = state.targets
-    except KeyError:
-        return state.batch
-    return state.batch if targets is None else targets

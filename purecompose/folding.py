@@ -16,7 +16,7 @@ from purecompose import batch as batches, losses, tree
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
-from purecompose.loop import Grad, Microbatches, Node, Stage, Update, events_in, loss
+from purecompose.loop import Cut, Grad, Microbatches, Node, Stage, Update, events_in, loss
 from purecompose.state import State
 
 
@@ -66,16 +66,16 @@ class Unit(NamedTuple):
     """Whether it is a host algorithm, or a scope in which one acts: runs outside compiled code."""
 
 
-def build(node: Node, index: int, at: At, microbatches: int) -> list[Unit]:
+def build(node: Node, index: int, at: At, cut: Cut) -> list[Unit]:
     """The steps of one node of the program.
 
     Args:
         node: The node.
         index: Its place in the program.
         at: Gives what to do at an event.
-        microbatches: How many slices there are where the node does not say.
+        cut: How batches are cut where the node does not say.
     """
-    return _build_node(node, _Place(at, microbatches), index)
+    return _build_node(node, _Place(at, cut), index)
 
 
 def in_turn(units: Sequence[Unit]) -> Body:
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
     """Where a part of a program stands."""
 
     at: At
-    microbatches: int
+    cut: Cut
     is_slice: bool = False
     """Whether the part runs on slices, whose gradient is not the step's."""
     is_weighted: bool = False
@@ -118,7 +118,7 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
         def sliced(change: Callable[[Body], Body]) -> Body:
             return _repeatable(_with_own_gradients(_microbatches(node, place, change)))
 
-        is_cut = (node.k or place.microbatches) > 1 and not place.is_slice
+        is_cut = (node.cut or place.cut).may_slice and not place.is_slice
         is_host = any(algorithm.host for event in events_in(node.body) for algorithm, _ in place.at(event))
         return [Unit(sliced(lambda body: body), True, index, None, sliced if is_cut else None, is_host)]
     elif node is loss and place.is_weighted:
@@ -129,14 +129,14 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
 
 
 def _microbatches(node: Microbatches, place: _Place, change: Callable[[Body], Body]) -> Body:
-    k = node.k or place.microbatches
+    cut = node.cut or place.cut
     # A single slice is the whole of what is around it, and its loss weighs there what it weighs alone.
-    inner = place._replace(is_slice=True, is_weighted=place.is_weighted or k > 1)
+    inner = place._replace(is_slice=True, is_weighted=place.is_weighted or cut.may_slice)
     body = _build_body(node.body, inner)
-    if k == 1:
+    if not cut.may_slice:
         return body
     changed = change(body)
-    return lambda state, notes: _run_sliced(changed, state, notes, k)
+    return lambda state, notes: _run_sliced(changed, state, notes, cut)
 
 
 def _grad(body: Body, wrt: str | None) -> Body:
@@ -239,15 +239,15 @@ def _repeatable(run_once: Body) -> Body:
     return run
 
 
-def _run_sliced(body: Body, state: State, notes: Notes, k: int) -> State:
-    """Runs the body on k slices and averages loss, gradients and metrics, each slice weighted by its terms."""
+def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
+    """Runs the body on the slices and averages loss, gradients and metrics, each slice weighted by its terms."""
     current, offset, total, earlier_terms = state, 0, 0, notes.terms
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
     input_key = state.context.input_key
-    for part in batches.split(state.batch, min(k, state.num_examples), input_key):
+    for part in batches.split(state.batch, cut.num_slices(state.num_examples), input_key):
         size = batches.num_examples(part, input_key)
         first = offset if state.first_example is None else state.first_example + offset
         # What a slice makes anew it does not find from the one before.

@@ -7,7 +7,7 @@ that it holds, `Microbatches` runs its part on slices of the batch.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from purecompose import losses
 from purecompose.event import Event
@@ -16,6 +16,7 @@ from purecompose.state import State
 
 
 __all__ = [
+    "Cut",
     "Grad",
     "Microbatches",
     "Op",
@@ -23,6 +24,7 @@ __all__ = [
     "Stage",
     "Update",
     "advance",
+    "check_one_cut",
     "eval_events",
     "eval_forward",
     "events_in",
@@ -101,17 +103,60 @@ class Microbatches(_Scope):
 
     Args:
         body: Events, stages and a `Grad`.
-        k: The number of slices; by default the step's `microbatches`. A batch of fewer examples is cut into
-            single ones.
+        k: The number of slices. A batch of fewer examples is cut into single ones.
+        size: The most examples in a slice, in place of their number: each batch is cut into as few slices of (nearly)
+            equal size as that takes, a short batch into fewer. Without either the step's `microbatches` or
+            `microbatch_size` holds.
+
+    Raises:
+        ValueError: One that is no positive number, or both.
     """
 
     body: "Program"
     k: int | None
+    size: int | None
 
-    def __init__(self, *body: "Node", k: int | None = None) -> None:
-        if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
-            raise ValueError(f"Microbatches(k={k!r}): expected a positive number of microbatches")
-        super().__init__(*body, k=k)
+    def __init__(self, *body: "Node", k: int | None = None, size: int | None = None) -> None:
+        for name, value, what in (("k", k, "microbatches"), ("size", size, "examples in a microbatch")):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"Microbatches({name}={value!r}): expected a positive number of {what}")
+        check_one_cut(k, size, "Microbatches", ("k", "size"))
+        super().__init__(*body, k=k, size=size)
+
+    @property
+    def cut(self) -> "Cut | None":
+        """Its own cut; `None` where the step's holds."""
+        return None if self.k is None and self.size is None else Cut(self.k, self.size)
+
+
+class Cut(NamedTuple):
+    """How a batch is cut: into a number of slices, or into as few as hold at most `size` examples each."""
+
+    k: int | None = None
+    size: int | None = None
+
+    @property
+    def may_slice(self) -> bool:
+        """Whether there may be several slices."""
+        return self.size is not None or (self.k or 1) > 1
+
+    def num_slices(self, num_examples: int) -> int:
+        """Into how many slices a batch of so many examples is cut: never more than there are examples."""
+        if self.size is not None:
+            return max(1, -(-num_examples // self.size))
+        return min(self.k or 1, num_examples)
+
+
+def check_one_cut(k: int | None, size: int | None, where: str, names: tuple[str, str]) -> None:
+    """Raises a `ValueError` where a number of slices and their size are both given; `names` says what they are called.
+
+    A batch of another size would fit one of them alone.
+    """
+    if k is not None and size is not None:
+        raise ValueError(
+            f"{where}: expected {names[0]} (how many slices) or {names[1]} (at most so many examples in each), got "
+            f"both: {names[0]}={k!r}, {names[1]}={size!r}"
+        )
 
 
 Node: TypeAlias = Event | Stage | Update | Grad | Microbatches | Op

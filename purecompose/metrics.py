@@ -6,6 +6,7 @@ were cut into batches. They stay on the device: nothing is read back before the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,18 @@ from purecompose.losses import ModelLoss, check_loss, evaluate_loss, num_terms, 
 from purecompose.targets import Mixture, has_index_targets, num_examples
 
 
-__all__ = ["Mean", "Metric", "accuracy", "as_metric", "from_function", "mean_loss", "top_k"]
+__all__ = [
+    "Mean",
+    "Metric",
+    "accuracy",
+    "as_metric",
+    "from_function",
+    "from_torchmetrics",
+    "is_lower_better",
+    "mean_loss",
+    "read_by",
+    "top_k",
+]
 
 Device = torch.device | str | None
 
@@ -171,17 +183,20 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
-    """A metric as it is; a loss that tells its number of terms as `mean_loss`; a function by `from_function`.
+    """A metric as it is; one of torchmetrics by `from_torchmetrics`; a loss that tells its number of terms as
+    `mean_loss`; a function by `from_function`.
 
     Raises:
-        TypeError: none of these, or an object that accumulates by itself, as those of torchmetrics do.
+        TypeError: none of these, or another object that accumulates by itself.
     """
     if isinstance(value, Metric):
         return value
+    if hasattr(value, "metric_state"):
+        return from_torchmetrics(value)
     if hasattr(value, "compute") and hasattr(value, "reset"):
         raise TypeError(
             f"expected a metric without state of its own, came {type(value).__name__}, which accumulates "
-            "inside; use its functional form (as in torchmetrics.functional), or write a Metric"
+            "inside; use its functional form, one of torchmetrics, or write a Metric"
         )
     if not callable(value) or isinstance(value, type):
         raise TypeError(
@@ -190,6 +205,75 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
         )
     is_loss = isinstance(value, ModelLoss) or hasattr(value, "counted") or hasattr(value, "num_terms")
     return mean_loss(value) if is_loss else from_function(value)
+
+
+def from_torchmetrics(metric: Any) -> Metric:
+    """A metric of torchmetrics as three pure functions; the object itself is copied and stays as it was.
+
+    Its states (`metric_state`) are the accumulator. It sees `(outputs, targets)`, as `update(preds, target)`; a
+    `Mixture` as dense targets. What it computes should be a single number, to appear in records. For a population it
+    must not look at values: `validate_args=False`.
+
+    Args:
+        metric: Such as `torchmetrics.classification.MulticlassF1Score(num_classes=10)`.
+
+    Raises:
+        TypeError: It is none: a `MetricCollection`, for one, whose members
+            are given one by one.
+    """
+    if isinstance(metric, type) or not all(
+        hasattr(metric, name) for name in ("metric_state", "higher_is_better", "compute")
+    ):
+        raise TypeError(f"expected a metric of torchmetrics, came {metric!r:.80}; of a collection, give the members")
+    blank = copy.deepcopy(metric)
+    blank.reset()
+
+    def filled(acc: dict[str, Any]) -> Any:
+        # A copy for each call: what torchmetrics adds up in place, or remembers, is nobody else's.
+        worker = copy.deepcopy(blank)
+        for name, value in acc.items():
+            setattr(worker, name, list(value) if isinstance(value, list) else value.clone())
+        return worker
+
+    def init(device: Device = None) -> dict[str, Any]:
+        fresh = copy.deepcopy(blank)
+        return dict((fresh if device is None else fresh.to(device)).metric_state)
+
+    def update(acc: dict[str, Any], outputs: Any, targets: Any) -> dict[str, Any]:
+        worker = filled(acc)
+        worker.update(outputs, targets.soft(outputs) if isinstance(targets, Mixture) else targets)
+        return dict(worker.metric_state)
+
+    def compute(acc: dict[str, Any]) -> Tensor:
+        worker = filled(acc)
+        worker._update_count = 1  # else it warns that it has seen nothing
+        return worker.compute()
+
+    return Metric(init, update, compute)
+
+
+def read_by(metric: Metric, state: Any) -> Any:
+    """What a metric reads beside a state's outputs: the batch's target; the whole batch for a model with its own loss,
+    whose batches may name no target."""
+    if metric.reads_batch:
+        return state.batch
+    if not isinstance(state.context.loss, ModelLoss):
+        return state.targets
+    try:
+        targets = state.targets
+    except KeyError:
+        return state.batch
+    return state.batch if targets is None else targets
+
+
+def is_lower_better(name: str) -> bool:
+    """Whether a metric is one of those that training makes smaller, by its name.
+
+    Example:
+        >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy")
+        (True, False)
+    """
+    return any(word in name.lower() for word in ("loss", "error", "perplexity"))
 
 
 def _zero(dtype: torch.dtype, device: Device) -> Tensor:

@@ -14,7 +14,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
-from purecompose._device import arithmetic
+from purecompose._device import AUTOCAST, arithmetic
 from purecompose._functorch import is_transforming
 from purecompose._skeleton import Skeleton
 from purecompose.model import Model
@@ -66,10 +66,10 @@ def call_model(
         rng: Gives the place of the network's draws; called only if it draws.
         num_examples: The batch's size, for draws per example.
         first_example: The index of its first example in the whole batch.
-        precision: "fp32", "tf32" or "bf16", as in `State.create`.
+        precision: "fp32", "tf32", "bf16" or "fp16", as in `State.create`.
 
     Returns:
-        The outputs, in float32 where autocast made them bfloat16, and the buffers as the pass left them.
+        The outputs, in float32 where autocast made them bfloat16 or float16, and the buffers as the pass left them.
 
     Raises:
         KeyError: A tensor of the architecture is missing.
@@ -79,16 +79,18 @@ def call_model(
     """
     skeleton = model.skeleton(train)
     device = _device(params)
-    with arithmetic(precision, device), _autocast(precision, device.type):
+    narrow = AUTOCAST.get(precision)
+    with arithmetic(precision, device), _autocast(narrow, device.type):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
         else:
             forward = _Pass(skeleton, params, buffers, inputs, rng, num_examples, first_example)
             outputs, new_buffers = forward.first() if looking or skeleton.draws is None else forward.later()
-    if precision == "bf16":
-        # The loss and whatever edits outputs work outside of autocast: in bfloat16 a loss has three digits.
-        outputs = batches.map_tensors(_widened, outputs)
+    if narrow is not None:
+        # The loss and whatever edits outputs work outside of autocast: in bfloat16 a loss has three digits, and in
+        # float16 a sum soon exceeds 65504.
+        outputs = batches.map_tensors(lambda tensor: tensor.float() if tensor.dtype is narrow else tensor, outputs)
     return outputs, new_buffers
 
 
@@ -255,12 +257,8 @@ def _device(params: Mapping[str, Tensor]) -> torch.device:
     return next(iter(params.values())).device if params else _CPU
 
 
-def _autocast(precision: str, device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, torch.bfloat16, cache_enabled=False) if precision == "bf16" else _AS_IT_IS
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
+    return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:

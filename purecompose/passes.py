@@ -23,6 +23,7 @@ __all__ = [
     "order_by_constraints",
     "set_filo_order",
     "sort_fused_layernorm_last",
+    "sort_loss_scaling_innermost",
     "sort_selective_backprop_first",
     "sort_to_back",
     "sort_to_front",
@@ -104,6 +105,12 @@ def sort_fused_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> 
     return sort_to_back(algorithms, lambda algorithm: Trait.FUSES_LAYERNORM in algorithm.traits)
 
 
+def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """What scales the loss comes last, and on the AFTER events first: others see true losses and true gradients."""
+    sort = sort_to_front if event.is_reversed else sort_to_back
+    return sort(algorithms, lambda algorithm: Trait.SCALES_LOSS in algorithm.traits)
+
+
 def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
     """Honours `runs_before` and `runs_after`; otherwise the order stays as near as possible to what it was.
 
@@ -143,6 +150,7 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: 
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     set_filo_order,
+    sort_loss_scaling_innermost,
     sort_selective_backprop_first,
     sort_fused_layernorm_last,
     order_by_constraints,

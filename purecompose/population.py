@@ -48,7 +48,7 @@ class Population(Step):
 
     def __init__(self, step: Step, n: int, chunk_size: int | None, batches: str) -> None:
         """Takes checked arguments, as `population` does."""
-        super().__init__(step.program, step.algorithms, step.passes, step.microbatches)
+        super().__init__(step.program, step.algorithms, step.passes, step.microbatches, step.microbatch_size)
         self.step, self.n, self.chunk_size, self.batches = step, n, chunk_size, batches
         _check_host(self)
         self._asks = any(not question.predicate.is_timed for question in self.matcher.questions)

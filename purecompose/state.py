@@ -105,7 +105,8 @@ class State:
                 `losses.model_loss`. See `purecompose.batch`.
             target_key: Names the target.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
-                or `"bf16"` for a forward pass under autocast, with parameters and loss in float32.
+                or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
+                `"fp16"` wants `algorithms.loss_scaling`.
             device: Where the state lives; by default where the network is.
 
         Raises:

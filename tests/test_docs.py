@@ -112,6 +112,21 @@ def test_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert names["state"].timestamp.batch == 28
 
 
+def test_half_precision() -> None:
+    assert run_page("precision.md")["state"].metrics["skipped"].item() == 0
+
+
+def test_the_page_on_data(capsys: pytest.CaptureFixture[str]) -> None:
+    run_page("data.md")
+    assert capsys.readouterr().out == "3 True\nTrue\n8\n"
+
+
+def test_the_page_on_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("checkpoints.md")
+    assert "True" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: pathlib.Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())

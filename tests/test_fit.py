@@ -75,6 +75,7 @@ def test_going_on_from_anywhere_equals_one_run(stop):
     assert end.timestamp == whole.timestamp
 
 
+@pytest.mark.filterwarnings("ignore::purecompose.data.SkippingWarning")
 @pytest.mark.parametrize("is_sized", [True, False])
 def test_two_fits_equal_one(is_sized):
     step, batches = compose(loop_events, [noise(), counter()]), make_batches(4)
@@ -348,3 +349,25 @@ def test_keyed_data_go_on_in_the_same_order():
     end = fit(step, middle, data, duration="2ep")
     assert data.asked[2:] == [(0, 0), (1, 0), (1, 2)]
     assert_same(end, whole)
+
+
+# Batch by batch
+
+
+def test_training_gives_every_state_and_the_last_one_is_fits():
+    step, batches = rich_step(), make_batches(4)
+    states = list(pc.training(step, rich_state(), batches, duration="2ep"))
+    assert [state.timestamp.batch for state in states] == [1, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert_same(states[-1], fit(step, rich_state(), batches, duration="2ep"))
+    state = step.init(rich_state(duration="2ep", batches_per_epoch=4))
+    for found, batch in zip(states, [*batches, *batches], strict=False):
+        state = step(state, batch)
+        assert_same(found, state)
+
+
+def test_whoever_leaves_the_loop_goes_on_with_fit():
+    step, batches = rich_step(), make_batches(4)
+    for state in pc.training(step, rich_state(), batches, duration="2ep"):
+        if state.timestamp.batch == 3:
+            break
+    assert_same(fit(step, state, batches), fit(step, rich_state(), batches, duration="2ep"))

@@ -82,7 +82,7 @@ def test_imports_go_to_lower_floors(file: pathlib.Path) -> None:
         ("event", "from purecompose.state import State", "event of floor 1 imports state of floor 6"),
         ("event", "import purecompose.tree", "event of floor 1 imports tree of floor 1"),
         ("loop", "from purecompose import losses, compose", "imports compose of floor 10"),
-        ("fit", "from purecompose import State", "imports __init__ of floor 14"),
+        ("fit", "from purecompose import State", "imports __init__ of floor 16"),
         ("fit", "def run():\n    from purecompose.state import State", "line 2: imports state elsewhere"),
         ("fit", "if TYPE_CHECKING:\n    from purecompose.state import State", "line 2: imports state elsewhere"),
     ],

@@ -1,5 +1,6 @@
 """Metrics against counts and means in plain Python, and against other cuts of the same examples."""
 
+import copy
 import math
 
 import pytest
@@ -180,3 +181,38 @@ def test_as_metric_refuses_what_is_none_of_these():
     for wrong in ("accuracy", 3, None, CrossEntropy):
         with pytest.raises(TypeError, match="expected"):
             as_metric(wrong)  # pyright: ignore[reportArgumentType]
+
+
+# Of torchmetrics
+
+
+def test_a_metric_of_torchmetrics_is_pure_and_does_what_it_does():
+    classification = pytest.importorskip("torchmetrics.classification")
+    for theirs in (
+        classification.MulticlassF1Score(num_classes=3),
+        classification.MulticlassAUROC(num_classes=3),  # its states are lists
+        classification.MulticlassCalibrationError(num_classes=3),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        batches = [
+            (torch.randn(7, 3, generator=generator).softmax(1), torch.randint(3, (7,), generator=generator))
+            for _ in range(3)
+        ]
+        ours, untouched = as_metric(theirs), copy.deepcopy(theirs.metric_state)
+        acc = ours.init("cpu")
+        steps = [acc]
+        for outputs, targets in batches:
+            acc = ours.update(acc, outputs, targets)
+            steps.append(acc)
+        torch.testing.assert_close(theirs.metric_state, untouched)
+        again = ours.update(steps[1], *batches[1])
+        torch.testing.assert_close(again, steps[2])  # nothing of a later batch came into an earlier accumulator
+        for outputs, targets in batches:
+            theirs.update(outputs, targets)
+        torch.testing.assert_close(ours.compute(acc), theirs.compute())
+
+
+def test_a_collection_of_torchmetrics_is_refused():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with pytest.raises(TypeError, match="of a collection, give the members|without state of its own"):
+        as_metric(torchmetrics.MetricCollection([torchmetrics.classification.BinaryAccuracy()]))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_whole
+from purecompose.data.order import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
 
 
 __all__ = ["Arrays", "Split", "arrays", "split"]
 
-_ORDER = salt("data order")
 _SPLIT = salt("data split")
 
 
@@ -104,8 +104,7 @@ class Arrays:
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
         """The keyed order of one epoch: int64 of shape `(num_examples,)`, on the data's device."""
-        rng = Rng(key=key.to(self.device), draw=_ORDER, example=0, batch=epoch)
-        return permutation(rng, self.num_examples)
+        return epoch_order(key.to(self.device), epoch, self.num_examples)
 
     def to(self, device: torch.device | str) -> "Arrays":
         """The same set with its tensors on `device`."""

@@ -1,22 +1,63 @@
-"""A `DataLoader` without a generator of its own, made to draw by the run's key.
+"""The batches of an epoch from a given one on, whatever kind of data they come from.
 
-`iter(DataLoader)` and its samplers, and transforms in the main process, draw from torch's global generator. While they
-do, that generator stands at a state that follows from (key, epoch); afterwards it is what it was. So the order and
-the augmentation of an epoch repeat, also when a run goes on in the middle of it, and nothing else is moved.
+A `DataLoader` without a generator of its own draws by the run's key. Over a map-style data set its samplers draw in a
+stream that follows from (key, epoch), and each batch is read with the global generators seeded from (key, epoch,
+number of the batch). So order and augmentation repeat with any number of workers, and a run goes on in the middle of
+an epoch for the price of the sampler. What cannot be taken apart like this is read from its start, and what has been
+trained on dropped, with a warning.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from purecompose import random
+from purecompose.data.order import epoch_seed, seed_words
+from purecompose.data.reader import Reader, naming
+from purecompose.data.samples import reads_whole_batches
+from purecompose.data.seeding import SEED_WORDS, Stream, kept_globals, load_numpy, seed_globals
+from purecompose.random import salt
 
 
-__all__ = ["draws_globally", "keyed_batches"]
+__all__ = ["SkippingWarning", "draws_globally", "epoch_batches", "keyed_batches"]
+
+_SAMPLER, _BATCH, _WORKERS = salt("data sampler"), salt("data batch"), salt("workers")
+
+
+class SkippingWarning(UserWarning):
+    """A run goes on in the middle of an epoch by reading the epoch from its start."""
+
+
+def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
+    """The batches of an epoch from `start` on.
+
+    Data with `epoch(key, epoch, start)` are asked. A `set_epoch` of the data, or of a loader's data set and samplers,
+    is called with the epoch's number first. Lists, tuples and most `DataLoader`s of map-style data sets begin at
+    `start`; all else is read from its start, and the first batches dropped.
+
+    Args:
+        data: Whatever `fit` takes.
+        key: The run's key, int64 of shape (2,).
+        epoch: The number of epochs finished.
+        start: How many batches of this epoch have been trained on.
+
+    Warns:
+        SkippingWarning: Batches are read to be dropped.
+    """
+    if callable(getattr(data, "epoch", None)):
+        return iter(data.epoch(key, epoch, start))
+    _tell_epoch(data, epoch)
+    if draws_globally(data):
+        return keyed_batches(data, key, epoch, start)
+    if isinstance(data, list | tuple):
+        return islice(data, start, None)
+    return _after(start, iter(data), data, epoch)
 
 
 def draws_globally(data: object) -> bool:
@@ -24,43 +65,157 @@ def draws_globally(data: object) -> bool:
     return isinstance(data, DataLoader) and data.generator is None
 
 
-def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int) -> Iterator[Any]:
+def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
     """The loader's batches in an order that follows from the run's key and the epoch.
 
     Args:
         data: A loader without a generator.
         key: The run's key, int64 of shape (2,).
         epoch: The number of epochs finished.
+        start: The first batch to give.
+
+    Warns:
+        SkippingWarning: `start` is above 0, and the loader is one of a stream, or of a class that iterates in its
+            own way.
     """
-    low, high = random.fold_in(random.fold_in(key, random.salt("data order")), epoch).tolist()
-    seed = (high << 32) | low
-    generator = torch.Generator().manual_seed(seed)
-    with _in_place_of_the_global(generator):
+    key = key.cpu()
+    seed = epoch_seed(key, epoch)
+    if isinstance(data.dataset, IterableDataset) or type(data).__iter__ is not DataLoader.__iter__:
+        return _after(start, _streamed(data, seed), data, epoch)
+    load_numpy()
+    low, high = key.tolist()
+    requests = _requests(data, (low, high), epoch, start, seed)
+    return _reader(data).read(requests, seed ^ _WORKERS)
+
+
+class _Request(NamedTuple):
+    """A batch of a map-style loader."""
+
+    key: tuple[int, int]
+    epoch: int
+    batch: int
+    index: Any
+    """What the sampler gave: the indices of a batch, or one where the loader makes no batches."""
+
+
+def _requests(data: "DataLoader[Any]", key: tuple[int, int], epoch: int, start: int, seed: int) -> Iterator[_Request]:
+    words = seed_words(key, _SAMPLER, 0, epoch)
+    stream = Stream(words, seed, torch_only=_is_torchs(data.sampler) and _is_torchs(data.batch_sampler))
+    indices = None
+    batch = 0
+    while True:
+        with stream.drawing():
+            if indices is None:
+                indices = iter(_index_sampler(data))
+            index = next(indices, _END)
+        if index is _END:
+            return
+        if batch >= start:
+            yield _Request(key, epoch, batch, index)
+        batch += 1
+
+
+def _index_sampler(data: "DataLoader[Any]") -> Iterable[Any]:
+    return data.sampler if data.batch_sampler is None else data.batch_sampler
+
+
+def _is_torchs(sampler: Any) -> bool:
+    """Whether a sampler is known to draw from torch's generator alone."""
+    return sampler is None or type(sampler).__module__ == "torch.utils.data.sampler"
+
+
+class _Batches:
+    """Makes a batch as a map-style `DataLoader` does, with the global generators seeded for it."""
+
+    def __init__(self, data: "DataLoader[Any]") -> None:
+        self.dataset, self.collate_fn = data.dataset, data.collate_fn
+        self.makes_batches = data.batch_sampler is not None
+        self.reads_whole_batches = reads_whole_batches(data.dataset)
+
+    def __getitem__(self, request: _Request) -> Any:
+        with kept_globals() if get_worker_info() is None else nullcontext():
+            seed_globals(seed_words(request.key, _BATCH, request.batch, request.epoch))
+            with naming(f"this happened with batch {request.batch} of epoch {request.epoch}: {request.index}"):
+                return self._read(request.index)
+
+    def _read(self, index: Any) -> Any:
+        if not self.makes_batches:
+            return self.collate_fn(self.dataset[index])
+        if self.reads_whole_batches:
+            whole: Any = self.dataset
+            return self.collate_fn(whole.__getitems__(index))
+        return self.collate_fn([self.dataset[number] for number in index])
+
+
+# Readers of loaders with persistent workers, which stay as long as the loader.
+_KEPT: "WeakKeyDictionary[DataLoader[Any], Reader]" = WeakKeyDictionary()
+
+
+def _reader(data: "DataLoader[Any]") -> Reader:
+    if data in _KEPT:
+        return _KEPT[data]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user's own loader has said the same
+        reader = Reader(
+            _Batches(data),
+            persistent_workers=data.persistent_workers,
+            num_workers=data.num_workers,
+            prefetch_factor=data.prefetch_factor if data.num_workers else None,
+            pin_memory=data.pin_memory,
+            timeout=data.timeout,
+            worker_init_fn=data.worker_init_fn,
+            multiprocessing_context=data.multiprocessing_context,
+        )
+    if data.persistent_workers:
+        _KEPT[data] = reader
+    return reader
+
+
+def _streamed(data: "DataLoader[Any]", seed: int) -> Iterator[Any]:
+    """Whatever the loader gives, with torch's global generator at the epoch's own place while it does."""
+    stream = Stream([0] * SEED_WORDS, seed, torch_only=True)
+    with stream.drawing():
         # The workers' seed comes from a generator apart: persistent workers draw it in their first epoch only, and
         # the order must not depend on which that is.
-        data.generator = torch.Generator().manual_seed(seed ^ random.salt("workers"))
+        data.generator = torch.Generator().manual_seed(seed ^ _WORKERS)
         try:
-            loader = iter(data)
+            batches = iter(data)
         finally:
             data.generator = None
     while True:
-        with _in_place_of_the_global(generator):
-            batch = next(loader, _END)
+        with stream.drawing():
+            batch = next(batches, _END)
         if batch is _END:
             return
         yield batch
 
 
+def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterator[Any]:
+    """What is left after `start` batches, which are read and dropped, not before the first of the rest is wanted."""
+    if start == 0:
+        return batches
+    named = type(data).__name__
+    if isinstance(data, DataLoader):
+        named += f" over {type(data.dataset).__name__}"
+    used = "; an iterator that has been read from before loses what comes next" if isinstance(data, Iterator) else ""
+    warnings.warn(
+        f"going on at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped, for it "
+        "cannot start in the middle. That is exact where it gives the same batches in the same order each "
+        f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start where they are told",
+        SkippingWarning,
+        stacklevel=3,
+    )
+    return islice(batches, start, None)
+
+
+def _tell_epoch(data: Any, epoch: int) -> None:
+    """Calls `set_epoch` where there is one: Hugging Face's streams and distributed samplers shuffle by it."""
+    tellable = [data]
+    if isinstance(data, DataLoader):
+        tellable += [data.dataset, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]
+    for member in {id(member): member for member in tellable}.values():
+        if callable(set_epoch := getattr(member, "set_epoch", None)):
+            set_epoch(epoch)
+
+
 _END = object()
-
-
-@contextmanager
-def _in_place_of_the_global(generator: torch.Generator) -> Iterator[None]:
-    """Lets the global CPU generator draw what this one would have drawn."""
-    outside = torch.get_rng_state()
-    torch.set_rng_state(generator.get_state())
-    try:
-        yield
-    finally:
-        generator.set_state(torch.get_rng_state())
-        torch.set_rng_state(outside)

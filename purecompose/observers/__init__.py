@@ -1,13 +1,36 @@
 """Observers read a run and never change it: functions `(event, state) -> None`.
 
 history = History()
-with Progress() as progress:
-    state = fit(step, state, data, observers=[history, progress])
+with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), speed()]) as records:
+    state = fit(step, state, data, observers=[history, progress, records])
 """
 
+from purecompose.observers.adapters import MLflow, TensorBoard, WandB
 from purecompose.observers.history import History
+from purecompose.observers.monitors import learning_rate, memory, speed
+from purecompose.observers.nans import NaNs
+from purecompose.observers.profile import Profile
 from purecompose.observers.progress import Progress
+from purecompose.observers.recorder import Monitor, Recorder, Sink
+from purecompose.observers.records import Records, read_records
 from purecompose.observers.stopwatch import Stopwatch
 
 
-__all__ = ["History", "Progress", "Stopwatch"]
+__all__ = [
+    "History",
+    "MLflow",
+    "Monitor",
+    "NaNs",
+    "Profile",
+    "Progress",
+    "Recorder",
+    "Records",
+    "Sink",
+    "Stopwatch",
+    "TensorBoard",
+    "WandB",
+    "learning_rate",
+    "memory",
+    "read_records",
+    "speed",
+]

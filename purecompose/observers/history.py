@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from purecompose.event import Event
+from purecompose.observers.unread import read, record_of
 from purecompose.state import State
 
 
@@ -28,6 +26,7 @@ class History:
 
     Example:
         >>> from purecompose import compose, fit, loop_events, losses, optim
+        >>> import torch
         >>> net = torch.nn.Linear(3, 2)
         >>> state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="2ep")
         >>> data = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))]
@@ -46,18 +45,10 @@ class History:
 
     def __call__(self, event: Event, state: State) -> None:
         """Takes down what BATCH_END and EVAL_END have to say."""
-        if event is Event.BATCH_END:
-            values = state.metrics if state.loss is None else {"loss": state.loss, **state.metrics}
-        elif event is Event.EVAL_END:
-            values = state.metrics
-        else:
+        record = record_of(event, state)
+        if record is None:
             return
-        now = state.timestamp
-        # Single numbers, of which a population has one for each member; its keys tell that it is one. Copies,
-        # because a step that donates its state writes the next loss over this one.
-        num_dims = state.key.ndim - 1
-        kept = {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}
-        self._records.append({**kept, "batch": now.batch, "epoch": now.epoch})
+        self._records.append(record)
         self._unread += 1
         if self._unread >= _MOST_UNREAD:
             self._read()
@@ -84,21 +75,5 @@ class History:
         return len(self._records)
 
     def _read(self) -> None:
-        """Turns the unread tensors into numbers, with one transfer for each dtype, device and shape."""
-        unread = self._records[len(self._records) - self._unread :]
-        groups: dict[Any, list[tuple[dict[str, Any], str, Tensor]]] = {}
-        for record in unread:
-            for name, value in record.items():
-                if isinstance(value, Tensor):
-                    groups.setdefault((value.dtype, value.device, value.shape), []).append((record, name, value))
-        for entries in groups.values():
-            numbers = torch.stack([value for _, _, value in entries]).tolist()
-            for (record, name, _), number in zip(entries, numbers, strict=True):
-                record[name] = number
-        for record in unread:
-            # The counters first, as they are read.
-            numbers = {name: value for name, value in record.items() if name not in ("batch", "epoch")}
-            counters = {name: record[name] for name in ("batch", "epoch")}
-            record.clear()
-            record.update(counters, **numbers)
+        read(self._records[len(self._records) - self._unread :])
         self._unread = 0

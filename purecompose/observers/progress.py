@@ -4,12 +4,12 @@ import math
 import sys
 import time
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 from torch import Tensor
 
 from purecompose.event import Event
+from purecompose.observers.pace import Pace
 from purecompose.observers.stopwatch import Stopwatch
 from purecompose.state import State
 from purecompose.time import Timestamp, TimeUnit
@@ -32,8 +32,9 @@ class Progress:
     """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
 
     In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line
-    after each epoch. The loss is a running mean of about twenty batches, kept on the device and read a few
-    times a second: no batch waits for it.
+    after each epoch, with the time that is left at the rate of late. The loss is a running mean of about twenty
+    batches, kept on the device and read a few times a second: no batch waits for it. A population's numbers are shown
+    as a range over its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -63,6 +64,7 @@ class Progress:
         self._file = file
         self._seconds_between_reads = 1.0 / reads_per_second
         self._stopwatch = Stopwatch()
+        self._pace = Pace(self._stopwatch, _READINGS_IN_RATE)
         self._display: _Display | None = None
         self._finalizer: weakref.finalize | None = None
         self._is_running = False
@@ -78,7 +80,7 @@ class Progress:
         elif event is Event.EVAL_START:
             self._show(state, "evaluating")
         elif event is Event.EVAL_END:
-            self._metrics = {name: value.item() for name, value in state.metrics.items() if value.ndim == 0}
+            self._metrics = {name: _read(value) for name, value in state.metrics.items() if _is_single(value, state)}
             self._show(state)
         elif event is Event.EVAL_AFTER_ALL and not self._is_running:
             self._print_line(state)  # an evaluation at the very end, after FIT_END
@@ -102,9 +104,9 @@ class Progress:
 
     def _reset(self) -> None:
         self._running_loss: Tensor | None = None
-        self._loss: float | None = None
-        self._metrics: dict[str, float] = {}
-        self._readings: deque[tuple[float, int]] = deque(maxlen=_READINGS_IN_RATE)
+        self._loss: _Number | None = None
+        self._metrics: dict[str, _Number] = {}
+        self._pace.clear()
         self._last_read = -math.inf
         self._printed_batch = -1
 
@@ -120,46 +122,41 @@ class Progress:
             display.live.start()
 
     def _after_batch(self, state: State) -> None:
-        # The loss of a population has a value for each member; none of them speaks for all.
-        if state.loss is not None and state.loss.ndim == 0:
+        if state.loss is not None and _is_single(state.loss, state):
             loss = state.loss.detach()
             mean = loss.clone() if self._running_loss is None else self._running_loss
             self._running_loss = mean.lerp(loss, _SHARE_OF_NEWEST_LOSS)
         now = time.monotonic()
         if now - self._last_read < self._seconds_between_reads:
             return
-        self._read()
+        self._read(state)
         self._show(state)
         self._last_read = time.monotonic()
 
     def _after_epoch(self, state: State) -> None:
-        self._read()
+        self._read(state)
         self._show(state)
         if not self._live:
             self._print_line(state)
 
     def _finish(self, state: State) -> None:
-        self._read()
+        self._read(state)
         self._show(state, "trained")
         if not self._live and self._printed_batch != state.timestamp.batch:
             self._print_line(state)
         self.close()
 
-    def _read(self) -> None:
+    def _read(self, state: State) -> None:
         if self._running_loss is not None:
-            self._loss = self._running_loss.item()
-        self._readings.append((self._stopwatch.training_seconds, self._stopwatch.batches))
+            self._loss = _read(self._running_loss)
+        self._pace.read(state.timestamp)
 
     def _rate(self) -> float:
         """Batches a second lately."""
-        if len(self._readings) > 1:
-            (first_time, first_batch), (last_time, last_batch) = self._readings[0], self._readings[-1]
-            if last_time > first_time and last_batch > first_batch:
-                return (last_batch - first_batch) / (last_time - first_time)
-        return self._stopwatch.batches_per_second
+        return self._pace.per_second("batch") or self._stopwatch.batches_per_second
 
     def _numbers(self) -> list[str]:
-        loss = [] if self._loss is None else [f"loss {self._loss:.3f}"]
+        loss = [] if self._loss is None else [f"loss {_range(self._loss, '.3f')}"]
         rate = self._rate()
         speed = f"{rate:.0f} ba/s" if rate >= 100 else f"{rate:.3g} ba/s"
         return [*loss, *_describe(self._metrics), speed]
@@ -179,8 +176,10 @@ class Progress:
 
     def _print_line(self, state: State) -> None:
         self._printed_batch = state.timestamp.batch
-        seconds = f"{self._stopwatch.seconds:.1f} s"
-        parts = [_describe_time(state.timestamp), *self._numbers(), seconds]
+        parts = [_describe_time(state.timestamp), *self._numbers(), f"{self._stopwatch.seconds:.1f} s"]
+        left = None if state.timestamp.is_finished() else self._pace.seconds_left()
+        if left is not None:
+            parts.append(f"{_describe_seconds(left)} left")
         print("  ".join(parts), file=self._file or sys.stdout, flush=True)
 
 
@@ -216,14 +215,42 @@ def _make_display(console: Any) -> _Display:
     return _Display(live, bar, task, numbers)
 
 
-def _describe(metrics: dict[str, float]) -> list[str]:
+_Number: TypeAlias = float | list[float]
+"""A number, or one for each member of a population."""
+
+
+def _is_single(value: Tensor, state: State) -> bool:
+    """Whether it is a single number, of which a population has one for each member."""
+    return value.ndim == state.key.ndim - 1
+
+
+def _read(value: Tensor) -> _Number:
+    return value.item() if value.ndim == 0 else value.tolist()
+
+
+def _range(value: _Number, form: str) -> str:
+    """A number, or the lowest and the highest of several; NaN comes last."""
+    if not isinstance(value, list):
+        return format(value, form)
+    ordered = sorted(value, key=lambda one: (math.isnan(one), one))
+    return f"{ordered[0]:{form}}..{ordered[-1]:{form}}"
+
+
+def _describe(metrics: dict[str, _Number]) -> list[str]:
     """Metrics in words, accuracies first and in percent."""
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}
     return [
-        *(f"{name.removeprefix('eval/').replace('/', ' ')} {value:.1%}" for name, value in shares.items()),
-        *(f"{name.replace('/', ' ')} {value:.3f}" for name, value in others.items()),
+        *(f"{name.removeprefix('eval/').replace('/', ' ')} {_range(value, '.1%')}" for name, value in shares.items()),
+        *(f"{name.replace('/', ' ')} {_range(value, '.3f')}" for name, value in others.items()),
     ]
+
+
+def _describe_seconds(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _describe_time(timestamp: Timestamp) -> str:

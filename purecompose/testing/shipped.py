@@ -74,6 +74,32 @@ def _label_smoothing(kind: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional={"smoothing": _scalars("label_smoothing/smoothing", numbers)})
 
 
+def _loss_scaling(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+    del kind
+    optional = {
+        # Not so large that a float32 gradient of a small network overflows.
+        "init_scale": st.sampled_from([2.0**16, 2.0**10, 1.0, 3.0]) | st.floats(2.0**-20, 2.0**20),
+        "growth_factor": st.sampled_from([2.0, 1.0, 1]) | st.floats(1, 4),
+        "backoff_factor": st.sampled_from([0.5, 1.0, 1]) | st.floats(0.1, 1),
+        "growth_interval": st.integers(1, 4) | st.just(2000),
+    }
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+def _training_metrics(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+    del kind
+    optional = {
+        "metrics": st.sampled_from([("accuracy",), ()]),  # the networks have too few classes for top_5
+        "reset": st.sampled_from(["1ep", "2ep", "1ba", "3ba", None]),
+    }
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+def _gradient_norm(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+    del kind
+    return st.fixed_dictionaries({}, optional={"total": st.booleans(), "each": st.booleans()})
+
+
 def _selective_backprop(kind: str) -> st.SearchStrategy[dict[str, Any]]:
     fractions = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]) | st.floats(0, 1)
     windows = st.tuples(fractions, fractions).filter(lambda window: window[0] != window[1]).map(sorted)
@@ -96,11 +122,25 @@ SHIPPED: Mapping[str, Row] = MappingProxyType(
         row.name: row
         for row in (
             Row(
+                "gradient_norm",
+                examples=("gradient_norm()", "gradient_norm(each=True)"),
+                neutral="gradient_norm(total=False)",
+                tasks=_EVERY_TASK,
+                settings=_gradient_norm,
+            ),
+            Row(
                 "label_smoothing",
                 examples=("label_smoothing(0.1)", "label_smoothing(1)"),
                 neutral="label_smoothing(0)",
                 tasks=_EVERY_TASK,
                 settings=_label_smoothing,
+            ),
+            Row(
+                "loss_scaling",
+                examples=("loss_scaling()", "loss_scaling(1024.0, growth_factor=4.0, growth_interval=1)"),
+                neutral="loss_scaling(1.0, growth_factor=1.0, backoff_factor=1.0)",
+                tasks=_EVERY_TASK,
+                settings=_loss_scaling,
             ),
             Row(
                 "mixup",
@@ -119,6 +159,13 @@ SHIPPED: Mapping[str, Row] = MappingProxyType(
                 neutral="selective_backprop(keep=1)",
                 tasks=_EVERY_TASK,
                 settings=_selective_backprop,
+            ),
+            Row(
+                "training_metrics",
+                examples=("training_metrics()", "training_metrics(reset='2ba')"),
+                neutral="training_metrics(())",
+                tasks=_EVERY_TASK,
+                settings=_training_metrics,
             ),
         )
     }

@@ -1,14 +1,20 @@
 """Loaders without a generator draw by the run's key; the global generator and loaders with their own are left alone."""
 
+import gc
+import random
+import weakref
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same, make_batch, make_state
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import purecompose as pc
 from purecompose import compose, fit, loop_events
+from purecompose.data import SkippingWarning, epoch_batches
 from purecompose.data.loaders import draws_globally, keyed_batches
 
 
@@ -100,6 +106,184 @@ def test_what_draws_globally():
     assert not draws_globally([1, 2])
 
 
+# Going on in the middle
+
+
+class AnyNoise(Noisy):
+    """Draws from all three generators, and counts what is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        inputs, targets = super().__getitem__(index)
+        return inputs + random.random() + float(np.random.rand()), targets
+
+
+class HomeMade:
+    """A batch sampler that draws from Python's and numpy's generators, as many do."""
+
+    def __iter__(self):
+        numbers = list(range(12))
+        random.shuffle(numbers)
+        for number in numbers[:5]:
+            yield [number, int(np.random.randint(12)), int(torch.randint(12, ()))]
+
+    def __len__(self):
+        return 5
+
+
+def loaders(data, **options):
+    return {
+        "shuffled": DataLoader(data, 4, shuffle=True, **options),
+        "sequential": DataLoader(data, 5, **options),
+        "weighted": DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * 6 + [5.0] * 6, 20), **options),
+        "home-made": DataLoader(data, batch_sampler=HomeMade(), **options),
+        "no batches": DataLoader(data, batch_size=None, shuffle=True, **options),
+    }
+
+
+@pytest.mark.parametrize("name", list(loaders(AnyNoise())))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_start_gives_the_tail_and_reads_no_more(name, workers):
+    whole = list(epoch_batches(loaders(AnyNoise())[name], KEY, 2))
+    size = 1 if name == "no batches" else len(whole[0][1])
+    for start in (0, 1, len(whole) - 1, len(whole)):
+        data = AnyNoise()
+        options = {"num_workers": workers, "persistent_workers": True} if workers else {}
+        random.seed(start)
+        np.random.seed(start)
+        loader = loaders(data, **options)[name]
+        assert_same(list(epoch_batches(loader, KEY, 2, start)), whole[start:])
+        assert_same(list(epoch_batches(loader, KEY, 2)), whole)
+        if not workers:
+            assert data.read <= size * (2 * len(whole) - start)
+
+
+def test_the_order_is_the_samplers_under_the_epochs_seed():
+    seeds = []
+
+    class Told(WeightedRandomSampler):
+        def __iter__(self):
+            seeds.append(torch.initial_seed())
+            return super().__iter__()
+
+    loader = DataLoader(TensorDataset(torch.arange(12)), 4, sampler=Told([1.0] * 12, 12))
+    drawn = torch.cat([batch for (batch,) in keyed_batches(loader, KEY, 1)])
+    generator = torch.Generator().manual_seed(seeds[0])
+    assert torch.equal(drawn, torch.multinomial(torch.ones(12), 12, True, generator=generator))
+
+
+def test_python_and_numpy_generators_stay():
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    list(keyed_batches(DataLoader(AnyNoise(), batch_sampler=HomeMade()), KEY, 0))
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_workers_are_told_of_the_users_data_set():
+    class Opened(Dataset):
+        extra = 0.0
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return self.extra
+
+    def open_files(worker):
+        info = torch.utils.data.get_worker_info()
+        assert info is not None and isinstance(info.dataset, Opened)
+        info.dataset.extra = 5.0 + worker
+
+    loader = DataLoader(Opened(), 4, num_workers=1, worker_init_fn=open_files)
+    assert next(keyed_batches(loader, KEY, 0)).tolist() == [5.0] * 4
+
+
+def test_kept_workers_go_with_their_loader():
+    loader = DataLoader(Noisy(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+    next(keyed_batches(loader, KEY, 0))
+    seen = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_name_the_batch(workers):
+    class Failing(Noisy):
+        def __getitem__(self, index):
+            raise OSError("unreadable")
+
+    with pytest.raises(OSError, match="batch 0 of epoch 3"):
+        next(keyed_batches(DataLoader(Failing(), 2, num_workers=workers), KEY, 3))
+
+
+class Own(DataLoader):
+    def __iter__(self) -> Any:
+        return iter([1, 2, 3])
+
+
+class Iterated:
+    def __iter__(self):
+        return iter([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (Iterated(), "Iterated"),
+        (iter([1, 2, 3]), "list_iterator.*loses what comes next"),
+        (Own(Noisy()), "Own over Noisy"),
+        (DataLoader(Stream(), 4), "DataLoader over Stream"),
+        (DataLoader(TensorDataset(torch.arange(3)), generator=torch.Generator()), "DataLoader over Tens"),
+    ],
+)
+def test_what_cannot_start_in_the_middle_is_read_and_dropped_with_a_warning(data, named):
+    with pytest.warns(SkippingWarning, match=f"batch 1 of epoch 4: the 1 before it are read from {named}"):
+        batches = epoch_batches(data, KEY, 4, 1)
+    assert len(list(batches)) == 2
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3], (1, 2, 3)])
+def test_lists_start_in_the_middle(data):
+    assert list(epoch_batches(data, KEY, 4, 1)) == [2, 3]
+
+
+class Told:
+    """Shuffles by the epoch that it is told of, as Hugging Face's streams and distributed samplers do."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        return iter([[self.epochs[-1], number] for number in range(3)])
+
+    def __len__(self):
+        return 3
+
+
+class ToldStream(Told, IterableDataset):
+    pass
+
+
+def test_data_loaders_and_samplers_are_told_the_epoch():
+    alone, stream, sampler = Told(), ToldStream(), Told()
+    assert list(epoch_batches(alone, KEY, 5)) == [[5, 0], [5, 1], [5, 2]]
+    list(epoch_batches(DataLoader(stream), KEY, 6))
+    batches = epoch_batches(DataLoader(torch.arange(20), batch_sampler=sampler), KEY, 7)  # type: ignore[arg-type]
+    assert torch.stack(list(batches)).tolist() == [[7, 0], [7, 1], [7, 2]]
+    assert (alone.epochs, stream.epochs, sampler.epochs) == ([5], [6], [7])
+
+
 # In fit
 
 
@@ -157,6 +341,7 @@ def test_a_loader_with_its_own_generator_is_left_alone():
     assert_same(end.params, expected.params)
 
 
+@pytest.mark.filterwarnings("ignore::purecompose.data.SkippingWarning")
 def test_streams_of_unknown_length():
     loader = DataLoader(Stream(), batch_size=4)
     end = trained(loader)

@@ -1,18 +1,48 @@
 """What the observers' tests share: a linear network and four batches, the same in every test."""
 
+from typing import Any
+
+import pytest
 import torch
 
-from purecompose import State, losses, optim
+from purecompose import State, losses, optim, stack_states
 
 
-def make_state(duration: str | None = "3ep") -> State:
+def make_state(duration: str | None = "3ep", optimizer: Any = None, key: int = 0) -> State:
     net = torch.nn.Linear(4, 3)
     with torch.no_grad():
         net.weight.copy_(torch.arange(12.0).reshape(3, 4) / 10)
         net.bias.zero_()
-    return State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.5), duration=duration)
+    return State.create(
+        net, loss=losses.cross_entropy, optimizer=optimizer or optim.sgd(0.5), duration=duration, key=key
+    )
+
+
+def make_population(size: int = 3, optimizer: Any = None) -> State:
+    """Members that differ in their weights."""
+    states = [make_state(optimizer=optimizer, key=key) for key in range(size)]
+    return stack_states(
+        [s.replace(params={name: p * (i + 1) for name, p in s.params.items()}) for i, s in enumerate(states)]
+    )
 
 
 def make_batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(count)]
+
+
+def at(state: State, batch: int, **changes: Any) -> State:
+    """The state after so many batches of eight examples."""
+    start = state.timestamp
+    return state.replace(timestamp=type(start)(run=start.run).advance_by(batch, samples=8), **changes)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every tensor whose value the host asks for."""
+    read: list[str] = []
+    for name in ("item", "tolist"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, name=name, original=original: (read.append(name), original(self))[1]
+        )
+    return read

@@ -4,13 +4,14 @@ import gc
 import io
 import re
 import sys
+import types
 
 import pytest
 import torch
-from observer_helpers import make_batches, make_state
+from observer_helpers import at, make_batches, make_population, make_state
 
-from purecompose import Evaluator, Event, State, compose, evaluate, fit, loop_events, metrics
-from purecompose.observers import History, Progress
+from purecompose import Evaluator, Event, State, compose, evaluate, fit, loop_events, metrics, population
+from purecompose.observers import History, Progress, progress, stopwatch
 
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -139,6 +140,33 @@ def test_losses_of_a_population_are_left_out() -> None:
     progress(Event.BATCH_END, state)
     progress(Event.FIT_END, state)
     assert "loss" not in file.getvalue() and "ba/s" in file.getvalue()
+
+
+def test_a_populations_numbers_are_shown_as_ranges() -> None:
+    file, history = io.StringIO(), History()
+    step, evaluator = population(compose(loop_events), 3), Evaluator(make_batches(), {"accuracy": metrics.accuracy})
+    observers = [Progress(file=file), history]
+    fit(step, make_population(3), make_batches(), duration="1ep", evaluate=evaluator, observers=observers)
+    mean, *rest = (torch.tensor(losses) for losses in history.series("loss")[1])
+    for loss in rest:
+        mean = mean.lerp(loss, 0.05)
+    accuracies = history.series("eval/accuracy")[1][-1]
+    assert f"loss {mean.min():.3f}..{mean.max():.3f}  " in file.getvalue()
+    assert f"accuracy {min(accuracies):.1%}..{max(accuracies):.1%}  " in file.getvalue()  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("batch_seconds", "left"), [(1.0, "58 s"), (60.0, "58 min"), (150.0, "2 h 25 min")])
+def test_a_run_that_goes_on_tells_the_time_that_the_rest_takes(monkeypatch, batch_seconds: float, left: str) -> None:
+    now, file = [0.0], io.StringIO()
+    for module in (stopwatch, progress):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    shown, state = Progress(file=file), make_state("100ba")
+    shown(Event.FIT_START, at(state, 40))
+    for batch in (41, 42):
+        now[0] += batch_seconds
+        shown(Event.BATCH_END, at(state, batch))
+    shown(Event.EPOCH_CHECKPOINT, at(state, 42))
+    assert file.getvalue().startswith("42/100 ba") and file.getvalue().endswith(f" s  {left} left\n")
 
 
 def test_a_missing_rich_names_the_extra(monkeypatch) -> None:

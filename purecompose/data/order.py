@@ -1,0 +1,50 @@
+"""The order of an epoch, a pure function of (key, epoch, number of examples), and the seeds that go with it."""
+
+from hashlib import blake2s
+from struct import Struct
+
+from torch import Tensor
+
+from purecompose.random import Rng, fold_in, permutation, salt
+
+
+__all__ = ["epoch_order", "epoch_seed", "seed_words"]
+
+_ORDER = salt("data order")
+
+
+def epoch_order(key: Tensor, epoch: int, num_examples: int) -> Tensor:
+    """The permutation of 0 .. num_examples-1 that belongs to an epoch; every data set of that size has the same.
+
+    Args:
+        key: The run's key, int64 of shape (2,).
+        epoch: Which epoch of the run, from 0.
+        num_examples: How many examples to order.
+
+    Returns:
+        int64 of shape `(num_examples,)`, on the key's device.
+    """
+    return permutation(Rng(key=key, draw=_ORDER, example=0, batch=epoch), num_examples)
+
+
+def epoch_seed(key: Tensor, epoch: int) -> int:
+    """64 bits for whatever draws the order of an epoch in its own way, such as a sampler."""
+    low, high = fold_in(fold_in(key, _ORDER), epoch).tolist()
+    return (high << 32) | low
+
+
+def seed_words(key: tuple[int, int], draw: int, number: int, epoch: int) -> tuple[int, ...]:
+    """Eight 32-bit words that belong to a numbered thing of an epoch, for seeding generators that know no keys.
+
+    By a hash on the host: 2 microseconds, where a draw on tensors takes a hundred.
+
+    Args:
+        key: The two words of the run's key.
+        draw: A salt that says what the words are for.
+        number: The thing's number, such as the index of an example, in [0, 2**64).
+        epoch: Which epoch of the run, from 0.
+    """
+    return _WORDS.unpack(blake2s(_PLACE.pack(*key, draw, number, epoch), digest_size=_WORDS.size).digest())
+
+
+_PLACE, _WORDS = Struct("<IIIQQ"), Struct("<8I")

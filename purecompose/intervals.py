@@ -1,0 +1,45 @@
+"""When something that happens every so often is due: a multiple of the interval lies between two times."""
+
+import math
+
+from purecompose.time import Time, Timestamp, TimeUnit
+
+
+__all__ = ["checked_interval", "has_passed"]
+
+
+def checked_interval(value: Time | str, name: str, *, seconds: bool = False) -> Time:
+    """An interval as a time.
+
+    Args:
+        value: What was given.
+        name: Names it in errors.
+        seconds: Whether seconds of wall-clock time will do.
+
+    Raises:
+        TypeError, ValueError: It is no time, not positive, or in seconds where those will not do.
+    """
+    interval = Time.of(value)
+    if interval.value <= 0 or (interval.unit is TimeUnit.SECOND and not seconds):
+        raise ValueError(f"{name}={value!r}: expected a positive time{'' if seconds else ' that is not in seconds'}")
+    return interval
+
+
+def has_passed(interval: Time, before: Timestamp, now: Timestamp) -> bool:
+    """Whether the run has passed a multiple of the interval after `before`, and by `now`; not for seconds.
+
+    Raises:
+        ValueError: A fraction of a run without a duration.
+
+    Example:
+        >>> has_passed(Time.of("10ba"), Timestamp(batch=9), Timestamp(batch=10))
+        True
+    """
+    unit = interval.unit
+    if unit is not TimeUnit.DURATION:
+        return before.get(unit) // interval.value != now.get(unit) // interval.value
+    past, present = before.elapsed(), now.elapsed()
+    if past is None or present is None:
+        raise ValueError(f"interval {str(interval)!r}: fractions of the run need a run with a duration")
+    # A fraction's multiples round: 3 * 0.1 is above 0.3.
+    return math.floor(past / interval.value + 1e-9) != math.floor(present / interval.value + 1e-9)

@@ -1,0 +1,74 @@
+"""Microbatches found by trying: where the memory does not suffice, a batch is cut into twice as many slices."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from purecompose import batch as batches
+from purecompose.compilation import CompiledStep
+from purecompose.compose import Step
+from purecompose.state import State
+
+
+__all__ = ["Adaptive"]
+
+
+class Adaptive:
+    """A step that is repeated with more microbatches when it runs out of memory.
+
+    A step is a function, so the repetition computes what the first attempt would have. The number is kept for all
+    later batches.
+
+    Attributes:
+        step: The step with the present number of microbatches.
+    """
+
+    def __init__(self, step: Step | CompiledStep) -> None:
+        self.step = step
+        self._proven = 0
+
+    def __call__(self, state: State, batch: Any) -> State:
+        """The state after one batch.
+
+        Raises:
+            RuntimeError: The memory does not suffice for a single example either.
+        """
+        num_examples = batches.num_examples(batch, state.context.input_key)
+        while True:
+            try:
+                new = self.step(self._safe(state, num_examples), batch)
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                k = self._num_slices(num_examples)
+                if k >= num_examples:
+                    error.add_note("microbatches='auto': the memory does not suffice for a single example either")
+                    raise
+                self.step = self.step.replace(microbatches=min(2 * k, num_examples))
+                self._proven = 0
+                warnings.warn(
+                    f"out of memory: from batch {state.timestamp.batch} on, batches are cut into "
+                    f"{self.step.microbatches} microbatches",
+                    stacklevel=4,
+                )
+            else:
+                self._proven = max(self._proven, num_examples)
+                return new
+            if state.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _num_slices(self, num_examples: int) -> int:
+        size = self.step.microbatch_size
+        return self.step.microbatches or 1 if size is None else math.ceil(num_examples / size)
+
+    def _safe(self, state: State, num_examples: int) -> State:
+        """A state that is still whole after a failure: a donating step may have begun to write over its memory."""
+        is_at_risk = num_examples > self._proven and "_lease" in state.__dict__
+        return state.copy() if is_at_risk else state
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text

@@ -1,0 +1,56 @@
+"""How often an observer acts: every so many batches, epochs, samples, tokens, or fractions of the run."""
+
+from purecompose.intervals import checked_interval, has_passed
+from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
+
+
+__all__ = ["Due", "batch_before"]
+
+
+class Due:
+    """Tells the batches in which a multiple of an interval is passed.
+
+    Epochs count at their last batch. Where their length is not known, that is noticed in the next batch.
+
+    Args:
+        every: The interval; a bare number means batches.
+        where: Opens the messages, such as "Records: every".
+
+    Raises:
+        TypeError: No time.
+        ValueError: An interval that is not positive, or in seconds.
+
+    Example:
+        >>> due = Due("2ba", "every")
+        >>> due.start(Timestamp())
+        >>> [due(Timestamp(batch=batch)) for batch in (1, 2, 3, 4)]
+        [False, True, False, True]
+    """
+
+    def __init__(self, every: TimeLike | int, where: str) -> None:
+        try:
+            interval = Time.of(every, TimeUnit.BATCH)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from error
+        self._interval = checked_interval(interval, where)
+        self._before: Timestamp | None = None
+
+    def start(self, timestamp: Timestamp) -> None:
+        """Counts from this point on."""
+        self._before = timestamp
+
+    def __call__(self, timestamp: Timestamp) -> bool:
+        """Whether a multiple was passed since the last call, for the time after a batch.
+
+        Raises:
+            ValueError: A fraction of a run that has no duration.
+        """
+        before, self._before = self._before or batch_before(timestamp), timestamp
+        return has_passed(self._interval, before, timestamp)
+
+
+def batch_before(timestamp: Timestamp) -> Timestamp:
+    """About the time before a batch, where nobody saw it: in loops that tell an observer of BATCH_END alone."""
+    if timestamp.batch <= 1:
+        return Timestamp(run=timestamp.run)
+    return timestamp.replace(batch=timestamp.batch - 1)

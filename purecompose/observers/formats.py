@@ -1,0 +1,229 @@
+"""The two forms of a file of records: JSON Lines and CSV, a line for each record, `batch` among its values."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from purecompose._checks import shown
+
+
+__all__ = ["FORMATS", "Csv", "Format", "JsonLines"]
+
+_NOT_FINITE = "not_finite"
+
+
+class Format(Protocol):
+    """How records lie in a file. Neither method remembers anything; what there is to know is in the file."""
+
+    @staticmethod
+    def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The records of a file with the offset at which each one's line ends, up to a line that has no end.
+
+        Before them comes one that is empty, with the offset at which records begin.
+
+        Raises:
+            ValueError: A line that holds no record.
+        """
+        ...
+
+    @staticmethod
+    def add(path: Path, records: list[dict[str, Any]]) -> None:
+        """Adds records, all of them or, where that raises OSError, none."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line.
+
+    JSON has no numbers that are not finite. They are null, and the object says under `not_finite` what they are:
+    `{"batch": 7, "loss": null, "not_finite": {"loss": "nan"}}`, with a list for the members of a population.
+    """
+
+    @staticmethod
+    def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See `Format`."""
+        yield 0, {}
+        for number, end, line in _whole_lines(file):
+            with _line_told(name, number, line):
+                record = _from_json(json.loads(line))
+            yield end, record
+
+    @staticmethod
+    def add(path: Path, records: list[dict[str, Any]]) -> None:
+        """See `Format`."""
+        lines = (json.dumps(_to_json(record), allow_nan=False) for record in records)
+        _append(path, "".join(f"{line}\n" for line in lines))
+
+
+class Csv:
+    """A table with the names in its first line, and an empty cell where a record has no value.
+
+    Numbers that are not finite are `nan`, `inf` and `-inf`. Those of a population's members share a cell, as a JSON
+    list. A new column, on the right, means a new file in the old one's place.
+    """
+
+    @staticmethod
+    def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See `Format`."""
+        lines = _whole_lines(file)
+        _, end, header = next(lines, (1, 0, b"batch"))
+        with _line_told(name, 1, header):
+            columns = _cells(header)
+            if "batch" not in columns:
+                raise ValueError("no column is called batch")
+        yield end, {}
+        for number, end, line in lines:
+            with _line_told(name, number, line):
+                cells = zip(columns, _cells(line), strict=True)
+                record = {column: _from_cell(cell) for column, cell in cells if cell}
+            yield end, record
+
+    @staticmethod
+    def add(path: Path, records: list[dict[str, Any]]) -> None:
+        """See `Format`."""
+        columns = []
+        if path.exists():
+            with path.open("rb") as file:
+                columns = _cells(file.readline())
+        known = set(columns)
+        new = list(dict.fromkeys(name for record in records for name in record if name not in known))
+        rows = _table([[_to_cell(record.get(column)) for column in (*columns, *new)] for record in records])
+        if not columns:
+            _append(path, _table([new]) + rows)
+        elif not new:
+            _append(path, rows)
+        else:
+            _widen(path, _table([[*columns, *new]]), len(new), rows)
+
+
+FORMATS: dict[str, type[Format]] = {".jsonl": JsonLines, ".csv": Csv}
+"""By the suffix of a file's name."""
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """The number, the offset of the end, and the bytes of each line that has its end."""
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            return  # where a process was killed while it wrote
+        offset += len(line)
+        yield number, offset, line
+
+
+@contextlib.contextmanager
+def _line_told(name: str, number: int, line: bytes) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        text = line[:60].decode("utf-8", "replace").rstrip()
+        raise ValueError(
+            f"{name}, line {number}: expected a record of a run, got {text!r} ({error}); "
+            "is this a file that Records wrote?"
+        ) from error
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, io.SEEK_END)
+        try:
+            _write(file, text.encode())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def _write(file: Any, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:  # an unbuffered write may take a part, such as up to where the disk is full
+        rest = rest[file.write(rest) :]
+
+
+def _widen(path: Path, header: str, num_new: int, rows: str) -> None:
+    """Puts a file in the old one's place that has the new columns and rows."""
+    path = path.resolve()  # of a link, the file that it leads to
+    new_path = path.with_name(path.name + ".new")
+    try:
+        with path.open("rb") as old, new_path.open("wb") as new:
+            old.readline()
+            new.write(header.encode())
+            for line in old:
+                new.write(line.rstrip(b"\r\n") + b"," * num_new + b"\n")
+            new.write(rows.encode())
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(new_path, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new_path.unlink()
+        raise
+
+
+def _to_json(record: dict[str, Any]) -> dict[str, Any]:
+    named = {name: word for name, value in record.items() if (word := _word(value))}
+    if not named:
+        return record
+    return {**{name: _nulled(value) for name, value in record.items()}, _NOT_FINITE: named}
+
+
+def _from_json(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict) or not isinstance(record.get("batch"), int):
+        raise ValueError("no object with a whole number called batch")
+    for name, words in record.pop(_NOT_FINITE, {}).items():
+        record[name] = _filled(record[name], words)
+    return record
+
+
+def _word(value: Any) -> Any:
+    """What a number is that is not finite, such as "nan", else None; of lists a list, or None if all are finite."""
+    if isinstance(value, list):
+        words = [_word(one) for one in value]
+        return words if any(words) else None
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else None
+
+
+def _nulled(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_nulled(one) for one in value]
+    return None if _word(value) else value
+
+
+def _filled(value: Any, word: Any) -> Any:
+    if isinstance(word, list):
+        return [_filled(one, its_word) for one, its_word in zip(value, word, strict=True)]
+    return value if word is None else float(word)
+
+
+def _cells(line: bytes) -> list[str]:
+    return next(csv.reader([line.decode()]), [])
+
+
+def _table(rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _to_cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+def _from_cell(cell: str) -> Any:
+    if cell.startswith("["):
+        return json.loads(cell)
+    if cell in ("True", "False"):
+        return cell == "True"
+    try:
+        return int(cell)
+    except ValueError:
+        pass
+    try:
+        return float(cell)
+    except ValueError:
+        raise ValueError(f"expected a number, got {shown(cell)}") from None

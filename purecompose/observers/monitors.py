@@ -1,0 +1,187 @@
+"""Monitors: what records say of a run besides its loss and metrics. Functions `(state) -> dict` of numbers by name."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import check_whole, is_number, shown
+from purecompose.event import Event
+from purecompose.observers.due import batch_before
+from purecompose.observers.pace import Pace
+from purecompose.observers.recorder import Monitor
+from purecompose.observers.stopwatch import Stopwatch
+from purecompose.schedule import Hparam, Product, Schedule, collect, resolve
+from purecompose.state import State
+from purecompose.time import Timestamp
+
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+__all__ = ["learning_rate", "memory", "speed"]
+
+
+def learning_rate(*names: str) -> Monitor:
+    """Settings of the optimizer as the batch used them, by default `lr`.
+
+    A setting appears under its name, and that of a parameter group under `name/pattern`, such as `lr/*.bias`.
+    Numbers, hparams, schedules and products of them are told as numbers. A schedule's value is the one in which the
+    batch was trained: that of the time before it. What an optimizer does not have is left out.
+
+    Args:
+        names: Which settings, such as `"lr", "momentum"`.
+
+    Raises:
+        TypeError: A name that is no string.
+
+    Example:
+        >>> from purecompose import losses, optim, schedule
+        >>> optimizer = optim.sgd(0.5 * schedule.linear(), groups={"bias": {"lr": 0.25}})
+        >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optimizer, duration="4ba")
+        >>> learning_rate()(state.replace(timestamp=state.timestamp.advance_by(3)))
+        {'lr': 0.25, 'lr/bias': 0.25}
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"learning_rate: expected names of settings, such as 'momentum', got {shown(name)}")
+    return _Settings(names or ("lr",))
+
+
+def memory() -> Monitor:
+    """Memory in bytes: that of the state's GPU, or else that of the process.
+
+    On a GPU `memory/allocated`, `memory/reserved` and `memory/peak` (the most that was allocated), by the counts of
+    torch's allocator, for which nothing waits. Elsewhere `memory/resident` and `memory/peak`, as far as the system
+    tells.
+
+    Example:
+        >>> from purecompose import losses, optim
+        >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+        >>> found = memory()(state)
+        >>> all(value > 0 for value in found.values())
+        True
+    """
+    return _memory
+
+
+def speed(window: int = 100) -> Monitor:
+    """Rates over the last batches, and how long the run still takes.
+
+    `speed/batches`, and where the run counts them `speed/samples` and `speed/tokens`, per second of training; the time
+    for evaluation is left out. `time/left` is in seconds, evaluations included at the share of the time that they
+    took so far; it is left out in a run without a duration. There is nothing to tell before the second batch, as the
+    first one of a compiled step brings the compilation.
+
+    Times are those at which the host comes by. A GPU may lag behind, by as many batches as it lets wait, so rates are
+    right over windows much longer than that.
+
+    Args:
+        window: Over how many batches the rates are taken.
+
+    Raises:
+        TypeError, ValueError: A window that is no int, or below 1.
+    """
+    return _Speed(check_whole(window, "speed: window", 1))
+
+
+class _Settings:
+    """The monitor of `learning_rate`. It watches the time go by, to know the one before a batch."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._before: Timestamp | None = None
+        self._now: Timestamp | None = None
+
+    def observe(self, event: Event, state: State) -> None:
+        if event is Event.FIT_START:
+            self._before = self._now = None
+        if event.is_eval:
+            return
+        now = state.timestamp
+        if self._now is not None and now.batch != self._now.batch:
+            self._before = self._now
+        self._now = now
+
+    def __call__(self, state: State) -> dict[str, float | Tensor]:
+        used = self._before
+        if used is None or used.batch != state.timestamp.batch - 1:
+            used = batch_before(state.timestamp)
+        return {name: _value(setting, state, used) for name, setting in _settings(state.optimizer, self._names)}
+
+
+def _settings(optimizer: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """The named scalars of an optimizer and of its groups."""
+    fields = {field.name for field in dataclasses.fields(optimizer)} if dataclasses.is_dataclass(optimizer) else ()
+    for name in names:
+        if name in fields and _is_scalar(value := getattr(optimizer, name)):
+            yield name, value
+    for pattern, options in getattr(optimizer, "groups", ()):
+        for name, value in options:
+            if name in names and _is_scalar(value):
+                yield f"{name}/{pattern}", value
+
+
+def _is_scalar(value: Any) -> bool:
+    return is_number(value) or isinstance(value, (Hparam, Schedule, Product))
+
+
+def _value(setting: Any, state: State, timestamp: Timestamp) -> float | Tensor:
+    # Hparams of a compiled step's state are copied where they are read: not without need.
+    hparams = state.hparams if collect(setting, Hparam) else {}
+    return resolve(setting, hparams=hparams, scheduled=lambda schedule: schedule(timestamp))
+
+
+def _memory(state: State) -> dict[str, float]:
+    device = state.device
+    if device.type == "cuda":
+        return {
+            "memory/allocated": torch.cuda.memory_allocated(device),
+            "memory/reserved": torch.cuda.memory_reserved(device),
+            "memory/peak": torch.cuda.max_memory_allocated(device),
+        }
+    found = {}
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            found["memory/resident"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        pass  # not Linux
+    if resource is not None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        # The system counts the two apart, and the peak now and then a little behind.
+        found["memory/peak"] = max(peak, found.get("memory/resident", 0))
+    return found
+
+
+class _Speed:
+    """The monitor of `speed`, with a stopwatch of its own."""
+
+    def __init__(self, window: int) -> None:
+        self._stopwatch = Stopwatch()
+        self._pace = Pace(self._stopwatch, window + 1)
+        self._batch = -1
+
+    def observe(self, event: Event, state: State) -> None:
+        self._stopwatch(event, state)
+        if event is Event.FIT_START:
+            self._pace.clear()
+            self._batch = -1
+        # Two recorders may share a monitor, and tell it everything twice.
+        if event is Event.BATCH_END and state.timestamp.batch != self._batch:
+            self._batch = state.timestamp.batch
+            self._pace.read(state.timestamp)
+
+    def __call__(self, state: State) -> dict[str, float]:
+        del state
+        found = {f"speed/{name}": self._pace.per_second(counter) for name, counter in _RATES.items()}
+        found["time/left"] = self._pace.seconds_left()
+        return {name: value for name, value in found.items() if value is not None}
+
+
+_RATES = {"batches": "batch", "samples": "sample", "tokens": "token"}

@@ -1,0 +1,160 @@
+"""A guard that stops a run, or warns, when its numbers are no longer finite."""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import shown
+from purecompose.event import Event
+from purecompose.observers.due import Due
+from purecompose.observers.unread import Pile
+from purecompose.state import State
+from purecompose.time import TimeLike
+
+
+__all__ = ["NaNs"]
+
+# The check is late by these at most: it is made when so many batches wait for it, or the first has waited so long.
+_GROUP = 100
+_SECONDS = 2.0
+
+_ACTIONS, _CHECKS = ("raise", "warn"), ("loss", "params")
+_SHOWN = 5
+
+
+class NaNs:
+    """Raises `FloatingPointError`, or warns once, when the loss is NaN or infinite.
+
+    Losses are read in groups, so that no batch waits for the device. The message is therefore late: by 100 batches
+    that are due, or by the first batch after two seconds, whichever comes first; the batch it names is the first bad
+    one. At evaluations, at EPOCH_CHECKPOINT and ITERATION_CHECKPOINT, and at FIT_END nothing is left unread, so no
+    checkpoint of an epoch is written after a bad loss if this observer comes before the one that writes.
+
+    Args:
+        every: Which batches are looked at: "1ba", "10ba", "1ep", ...
+        action: `"raise"`, or `"warn"`, which says it once a run.
+        check: `"loss"`; or `"params"`, which looks at each parameter as well and names the bad ones. That costs a
+            pass over the parameters (for a donating compiled step, a copy of them too) in each batch that is due.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+        FloatingPointError: (when called) a number that is not finite.
+
+    Example:
+        >>> from purecompose import losses, optim
+        >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+        >>> nans = NaNs()
+        >>> nans(Event.BATCH_END, state.replace(loss=torch.tensor(torch.nan), timestamp=state.timestamp.advance()))
+        >>> nans(Event.FIT_END, state)
+        Traceback (most recent call last):
+            ...
+        FloatingPointError: batch 1: the loss is nan
+    """
+
+    def __init__(self, every: TimeLike | int = "1ba", action: str = "raise", *, check: str = "loss") -> None:
+        if action not in _ACTIONS:
+            raise ValueError(f"NaNs: action: expected one of {', '.join(map(repr, _ACTIONS))}, got {shown(action)}")
+        if check not in _CHECKS:
+            raise ValueError(f"NaNs: check: expected one of {', '.join(map(repr, _CHECKS))}, got {shown(check)}")
+        self._due = Due(every, "NaNs: every")
+        self._action, self._checks_params = action, check == "params"
+        self._pile = Pile[_Seen](_GROUP, _SECONDS)
+        self._has_warned = False
+
+    def __call__(self, event: Event, state: State) -> None:
+        """Looks at the loss of BATCH_END, sooner or later."""
+        if event is Event.FIT_START:
+            self._pile.take()
+            self._has_warned = False
+            self._due.start(state.timestamp)
+        elif event is Event.BATCH_END and self._due(state.timestamp):
+            if self._pile.add(self._seen(state)):
+                self.flush()
+        elif event in _FLUSHES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Looks at what is waiting; this waits for the device.
+
+        Raises:
+            FloatingPointError: A number that is not finite.
+        """
+        seen = self._pile.take()
+        for batch, losses, params in _read(seen):
+            what = [*_bad_losses(losses), *_bad_params(params)]
+            if what:
+                self._tell(f"batch {batch}: {'; '.join(what)}")
+                return
+
+    def _seen(self, state: State) -> "_Seen":
+        # Copies: a step that donates its state writes over it.
+        loss = None if state.loss is None else state.loss.detach().clone()
+        params = {}
+        if self._checks_params:
+            num_dims = state.key.ndim - 1  # 1 for a population, whose members are told apart
+            params = {name: _all_finite(param.detach(), num_dims) for name, param in state.params.items()}
+        return _Seen(state.timestamp.batch, loss, params)
+
+    def _tell(self, message: str) -> None:
+        if self._action == "raise":
+            raise FloatingPointError(message)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{message}. This is said once a run", RuntimeWarning, stacklevel=2)
+
+
+class _Seen(NamedTuple):
+    """What waits of a batch: the loss, and by parameter whether it is finite, each with a value for each member."""
+
+    batch: int
+    loss: Tensor | None
+    params: dict[str, Tensor]
+
+
+def _all_finite(param: Tensor, num_dims: int) -> Tensor:
+    finite = param.isfinite()
+    return finite.reshape(*finite.shape[:num_dims], -1).all(-1)
+
+
+def _read(seen: list[_Seen]) -> list[tuple[int, list[float], dict[str, list[bool]]]]:
+    """The same as plain lists over members, with a transfer for the losses and one for the parameters."""
+    losses = [one.loss.reshape(-1) for one in seen if one.loss is not None]
+    flags = [flag.reshape(-1) for one in seen for flag in one.params.values()]
+    loss_rows = iter(torch.stack(losses).tolist() if losses else ())
+    flag_rows = iter(torch.stack(flags).tolist() if flags else ())
+    return [
+        (
+            one.batch,
+            [] if one.loss is None else next(loss_rows),
+            {name: next(flag_rows) for name in one.params},
+        )
+        for one in seen
+    ]
+
+
+def _bad_losses(losses: list[float]) -> list[str]:
+    bad = [(member, loss) for member, loss in enumerate(losses) if not abs(loss) < torch.inf]
+    if not bad:
+        return []
+    if len(losses) == 1:
+        return [f"the loss is {bad[0][1]}"]
+    return [f"the loss of member {_listed([f'{member} is {loss}' for member, loss in bad])}"]
+
+
+def _bad_params(params: dict[str, list[bool]]) -> list[str]:
+    bad = []
+    for name, is_finite in params.items():
+        members = [str(member) for member, finite in enumerate(is_finite) if not finite]
+        if members:
+            bad.append(name if len(is_finite) == 1 else f"{name} (member {_listed(members)})")
+    return [f"not finite: {_listed(bad)} of {len(params)} parameters"] if bad else []
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+_FLUSHES = frozenset({Event.EVAL_BEFORE_ALL, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT, Event.FIT_END})

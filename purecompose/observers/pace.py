@@ -1,0 +1,66 @@
+"""How fast a run is lately, and how long it still takes."""
+
+from collections import deque
+from typing import NamedTuple
+
+from purecompose.observers.stopwatch import Stopwatch
+from purecompose.time import Timestamp
+
+
+__all__ = ["Pace"]
+
+
+class _Reading(NamedTuple):
+    seconds: float
+    batch: int
+    sample: int
+    token: int
+    elapsed: float | None
+
+
+class Pace:
+    """Rates between the oldest and the newest of some readings, so that they follow when a method sets in.
+
+    Args:
+        stopwatch: Whose training seconds are read; evaluation is left out of them.
+        num_readings: How many readings there are at most.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, num_readings: int) -> None:
+        """No readings yet."""
+        self._stopwatch = stopwatch
+        self._readings: deque[_Reading] = deque(maxlen=num_readings)
+
+    def read(self, timestamp: Timestamp) -> None:
+        """Takes a reading."""
+        now = timestamp
+        self._readings.append(
+            _Reading(self._stopwatch.training_seconds, now.batch, now.sample, now.token, now.elapsed())
+        )
+
+    def clear(self) -> None:
+        """Forgets all readings."""
+        self._readings.clear()
+
+    def per_second(self, name: str) -> float | None:
+        """The rate of `batch`, `sample` or `token`; None before anything has moved."""
+        if len(self._readings) < 2:
+            return None
+        first, last = self._readings[0], self._readings[-1]
+        seconds, moved = last.seconds - first.seconds, getattr(last, name) - getattr(first, name)
+        return moved / seconds if seconds > 0 and moved > 0 else None
+
+    def seconds_left(self) -> float | None:
+        """The time to the run's end at this rate, with evaluations taking the share of it that they took so far.
+
+        None in a run without a duration, and before anything has moved.
+        """
+        if len(self._readings) < 2:
+            return None
+        first, last = self._readings[0], self._readings[-1]
+        if first.elapsed is None or last.elapsed is None or not last.elapsed > first.elapsed:
+            return None
+        training = self._stopwatch.training_seconds
+        stretch = self._stopwatch.seconds / training if training > 0 else 1.0
+        left = max(1.0 - last.elapsed, 0.0)
+        return left * (last.seconds - first.seconds) / (last.elapsed - first.elapsed) * stretch

@@ -1,0 +1,235 @@
+"""The core of all that writes a run down: it collects records and hands them to a sink in groups."""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from purecompose._checks import check_number, check_whole, is_number, shown
+from purecompose.event import Event
+from purecompose.observers.due import Due, batch_before
+from purecompose.observers.unread import Pile, read, record_of
+from purecompose.state import State
+from purecompose.time import TimeLike
+
+
+__all__ = ["Monitor", "Recorder", "Sink"]
+
+Monitor: TypeAlias = Callable[[State], Mapping[str, Any]]
+"""What a record of a batch is to hold besides the loss and the metrics, as numbers and 0-d tensors by name.
+
+It is called at BATCH_END, when a record is due. One that has a method `observe(event, state)` as well is told every
+event that the recorder is told, before that call: this is how `speed` knows when evaluation began.
+"""
+
+# Records that could not be written wait, for a disk that has room again; this many of them at most.
+_MOST_UNWRITTEN = 10_000
+
+
+class Sink(Protocol):
+    """Where records go. Only `write` is needed.
+
+    Two more methods are called where a sink has them: `begin(batch)` when a run starts or goes on, with the number of
+    batches trained on so far (records of later batches will come, whether they have been written before or not),
+    and `close()` when the recorder is closed.
+    """
+
+    def write(self, records: list[dict[str, Any]], /) -> None:
+        """Takes some records of plain numbers, in order. An `OSError` means: warn once, and give them again later."""
+        ...
+
+
+class Recorder:
+    """Collects one record for each batch that is due and one for each evaluation, and hands them to a sink.
+
+    Records have the form of `History`'s: `batch` and `epoch`, then `time/sample` and `time/token` (where there are
+    tokens), then the loss and the metrics of a batch with what the monitors say, or the metrics of an evaluation.
+
+    Values stay on the device until a group is handed over, so no batch waits for one: when `group` records wait, or
+    after `seconds`; at the end of evaluations, at EPOCH_CHECKPOINT, ITERATION_CHECKPOINT and FIT_END; and when
+    `flush` is called. What is waiting when a process is killed is lost, and a group at most. An exception loses
+    nothing: the rest is handed over when the recorder is closed or dropped, at the latest when Python exits.
+
+    A sink that raises `OSError` (a full disk, no network) gets one warning, and training goes on. The records wait
+    and are handed over again with the next group.
+
+    Args:
+        sink: An object with `write(records)`; see `Sink`.
+        every: How often a batch has a record: "10ba", "1ep", "4096sp", ...; a bare number means batches. Evaluations
+            always have one.
+        monitors: Functions `(state) -> dict`, or one, whose numbers go into the batches' records; see `Monitor`.
+        group: How many records are handed over together at most.
+        seconds: How long a record waits before its group is handed over with the next one that comes.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import compose, fit, loop_events, losses, optim
+        >>> class Print:
+        ...     def write(self, records):
+        ...         for record in records:
+        ...             print(record["batch"], record["time/sample"], sorted(record)[-1])
+        >>> state = State.create(
+        ...     torch.nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="3ep"
+        ... )
+        >>> data = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))]
+        >>> state = fit(compose(loop_events), state, data, observers=Recorder(Print(), every="2ba"))
+        2 8 time/sample
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        every: TimeLike | int = "1ba",
+        monitors: Monitor | Iterable[Monitor] = (),
+        group: int = 100,
+        seconds: float = 10.0,
+    ) -> None:
+        where = type(self).__name__
+        if not callable(getattr(sink, "write", None)):
+            raise TypeError(f"{where}: expected a sink, an object with write(records), got {shown(sink)}")
+        self.monitors: tuple[Monitor, ...] = (monitors,) if callable(monitors) else tuple(monitors)
+        for monitor in self.monitors:
+            if not callable(monitor):
+                raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}")
+        self._watching = [monitor.observe for monitor in self.monitors if hasattr(monitor, "observe")]  # pyright: ignore[reportFunctionMemberAccess]
+        self._due = Due(every, f"{where}: every")
+        group = check_whole(group, f"{where}: group", 1)
+        self._outbox = _Outbox(sink, where, group, check_number(seconds, f"{where}: seconds", 0))
+        self._began_at: int | None = None
+        self._has_batches = False
+        # The box holds no reference to the recorder, which would keep it from being dropped.
+        self._finalizer = weakref.finalize(self, _last_words, self._outbox)
+
+    def __call__(self, event: Event, state: State) -> None:
+        """Takes down what BATCH_END and EVAL_END have to say."""
+        if event is Event.FIT_START or self._began_at is None:
+            self._begin(event, state)
+        for observe in self._watching:
+            observe(event, state)
+        is_batch_over = event is Event.BATCH_END
+        self._has_batches |= is_batch_over
+        if event is Event.EVAL_END or (is_batch_over and self._due(state.timestamp)):
+            self._outbox.add(self._record(event, state))
+        if event in _FLUSHES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands over what is waiting; this waits for the device. Call it before a checkpoint is written."""
+        self._outbox.flush()
+
+    def close(self) -> None:
+        """Hands over what is waiting and closes the sink; another run opens it again."""
+        self._began_at = None
+        self._outbox.close()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self, event: Event, state: State) -> None:
+        # In a loop of one's own the first event may be the first batch's end.
+        now = batch_before(state.timestamp) if event is Event.BATCH_END else state.timestamp
+        self._due.start(now)
+        # An evaluation before FIT_START belongs to the run that starts.
+        if self._began_at != now.batch or self._has_batches:
+            self._outbox.begin(now.batch)
+        self._began_at, self._has_batches = now.batch, False
+
+    def _record(self, event: Event, state: State) -> dict[str, Any]:
+        found = record_of(event, state) or {}
+        now = state.timestamp
+        counters = {"batch": now.batch, "epoch": now.epoch, "time/sample": now.sample}
+        if now.token:
+            counters["time/token"] = now.token
+        if event is Event.BATCH_END:
+            for monitor in self.monitors:
+                found.update(_checked(monitor(state), monitor, state))
+        return {**counters, **found, **counters}
+
+
+class _Outbox:
+    """What waits on its way to a sink."""
+
+    def __init__(self, sink: Sink, owner: str, group: int, seconds: float) -> None:
+        self._sink, self._owner = sink, owner
+        self._pile = Pile[dict[str, Any]](group, seconds)
+        self._unwritten: list[dict[str, Any]] = []
+        self._has_warned = False
+
+    def add(self, record: dict[str, Any]) -> None:
+        if self._pile.add(record):
+            self.flush()
+
+    def begin(self, batch: int) -> None:
+        self.flush()
+        self._call("begin", batch)
+
+    def flush(self) -> None:
+        fresh = self._pile.take()
+        read(fresh)
+        waiting = [*self._unwritten, *fresh]
+        if waiting:
+            self._unwritten = [] if self._call("write", waiting) else waiting[-_MOST_UNWRITTEN:]
+
+    def close(self) -> None:
+        self.flush()
+        self._call("close")
+
+    def _call(self, name: str, *arguments: Any) -> bool:
+        """Calls a method of the sink, if it has it; whether that went well."""
+        try:
+            getattr(self._sink, name, _nothing)(*arguments)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{self._owner}: records cannot be written: {error}. Training goes on; they wait in memory and "
+                    "are tried again with the next group. This is said once",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return False
+        return True
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _last_words(outbox: _Outbox) -> None:
+    # After a device's failure no tensor can be read, and the exception that tells is on its way already.
+    with contextlib.suppress(RuntimeError):
+        outbox.close()
+
+
+def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[str, Any]:
+    """A monitor's numbers; tensors are copied, since a later step may write over them."""
+    who = getattr(monitor, "__name__", type(monitor).__name__)
+    if not isinstance(values, Mapping):
+        raise TypeError(f"monitor {who}: expected a dict of numbers by name, got {shown(values)}")
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.ndim <= state.key.ndim - 1:
+            checked[name] = value.detach().clone()
+        elif is_number(value):
+            checked[name] = value if type(value) in (int, float) else float(value)
+        else:
+            raise TypeError(
+                f"monitor {who}: {name!r}: expected a number or a 0-d tensor, got {shown(value)}; leave out what is "
+                "not known yet"
+            )
+    return checked
+
+
+# Not BATCH_CHECKPOINT, which comes after every batch. What an evaluation at the very end has to say comes after
+# FIT_END.
+_FLUSHES = frozenset({Event.EVAL_AFTER_ALL, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT, Event.FIT_END})

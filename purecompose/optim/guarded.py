@@ -1,0 +1,77 @@
+"""An optimizer that skips a step whose gradients are not finite."""
+
+# torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
+# pyright: reportPrivateImportUsage=false
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose.optim.base import Optimizer, Value
+from purecompose.optim.lists import is_plain
+from purecompose.schedule import number
+
+
+__all__ = ["Guarded", "all_finite"]
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """Updates as another optimizer does, or not at all: one element that is inf or NaN, and everything stays.
+
+    Both outcomes are computed and one is chosen on the device, so that nothing waits for it, and the choice can be
+    traced and mapped.
+
+    Args:
+        inner: The optimizer.
+
+    Example:
+        >>> from purecompose.optim import sgd
+        >>> optimizer, params = Guarded(sgd(0.5, momentum=0.9)), {"w": torch.ones(2)}
+        >>> grads = {"w": torch.tensor([1.0, torch.inf])}
+        >>> params, opt_state = optimizer.update(grads, optimizer.init(params), params)
+        >>> params["w"].tolist(), opt_state["momentum"]["w"].tolist()
+        ([1.0, 1.0], [0.0, 0.0])
+    """
+
+    inner: Optimizer
+
+    def init(self, params: Mapping[str, Tensor]) -> Any:
+        """The inner optimizer's state."""
+        return self.inner.init(params)
+
+    def update(
+        self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The inner optimizer's update where all of `grads` is finite, else what was there; see `Optimizer.update`."""
+        is_finite = all_finite(grads.values())
+
+        def chosen(new: Tensor, old: Tensor) -> Tensor:
+            return new if new is old else torch.where(is_finite, new, old)
+
+        new_params, new_opt_state = self.inner.update(grads, opt_state, params, value)
+        return (
+            {name: chosen(param, params[name]) for name, param in new_params.items()},
+            tree.map(chosen, new_opt_state, opt_state),
+        )
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether no element is inf or NaN: 0-d, bool, on the tensors' device.
+
+    Example:
+        >>> all_finite([torch.ones(2), torch.tensor([0.0, torch.nan])])
+        tensor(False)
+    """
+    found = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not found:
+        return torch.ones((), dtype=torch.bool)
+    if is_plain() and not torch._C._len_torch_dispatch_stack():
+        # The largest magnitudes in one call; a graph, whose kernels are fused anyway, is better off without it.
+        return torch.stack(list(torch._foreach_norm(found, math.inf))).isfinite().all()
+    return torch.stack([tensor.isfinite().all() for tensor in found]).all()

@@ -1,0 +1,291 @@
+"""The loop around the step: batches, the events outside the step, evaluation, checkpoints, and where to stop.
+
+A run can be cut between any two batches, after all that belongs to the first one has happened: there checkpoints are
+taken, signals obeyed, and states handed out.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from purecompose.compilation import CompiledStep
+from purecompose.compose import Step
+from purecompose.data.loaders import epoch_batches
+from purecompose.data.prefetch import prefetch
+from purecompose.evaluation import Evaluator, Observer, run_evaluator
+from purecompose.event import Event
+from purecompose.interrupts import Interrupts
+from purecompose.intervals import has_passed
+from purecompose.microbatching import Adaptive
+from purecompose.saving.keeping import Keeper
+from purecompose.state import State
+from purecompose.stopping import Stopper, is_over, seen
+from purecompose.time import RunLength, Timestamp, TimeUnit
+
+
+__all__ = ["EpochData", "Run"]
+
+
+class Train(Protocol):
+    """A training step."""
+
+    def __call__(self, state: State, batch: Any, /) -> State: ...
+
+
+class EpochData(Protocol):
+    """Data that bring their own order, so that a run goes on in the middle of an epoch without skipping."""
+
+    def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
+        """The batches of an epoch from batch `start` on, in an order that follows from the run's key alone."""
+        ...
+
+
+@dataclass
+class Run:
+    """What one call of `fit` works with. What it remembers here no state depends on."""
+
+    step: Step | CompiledStep
+    eval_step: Step
+    data: Any
+    evaluators: tuple[Evaluator, ...] = ()
+    observers: tuple[Observer, ...] = ()
+    stoppers: tuple[Stopper, ...] = ()
+    keeper: Keeper | None = None
+    budget: float = math.inf
+    """Seconds of wall-clock time."""
+    is_adaptive: bool = False
+    """Whether the number of microbatches is found by trying."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The last evaluations', by "label/name"."""
+    has_begun: bool = False
+    """Whether the algorithms have seen FIT_START: the run goes on from a checkpoint."""
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.budget
+        self._evaluated: dict[int, int] = {}
+        self._is_stopped = False
+        self._adaptive = Adaptive(self.step) if self.is_adaptive else None
+        self._train: Train = self._adaptive or self.step
+        self._interrupts = Interrupts()
+
+    def states(self, state: State) -> Iterator[State]:
+        """The states between batches, and at last the one that the run ends with."""
+        self._is_stopped = is_over(state, self.stoppers)
+        state = self._begun(state)
+        with self._interrupts if self.keeper is not None else nullcontext():
+            before = state.timestamp
+            while not self._is_over(state):
+                for cut in self._epoch(state):
+                    self._keep(before, cut)
+                    before, state = cut.timestamp, cut
+                    yield cut
+            if self.keeper is not None:
+                self._save(state)
+        state = self._fire(Event.FIT_END, state)
+        state = self._evaluate(Event.FIT_END, state, state.timestamp)
+        yield state
+
+    def _begun(self, state: State) -> State:
+        if not self.has_begun:
+            return self._fire(Event.FIT_START, state)
+        for observer in self.observers:
+            observer(Event.FIT_START, state)
+        return state
+
+    def _is_over(self, state: State) -> bool:
+        """Whether the run's length or the time budget is used up, or there is another reason to stop."""
+        return self._is_stopped or state.timestamp.is_finished() or time.monotonic() >= self._deadline
+
+    def _fire(self, event: Event, state: State) -> State:
+        """Algorithms first, then observers, who see what the algorithms made."""
+        if event not in self.step.events:
+            state = self.step.fire(event, state)
+        for observer in self.observers:
+            observer(event, state)
+        return state
+
+    def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
+        """Runs the evaluators that are due at an event; at FIT_END those that have not just run."""
+        due = [
+            evaluator
+            for evaluator in self.evaluators
+            if _is_due(evaluator.interval, event, before, state.timestamp)
+            and self._evaluated.get(id(evaluator)) != state.timestamp.batch
+        ]
+        if not due:
+            return state
+        current, found = self._fire(Event.EVAL_BEFORE_ALL, state), {}
+        for evaluator in due:
+            found |= run_evaluator(evaluator, current, self.eval_step, self.observers).metrics
+            self._evaluated[id(evaluator)] = state.timestamp.batch
+        self._fire(Event.EVAL_AFTER_ALL, current)
+        self.metrics = {**self.metrics, **found}
+        if not self.stoppers or event is Event.FIT_END:
+            return state
+        state = seen(state, self.stoppers, _plain(self.metrics))
+        self._is_stopped = is_over(state, self.stoppers)
+        return state
+
+    # Cuts
+
+    def _keep(self, before: Timestamp, state: State) -> None:
+        """Takes a checkpoint if one is due, or if a signal has come, which is obeyed then."""
+        if self.keeper is None:
+            return
+        if self._interrupts.received is not None:
+            self._save(state)
+            self.keeper.close()
+            self._interrupts.obey(
+                f"the run is saved in {self.keeper.settings.folder}; resume='auto' goes on from there"
+            )
+        elif self.keeper.is_due(before, state.timestamp):
+            self._save(state)
+
+    def _save(self, state: State) -> None:
+        assert self.keeper is not None
+        for observer in self.observers:
+            # What is written down up to here must be on the disk before a run can go on from here.
+            flush = getattr(observer, "flush", None)
+            if callable(flush):
+                flush()
+        step = self.step if self._adaptive is None else self._adaptive.step
+        is_found = self._adaptive is not None and step is not self.step
+        memory = {"microbatches": step.microbatches} if is_found else {}
+        self.keeper.keep(state, step, _plain(self.metrics), memory)
+
+    # Epochs
+
+    def _epoch(self, state: State) -> Iterator[State]:
+        """The states between the batches of what is left of one epoch."""
+        start = state.timestamp
+        if _begins_iteration(start):
+            state = self._fire(Event.ITERATION_START, state)
+        if start.batch_in_epoch == 0:
+            state = self._fire(Event.EPOCH_START, state)
+        loader = _sent(self.data, _batches(self.data, state), state)
+        while True:
+            state = self._fire(Event.BEFORE_DATALOADER, state)
+            batch = next(loader, _EXHAUSTED)
+            before = state.timestamp
+            if batch is _EXHAUSTED:
+                _check_exhausted(before)
+                yield self._end_epoch(state.replace(timestamp=before.advance_epoch()), before)
+                return
+            state = self._train(state, batch)
+            _check_moved(before, state.timestamp)
+            state = self._fire(Event.BATCH_END, state)
+            state = self._evaluate(Event.BATCH_END, state, before)
+            state = self._fire(Event.BATCH_CHECKPOINT, state)
+            if state.timestamp.epoch != before.epoch:
+                if not self._is_over(state) or _counts_epochs(state):
+                    state = self._fire(Event.BEFORE_DATALOADER, state)  # the one that finds the epoch exhausted
+                yield self._end_epoch(state, before)
+                return
+            state = self._end_iteration(state, before)
+            yield state
+            if self._is_over(state):
+                return
+            if state.timestamp.iteration != before.iteration:
+                state = self._fire(Event.ITERATION_START, state)
+
+    def _end_epoch(self, state: State, before: Timestamp) -> State:
+        """The events after an epoch; the time has moved on already, from `before`."""
+        state = self._fire(Event.EPOCH_END, state)
+        state = self._evaluate(Event.EPOCH_END, state, before)
+        state = self._fire(Event.EPOCH_CHECKPOINT, state)
+        return self._end_iteration(state, before)
+
+    def _end_iteration(self, state: State, before: Timestamp) -> State:
+        """The events after an iteration, if one is over since `before`. Those of tokens may end within an epoch."""
+        if state.timestamp.iteration == before.iteration:
+            return state
+        state = self._fire(Event.ITERATION_END, state)
+        return self._fire(Event.ITERATION_CHECKPOINT, state)
+
+
+def _begins_iteration(now: Timestamp) -> bool:
+    length = now.run.iteration_length
+    is_at_seam = now.batch_in_epoch == 0 or (length is not None and length.unit is TimeUnit.TOKEN)
+    return is_at_seam and now.epoch_in_iteration == 0 and now.token_in_iteration == 0
+
+
+def _check_exhausted(now: Timestamp) -> None:
+    """Raises where the data end before the epoch does."""
+    if now.batch_in_epoch == 0:
+        raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an iterator used up?")
+    if now.run.batches_per_epoch is not None:
+        raise ValueError(
+            f"the data ended after {now.batch_in_epoch} batches of epoch {now.epoch}, but the state's "
+            f"batches_per_epoch is {now.run.batches_per_epoch}; leave it out, or give the number that comes"
+        )
+
+
+def _check_moved(before: Timestamp, now: Timestamp) -> None:
+    """Raises where the run's length is counted in what the batch has none of: the run would never end."""
+    run = now.run
+    if run.duration is None:
+        return
+    unit = run.duration.unit
+    if unit is TimeUnit.ITERATION and run.iteration_length is not None:
+        unit = run.iteration_length.unit
+    if unit is TimeUnit.TOKEN and now.token == before.token:
+        raise ValueError(
+            f"the run is counted in tokens ({_in_words(run)}), but batch {before.batch} has none: tokens are the "
+            "elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
+        )
+    if unit is TimeUnit.SAMPLE and now.sample == before.sample:
+        raise ValueError(
+            f"the run is counted in samples ({_in_words(run)}), but batch {before.batch} has none; leave empty "
+            "batches out of the data, or give the duration in batches or epochs"
+        )
+
+
+def _in_words(run: RunLength) -> str:
+    in_iterations = run.duration is not None and run.duration.unit is TimeUnit.ITERATION
+    return f"duration {run.duration}" + (f" of {run.iteration_length}" if in_iterations else "")
+
+
+_EXHAUSTED = object()
+
+
+def _batches(data: Any, state: State) -> Iterator[Any]:
+    """The epoch's batches from where the state stands."""
+    now = state.timestamp
+    # A population trains on batches of one order: the first member's.
+    key = state.key.reshape(-1, 2)[0]
+    return epoch_batches(data, key, now.epoch, now.batch_in_epoch)
+
+
+def _sent(data: Any, loader: Iterator[Any], state: State) -> Iterator[Any]:
+    """The batches on the state's device, those for a GPU sent ahead."""
+    # What is read from an iterator stays read: where this run ends, the next must find the batch that follows.
+    return prefetch(loader, state.device, size=1 if isinstance(data, Iterator) else 2)
+
+
+def _counts_epochs(state: State) -> bool:
+    duration = state.timestamp.run.duration
+    return duration is None or duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
+
+
+def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> bool:
+    """Whether an evaluation is due at an event; epochs are counted at their end."""
+    if event is Event.FIT_END:
+        return True
+    unit = interval.unit
+    if event is Event.EPOCH_END:
+        # Fractions too: in epochs of unknown length they move here alone.
+        is_counted_here = unit in (TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
+    else:
+        is_inside_epoch = before.epoch == now.epoch
+        is_counted_here = unit is not TimeUnit.EPOCH and (unit is not TimeUnit.ITERATION or is_inside_epoch)
+    return is_counted_here and has_passed(interval, before, now)
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as numbers; reading them waits for the device."""
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in metrics.items()}

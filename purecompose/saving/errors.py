@@ -1,0 +1,27 @@
+"""What can be wrong with a checkpoint."""
+
+__all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used."""
+
+
+class DamagedError(CheckpointError):
+    """It is not whole, or not a checkpoint: a file is missing, cut off or changed, or somebody else's."""
+
+
+class MismatchError(CheckpointError):
+    """It is whole, and the checkpoint of another model, optimizer or set of algorithms.
+
+    Attributes:
+        differences: One line for each thing that differs.
+    """
+
+    def __init__(self, message: str, differences: list[str]) -> None:
+        super().__init__(message)
+        self.differences = differences
+
+
+class CheckpointWarning(UserWarning):
+    """Training goes on, but not quite as before: a checkpoint was not written, passed over, or fits with changes."""

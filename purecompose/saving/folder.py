@@ -1,0 +1,227 @@
+"""Checkpoints on disk: a folder each, written whole or not at all, and verified when read.
+
+Everything is written into a hidden folder beside the target, forced onto the disk, and renamed. Who is killed on the
+way leaves a hidden folder that nobody takes for a checkpoint, and that the next one to write there clears away.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from purecompose.saving.errors import CheckpointError, DamagedError
+from purecompose.saving.index import Index, from_json, to_json
+
+
+__all__ = [
+    "Found",
+    "all_in",
+    "clear",
+    "digest",
+    "library",
+    "read_index",
+    "read_tensors",
+    "remove",
+    "replaced",
+    "write",
+    "written",
+]
+
+_INDEX, _TENSORS = "index.json", "state.safetensors"
+_WRITING, _OLD = ".writing", ".old"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder of checkpoints."""
+
+    path: Path
+    index: Index
+
+
+def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: Mapping[str, Tensor]) -> None:
+    """Writes a checkpoint; one that stands there is replaced when the new one is whole.
+
+    Args:
+        target: Its folder.
+        make_index: Gives the index, from the files' lengths and checksums.
+        tensors: By name: on the CPU, contiguous.
+
+    Raises:
+        OSError: The disk is full, the folder cannot be written to, ...; what was there before is untouched.
+        ImportError: safetensors is not installed.
+    """
+    save_file = library().torch.save_file
+    with replaced(target) as folder:
+        # Tied tensors are whole twice: the file format has no ties, and a state needs none.
+        owned = {name: tensor.clone() if _is_part(tensor) else tensor for name, tensor in _unshared(tensors).items()}
+        save_file(owned, folder / _TENSORS, {"format": "pt"})
+        (folder / _INDEX).write_text(to_json(make_index({_TENSORS: digest(folder / _TENSORS)})), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    new, old = (target.with_name(f".{target.name}.{token}{suffix}") for suffix in (_WRITING, _OLD))
+    new.mkdir()
+    try:
+        yield new
+        for file in new.iterdir():
+            _sync(file)
+        _sync(new)
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """A file to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_WRITING}")
+    try:
+        yield new
+        _sync(new)
+        new.replace(target)
+        _sync(target.parent)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def read_index(path: Path) -> Index:
+    """The index of the checkpoint in a folder.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        DamagedError: It holds no index, or a damaged one.
+        CheckpointError: A later version of the library wrote it.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    try:
+        text = (path / _INDEX).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{path} is no whole checkpoint: {_INDEX} cannot be read ({_reason(error)})") from error
+    try:
+        return from_json(text)
+    except CheckpointError as error:
+        raise type(error)(f"{path} cannot be used: {error}") from error.__cause__
+
+
+def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, after comparing the file with the index.
+
+    Raises:
+        DamagedError: The file is missing, cut off or changed.
+        ImportError: safetensors is not installed.
+    """
+    package, file = library(), path / _TENSORS
+    try:
+        found = digest(file)
+    except OSError as error:
+        raise DamagedError(f"{path} is no whole checkpoint: {_TENSORS} cannot be read ({_reason(error)})") from error
+    told = index.files.get(_TENSORS, {})
+    if found["bytes"] != told.get("bytes"):
+        raise DamagedError(f"{file} has {found['bytes']} bytes, its index says {told.get('bytes')}: it is not whole")
+    if found != told:
+        raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
+    try:
+        return package.torch.load_file(file)
+    except (package.SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{file} cannot be read: {error}") from error
+
+
+def all_in(folder: Path) -> tuple[list[Found], list[CheckpointError]]:
+    """The checkpoints in a folder, the newest first, and what is wrong with the others; tensors are not looked at."""
+    found, damaged = [], []
+    for path in sorted(folder.iterdir() if folder.is_dir() else ()):
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        try:
+            found.append(Found(path, read_index(path)))
+        except CheckpointError as error:
+            damaged.append(error)
+    return sorted(found, key=lambda one: (one.index.batch, one.path.name), reverse=True), damaged
+
+
+def clear(folder: Path) -> None:
+    """Clears away what a killed process left; what it was about to replace comes back. One process may write there."""
+    for path in sorted(folder.glob(f".*{_OLD}")):
+        target = path.with_name(path.name[1:].removesuffix(_OLD).rpartition(".")[0])
+        if target.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(target)
+    for path in folder.glob(f".*{_WRITING}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint; out of sight first, so that nobody finds half of one."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_WRITING}")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def digest(file: Path) -> dict[str, Any]:
+    """A file's length in bytes, and its sha256."""
+    with file.open("rb") as opened:
+        return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def library() -> Any:
+    """The package that knows the file format.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors; install it with `pip install 'purecompose[run]'`") from error
+    return safetensors
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if place in seen and tensor.numel() else tensor
+        seen.add(place)
+    return result
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Whether a tensor is part of a larger one."""
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def _sync(path: Path) -> None:
+    """Forces a file, or a folder's list of names, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

@@ -1,0 +1,243 @@
+"""Checkpoints of a run: when they are written, how many are kept, and how a run goes on from them."""
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from purecompose._checks import check_flag, check_whole
+from purecompose.intervals import checked_interval, has_passed
+from purecompose.metrics import is_lower_better
+from purecompose.saving import folder as disk
+from purecompose.saving.checkpoint import Snapshot, check_fits, restored, snapshot
+from purecompose.saving.errors import CheckpointWarning, DamagedError
+from purecompose.saving.index import Index
+from purecompose.saving.leaves import leaves_of
+from purecompose.state import State
+from purecompose.time import Time, Timestamp, TimeUnit
+
+
+__all__ = ["Checkpoints", "Keeper", "Resumed", "newest", "surplus"]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a run keeps its checkpoints, how often and how many.
+
+    Args:
+        folder: The folder that holds them, one folder each; a run's own.
+        every: How often: after so many epochs, batches, samples, tokens or seconds, or every fraction of the run.
+            There is always one at the end, and one where a signal ends the run.
+        keep: How many of the newest stay; `None` for all.
+        best: A metric of an evaluator, such as `"eval/accuracy"`: the checkpoint where it was best stays, too.
+        mode: "min" or "max", what best means; by default lower for losses, errors and perplexities, else higher.
+        background: Write in a thread, so that a step waits for no more than a copy of the state. A checkpoint that
+            comes while two are still to be written takes the second one's place.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+    """
+
+    folder: Path | str
+    every: Time | str = "1ep"
+    keep: int | None = 3
+    best: str | None = None
+    mode: str | None = None
+    background: bool = True
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "folder", Path(self.folder))
+        set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True))
+        if self.keep is not None:
+            check_whole(self.keep, "Checkpoints: keep", 1)
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
+        if self.best is not None and self.mode is None:
+            set_field(self, "mode", "min" if is_lower_better(self.best) else "max")
+        check_flag(self.background, "Checkpoints: background")
+
+
+def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
+    """The checkpoints that need not stay.
+
+    Args:
+        found: Those there are, the newest first.
+        settings: How many stay, and by which metric.
+    """
+    if settings.keep is None:
+        return []
+    rest = found[settings.keep :]
+    rated = [one for one in found if _rating(one, settings) is not None]
+    # Of equal ones the earliest: it was there first, and stays in its place.
+    best = max(reversed(rated), key=lambda one: _rating(one, settings) or 0.0, default=None)
+    return [one for one in rest if one is not best]
+
+
+def _rating(one: disk.Found, settings: Checkpoints) -> float | None:
+    value = one.index.metrics.get(settings.best) if settings.best is not None else None
+    if not isinstance(value, (int, float)) or value != value:
+        return None
+    return -value if settings.mode == "min" else value
+
+
+def newest(folder: Path | str) -> Path | None:
+    """The newest checkpoint in a folder, by its index; `None` where there is none."""
+    found, _ = disk.all_in(Path(folder))
+    return found[0].path if found else None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    state: State
+    index: Index
+    path: Path
+
+
+class Keeper:
+    """Keeps a run's checkpoints; one for each call of `fit`."""
+
+    def __init__(self, settings: Checkpoints) -> None:
+        self.settings = settings
+        self._folder = Path(settings.folder)
+        self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
+        self._waiting: tuple[Future[None], int] | None = None
+        self._has_passed_over = False
+        self._problems: list[str] = []
+        self._written_at: float = time.monotonic()
+        self._last: Timestamp | None = None
+
+    def begin(self, state: State, *, goes_on: bool = False) -> None:
+        """Finds out before the run whether it can be saved, and whether another run's checkpoints are there.
+
+        Args:
+            state: Where the run starts.
+            goes_on: Whether it goes on from the newest whole one there, so that later ones are damaged.
+
+        Raises:
+            TypeError: The state holds what no checkpoint can.
+            ImportError: safetensors is not installed.
+            FileExistsError: The folder holds a later run's checkpoints.
+        """
+        leaves_of(state)
+        disk.library()
+        found, _ = disk.all_in(self._folder)
+        later = [one for one in found if one.index.batch > state.timestamp.batch]
+        if later and not goes_on:
+            raise FileExistsError(
+                f"{self._folder} holds checkpoints of a run that has come further ({later[0].path.name}): go on from "
+                "there with resume='auto', or give this run a folder of its own"
+            )
+        self._quietly(lambda: disk.clear(self._folder))
+
+    def resume(self, like: State, step: Any, how: Path | str) -> Resumed | None:
+        """The state to go on from.
+
+        Args:
+            like: The template; see `load`.
+            step: The step that goes on.
+            how: "auto" for the newest whole checkpoint in the folder, if there is any; or a checkpoint's folder.
+
+        Raises:
+            MismatchError: It is of another model, optimizer or set of algorithms.
+            DamagedError: The one that was asked for is damaged, or there are none but damaged ones.
+        """
+        if how != "auto":
+            return self._from(Path(how), disk.read_index(Path(how)), like, step)
+        self._quietly(lambda: disk.clear(self._folder))
+        found, damaged = disk.all_in(self._folder)
+        problems = [str(error) for error in damaged]
+        for one in found:
+            try:
+                resumed = self._from(one.path, one.index, like, step)
+            except DamagedError as error:
+                problems.append(str(error))
+                continue
+            if problems:
+                warnings.warn(f"{_joined(problems)}; going on from {one.path}", CheckpointWarning, 5)
+            return resumed
+        if problems:
+            raise DamagedError(f"no whole checkpoint is left in {self._folder}: {_joined(problems)}")
+        return None
+
+    def is_due(self, before: Timestamp, now: Timestamp) -> bool:
+        """Whether it is time for one, after what happened between two times."""
+        every = self.settings.every
+        assert isinstance(every, Time)
+        if every.unit is TimeUnit.SECOND:
+            return time.monotonic() - self._written_at >= every.value
+        return has_passed(every, before, now)
+
+    def keep(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
+        """Writes a checkpoint, or lets it be written; what goes wrong on the disk is a warning."""
+        self._tell()
+        now = state.timestamp
+        if self._last == now:
+            return
+        self._last, self._written_at = now, time.monotonic()
+        taken, target = snapshot(state, step, metrics=metrics, memory=memory), self._folder / _name(now)
+        if self._pool is None:
+            self._write(taken, target)
+            self._tell()
+        else:
+            self._enqueue(taken, target, now.batch)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        self._tell()
+
+    def _enqueue(self, taken: Snapshot, target: Path, batch: int) -> None:
+        assert self._pool is not None
+        if self._waiting is not None and self._waiting[0].cancel():
+            if not self._has_passed_over:
+                self._problems.append(
+                    f"the checkpoint of batch {self._waiting[1]} was passed over, as others may be: writing takes "
+                    f"longer than the time between checkpoints ({self.settings.every})"
+                )
+            self._has_passed_over = True
+        self._waiting = self._pool.submit(self._write, taken, target), batch
+
+    def _write(self, taken: Snapshot, target: Path) -> None:
+        """In the writing thread."""
+        try:
+            taken.write(target)
+            found, _ = disk.all_in(self._folder)
+            for one in surplus(found, self.settings):
+                disk.remove(one.path)
+        except Exception as error:  # whatever it is, it is no reason to lose the run
+            self._problems.append(f"{target} was not written, and training goes on without it: {_words(error)}")
+
+    def _from(self, path: Path, index: Index, like: State, step: Any) -> Resumed:
+        check_fits(path, index, like, step)
+        return Resumed(restored(path, index, like), index, path)
+
+    def _tell(self) -> None:
+        """Warns of what went wrong since the last time; in the thread of the run, where warnings are filtered."""
+        problems, self._problems = self._problems, []
+        for problem in problems:
+            warnings.warn(problem, CheckpointWarning, 5)
+
+    def _quietly(self, act: Any) -> None:
+        try:
+            act()
+        except OSError as error:
+            self._problems.append(f"{self._folder} cannot be tidied: {_words(error)}")
+
+
+def _name(now: Timestamp) -> str:
+    return f"ep{now.epoch:04d}-ba{now.batch:08d}"
+
+
+def _joined(problems: Sequence[str]) -> str:
+    return "; ".join(problems)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

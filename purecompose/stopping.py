@@ -1,0 +1,204 @@
+"""Reasons to stop a run before its end, by the metrics of its evaluations. They are asked after each evaluation.
+
+What a reason remembers lies in the state, as an algorithm's memory does, so a run that goes on from a checkpoint stops
+where the uninterrupted one would have.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import check_number
+from purecompose.intervals import checked_interval
+from purecompose.metrics import is_lower_better
+from purecompose.state import State
+from purecompose.time import Time, Timestamp, TimeUnit
+
+
+__all__ = ["EarlyStopping", "Stopper", "Threshold", "is_over", "seen", "with_memories"]
+
+
+class Stopper(Protocol):
+    """A reason to stop: pure functions of its own memory, a dict of tensors."""
+
+    @property
+    def name(self) -> str:
+        """Names its memory in the state's slots."""
+        ...
+
+    def begin(self, now: Timestamp) -> dict[str, Tensor]:
+        """The memory at the start of a run, on the CPU."""
+        ...
+
+    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+        """The memory after an evaluation."""
+        ...
+
+    def is_over(self, memory: dict[str, Tensor], now: Timestamp) -> bool:
+        """Whether the run should stop."""
+        ...
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stops a run in which a metric has not become better for a while.
+
+    Args:
+        metric: Of an evaluator, such as `"eval/loss"`.
+        patience: How long to wait for a better value, in epochs, batches, samples or tokens.
+        min_delta: By how much a value must be better to count.
+        mode: "min" or "max", what better means; by default lower for losses, errors and perplexities, else higher.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+
+    Example:
+        >>> EarlyStopping("eval/loss", patience="2ep").mode
+        'min'
+    """
+
+    metric: str
+    patience: Time | str = "3ep"
+    min_delta: float = 0.0
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_metric(self.metric, self.mode, "EarlyStopping")
+        patience = checked_interval(self.patience, "EarlyStopping: patience")
+        if patience.unit is TimeUnit.DURATION:
+            raise ValueError(f"EarlyStopping: patience={self.patience!r}: expected epochs, batches, samples or tokens")
+        object.__setattr__(self, "patience", patience)
+        object.__setattr__(self, "min_delta", check_number(self.min_delta, "EarlyStopping: min_delta", 0))
+        object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
+
+    @property
+    def name(self) -> str:
+        """As in `Stopper`."""
+        return f"early_stopping({self.metric})"
+
+    def begin(self, now: Timestamp) -> dict[str, Tensor]:
+        """The best value so far, NaN before the first, and when it was."""
+        return {"best": torch.full((), torch.nan), "at": torch.tensor(self._count(now))}
+
+    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+        """As in `Stopper`; a value that is NaN is never better."""
+        best = memory["best"].item()
+        value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded as the best one was
+        gain = best - value if self.mode == "min" else value - best
+        is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
+        if not is_better:
+            return memory
+        return {"best": torch.tensor(value, dtype=torch.float32), "at": torch.tensor(self._count(now))}
+
+    def is_over(self, memory: dict[str, Tensor], now: Timestamp) -> bool:
+        """Whether the patience is used up."""
+        assert isinstance(self.patience, Time)
+        has_begun = not math.isnan(memory["best"].item())
+        return has_begun and self._count(now) - int(memory["at"]) >= self.patience.value
+
+    def _count(self, now: Timestamp) -> int:
+        assert isinstance(self.patience, Time)
+        return int(now.get(self.patience.unit))
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Stops a run when a metric has come as far as was wanted.
+
+    Args:
+        metric: Of an evaluator, such as `"eval/accuracy"`.
+        value: How far.
+        mode: "min" to stop at or below it, "max" at or above it; by default by the metric's name.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+    """
+
+    metric: str
+    value: float
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_metric(self.metric, self.mode, "Threshold")
+        object.__setattr__(self, "value", check_number(self.value, "Threshold: value"))
+        object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
+
+    @property
+    def name(self) -> str:
+        """As in `Stopper`."""
+        return f"threshold({self.metric})"
+
+    def begin(self, now: Timestamp) -> dict[str, Tensor]:
+        """Whether it has come as far."""
+        del now
+        return {"reached": torch.tensor(False)}
+
+    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+        """As in `Stopper`."""
+        del memory, now
+        value = metrics[self.metric]
+        return {"reached": torch.tensor(value <= self.value if self.mode == "min" else value >= self.value)}
+
+    def is_over(self, memory: dict[str, Tensor], now: Timestamp) -> bool:
+        """Whether it has."""
+        del now
+        return bool(memory["reached"])
+
+
+def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
+    """The state with a slot for each reason that has none yet.
+
+    Raises:
+        ValueError: Two reasons of one name, or a population, whose members would stop at different times.
+    """
+    if not stoppers:
+        return state
+    names = [stopper.name for stopper in stoppers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"stop: two reasons to stop have one name: {', '.join(names)}")
+    if state.key.ndim > 1:
+        raise ValueError("stop: the members of a population would stop at different times: train them one by one")
+    new = {s.name: _on(s.begin(state.timestamp), state) for s in stoppers if s.name not in state.slots}
+    return state.replace(slots={**state.slots, **new}) if new else state
+
+
+def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
+    """The state after the reasons have seen an evaluation's metrics.
+
+    Raises:
+        KeyError: No evaluator has the metric that one of them looks at.
+    """
+    new = {}
+    for stopper in stoppers:
+        memory = {name: value.cpu() for name, value in state.slots[stopper.name].items()}
+        try:
+            told = stopper.see(memory, state.timestamp, metrics)
+        except KeyError as error:
+            known = ", ".join(metrics) or "no metrics"
+            raise KeyError(f"{stopper.name}: no evaluator reports {error.args[0]!r}; there are {known}") from None
+        if told is not memory:
+            new[stopper.name] = _on(told, state)
+    return state.replace(slots={**state.slots, **new}) if new else state
+
+
+def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
+    """Whether one of the reasons holds."""
+    return any(
+        stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()}, state.timestamp)
+        for stopper in stoppers
+    )
+
+
+def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:
+    return {name: value.to(state.device) for name, value in memory.items()}
+
+
+def _check_metric(metric: Any, mode: Any, where: str) -> None:
+    if not isinstance(metric, str) or not metric:
+        raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
+    if mode not in (None, "min", "max"):
+        raise ValueError(f"{where}: mode={mode!r}: expected 'min' or 'max'")

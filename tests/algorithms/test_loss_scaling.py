@@ -1,0 +1,348 @@
+"""Loss scaling against torch's GradScaler, and in company: slices, clipping, second gradients, populations."""
+
+import method_helpers as helpers
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
+from purecompose.algorithms.loss_scaling import LossScale, loss_scaling, next_scale
+from purecompose.optim.guarded import Guarded
+from purecompose.predicate import NEVER
+
+
+BATCH = helpers.make_batch()
+SCHEDULE = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+
+
+def broken(batch: tuple[Tensor, Tensor] = BATCH, value: float = torch.inf, row: int = 0) -> tuple[Tensor, Tensor]:
+    """A batch with one example whose loss and gradients are not finite."""
+    inputs = batch[0].clone()
+    inputs[row, 0] = value
+    return inputs, batch[1]
+
+
+def made(*algorithms: Algorithm, **options):
+    return compose(loop_events, algorithms, **options)
+
+
+def momentum_state(net: nn.Module | None = None, **options) -> State:
+    return helpers.make_state(net, **options).replace(optimizer=optim.sgd(0.3, momentum=0.9))
+
+
+def started(step, state: State) -> State:
+    """Initialised, with the optimizer's state for momentum."""
+    return step.init(state.replace(opt_state=state.optimizer.init(state.params)))
+
+
+def scale_of(state: State) -> float:
+    return state.slots["loss_scaling"].scale.item()
+
+
+def edit(name: str, fn, event: Event = Event.AFTER_TRAIN_BATCH, **options) -> Algorithm:
+    return Algorithm(name, on(event), lambda _, state: fn(state), **options)
+
+
+# The schedule
+
+
+@given(
+    outcomes=st.lists(st.booleans(), max_size=30),
+    growth=st.sampled_from([2.0, 4.0, 1.5]),
+    backoff=st.sampled_from([0.5, 0.25]),
+    interval=st.integers(1, 5),
+)
+def test_scales_are_those_of_grad_scaler(outcomes, growth, backoff, interval):
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
+    weight = nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([weight], lr=0.0)
+    scale, good_steps = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32)
+    for is_good in outcomes:
+        scaler.scale((weight * (1.0 if is_good else torch.inf)).sum()).backward()
+        scaler.step(sgd)
+        scaler.update()
+        sgd.zero_grad()
+        scale, good_steps = next_scale(
+            scale,
+            good_steps,
+            torch.tensor(is_good),
+            growth_factor=growth,
+            backoff_factor=backoff,
+            growth_interval=interval,
+        )
+        assert scale.item() == scaler.get_scale()
+        assert (scale.dtype, good_steps.dtype) == (torch.float32, torch.int32)
+
+
+def test_the_scale_stays_finite_and_has_a_finite_inverse():
+    good, bad, count = torch.tensor(True), torch.tensor(False), torch.tensor(0)
+    highest = torch.tensor(2.0**127)
+    assert next_scale(highest, count, good, growth_interval=1) == (highest, 0)
+    low = torch.tensor(2.0**-125)
+    for _ in range(5):
+        low, _ = next_scale(low, count, bad)
+    assert low.item() == 2.0**-126 and torch.isfinite(1 / low)
+
+
+def test_training_is_grad_scalers():
+    """Every third batch is broken: the same scales, weights and momentum as torch's own loop."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    step = made(loss_scaling(2.0**8, **{**SCHEDULE, "growth_interval": 2}))
+    state = started(step, momentum_state(net))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, **{**SCHEDULE, "growth_interval": 2})
+    for number in range(9):
+        inputs, targets = batch = broken() if number % 3 == 2 else BATCH
+        used = scaler.get_scale()
+        scaler.scale(nn.functional.cross_entropy(net(inputs), targets)).backward()
+        scaler.step(sgd)
+        scaler.update()
+        sgd.zero_grad()
+        state = step(state, batch)
+        assert (state.metrics["loss_scale"].item(), scale_of(state)) == (used, scaler.get_scale())
+        assert state.metrics["skipped"].item() == (number % 3 == 2)
+        for name, param in net.named_parameters():
+            torch.testing.assert_close(state.params[name], param.detach(), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(state.opt_state["momentum"][name], sgd.state[param]["momentum_buffer"])
+
+
+# A single step
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_powers_of_two_change_no_bit(microbatches):
+    plain, scaled = made(microbatches=microbatches), made(loss_scaling(**SCHEDULE), microbatches=microbatches)
+    first, second = started(plain, momentum_state()), started(scaled, momentum_state())
+    for seed in range(5):
+        batch = BATCH[0] * (seed + 1), BATCH[1]
+        first, second = plain(first, batch), scaled(second, batch)
+        assert tree.equal((first.params, first.opt_state, first.loss), (second.params, second.opt_state, second.loss))
+    assert scale_of(second) == 2.0**17
+
+
+def test_another_scale_rounds_and_no_more():
+    plain, scaled = made(), made(loss_scaling(1000.7))
+    expected = plain(helpers.make_state(), BATCH)
+    found = scaled(scaled.init(helpers.make_state()), BATCH)
+    for name, param in expected.params.items():
+        torch.testing.assert_close(found.params[name], param, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_step_that_overflows_moves_time_and_the_scale_alone(value):
+    step = made(loss_scaling(**SCHEDULE))
+    before = step(started(step, momentum_state()), BATCH)
+    after = step(before, broken(value=value))
+    assert tree.equal((before.params, before.opt_state), (after.params, after.opt_state))
+    assert after.timestamp.batch == 2
+    expected = LossScale(torch.tensor(2.0**15), torch.tensor(0, dtype=torch.int32), torch.tensor(True))
+    assert tree.equal(after.slots["loss_scaling"], expected)
+
+
+def test_batch_norm_counts_a_skipped_batch_as_with_torch():
+    net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    step = made(loss_scaling(2.0**127))  # an honest batch, at a scale far too high
+    before = step.init(helpers.make_state(net, loss=lambda o, t, reduction="mean": 1e3 * losses.cross_entropy(o, t)))
+    after = step(before, BATCH)
+    assert after.metrics["skipped"].item() == 1 and tree.equal(before.params, after.params)
+    assert after.buffers["1.num_batches_tracked"].item() == 1
+    assert after.loss is not None and after.loss.isfinite()  # the scaled one was not
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_loss_that_others_see_and_edit_is_scaled_once_all_is_added(place):
+    """Wherever it is listed: a term added at BEFORE_BACKWARD counts in full, and AFTER_BACKWARD sees true gradients."""
+    seen = {}
+
+    def penalise(state: State) -> State:
+        assert state.loss is not None
+        return state.replace(loss=state.loss + sum(p.square().sum() for p in state.params.values()))
+
+    def look(state: State) -> State:
+        seen[len(seen)] = dict(state.grads or {}), state.loss
+        return state
+
+    others = [edit("penalty", penalise, Event.BEFORE_BACKWARD), edit("look", look, Event.AFTER_BACKWARD)]
+    plain, scaled = made(*others), made(*others[:place], loss_scaling(), *others[place:])
+    plain(helpers.make_state(), BATCH)
+    scaled.fold(scaled.init(helpers.make_state()), BATCH)
+    assert tree.equal(seen[0], seen[len(seen) - 1])
+
+
+# In company
+
+
+def test_one_slice_that_overflows_skips_the_step():
+    step = made(loss_scaling(), microbatches=5)
+    before = started(step, momentum_state())
+    after = step(before, broken(row=9))
+    assert after.metrics["skipped"].item() == 1
+    assert tree.equal((before.params, before.opt_state), (after.params, after.opt_state))
+    assert step(after, BATCH).metrics["skipped"].item() == 0
+
+
+@pytest.mark.parametrize("clip_first", [True, False])
+def test_clipping_sees_true_gradients_and_hides_no_overflow(clip_first):
+    def clip(state: State) -> State:
+        return state.replace(grads={k: g.clamp(-0.01, 0.01) for k, g in (state.grads or {}).items()})
+
+    clipping = edit("clip", clip, Event.AFTER_BACKWARD, traits=frozenset({Trait.CLIPS_GRADIENTS}))
+    both = [clipping, loss_scaling()] if clip_first else [loss_scaling(), clipping]
+    step = made(*both)
+    before = step.init(helpers.make_state())
+    assert tree.equal(step(before, BATCH).params, made(clipping)(helpers.make_state(), BATCH).params)
+    after = step(before, broken())
+    assert after.metrics["skipped"].item() == 1 and tree.equal(before.params, after.params)
+
+
+def climb(state: State) -> State:
+    """A second gradient, at a point so far off where the batch asks for it that it overflows."""
+    far = torch.where(state.inputs.amax() > 50, torch.inf, 0.05)
+    grads = state.grads or {}
+    new, loss = state.gradient({k: p + far * grads[k] for k, p in state.params.items()})
+    return state.replace(grads=new, metrics={**state.metrics, "there": loss})
+
+
+def test_second_gradients_are_true_ones_and_their_overflow_skips():
+    sam, steps = edit("sam", climb), {}
+    for name, algorithms in {"plain": [sam], "scaled": [sam, loss_scaling()]}.items():
+        steps[name] = made(*algorithms)
+    before = steps["scaled"].init(helpers.make_state())
+    expected, found = steps["plain"](helpers.make_state(), BATCH), steps["scaled"](before, BATCH)
+    assert tree.equal((expected.params, expected.metrics["there"]), (found.params, found.metrics["there"]))
+    inputs = BATCH[0].clone()
+    inputs[0, 0] = 60.0
+    after = steps["scaled"](before, (inputs, BATCH[1]))
+    assert after.metrics["skipped"].item() == 1 and tree.equal(before.params, after.params)
+    assert scale_of(after) == 2.0**15
+
+
+def test_gradients_that_an_update_has_used_count_as_well():
+    """Of two players the first overflows: its own update is skipped, the other's is not, and the scale falls."""
+    twice = (
+        pc.Grad(pc.forward, pc.loop.loss, Event.BEFORE_BACKWARD, wrt="0.*"),
+        Event.AFTER_BACKWARD,
+        pc.update(wrt="0.*"),
+        lambda state: state.replace(inputs=torch.nan_to_num(state.inputs, posinf=0.0)),
+        pc.Grad(pc.forward, pc.loop.loss, Event.BEFORE_BACKWARD, wrt="2.*"),
+        Event.AFTER_BACKWARD,
+        pc.update(wrt="2.*"),
+        pc.advance,
+        Event.BATCH_END,
+    )
+    step = compose(twice, [loss_scaling()])
+    before = step.init(helpers.make_state())
+    after = step(before, broken())
+    changed = {name for name, param in after.params.items() if not torch.equal(param, before.params[name])}
+    assert changed == {"2.weight", "2.bias"}
+    assert after.metrics["skipped"].item() == 1 and scale_of(after) == 2.0**15
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_compiled_steps_skip_too(microbatches):
+    step = made(loss_scaling(2.0**8, **SCHEDULE), microbatches=microbatches)
+    fast = pc.compile(step, backend="eager", quiet=True)
+    first = second = started(step, momentum_state())
+    for batch in (BATCH, broken(), BATCH, BATCH, BATCH, BATCH):
+        first, second = step(first, batch), fast(second, batch)
+        assert not list(tree.differences(first.metrics, second.metrics))
+    assert not list(tree.differences(first, second.unleased(), tolerance=1e-6))
+    assert scale_of(first) == 2.0**8
+
+
+def test_each_member_of_a_population_has_its_own_scale():
+    step = made(loss_scaling(**SCHEDULE))
+    states = [step.init(helpers.make_state()) for _ in range(2)]
+    both = pc.population(step, 2, batches="each")
+    batch = tuple(torch.stack(pair) for pair in zip(BATCH, broken(), strict=True))
+    after = both(pc.stack_states(states), batch)
+    good, bad = pc.unstack_states(after)
+    assert (scale_of(good), scale_of(bad)) == (2.0**16, 2.0**15)
+    assert tree.equal(bad.params, states[1].params)
+    expected = step(states[0], BATCH).params
+    for name, param in good.params.items():
+        torch.testing.assert_close(param, expected[name])
+
+
+# Half precision
+
+
+def small_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """So small that float16 has no gradient of it."""
+    return 1e-7 * losses.cross_entropy(outputs, targets, reduction=reduction)
+
+
+def test_fp16_alone_loses_small_gradients_and_scaling_keeps_them():
+    def gradients(precision: str, *algorithms: Algorithm) -> dict[str, Tensor]:
+        step = made(*algorithms)
+        state = step.init(helpers.make_state(loss=small_loss, precision=precision))
+        grads = step.fold(state, BATCH).grads
+        assert grads is not None
+        return grads
+
+    exact, lost, kept = gradients("fp32"), gradients("fp16"), gradients("fp16", loss_scaling())
+    assert not any(grad.any() for grad in lost.values())
+    for name, grad in exact.items():
+        torch.testing.assert_close(kept[name], grad, rtol=2e-2, atol=2e-2 * grad.abs().max().item())
+
+
+def test_fp16_finds_its_scale_by_itself():
+    step = made(loss_scaling(2.0**40))
+    state = step.init(helpers.make_state(precision="fp16"))
+    skipped = []
+    for _ in range(30):
+        state = step(state, BATCH)
+        skipped.append(state.metrics["skipped"].item())
+    assert skipped == sorted(skipped, reverse=True) and skipped[0] == 1 and skipped[-1] == 0
+    first = compose(loop_events)(helpers.make_state(), BATCH).loss
+    assert state.loss is not None and first is not None and state.loss < first
+
+
+# Settings and INIT
+
+
+def test_a_constant_scale_of_one_never_matches():
+    assert loss_scaling(1, growth_factor=1, backoff_factor=1).match == NEVER
+    assert loss_scaling(2, growth_factor=1, backoff_factor=1).match != NEVER
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"init_scale": 0}, ValueError, "init_scale: expected a finite number in"),
+        ({"init_scale": 1e39}, ValueError, r"got 1e\+39 \(float\); 2.0\*\*16 is common"),
+        ({"init_scale": "big"}, TypeError, "init_scale: expected a finite number"),
+        ({"growth_factor": 0.5}, ValueError, "growth_factor: expected a finite number >= 1, got 0.5"),
+        ({"backoff_factor": 0}, ValueError, r"backoff_factor: expected a finite number in \(0, 1\], got 0"),
+        ({"backoff_factor": 2}, ValueError, "backoff_factor"),
+        ({"growth_interval": 0}, ValueError, "growth_interval: expected an int in"),
+        ({"growth_interval": 2.5}, TypeError, "growth_interval: expected an int in"),
+    ],
+)
+def test_settings_are_checked_when_it_is_built(settings, error, words):
+    with pytest.raises(error, match=f"loss_scaling: .*{words}" if not words.startswith("got") else words):
+        loss_scaling(**settings)
+
+
+def test_init_guards_the_optimizer_once():
+    once = made(loss_scaling()).init(helpers.make_state())
+    twice = made(loss_scaling(name="another")).init(once)
+    assert once.optimizer == twice.optimizer == Guarded(helpers.make_state().optimizer)
+
+
+def test_an_optimizer_put_in_after_init_is_refused():
+    step = made(loss_scaling())
+    state = step.init(helpers.make_state()).replace(optimizer=optim.sgd(0.1))
+    with pytest.raises(RuntimeError, match=r"expected the optimizer that INIT has put in place.* came SGD"):
+        step(state, BATCH)
+
+
+def test_a_program_without_an_unscaling_event_is_refused():
+    program = (pc.Grad(pc.forward, pc.loop.loss, Event.BEFORE_BACKWARD), pc.update, pc.advance)
+    step = compose(program, [loss_scaling()])
+    with pytest.raises(pc.ContractError, match="slots"):
+        step(step.init(helpers.make_state()), BATCH)

@@ -1,0 +1,141 @@
+"""Monitors: the learning rate that a batch really had, memory, and the speed by a clock that the test moves."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from observer_helpers import at, count_reads, make_batches, make_population, make_state
+
+from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule
+from purecompose.observers import Recorder, learning_rate, memory, speed, stopwatch
+
+
+class Kept(list[dict[str, Any]]):
+    """A sink that keeps the records."""
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        self.extend(records)
+
+
+def run(optimizer: Any, monitor: Any, duration: str = "2ep") -> list[dict[str, Any]]:
+    kept = Kept()
+    observers = Recorder(kept, monitors=monitor)
+    fit(compose(loop_events), make_state(duration, optimizer), make_batches(), observers=observers)
+    return kept
+
+
+def test_the_learning_rate_is_the_one_that_the_batch_was_trained_with() -> None:
+    seen: list[float] = []
+
+    @schedule.scheduled
+    def falling(timestamp: Any) -> float:
+        return 1.0 / (1 + timestamp.batch + 100 * timestamp.epoch + timestamp.sample)
+
+    def moved(event: Event, state: State) -> None:
+        # With a gradient of one, a step of SGD moves the parameter by the learning rate.
+        if event is Event.BATCH_END:
+            seen.append(state.params["weight"].item())
+
+    net = torch.nn.Linear(1, 1, bias=False).requires_grad_(True)
+    state = State.create(
+        net, loss=lambda outputs, targets, reduction="mean": outputs.mean(), optimizer=optim.sgd(falling)
+    )
+    before = net.weight.item()
+    kept = Kept()
+    observers = [Recorder(kept, monitors=learning_rate()), moved]
+    batches = [(torch.ones(2, 1, dtype=torch.float32), torch.zeros(2)) for _ in range(3)]
+    fit(compose(loop_events), state, batches, duration="2ep", observers=observers)
+    steps = [first - second for first, second in zip([before, *seen], seen, strict=False)]
+    assert [record["lr"] for record in kept] == pytest.approx(steps, abs=1e-6)
+
+
+def test_settings_of_groups_and_products() -> None:
+    lr = 0.5 * schedule.hparam("lr", 0.25) * schedule.linear()
+    groups = {"bias": {"lr": 0.125, "weight_decay": 0.0}}
+    optimizer = optim.sgd(lr, momentum=schedule.hparam("momentum", 0.5), groups=groups)
+    records = run(optimizer, learning_rate("lr", "momentum", "weight_decay", "nesterov", "beta"), "4ba")
+    names = [name for name in records[0] if name not in ("batch", "epoch", "loss", "time/sample")]
+    assert names == ["lr", "momentum", "weight_decay", "lr/bias", "weight_decay/bias"]
+    assert [record["lr"] for record in records] == pytest.approx([0.125 * (1 - batch / 4) for batch in range(4)])
+    assert {(r["momentum"], r["weight_decay"], r["lr/bias"]) for r in records} == {(0.5, 0.0, 0.125)}
+
+
+def test_members_have_learning_rates_of_their_own() -> None:
+    states = make_population(3, optim.sgd(schedule.hparam("lr", 0.5)))
+    states = states.replace(hparams={"lr": torch.tensor([0.5, 0.25, 0.125])})
+    kept = Kept()
+    fit(population(compose(loop_events), 3), states, make_batches(), observers=Recorder(kept, monitors=learning_rate()))
+    assert kept[-1]["lr"] == [0.5, 0.25, 0.125]
+
+
+def test_no_monitor_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = optim.sgd(schedule.hparam("lr", 0.5) * schedule.linear())
+    state, read = make_state("1ep", optimizer), count_reads(monkeypatch)
+    fit(compose(loop_events), state, make_batches(50))
+    without = len(read)
+    read.clear()
+    recorder = Recorder(Kept(), monitors=[learning_rate(), memory(), speed()])
+    fit(compose(loop_events), state, make_batches(50), observers=recorder)
+    assert len(read) - without == 2  # one group of losses and rates; the speed's stopwatch waits at FIT_END
+
+
+def test_the_memory_is_that_of_the_process() -> None:
+    found = memory()(make_state())
+    block = torch.ones(64 * 2**20 // 4)  # 64 MiB that are in use
+    later = memory()(make_state())
+    assert later["memory/peak"] >= later["memory/resident"]
+    assert later["memory/resident"] - found["memory/resident"] > 0.7 * block.numel() * 4
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    fake = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(stopwatch, "time", types.SimpleNamespace(monotonic=lambda: fake.now))
+    return fake
+
+
+def test_the_speed_leaves_out_the_first_batch_and_evaluation(clock: types.SimpleNamespace) -> None:
+    monitor, found = speed(window=3), []
+    state = make_state("20ba")
+    monitor.observe(Event.FIT_START, at(state, 0))  # type: ignore[attr-defined]
+    for batch in range(1, 11):
+        clock.now += 60 if batch == 1 else 0.5 if batch < 7 else 0.25
+        monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
+        monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]  # by a second recorder
+        found.append(monitor(at(state, batch)))
+        if batch == 4:
+            monitor.observe(Event.EVAL_BEFORE_ALL, at(state, batch))  # type: ignore[attr-defined]
+            clock.now += 32
+            monitor.observe(Event.EVAL_AFTER_ALL, at(state, batch))  # type: ignore[attr-defined]
+    assert found[0] == {}
+    assert [one["speed/batches"] for one in found[1:6]] == [2.0] * 5
+    assert found[-1]["speed/batches"] == 4.0 and found[-1]["speed/samples"] == 32.0
+    assert "speed/tokens" not in found[-1]
+    assert found[3]["time/left"] == pytest.approx(16 * 0.5)
+    training, evaluating = 60 + 5 * 0.5 + 4 * 0.25, 32
+    assert found[-1]["time/left"] == pytest.approx(10 * 0.25 * (training + evaluating) / training)
+
+
+def test_the_time_left_of_a_run_that_went_on_is_that_of_the_rest(clock: types.SimpleNamespace) -> None:
+    monitor, state = speed(), make_state("100ba")
+    monitor.observe(Event.FIT_START, at(state, 90))  # type: ignore[attr-defined]
+    for batch in (91, 92, 93):
+        clock.now += 2
+        monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
+    assert monitor(at(state, 93))["time/left"] == pytest.approx(14)
+
+
+def test_a_run_without_a_duration_has_no_time_left(clock: types.SimpleNamespace) -> None:
+    monitor, state = speed(), make_state(None)
+    for batch in (1, 2):
+        clock.now += 1
+        monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
+    assert monitor(at(state, 2)) == {"speed/batches": 1.0, "speed/samples": 8.0}
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="names of settings"):
+        learning_rate(0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="speed: window"):
+        speed(0)

@@ -1,0 +1,128 @@
+"""The guard against NaN: it names the first bad batch, late by a group at most, and makes no batch wait."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from observer_helpers import at, count_reads, make_batches, make_population, make_state
+
+from purecompose import Event, State, compose, fit, loop_events, optim
+from purecompose.observers import NaNs, nans
+
+
+def feed(guard: NaNs, losses: list[float], state: State | None = None) -> None:
+    state = state or make_state()
+    guard(Event.FIT_START, at(state, 0))
+    for batch, loss in enumerate(losses, start=1):
+        guard(Event.BATCH_END, at(state, batch, loss=torch.tensor(loss)))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_the_first_bad_batch_is_named(loss: float) -> None:
+    guard = NaNs()
+    feed(guard, [1.0, 2.0, loss, 1.0, math.nan])
+    with pytest.raises(FloatingPointError, match=f"^batch 3: the loss is {loss}$"):
+        guard(Event.FIT_END, make_state())
+
+
+def test_a_run_that_diverges_ends_at_its_epoch() -> None:
+    state = make_state("50ep", optim.sgd(1e38))
+    with pytest.raises(FloatingPointError, match="the loss is"):
+        fit(compose(loop_events), state, make_batches(), observers=NaNs())
+
+
+def test_it_is_late_by_a_group_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FloatingPointError, match="batch 1:"):
+        feed(NaNs(), [math.nan] + 99 * [1.0])
+    feed(NaNs(), [math.nan] + 98 * [1.0])
+    now = [0.0]
+    monkeypatch.setattr("purecompose.observers.unread.time.monotonic", lambda: now[0])
+    guard = NaNs()
+    feed(guard, [math.nan])
+    now[0] = 2.5
+    with pytest.raises(FloatingPointError, match="batch 1:"):
+        guard(Event.BATCH_END, at(make_state(), 2, loss=torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize("event", [Event.EPOCH_CHECKPOINT, Event.EVAL_BEFORE_ALL, Event.ITERATION_CHECKPOINT])
+def test_it_is_not_late_where_a_checkpoint_is_written(event: Event) -> None:
+    guard = NaNs()
+    feed(guard, [math.nan])
+    with pytest.raises(FloatingPointError):
+        guard(event, make_state())
+
+
+def test_a_warning_comes_once_a_run() -> None:
+    guard = NaNs(action="warn")
+    for _ in range(2):
+        feed(guard, [1.0, math.nan])
+        with pytest.warns(RuntimeWarning, match="batch 2: the loss is nan. This is said once a run"):
+            guard.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            guard(Event.BATCH_END, at(make_state(), 3, loss=torch.tensor(math.nan)))
+            guard.flush()
+
+
+def test_batches_that_are_not_due_are_not_looked_at() -> None:
+    guard = NaNs(every="3ba")
+    feed(guard, [math.nan, math.nan, 1.0, math.nan])
+    guard.flush()
+    feed(guard, [1.0, 1.0, math.nan])
+    with pytest.raises(FloatingPointError, match="batch 3:"):
+        guard.flush()
+
+
+def test_no_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, read = make_state("1ep"), count_reads(monkeypatch)
+    monkeypatch.setattr(nans, "_SECONDS", math.inf)
+    fit(compose(loop_events), state, make_batches(90))
+    without = len(read)
+    read.clear()
+    fit(compose(loop_events), state, make_batches(90), observers=NaNs(check="params"))
+    assert len(read) - without == 2  # the losses and the parameters, at the epoch's end
+
+
+def with_bad(state: State, **values: Any) -> State:
+    params = {name: param.clone() for name, param in state.params.items()}
+    for name, place in values.items():
+        params[name][place] = math.nan
+    return state.replace(params=params)
+
+
+def test_bad_parameters_are_named() -> None:
+    guard = NaNs(check="params")
+    feed(guard, [1.0, 1.0], with_bad(make_state(), bias=0))
+    with pytest.raises(FloatingPointError, match="^batch 1: not finite: bias of 2 parameters$"):
+        guard.flush()
+    feed(guard, [1.0, 1.0])
+    guard.flush()
+
+
+def test_members_are_named() -> None:
+    guard = NaNs(check="params")
+    state = with_bad(make_population(3), weight=(1, 0, 0), bias=(2, 0))
+    guard(Event.BATCH_END, at(state, 1, loss=torch.tensor([1.0, math.nan, math.inf])))
+    with pytest.raises(FloatingPointError) as caught:
+        guard.flush()
+    assert str(caught.value) == (
+        "batch 1: the loss of member 1 is nan, 2 is inf; not finite: weight (member 1), bias (member 2) of 2 parameters"
+    )
+
+
+def test_what_a_step_writes_over_later_is_not_read_then() -> None:
+    guard, loss = NaNs(), torch.tensor(1.0)
+    guard(Event.BATCH_END, at(make_state(), 1, loss=loss))
+    loss.fill_(math.nan)
+    guard.flush()
+
+
+def test_arguments_are_checked_when_it_is_built() -> None:
+    with pytest.raises(ValueError, match="action: expected one of 'raise', 'warn', got 'stop'"):
+        NaNs(action="stop")
+    with pytest.raises(ValueError, match="check: expected one of 'loss', 'params'"):
+        NaNs(check="grads")
+    with pytest.raises(ValueError, match="NaNs: every"):
+        NaNs("0ba")

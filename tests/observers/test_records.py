@@ -1,0 +1,285 @@
+"""Files of records: what is in them, after every kind of end and when a run goes on."""
+
+import csv
+import errno
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from observer_helpers import at, make_batches, make_population, make_state
+
+from purecompose import Evaluator, Event, State, compose, fit, loop_events, metrics, population
+from purecompose.observers import History, Records, formats, read_records
+from purecompose.observers.formats import FORMATS
+
+
+SUFFIXES = pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+
+
+def run(path: Path, state: State | None = None, duration: str = "3ep", **options: Any) -> State:
+    evaluator = Evaluator(make_batches(), {"accuracy": metrics.accuracy})
+    with Records(path, **options) as records:
+        return fit(
+            compose(loop_events),
+            state or make_state(),
+            make_batches(),
+            duration=duration,
+            evaluate=evaluator,
+            observers=records,
+        )
+
+
+def no_constants(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+@SUFFIXES
+def test_a_file_holds_the_runs_records(tmp_path: Path, suffix: str) -> None:
+    history = History()
+    evaluator = Evaluator(make_batches(), {"accuracy": metrics.accuracy})
+    records = Records(tmp_path / "deep" / "er" / f"run.{suffix}", group=3)
+    fit(compose(loop_events), make_state(), make_batches(), evaluate=evaluator, observers=[history, records])
+    found = read_records(records.path)
+    assert [r.pop("time/sample") for r in found] == [8 * r["batch"] for r in history.records]
+    assert found == history.records  # to the last bit, and ints as ints
+    assert all(type(r["batch"]) is int for r in found)
+
+
+@SUFFIXES
+def test_a_run_that_goes_on_after_a_kill_ends_with_the_file_of_one_that_was_never_killed(
+    tmp_path: Path, suffix: str
+) -> None:
+    whole, killed = tmp_path / f"whole.{suffix}", tmp_path / f"killed.{suffix}"
+    run(whole)
+    middle = run(killed, duration="5ba")  # the state of a checkpoint after batch 5
+    run(killed, middle)
+    text = killed.read_bytes()
+    # Killed in the middle of a line, some batches after the checkpoint.
+    lines = text.splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if b"9" in line.split(b",")[0])
+    killed.write_bytes(b"".join(lines[:place]) + lines[place][:-5])
+    assert max(record["batch"] for record in read_records(killed)) == 8
+    run(killed, middle)
+    extra = {"batch": 5, "epoch": 1, "time/sample": 40}  # the evaluation at the end of the first fit
+    found = read_records(killed)
+    [evaluation] = [r for r in found if r["batch"] == 5 and "eval/accuracy" in r]
+    assert {name: evaluation[name] for name in extra} == extra
+    assert [record for record in found if record is not evaluation] == read_records(whole)
+
+
+@SUFFIXES
+def test_records_up_to_the_point_where_a_run_goes_on_are_kept_byte_for_byte(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run.{suffix}"
+    run(path)
+    before = path.read_bytes()
+    records = Records(path)
+    records(Event.FIT_START, at(make_state(), 8))
+    after = path.read_bytes()
+    assert before.startswith(after) and after.endswith(b"\n")
+    found = read_records(path)
+    assert found == [record for record in _parsed(before, path) if record["batch"] <= 8]
+    assert len([record for record in found if record["batch"] == 8]) == 2  # the batch's and the evaluation's
+
+
+def _parsed(text: bytes, path: Path) -> list[dict[str, Any]]:
+    copy = path.with_name("copy" + path.suffix)
+    copy.write_bytes(text)
+    return read_records(copy)
+
+
+@SUFFIXES
+def test_an_evaluation_that_is_there_already_is_not_written_twice(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run.{suffix}"
+    run(path, duration="1ep")
+    before = read_records(path)
+    records = Records(path)
+    again = at(make_state(), 4, metrics={"eval/accuracy": torch.tensor(0.5)})
+    records(Event.FIT_START, again)
+    records(Event.EVAL_END, again)
+    other = again.replace(metrics={"small/accuracy": torch.tensor(0.5)})
+    records(Event.EVAL_END, other)
+    records.close()
+    assert read_records(path)[:-1] == before and "small/accuracy" in read_records(path)[-1]
+
+
+@SUFFIXES
+def test_a_run_that_starts_anew_leaves_the_old_file_under_another_name(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run.{suffix}"
+    texts = []
+    for duration in ("1ba", "2ba", "3ba"):
+        run(path, duration=duration)
+        texts.append(path.read_bytes())
+    assert (tmp_path / f"run.1.{suffix}").read_bytes() == texts[0]
+    assert (tmp_path / f"run.2.{suffix}").read_bytes() == texts[1]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_evaluation_before_training_is_part_of_the_run(tmp_path: Path) -> None:
+    records, state = Records(tmp_path / "run.jsonl"), make_state()
+    records(Event.EVAL_END, state.replace(metrics={"eval/accuracy": torch.tensor(0.25)}))
+    records.flush()
+    fit(compose(loop_events), state, make_batches(), duration="1ba", observers=records)
+    assert [record["batch"] for record in read_records(records.path)] == [0, 1]
+
+
+def test_json_is_strict_and_tells_what_is_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Records(path) as records:
+        for batch, loss in enumerate((1.5, math.nan, math.inf, -math.inf), start=1):
+            records(Event.BATCH_END, at(make_state(), batch, loss=torch.tensor(loss)))
+    lines = [json.loads(line, parse_constant=no_constants) for line in path.read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [1.5, None, None, None]
+    assert [line.get("not_finite") for line in lines] == [None, {"loss": "nan"}, {"loss": "inf"}, {"loss": "-inf"}]
+    losses = [record["loss"] for record in read_records(path)]
+    assert losses[0] == 1.5 and math.isnan(losses[1]) and losses[2:] == [math.inf, -math.inf]
+    assert all("not_finite" not in record for record in read_records(path))
+
+
+numbers = st.integers(-(2**63), 2**63) | st.floats() | st.booleans()
+names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\x00"), min_size=1).filter(
+    lambda name: name not in ("batch", "not_finite")
+)
+values = st.dictionaries(names, numbers | st.lists(numbers, min_size=1, max_size=3), max_size=4)
+
+
+@pytest.mark.parametrize("suffix", list(FORMATS))
+@given(records=st.lists(values, max_size=6), cuts=st.sets(st.integers(0, 6)))
+def test_any_records_come_back(
+    tmp_path_factory: Any, suffix: str, records: list[dict[str, Any]], cuts: set[int]
+) -> None:
+    """Whatever the numbers and the names, in however many groups."""
+    path = tmp_path_factory.mktemp("records") / f"run{suffix}"
+    records = [{"batch": batch, **record} for batch, record in enumerate(records)]
+    places = sorted({0, *cuts, len(records)})
+    for start, end in zip(places, places[1:], strict=False):
+        if records[start:end]:
+            FORMATS[suffix].add(path, records[start:end])
+    if not records:
+        path.touch()
+    # repr tells -0.0 from 0.0, True from 1, and finds NaN equal to itself.
+    assert repr([sorted(r.items()) for r in read_records(path)]) == repr([sorted(r.items()) for r in records])
+
+
+def test_a_new_column_of_a_csv_file_comes_on_the_right(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    with Records(path, group=2) as records:
+        for batch in range(1, 5):
+            found = {"norm": torch.tensor(0.5)} if batch > 2 else {}
+            records(Event.BATCH_END, at(make_state(), batch, loss=torch.tensor(float(batch)), metrics=found))
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows == [
+        ["batch", "epoch", "time/sample", "loss", "norm"],
+        ["1", "0", "8", "1.0", ""],
+        ["2", "0", "16", "2.0", ""],
+        ["3", "0", "24", "3.0", "0.5"],
+        ["4", "0", "32", "4.0", "0.5"],
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.csv"]
+
+
+@SUFFIXES
+def test_a_populations_numbers_are_lists(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run.{suffix}"
+    state = fit(population(compose(loop_events), 3), make_population(3), make_batches(), observers=Records(path))
+    assert state.loss is not None
+    assert read_records(path)[-1]["loss"] == state.loss.tolist()
+
+
+class FullFile:
+    """A file on a full disk: writes take a part, then nothing."""
+
+    def __init__(self, file: Any, disk: dict[str, int]) -> None:
+        self.file, self.disk = file, disk
+
+    def write(self, data: Any) -> int:
+        part = bytes(data)[: self.disk["room"]]
+        if len(data) and not part:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.disk["room"] -= len(part)
+        return self.file.write(part)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> "FullFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes the disk has room for, from now on."""
+    found = {"room": 10**9}
+    original = Path.open
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        file = original(path, mode, *arguments, **options)
+        return FullFile(file, found) if mode in ("ab", "wb") else file
+
+    monkeypatch.setattr(formats.Path, "open", opened)
+    return found
+
+
+@SUFFIXES
+@pytest.mark.parametrize("room", [0, 7, 150])
+def test_a_full_disk_brings_one_warning_and_training_goes_on(
+    tmp_path: Path, disk: dict[str, int], suffix: str, room: int
+) -> None:
+    path = tmp_path / f"run.{suffix}"
+    disk["room"] = room
+    with pytest.warns(RuntimeWarning, match="No space left on device. Training goes on") as warned:
+        state = run(path, group=2)
+    assert len(warned) == 1
+    assert state.timestamp.batch == 12
+    text = path.read_bytes() if path.exists() else b""
+    assert len(text) <= room and (not text or text.endswith(b"\n"))  # nothing half-written
+    assert not list(tmp_path.glob("*.new"))
+
+
+@SUFFIXES
+def test_records_that_met_a_full_disk_are_written_when_it_has_room_again(
+    tmp_path: Path, disk: dict[str, int], suffix: str
+) -> None:
+    path = tmp_path / f"run.{suffix}"
+    records = Records(path, group=2)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        for batch in range(1, 11):
+            disk["room"] = 0 if 3 <= batch < 7 else 10**6
+            records(Event.BATCH_END, at(make_state(), batch))
+    assert [record["batch"] for record in read_records(path)] == list(range(1, 11))
+
+
+@SUFFIXES
+def test_a_folder_that_cannot_be_made_brings_one_warning(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "file").write_text("in the folder's place")
+    with pytest.warns(RuntimeWarning, match="Records: records cannot be written") as warned:
+        run(tmp_path / "file" / f"run.{suffix}")
+    assert len(warned) == 1
+
+
+@SUFFIXES
+def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"notes.{suffix}"
+    path.write_text("milk\nbread\n")
+    with pytest.raises(ValueError, match=r"notes.*line 1.*expected a record of a run, got 'milk'"):
+        Records(path)(Event.FIT_START, at(make_state(), 8))
+    with pytest.raises(ValueError, match="line 1"):
+        read_records(path)
+    assert path.read_text() == "milk\nbread\n"
+
+
+def test_the_suffix_says_which_form(tmp_path: Path) -> None:
+    for name in ("run.json", "run", "run.jsonl.gz"):
+        with pytest.raises(ValueError, match=r"ends in \.jsonl or \.csv"):
+            Records(tmp_path / name)
+    with pytest.raises(ValueError, match="read_records: expected a file name"):
+        read_records(tmp_path / "run.txt")
+    with pytest.raises(FileNotFoundError):
+        read_records(tmp_path / "run.csv")

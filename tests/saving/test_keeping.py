@@ -1,0 +1,274 @@
+"""A run's checkpoints: when they come, which stay, and what happens when the disk does not want them."""
+
+import errno
+import os
+import pathlib
+import shutil
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same, counter, make_batches, make_mlp, make_state, noise
+
+import purecompose as pc
+from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
+from purecompose.saving import folder as disk, newest
+from purecompose.saving.index import Index
+from purecompose.saving.keeping import Keeper, surplus
+
+
+BATCHES = make_batches(4)
+
+
+def step() -> Any:
+    return compose(loop_events, [noise(), counter()])
+
+
+def start(**options: Any) -> State:
+    return make_state(make_mlp(dropout=0.3), key=3, duration="3ep", **options)
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run waits for the writing thread: small runs are faster than a disk, and would pass checkpoints over."""
+    enqueue = Keeper._enqueue
+
+    def wait(self: Keeper, *arguments: Any) -> None:
+        enqueue(self, *arguments)
+        assert self._waiting is not None
+        self._waiting[0].result()
+
+    monkeypatch.setattr(Keeper, "_enqueue", wait)
+
+
+# When, and which
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize(
+    "every, batches",
+    [("1ep", [4, 8, 12]), ("5ba", [5, 10, 12]), ("0.5dur", [6, 12]), ("16sp", [2, 4, 6, 8, 10, 12]), ("1h", [12])],
+)
+@pytest.mark.parametrize("background", [True, False])
+def test_one_is_written_whenever_it_is_due_and_at_the_end(
+    every: str, batches: list[int], background: bool, tmp_path: pathlib.Path
+) -> None:
+    settings = Checkpoints(tmp_path, every=every, keep=None, background=background)
+    fit(step(), start(), BATCHES, checkpoints=settings)
+    assert [int(name.partition("-ba")[2]) for name in names(tmp_path)] == batches
+
+
+def found(batch: int, **metrics: float) -> disk.Found:
+    time = {"batch": batch}
+    return disk.Found(pathlib.Path(f"ba{batch}"), Index(time, {}, {}, {}, {}, {}, metrics=metrics))
+
+
+@pytest.mark.parametrize(
+    "settings, left",
+    [
+        (Checkpoints("x", keep=2), [5, 4]),
+        (Checkpoints("x", keep=None), [5, 4, 3, 2, 1]),
+        (Checkpoints("x", keep=1, best="accuracy"), [5, 2]),
+        (Checkpoints("x", keep=1, best="accuracy", mode="min"), [5, 1]),
+        (Checkpoints("x", keep=1, best="loss"), [5, 3]),
+        (Checkpoints("x", keep=5), [5, 4, 3, 2, 1]),
+        (Checkpoints("x", keep=1, best="unknown"), [5]),
+    ],
+)
+def test_the_newest_stay_and_the_best(settings: Checkpoints, left: list[int]) -> None:
+    nan = float("nan")
+    all_of_them = [
+        found(5, accuracy=0.5, loss=nan),
+        found(4, accuracy=0.9),
+        found(3, accuracy=nan, loss=0.1),
+        found(2, accuracy=0.9, loss=0.2),  # as good as batch 4, and earlier
+        found(1, accuracy=0.1, loss=0.3),
+    ]
+    gone = surplus(all_of_them, settings)
+    assert [one.index.batch for one in all_of_them if one not in gone] == left
+
+
+def test_a_run_keeps_its_last_and_its_best(tmp_path: pathlib.Path) -> None:
+    evaluator = Evaluator(BATCHES[:1], {"accuracy": pc.metrics.accuracy}, interval="1ba")
+    settings = Checkpoints(tmp_path, every="1ba", keep=2, best="eval/accuracy", background=False)
+    seen = {}
+    for state in training(step(), start(), BATCHES, evaluate=evaluator, checkpoints=settings):
+        at = pc.saving.newest(tmp_path)
+        assert at is not None
+        seen[state.timestamp.batch] = pc.saving.read_index(at).metrics["eval/accuracy"]
+    best = max(seen, key=lambda batch: (seen[batch], -batch))
+    assert [int(name.partition("-ba")[2]) for name in names(tmp_path)] == sorted({best, 11, 12})
+
+
+# Going on
+
+
+@pytest.mark.parametrize("stop", range(1, 13))
+def test_a_run_goes_on_to_the_same_bits_from_any_batch(stop: int, tmp_path: pathlib.Path) -> None:
+    whole = fit(step(), start(), BATCHES)
+    settings = Checkpoints(tmp_path, every="2ba", background=False)
+    for state in training(step(), start(), BATCHES, checkpoints=settings):
+        if state.timestamp.batch == stop:
+            break
+    assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
+    assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)  # which is over by now
+
+
+def test_a_run_goes_on_from_a_folder_and_to_a_later_end(tmp_path: pathlib.Path) -> None:
+    short = fit(step(), start(), BATCHES, duration="1ep", checkpoints=Checkpoints(tmp_path))
+    path = newest(tmp_path)
+    assert path is not None and short.timestamp.batch == 4
+    assert_same(fit(step(), start(), BATCHES, resume=path), fit(step(), start(), BATCHES))
+
+
+def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path / "none")
+    assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), fit(step(), start(), BATCHES))
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        fit(step(), start(), BATCHES, resume=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="say where, checkpoints="):
+        fit(step(), start(), BATCHES, resume="auto")
+
+
+@pytest.mark.usefixtures("patience")
+def test_another_runs_folder_is_left_alone(tmp_path: pathlib.Path) -> None:
+    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+    before = names(tmp_path)
+    with pytest.raises(FileExistsError, match="resume='auto', or give this run a folder of its own"):
+        fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+    assert names(tmp_path) == before
+
+
+def test_a_damaged_one_is_passed_over_and_told(tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path, every="2ba", background=False)
+    whole = fit(step(), start(), BATCHES, checkpoints=settings)
+    newest_ones = sorted(tmp_path.iterdir())
+    (newest_ones[-1] / "state.safetensors").write_bytes(b"half")
+    (newest_ones[-2] / "index.json").write_bytes(b"{")
+    with pytest.warns(pc.CheckpointWarning, match=rf"not whole.*going on from .*{newest_ones[-3].name}|no JSON"):
+        assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
+    for path in tmp_path.iterdir():
+        (path / "index.json").unlink()
+    with pytest.raises(pc.DamagedError, match="no whole checkpoint is left"):
+        fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
+
+
+def test_a_checkpoint_of_another_run_is_a_mismatch_not_a_gap(tmp_path: pathlib.Path) -> None:
+    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(pc.MismatchError):
+        fit(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints(tmp_path), resume="auto")
+
+
+def test_what_a_killed_process_left_is_cleared_away(tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path, every="2ba", background=False)
+    whole = fit(step(), start(), BATCHES, checkpoints=settings)
+    last = sorted(tmp_path.iterdir())[-1]
+    shutil.copytree(last, tmp_path / f".{last.name}.00.writing")
+    last.rename(tmp_path / f".{last.name}.00.old")  # killed between two renamings
+    assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
+    assert last.name in names(tmp_path) and not any(name.startswith(".") for name in names(tmp_path))
+
+
+# A disk that does not want
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("place", ["purecompose.saving.folder._sync", "safetensors.torch.save_file"])
+def test_on_a_full_disk_training_goes_on_and_older_checkpoints_stay(
+    place: str, background: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fit(step(), start(), BATCHES)
+    settings = Checkpoints(tmp_path, every="2ba", background=background)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for state in training(step(), start(), BATCHES, checkpoints=settings):
+            if state.timestamp.batch == 6:
+                kept = names(tmp_path)
+                monkeypatch.setattr(place, full)
+    assert_same(state, whole)
+    assert names(tmp_path) == kept and kept
+    told = [str(one.message) for one in caught]
+    assert any("No space left on device" in text and "training goes on" in text for text in told)
+    monkeypatch.undo()
+    settings = Checkpoints(tmp_path, every="2ba", background=False)
+    assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.warns(pc.CheckpointWarning, match="Permission denied"):
+            fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / "run"))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_file_in_the_folders_place(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.warns(pc.CheckpointWarning, match="training goes on without it"):
+        found = fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / "run", background=False))
+    assert found.timestamp.batch == 12
+
+
+def test_a_slow_disk_costs_checkpoints_not_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, write = threading.Event(), disk.write
+
+    def slow(*arguments: Any) -> None:
+        release.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(disk, "write", slow)
+    with pytest.warns(pc.CheckpointWarning, match="passed over.*writing takes longer"):
+        for state in training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, every="1ba")):
+            if state.timestamp.batch == 12:
+                release.set()
+    assert names(tmp_path)[-1].endswith("ba00000012")
+
+
+def test_a_state_that_cannot_be_saved_is_told_before_the_run(tmp_path: pathlib.Path) -> None:
+    log: list[Any] = []
+    with pytest.raises(TypeError, match=r"state.slots\['odd'\]"):
+        odd = start().replace(slots={"odd": object()})
+        fit(compose(loop_events), odd, BATCHES, checkpoints=Checkpoints(tmp_path), observers=lambda *a: log.append(a))
+    assert not log
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"every": "0ba"}, "every='0ba'"),
+        ({"every": "x"}, "x"),
+        ({"keep": 0}, "keep"),
+        ({"mode": "best"}, "mode='best'"),
+        ({"background": 1}, "background"),
+    ],
+)
+def test_bad_settings_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        Checkpoints("x", **options)
+
+
+@pytest.mark.usefixtures("patience")
+def test_a_donating_step_saves_what_it_had(tmp_path: pathlib.Path) -> None:
+    whole = fit(step(), start(), BATCHES)
+    settings = Checkpoints(tmp_path, every="1ba", keep=None)
+    fast = pc.compile(step(), backend="eager", quiet=True)
+    for state in training(fast, start(), BATCHES, checkpoints=settings):
+        if state.timestamp.batch == 7:
+            break
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.CheckpointWarning)  # compiled then, not now
+        again = fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
+    torch.testing.assert_close(again.params, whole.params)

@@ -1,0 +1,89 @@
+"""Weights for others: what they read is what was trained."""
+
+import pathlib
+import warnings
+
+import pytest
+import torch
+from helpers import assert_same, make_batch, make_cnn, make_mlp, make_state
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import purecompose as pc
+
+
+def test_weights_are_a_modules_state_dict(tmp_path: pathlib.Path) -> None:
+    state = make_state(make_cnn().to(memory_format=torch.channels_last))
+    found = load_file(pc.save_weights(state, tmp_path / "net.safetensors"))
+    module = pc.to_module(state)
+    assert {**dict(module.named_parameters()), **dict(module.named_buffers())}.keys() == found.keys()
+    fresh = make_cnn(1)
+    fresh.load_state_dict(found)
+    inputs = make_batch(shape=(2, 6, 6))[0]
+    torch.testing.assert_close(fresh.eval()(inputs), state.forward(inputs))
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+
+
+def test_weights_come_back_into_a_state(tmp_path: pathlib.Path) -> None:
+    state = make_state(make_cnn(1).to(memory_format=torch.channels_last))
+    path = pc.save_weights(state, tmp_path / "net.safetensors")
+    like = make_state(make_cnn())
+    found = pc.load_weights(path, like)
+    assert_same({**found.params, **found.buffers}, {**state.params, **state.buffers})
+    assert found.params["0.weight"].stride() == like.params["0.weight"].stride()
+    assert found.opt_state is like.opt_state
+
+
+def test_ties_are_there_once(tmp_path: pathlib.Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    assert list(load_file(pc.save_weights(make_state(net), tmp_path / "net"))) == ["0.bias", "0.weight", "1.bias"]
+
+
+def test_what_does_not_fit_is_told(tmp_path: pathlib.Path) -> None:
+    state, path = make_state(), tmp_path / "net.safetensors"
+    with pytest.raises(FileNotFoundError):
+        pc.load_weights(path, state)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(pc.DamagedError, match="cannot be read as safetensors"):
+        pc.load_weights(path, state)
+    other = {**state.params, "0.weight": torch.zeros(2), "extra": torch.zeros(1)}
+    del other["0.bias"]
+    save_file(other, path)
+    with pytest.raises(pc.MismatchError) as caught:
+        pc.load_weights(path, state)
+    assert caught.value.differences == [
+        "0.bias: float32[8] here, not in the file",
+        "extra: in the file, not here",
+        "0.weight: float32[2] in the file, float32[8, 4] here",
+    ]
+    found = pc.load_weights(path, make_state(make_mlp(1)), strict=False)
+    assert_same(found.params["3.weight"], state.params["3.weight"])
+    assert_same(found.params["0.weight"], make_state(make_mlp(1)).params["0.weight"])
+
+
+def test_a_failed_writing_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pc.save_weights(make_state(), tmp_path / "net")
+
+    def fail(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("purecompose.saving.folder._sync", fail)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="No space"):
+        pc.save_weights(make_state(make_mlp(1)), path)
+    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["net"]
+
+
+def test_onnx_computes_what_the_state_does(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("onnxscript")
+    onnx = pytest.importorskip("onnx")
+    reference = pytest.importorskip("onnx.reference")
+    state, inputs = make_state(make_cnn()), make_batch(shape=(2, 6, 6))[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's exporter warns of itself
+        path = pc.export_onnx(state, inputs, tmp_path / "net.onnx")
+    onnx.checker.check_model(str(path))
+    session = reference.ReferenceEvaluator(str(path))
+    (found,) = session.run(None, {session.input_names[0]: inputs.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), state.forward(inputs), rtol=1e-4, atol=1e-5)
