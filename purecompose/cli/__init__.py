@@ -1,4 +1,4 @@
-"""The command line: `python -m purecompose train`, `plan`, `check` and `algorithms`.
+"""The command line: `python -m purecompose train`, `evaluate`, `predict`, `plot`, `plan`, `check` and `algorithms`.
 
 A usage error prints one line to standard error and gives the exit status 2; a missing package gives 1, and so does a
 law that `check` finds broken.
@@ -15,9 +15,9 @@ from typing import NoReturn
 
 from purecompose import __version__, _specs as specs
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.setup import UsageError
+from purecompose.cli.settings import UsageError, add_settings
 from purecompose.cli.train import show_plan, train as run_training
-from purecompose.models import MODELS
+from purecompose.saving import CheckpointError
 
 
 __all__ = ["main"]
@@ -27,9 +27,17 @@ examples:
   python -m purecompose train
   python -m purecompose train --algorithms "mixup(alpha=0.4),label_smoothing" --seed 1
   python -m purecompose train --algorithms none --model mlp --optimizer "sgd(lr=0.1, momentum=0.9)"
-  python -m purecompose train --data mnist.npz
+  python -m purecompose train --out runs/first            a folder with records, checkpoints and a report
+  python -m purecompose train --out runs/first --resume   go on where it was stopped, to the same bits
+  python -m purecompose train --seeds 8 --out runs/eight  eight networks at once
+  python -m purecompose evaluate runs/first --checkpoint best
+  python -m purecompose plot runs/first runs/eight --out curves.png
   python -m purecompose plan --at 0.6dur
+  python -m purecompose algorithms mixup
   python -m purecompose check my_module:my_algorithm
+
+exit status: 0; 1 where a package is missing, a checkpoint cannot be used or a law is broken; 2 after a usage error;
+130 after Ctrl-C and 143 after SIGTERM, with the run saved where it has a folder.
 """
 
 
@@ -40,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; by default those of the process.
 
     Returns:
-        The exit status: 0, 1 where a package is missing or `check` finds a law broken, 2 after a usage error, 130
-        after an interrupt.
+        The exit status: 0, 1 where a package is missing, a checkpoint cannot be used or `check` finds a law broken, 2
+        after a usage error, 130 after an interrupt, 143 after SIGTERM.
     """
     parser = _make_parser()
     prog = parser.prog
     try:
         options = parser.parse_args(argv)
         prog = f"{prog} {options.command}"
-        status = options.run(options)
+        status = options.act(options)
         sys.stdout.flush()
     except UsageError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -58,14 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+    except CheckpointError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        print(f"{prog}: interrupted{_ending(str(error))}", file=sys.stderr)
         return 130
+    except SystemExit as error:
+        if error.code != 143:
+            raise
+        print(f"{prog}: terminated{_ending(*getattr(error, '__notes__', ()))}", file=sys.stderr)
+        return 143
     except BrokenPipeError:
         # The reader has gone (`... | head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status or 0
+
+
+def _ending(*said: str) -> str:
+    """What was done before the end, in the words of the command line."""
+    text = " ".join(said).replace("resume='auto'", "the same command with --resume")
+    return f": {text}" if text else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,56 +107,106 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"purecompose {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for name, help_text, run in (
-        ("train", "train a network and show its accuracy, speed and checksum", run_training),
-        ("plan", "show which algorithms would act at which events, in what order and why", _plan),
-        ("algorithms", "list the algorithms with their parameters", _list_algorithms),
+    for name, help_text, act, add_options in (
+        ("train", "train a network and show its accuracy, speed and checksum", _train, _add_train_options),
+        ("evaluate", "show the metrics of a run's checkpoint", _of_results("show_evaluation"), _add_evaluate_options),
+        (
+            "predict",
+            "write the classes that a run's checkpoint predicts",
+            _of_results("show_predictions"),
+            _add_predict,
+        ),
+        ("plot", "draw the curves of one run or several", _of_results("show_plot"), _add_plot_options),
+        ("plan", "show which algorithms would act at which events, in what order and why", _plan, _add_plan_options),
+        ("algorithms", "list the algorithms, or show the card of one", _list_algorithms, _add_card_options),
+        ("completion", "print what a shell needs to complete these commands", _complete, _add_shell),
     ):
-        command = commands.add_parser(name, help=help_text, description=f"{help_text}.", allow_abbrev=False)
-        command.set_defaults(run=run)
-        if name != "algorithms":
-            _add_run_options(command)
-        if name == "train":
-            command.add_argument("--plan", action="store_true", help="print the plan and exit")
-            command.add_argument("--quiet", action="store_true", help="print the final table alone")
-        if name == "plan":
-            command.add_argument(
-                "--at",
-                default="0ba",
-                metavar="TIME",
-                help="the point of the run: 0.6dur, 5ep, ... (the start)",
-            )
-            command.add_argument(
-                "--conflicts",
-                action="store_true",
-                help="show instead which pairs of --algorithms do not commute, and what decides their order; "
-                "my_module:my_algorithm may be among them",
-            )
+        command = commands.add_parser(
+            name,
+            help=help_text,
+            description=f"{help_text}.",
+            epilog=_EXAMPLES.get(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.set_defaults(act=act)
+        add_options(command)
     help_text = "try the laws that every algorithm keeps on one of your own"
     command = commands.add_parser("check", help=help_text, description=f"{help_text}.", allow_abbrev=False)
-    command.set_defaults(run=_check)
+    command.set_defaults(act=_check)
     _add_check_options(command)
     return parser
 
 
-def _add_run_options(command: argparse.ArgumentParser) -> None:
-    """What defines a run, and so the bits of its result."""
-    add = command.add_argument
-    add("--data", default="digits", help="digits, an MNIST-like .npz file, or a folder of IDX files (digits)")
-    add("--model", help=f"{', '.join(MODELS)}; with options: cnn(width=8) (cnn)")
-    add(
-        "--algorithms",
-        metavar="LIST",
-        help="names with or without arguments, separated by commas, or none (mixup,label_smoothing,selective_backprop)",
+_EXAMPLES = {
+    "train": """\
+examples:
+  python -m purecompose train --duration 5ep --out runs/a
+  python -m purecompose train --config runs/a/config.toml --set optimizer.lr=0.01 --set mixup.alpha=0.4
+  python -m purecompose train --out runs/a --resume
+""",
+    "evaluate": "example:\n  python -m purecompose evaluate runs/a --checkpoint best --json\n",
+    "predict": "example:\n  python -m purecompose predict runs/a --out predictions.csv\n",
+    "plot": "example:\n  python -m purecompose plot runs/a runs/b --out curves.png\n",
+    "completion": """\
+examples:
+  python -m purecompose completion bash > ~/.local/share/bash-completion/completions/purecompose
+  python -m purecompose completion zsh > ~/.zfunc/_purecompose
+""",
+}
+
+
+def _add_train_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", metavar="FOLDER", help="keep records, checkpoints and a report there")
+    command.add_argument("--resume", action="store_true", help="with --out: go on with the run there, if there is one")
+    command.add_argument("--plan", action="store_true", help="print the plan and exit")
+    command.add_argument("--quiet", action="store_true", help="print the final table alone")
+    add_settings(command)
+
+
+def _add_plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--at", default="0ba", metavar="TIME", help="the point of the run: 0.6dur, 5ep, ... (the start)"
     )
-    add("--optimizer", metavar="CALL", help="sgd, adam or adamw: sgd(lr=0.1, momentum=0.9) (by data size)")
-    add("--schedule", metavar="CALL", help="of the learning rate: cosine, linear or constant (by data size)")
-    add("--duration", metavar="TIME", help="the run's length: 20ep, 500ba or 10000sp (by data size)")
-    add("--batch-size", type=int, metavar="N", help="examples in a batch (by data size)")
-    add("--microbatches", type=int, default=1, metavar="N", help="slices of a batch, to save memory (1)")
-    add("--seed", type=int, default=0, metavar="N", help="of weights, data order and all draws (0)")
-    add("--device", default="cpu", help="cpu, cuda, mps, ... (cpu)")
-    add("--threads", type=int, metavar="N", help="CPU threads; other numbers give other bits (by data size)")
+    command.add_argument(
+        "--conflicts",
+        action="store_true",
+        help="show instead which pairs of --algorithms do not commute, and what decides their order; "
+        "my_module:my_algorithm may be among them",
+    )
+    add_settings(command)
+
+
+def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints'")
+    command.add_argument(
+        "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (newest)"
+    )
+    command.add_argument("--data", help="other data of the same form (those of the run)")
+
+
+def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
+    _add_checkpoint_options(command)
+    command.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def _add_predict(command: argparse.ArgumentParser) -> None:
+    _add_checkpoint_options(command)
+    command.add_argument("--out", metavar="FILE", help="a CSV file (standard output)")
+
+
+def _add_plot_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    command.add_argument("--out", default="curves.png", metavar="FILE", help="the picture, *.png or *.svg (curves.png)")
+    command.add_argument("--x", default="batch", choices=("batch", "epoch"), help="what lies along the axis (batch)")
+
+
+def _add_card_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", nargs="?", choices=sorted(FACTORIES), metavar="NAME", help="the one to show")
+
+
+def _add_shell(command: argparse.ArgumentParser) -> None:
+    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
 
 
 def _add_check_options(command: argparse.ArgumentParser) -> None:
@@ -156,6 +228,25 @@ def _add_check_options(command: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     return _with_hypothesis("check", "check:check")(options)
+
+
+def _train(options: argparse.Namespace) -> None:
+    run_training(options)
+
+
+def _of_results(name: str) -> Callable[[argparse.Namespace], None]:
+    """A command about runs that are there; its file is imported when it runs."""
+    return lambda options: getattr(importlib.import_module("purecompose.cli.results"), name)(options)
+
+
+def _complete(options: argparse.Namespace) -> None:
+    try:
+        import shtab  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("completion needs shtab; install it with `pip install 'purecompose[cli]'`") from error
+    parser = _make_parser()
+    parser.prog = "purecompose"
+    print(shtab.complete(parser, shell=options.shell))
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -182,7 +273,11 @@ def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace],
 
 
 def _list_algorithms(options: argparse.Namespace) -> None:
-    del options
+    if options.name is not None:
+        factory = FACTORIES[options.name]
+        print(textwrap.fill(specs.describe(options.name, inspect.signature(factory)), 100))
+        print(f"\n{inspect.getdoc(factory)}")
+        return
     for name, factory in sorted(FACTORIES.items()):
         call = specs.describe(name, inspect.signature(factory))
         print(textwrap.fill(call, 100, subsequent_indent=" " * (len(name) + 1)))

@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 
 from purecompose.cli.resolve import listed, notes_elsewhere, one_line, subject
-from purecompose.cli.setup import UsageError
+from purecompose.cli.settings import UsageError
 from purecompose.testing.checking import Trials, trials
 from purecompose.testing.report import Report
 from purecompose.testing.shipped import SHIPPED

@@ -3,7 +3,8 @@
 import argparse
 
 from purecompose.cli.resolve import listed, notes_elsewhere, subject
-from purecompose.cli.setup import UsageError, fixed_arithmetic, reported_as, with_defaults
+from purecompose.cli.settings import UsageError, chosen
+from purecompose.cli.setup import completed, fixed_arithmetic, reported_as
 from purecompose.testing.conflicts import conflicts
 
 
@@ -16,7 +17,7 @@ def show_conflicts(options: argparse.Namespace) -> None:
     Raises:
         UsageError: An algorithm that cannot be, or one listed twice.
     """
-    text = options.algorithms if options.algorithms is not None else with_defaults(options)[0].algorithms
+    text = options.algorithms if options.algorithms is not None else completed(chosen(options))[0]["algorithms"]
     entries = [] if text.strip().lower() == "none" else listed(text) or []
     try:
         subjects = [subject(entry) for entry in entries]

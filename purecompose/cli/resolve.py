@@ -15,7 +15,7 @@ from types import ModuleType
 from hypothesis import configuration
 
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.setup import UsageError
+from purecompose.cli.settings import UsageError
 from purecompose.testing.subject import Subject
 
 

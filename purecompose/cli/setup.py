@@ -1,25 +1,30 @@
-"""From options to a run that is ready to start; all that options can get wrong is found here."""
+"""From settings to a run that is ready to start; all that settings can get wrong is found here."""
 
-import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from purecompose import _specs as specs, data as datasets, losses, models, optim, schedule
+from purecompose import _specs as specs, data as datasets, losses, metrics, models, optim, schedule
+from purecompose._device import PRECISIONS
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
+from purecompose.cli.settings import SETTINGS, UsageError, with_arguments
+from purecompose.compilation import CompiledStep, compile
 from purecompose.compose import Step, compose
+from purecompose.evaluation import Evaluator
 from purecompose.loop import loop_events
+from purecompose.population import population, stack_states
 from purecompose.random import key
 from purecompose.state import State
+from purecompose.stopping import EarlyStopping, Stopper
 from purecompose.time import Time, TimeUnit
 
 
-__all__ = ["Setup", "UsageError", "fixed_arithmetic", "prepare", "reported_as", "with_defaults"]
+__all__ = ["Setup", "completed", "fixed_arithmetic", "prepare", "reported_as"]
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {"adam": optim.adam, "adamw": optim.adamw, "sgd": optim.sgd}
 _SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -30,19 +35,15 @@ _SCHEDULES: dict[str, Callable[..., Any]] = {
 _EVAL_BATCH_SIZE = 1000
 
 
-class UsageError(Exception):
-    """An option that cannot be; the message is one line."""
-
-
 class _Defaults(NamedTuple):
-    """What a run takes where the options are silent."""
+    """What a run takes where the settings are silent, by the data's size."""
 
     duration: str
     batch_size: int
     optimizer: str
     threads: int
     model: str = "cnn"
-    schedule: str = "cosine(warmup='0.1dur')"
+    schedule: str = 'cosine(warmup="0.1dur")'
     algorithms: str = "mixup,label_smoothing,selective_backprop"
 
 
@@ -57,60 +58,89 @@ _LARGE = 10_000
 class Setup(NamedTuple):
     """A run, ready to start."""
 
-    step: Step
+    step: Step | CompiledStep
     state: State
     train_data: datasets.Arrays
     test_data: datasets.Arrays
+    evaluator: Evaluator
+    stop: tuple[Stopper, ...]
+    microbatches: str | None
+    """"auto", or nothing."""
 
 
-def with_defaults(options: argparse.Namespace) -> tuple[argparse.Namespace, datasets.ImageData]:
-    """The options, completed by what suits the data's size, and the data.
+def completed(found: Mapping[str, Any]) -> tuple[dict[str, Any], datasets.ImageData]:
+    """All settings, completed by defaults and by what suits the data's size, and the data.
 
     Raises:
-        UsageError: There are no such data.
+        UsageError: There are no such data, or `--set` names an argument of nothing.
         ImportError: A package that the data need is missing.
     """
+    settings = {name: setting.default for name, setting in SETTINGS.items()} | dict(found)
     with reported_as("--data"):
-        data = datasets.load(options.data)
+        data = datasets.load(settings["data"])
     defaults = _FOR_LARGE_SETS if len(data.train_targets) >= _LARGE else _FOR_SMALL_SETS
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    return argparse.Namespace(**{**defaults._asdict(), **given}), data
+    silent = {name: value for name, value in defaults._asdict().items() if settings[name] is None}
+    return with_arguments({**settings, **silent}), data
 
 
-def prepare(options: argparse.Namespace, data: datasets.ImageData) -> Setup:
-    """The run that complete options define.
+def prepare(settings: Mapping[str, Any], data: datasets.ImageData) -> Setup:
+    """The run that complete settings define.
 
     Raises:
-        UsageError: An option that cannot be.
+        UsageError: A setting that cannot be.
     """
     with reported_as("--batch-size"):
-        batch_size = min(options.batch_size, len(data.train_targets))
+        batch_size = min(settings["batch_size"], len(data.train_targets))
         # A smaller last batch is left out of an epoch: it might not have an example for each microbatch.
         train_data = datasets.arrays(data.train_inputs, data.train_targets, batch_size, drop_last=True)
-    with reported_as("--microbatches"):
-        if options.microbatches > batch_size:
-            raise ValueError(f"{options.microbatches} slices of a batch of {batch_size} examples")
-        compose(loop_events, microbatches=options.microbatches)
     with reported_as("--duration"):
-        duration = _duration(options.duration)
-    with reported_as("--seed"):
-        run_key = key(options.seed)
-    step, net, optimizer = _step(options), _network(options, data), _optimizer(options)
-    state = State.create(
-        net,
-        loss=losses.cross_entropy,
-        optimizer=optimizer,
-        key=run_key,
-        duration=duration,
-        batches_per_epoch=len(train_data),
-    )
-    with reported_as("--schedule"):
-        for curve in state.context.schedules:
-            curve(state.timestamp)  # a warm-up longer than the run shows here, not at the first batch
-    test_data = datasets.arrays(data.test_inputs, data.test_targets, _EVAL_BATCH_SIZE, shuffle=False)
+        duration = _duration(settings["duration"])
     with reported_as("--device"):
-        device = _device(options.device)
-    return Setup(step, step.init(state.to(device)), train_data.to(device), test_data.to(device))
+        device = _device(settings["device"])
+    step = _step(settings, batch_size)
+    states = [step.init(state.to(device)) for state in _states(settings, data, duration, len(train_data))]
+    test_data = datasets.arrays(data.test_inputs, data.test_targets, _EVAL_BATCH_SIZE, shuffle=False).to(device)
+    with reported_as("--eval-every"):
+        test_metrics = {"accuracy": metrics.accuracy, "loss": states[0].context.loss}
+        evaluator = Evaluator(test_data, test_metrics, interval=settings["eval_every"])
+    with reported_as("--patience"):
+        stop = () if settings["patience"] is None else (EarlyStopping("eval/loss", settings["patience"]),)
+        if stop and len(states) > 1:
+            raise ValueError("the networks of a population would stop at different times; leave out --seeds")
+    many = population(step, len(states)) if len(states) > 1 else step
+    state = stack_states(states) if len(states) > 1 else states[0]
+    run = compile(many) if settings["compile"] else many
+    auto = "auto" if settings["microbatches"] == "auto" else None
+    return Setup(run, state, train_data.to(device), test_data, evaluator, stop, auto)
+
+
+def _states(settings: Mapping[str, Any], data: datasets.ImageData, duration: Time, length: int) -> list[State]:
+    """The states at the start, one for each seed."""
+    with reported_as("--seeds"):
+        if settings["seeds"] < 1:
+            raise ValueError(f"{settings['seeds']}: expected at least 1")
+    optimizer = _optimizer(settings)
+    with reported_as("--precision"):
+        if settings["precision"] not in PRECISIONS:
+            raise ValueError(f"{settings['precision']}: expected one of {', '.join(PRECISIONS)}")
+    states = []
+    for seed in range(settings["seed"], settings["seed"] + settings["seeds"]):
+        with reported_as("--seed"):
+            run_key = key(seed)
+        state = State.create(
+            _network(settings, data, seed),
+            loss=losses.cross_entropy,
+            optimizer=optimizer,
+            key=run_key,
+            duration=duration,
+            batches_per_epoch=length,
+            precision=settings["precision"],
+        )
+        states.append(state)
+    with reported_as("--schedule"):
+        for curve in states[0].context.schedules:
+            curve(states[0].timestamp)  # a warm-up longer than the run shows here, not at the first batch
+    return states
 
 
 @contextmanager
@@ -149,28 +179,34 @@ def fixed_arithmetic(num_threads: int) -> Iterator[None]:
         torch.use_deterministic_algorithms(were_deterministic, warn_only=only_warned)
 
 
-def _step(options: argparse.Namespace) -> Step:
+def _step(settings: Mapping[str, Any], batch_size: int) -> Step:
     with reported_as("--algorithms"):
-        calls = specs.parse(options.algorithms)
+        calls = specs.parse(settings["algorithms"])
         algorithms: list[Algorithm] = [specs.build(call, FACTORIES, "algorithm") for call in calls]
-        return compose(loop_events, algorithms, microbatches=options.microbatches)
+        compose(loop_events, algorithms)
+    with reported_as("--microbatches"):
+        text = settings["microbatches"]
+        if text != "auto" and not text.isdecimal():
+            raise ValueError(f"{text}: expected a number of slices, or auto")
+        slices = 1 if text == "auto" else int(text)
+        if slices > batch_size:
+            raise ValueError(f"{slices} slices of a batch of {batch_size} examples")
+        return compose(loop_events, algorithms, microbatches=slices)
 
 
-def _network(options: argparse.Namespace, data: datasets.ImageData) -> torch.nn.Module:
+def _network(settings: Mapping[str, Any], data: datasets.ImageData, seed: int) -> torch.nn.Module:
     with reported_as("--model"):
-        call = specs.parse_one(options.model)
+        call = specs.parse_one(settings["model"])
         if call.args:
             raise ValueError(f"{call}: expected options by name, such as cnn(width=8)")
-        return models.build(
-            call.name, in_shape=data.in_shape, num_classes=data.num_classes, seed=options.seed, **call.kwargs
-        )
+        return models.build(call.name, in_shape=data.in_shape, num_classes=data.num_classes, seed=seed, **call.kwargs)
 
 
-def _optimizer(options: argparse.Namespace) -> Any:
+def _optimizer(settings: Mapping[str, Any]) -> Any:
     with reported_as("--schedule"):
-        curve = specs.build(specs.parse_one(options.schedule), _SCHEDULES, "schedule")
+        curve = specs.build(specs.parse_one(settings["schedule"]), _SCHEDULES, "schedule")
     with reported_as("--optimizer"):
-        plain = specs.build(specs.parse_one(options.optimizer), _OPTIMIZERS, "optimizer")
+        plain = specs.build(specs.parse_one(settings["optimizer"]), _OPTIMIZERS, "optimizer")
         return dataclasses.replace(plain, lr=plain.lr * curve)
 
 

@@ -2,17 +2,20 @@
 
 import argparse
 import hashlib
+import statistics
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from purecompose import metrics
-from purecompose.cli.setup import Setup, fixed_arithmetic, prepare, reported_as, with_defaults
-from purecompose.evaluation import Evaluator
+from purecompose.cli.settings import UsageError, chosen, command_of, read_config
+from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare, reported_as
 from purecompose.fit import fit
 from purecompose.observers import History, Progress, Stopwatch
+from purecompose.runs import RunFolder
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
 
@@ -27,20 +30,42 @@ def train(options: argparse.Namespace) -> None:
         UsageError: An option that cannot be.
         ImportError: A package that the data or the display needs is missing.
     """
-    options, data = with_defaults(options)
-    with fixed_arithmetic(options.threads):
-        setup = prepare(options, data)
+    out = None if options.out is None else Path(options.out)
+    settings, data = completed(chosen(options, _earlier(out, is_asked=options.resume)))
+    with fixed_arithmetic(settings["threads"]):
+        setup = prepare(settings, data)
         if options.plan:
             print(setup.step.plan(setup.state, next(iter(setup.train_data))))
             return
-        if not options.quiet:
-            print(_describe(setup), flush=True)
         history, stopwatch = History(), Stopwatch()
-        test = Evaluator(setup.test_data, {"accuracy": metrics.accuracy, "loss": setup.state.context.loss})
-        with nullcontext() if options.quiet else Progress() as progress:
-            observers = [history, stopwatch, *([progress] if progress is not None else [])]
-            state = fit(setup.step, setup.state, setup.train_data, evaluate=test, observers=observers)
-        _print_results(state, history, stopwatch, options.threads)
+        with ExitStack() as stack:
+            observers: list[Any] = [history, stopwatch]
+            kept: dict[str, Any] = {}
+            if out is not None:
+                folder = stack.enter_context(_folder(out, settings, is_resumed=options.resume))
+                observers.append(folder.observer)
+                with reported_as("--checkpoint-every"):
+                    best = "eval/accuracy" if settings["seeds"] == 1 else None
+                    every, keep = settings["checkpoint_every"], settings["keep"]
+                    kept["checkpoints"] = folder.checkpoints(every=every, keep=keep, best=best)
+                kept["resume"] = folder.resume
+                folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
+            if not options.quiet:
+                print(_describe(setup, settings), flush=True)
+                observers.append(stack.enter_context(Progress()))
+            state = fit(
+                setup.step,
+                setup.state,
+                setup.train_data,
+                evaluate=setup.evaluator,
+                observers=observers,
+                stop=setup.stop,
+                microbatches=setup.microbatches,
+                **kept,
+            )
+            if out is not None:
+                folder.finish({"checksum": checksum(state.params)})
+        _print_results(state, history, stopwatch, settings["threads"], out)
 
 
 def show_plan(options: argparse.Namespace) -> None:
@@ -50,9 +75,9 @@ def show_plan(options: argparse.Namespace) -> None:
         UsageError: An option that cannot be.
         ImportError: A package that the data need is missing.
     """
-    options, data = with_defaults(options)
-    with fixed_arithmetic(options.threads):
-        setup = prepare(options, data)
+    settings, data = completed(chosen(options))
+    with fixed_arithmetic(settings["threads"]):
+        setup = prepare(settings, data)
         with reported_as("--at"):
             state = _moved(setup.state, options.at, setup.train_data.batch_size)
         print(setup.step.plan(state, next(iter(setup.train_data))))
@@ -73,6 +98,24 @@ def checksum(params: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _earlier(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
+    """The settings of the run that goes on, if there is one."""
+    if not is_asked:
+        return {}
+    if out is None:
+        raise UsageError("--resume: say which run, --out FOLDER")
+    config = out / "config.toml"
+    return read_config(config) if config.exists() else {}
+
+
+def _folder(out: Path, settings: Mapping[str, Any], *, is_resumed: bool) -> RunFolder:
+    with reported_as("--out"):
+        try:
+            return RunFolder(out, settings, command=command_of(settings, out), resume=is_resumed)
+        except FileExistsError as error:
+            raise ValueError(str(error).replace("resume=True", "--resume").removeprefix("RunFolder: ")) from error
+
+
 def _moved(state: State, at: str, batch_size: int) -> State:
     """The state as if it stood at a point of its run; the counters alone move."""
     run = state.timestamp.run
@@ -83,18 +126,20 @@ def _moved(state: State, at: str, batch_size: int) -> State:
     return state.replace(timestamp=state.timestamp.advance_by(int(batches), batch_size))
 
 
-def _describe(setup: Setup) -> str:
+def _describe(setup: Setup, settings: Mapping[str, Any]) -> str:
     state, train_data = setup.state, setup.train_data
-    size = sum(tensor.numel() for tensor in state.params.values())
+    members = settings["seeds"]
+    size = sum(tensor.numel() for tensor in state.params.values()) // members
+    networks = f"{members} networks of {size:,} weights" if members > 1 else f"{size:,} weights"
     lines = [
         f"{train_data.num_examples:,} images in batches of {train_data.batch_size}, "
-        f"{size:,} weights on {state.device}, {state.timestamp.run.duration}",
+        f"{networks} on {state.device}, {state.timestamp.run.duration}",
         *(f"  {algorithm!r}" for algorithm in setup.step.algorithms),
     ]
     return "\n".join(lines)
 
 
-def _print_results(state: State, history: History, stopwatch: Stopwatch, num_threads: int) -> None:
+def _print_results(state: State, history: History, stopwatch: Stopwatch, num_threads: int, out: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -102,8 +147,18 @@ def _print_results(state: State, history: History, stopwatch: Stopwatch, num_thr
     evaluating = stopwatch.seconds - stopwatch.training_seconds
     on = f"{num_threads} thread{'s' * (num_threads > 1)}" if state.device.type == "cpu" else str(state.device)
     table = Table(show_header=False)
-    table.add_row("test accuracy", f"{accuracies[-1]:.2%}")
+    table.add_row("test accuracy", _percent(accuracies[-1]))
     table.add_row("time", f"{stopwatch.seconds:.1f} s, {evaluating:.1f} s of it for evaluation")
     table.add_row("steps", f"{stopwatch.batches:,}, {stopwatch.batches_per_second:.1f} a second")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
+    if out is not None:
+        table.add_row("report", str(out / "report.html"))
     Console(highlight=False).print(table)
+
+
+def _percent(accuracy: Any) -> str:
+    """One network's accuracy, or what a population's have in common."""
+    if not isinstance(accuracy, list):
+        return f"{accuracy:.2%}"
+    mean, spread = statistics.fmean(accuracy), statistics.stdev(accuracy)
+    return f"{mean:.2%} on average, spread {spread:.2%} ({min(accuracy):.2%} to {max(accuracy):.2%})"

@@ -18,7 +18,7 @@ from purecompose.saving.leaves import Spec, filled, leaves_of, mismatches, spec_
 from purecompose.state import State
 
 
-__all__ = ["Snapshot", "check_fits", "load", "restored", "save", "snapshot"]
+__all__ = ["Snapshot", "assembled", "check_fits", "load", "restored", "save", "snapshot"]
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,25 @@ def restored(path: Path, index: Index, like: State) -> State:
     Raises:
         DamagedError: The tensors are not whole.
     """
+    try:
+        return assembled(index, folder.read_tensors(path, index), like)
+    except DamagedError as error:
+        raise error if str(path) in str(error) else DamagedError(f"{path} cannot be used: {error}") from error
+
+
+def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State:
+    """The state that an index and its tensors describe, in a template that they fit.
+
+    Raises:
+        DamagedError: The tensors are not those of the index.
+    """
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
-    tensors = folder.read_tensors(path, index)
     if tensors.keys() != specs.keys():
-        raise DamagedError(f"{path}: the tensors in the file are not those of the index")
-    static = Static(like.context, time_from_plain(index.time))
+        raise DamagedError("the tensors in the file are not those of the index")
+    # What a method froze on the way is a part of what the run has become.
+    frozen, context = frozenset(index.description["frozen"]) & like.params.keys(), like.context
+    context = context if frozen == context.frozen else context.replace(frozen=frozen)
+    static = Static(context, time_from_plain(index.time))
     return filled(like, static, tensors, specs, index.values)
 
 

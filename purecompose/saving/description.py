@@ -18,7 +18,7 @@ __all__ = ["describe", "differences", "environment", "missing_required"]
 
 _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_SETTINGS = ("optimizer", "loss", "precision", "input_key", "target_key", "frozen", "program", "microbatches")
+_SETTINGS = ("optimizer", "loss", "precision", "input_key", "target_key", "program", "microbatches")
 
 
 def describe(state: State, step: Any = None) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _check_parts(fields: Mapping[str, Any]) -> None:
             raise DamagedError(f"its index has no {name}")
     time_from_plain(fields["time"])
     description = fields["description"]
-    texts = [description.get("model"), description.get("initialised"), description.get("required", [])]
+    texts = [*[description.get(name) for name in ("model", "initialised", "frozen")], description.get("required", [])]
     if not all(isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in texts):
         raise DamagedError("its index does not describe a model")
     names = [description.get("algorithms", {}), fields["tensors"]]

@@ -35,11 +35,11 @@ def leaves_of(state: State) -> Leaves:
     """
     if isinstance(state.static.timestamp, SealedTime):
         raise CheckpointError("the state stands inside a step: save what the step returns")
-    # By their names: no template knows which metrics a run has.
-    tensors = {f"{_METRICS}{name}": v.detach() for name, v in state.metrics.items() if isinstance(v, Tensor)}
-    values: dict[str, Any] = {}
-    for path, leaf in tree.leaves_with_paths(_lasting(state)).items():
-        name = path.removeprefix(".")
+    found = {path.removeprefix("."): leaf for path, leaf in tree.leaves_with_paths(_lasting(state)).items()}
+    # Metrics by their names: no template knows which ones a run has.
+    found |= {f"{_METRICS}{name}": value for name, value in state.metrics.items()}
+    tensors, values = {}, {}
+    for name, leaf in found.items():
         if isinstance(leaf, Tensor):
             tensors[name] = leaf.detach()
         elif isinstance(leaf, _VALUES):
@@ -112,14 +112,14 @@ def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, An
         spec, ours = tensors.get(name), spec_of(tensor)
         if name not in found:
             lines.append(f"state.{name}: {ours} here, not in the checkpoint")
-        elif spec is None or (spec.dtype, spec.shape) != (ours.dtype, ours.shape):
+        elif spec is None or not _fits(name, spec, ours):
             saved = "a plain value" if spec is None else spec
             lines.append(f"state.{name}: {saved} in the checkpoint, {ours} here")
     for name in wanted.values:
         if name not in values:
             lines.append(f"state.{name}: a plain value here, {'a tensor' if name in tensors else 'nothing'} there")
     known = {*wanted.tensors, *wanted.values}
-    unknown = (name for name in (*tensors, *values) if name not in known and not name.startswith(_METRICS))
+    unknown = (name for name in (*tensors, *values) if name not in known and not _is_metric(name))
     return lines + [f"state.{name}: in the checkpoint, not here" for name in unknown]
 
 
@@ -127,11 +127,9 @@ def filled(
     like: State, static: Static, tensors: Mapping[str, Tensor], specs: Mapping[str, Spec], values: Mapping[str, Any]
 ) -> State:
     """A state of the template's structure and devices with the saved leaves; those that do not fit stay its own."""
-    metrics = {
-        name.removeprefix(_METRICS): _restored(tensors[name], specs[name], like.device)
-        for name in tensors
-        if name.startswith(_METRICS)
-    }
+    found = {name: _restored(tensors[name], specs[name], like.device) for name in tensors if _is_metric(name)}
+    found |= {name: value for name, value in values.items() if _is_metric(name)}
+    metrics = {name.removeprefix(_METRICS): value for name, value in found.items()}
     template = _lasting(like)
     leaves, treespec = tree.flatten(template)
     new = []
@@ -139,7 +137,7 @@ def filled(
         name = path.removeprefix(".")
         if isinstance(leaf, Tensor):
             spec, ours = specs.get(name), spec_of(leaf)
-            fits = spec is not None and (spec.dtype, spec.shape) == (ours.dtype, ours.shape)
+            fits = spec is not None and _fits(name, spec, ours)
             new.append(_restored(tensors[name], spec, leaf.device) if fits and spec is not None else leaf)
         else:
             new.append(values.get(name, leaf))
@@ -148,6 +146,15 @@ def filled(
 
 _PASSING = ("batch", "outputs", "grads", "clock", "first_example", "regrad")
 _METRICS = "metrics/"
+
+
+def _is_metric(name: str) -> bool:
+    return name.startswith(_METRICS)
+
+
+def _fits(name: str, saved: Spec, ours: Spec) -> bool:
+    # A new state's loss has the dtype of the weights, which is not always that of the network's own.
+    return saved.shape == ours.shape and (saved.dtype == ours.dtype or name == "loss")
 
 
 def _lasting(state: State) -> State:

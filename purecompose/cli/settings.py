@@ -1,0 +1,194 @@
+"""What defines a run: its settings, from the command line, a file and the defaults."""
+
+import argparse
+import dataclasses
+import difflib
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from purecompose import _specs as specs
+from purecompose.models import MODELS
+
+
+__all__ = ["SETTINGS", "Setting", "UsageError", "add_settings", "chosen", "command_of", "read_config"]
+
+
+class UsageError(Exception):
+    """An option that cannot be; the message is one line."""
+
+
+class Setting(NamedTuple):
+    """One thing that defines a run, and so the bits of its result."""
+
+    name: str
+    kind: type
+    """int, str or bool."""
+    metavar: str | None
+    help: str
+    default: Any = None
+    """`None` where it follows from the data."""
+
+    @property
+    def option(self) -> str:
+        """As the command line has it."""
+        return f"--{self.name.replace('_', '-')}"
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("data", str, None, "digits, an MNIST-like .npz file, or a folder of IDX files (digits)", "digits"),
+        Setting("model", str, None, f"{', '.join(MODELS)}; with options: cnn(width=8) (cnn)"),
+        Setting(
+            "algorithms",
+            str,
+            "LIST",
+            "names with or without arguments, separated by commas, or none (mixup,label_smoothing,selective_backprop)",
+        ),
+        Setting("optimizer", str, "CALL", "sgd, adam or adamw: sgd(lr=0.1, momentum=0.9) (by data size)"),
+        Setting("schedule", str, "CALL", "of the learning rate: cosine, linear or constant (by data size)"),
+        Setting("duration", str, "TIME", "the run's length: 20ep, 500ba or 10000sp (by data size)"),
+        Setting("batch_size", int, "N", "examples in a batch (by data size)"),
+        Setting("microbatches", str, "N", "slices of a batch, to save memory; auto finds how many it takes (1)", "1"),
+        Setting("seed", int, "N", "of weights, data order and all draws (0)", 0),
+        Setting("seeds", int, "N", "train so many networks at once, a population of this seed and the next (1)", 1),
+        Setting("precision", str, None, "fp32, tf32, bf16 or fp16 (fp32)", "fp32"),
+        Setting("compile", bool, None, "compile the step: worth it on a GPU, and for long runs", False),
+        Setting("device", str, None, "cpu, cuda, mps, ... (cpu)", "cpu"),
+        Setting("threads", int, "N", "CPU threads; other numbers give other bits (by data size)"),
+        Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (1ep)", "1ep"),
+        Setting("patience", str, "TIME", "stop when the test loss has not become better for so long: 3ep (never)"),
+        Setting("checkpoint_every", str, "TIME", "with --out: how often to write one: 1ep, 500ba, 10m (1ep)", "1ep"),
+        Setting("keep", int, "N", "with --out: how many of the newest checkpoints stay; the best does, too (3)", 3),
+    )
+}
+
+
+def add_settings(command: argparse.ArgumentParser) -> None:
+    """Options for all settings, and for where else they may come from."""
+    group = command.add_argument_group("settings of the run")
+    for setting in SETTINGS.values():
+        if setting.kind is bool:
+            group.add_argument(setting.option, action="store_const", const=True, help=setting.help)
+        else:
+            group.add_argument(setting.option, type=setting.kind, metavar=setting.metavar, help=setting.help)
+    group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options on the command line win")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one setting, or one argument in it: duration=5ep, optimizer.lr=0.01, mixup.alpha=0.4; wins over all else",
+    )
+
+
+def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings that were chosen somewhere: by `--set`, by an option, by a file. Defaults are left out.
+
+    Args:
+        options: The command line's.
+        config: The settings of a run that goes on, below all others.
+
+    Raises:
+        UsageError: A file that cannot be read, a setting that does not exist, or a value of the wrong kind.
+    """
+    found = dict(config or {})
+    if options.config is not None:
+        found |= read_config(Path(options.config))
+    found |= {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    within: dict[str, dict[str, Any]] = {}
+    for text in options.set:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set: {text}: expected KEY=VALUE, such as duration=5ep")
+        name, dot, argument = key.strip().replace("-", "_").partition(".")
+        if dot:
+            within.setdefault(name, {})[argument] = _value(value)
+        else:
+            found[name] = _checked(name, _value(value), "--set")
+    return found | ({"within": within} if within else {})
+
+
+def with_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Complete settings, with what `--set NAME.ARGUMENT=VALUE` says put into the calls.
+
+    Raises:
+        UsageError: No call has that name.
+    """
+    settings = dict(settings)
+    for name, arguments in settings.pop("within", {}).items():
+        try:
+            if name in ("optimizer", "schedule", "model"):
+                settings[name] = str(_changed(specs.parse_one(settings[name]), arguments))
+                continue
+            calls = specs.parse(settings["algorithms"])
+        except specs.SpecError as error:
+            raise UsageError(f"--set: {name}: {error}") from error
+        if name not in [call.name for call in calls]:
+            known = ", ".join(["optimizer", "schedule", "model", *[call.name for call in calls]])
+            raise UsageError(f"--set: {name}.{next(iter(arguments))}: no {name} in this run; there are {known}")
+        changed = [_changed(call, arguments) if call.name == name else call for call in calls]
+        settings["algorithms"] = ", ".join(map(str, changed))
+    return settings
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file: at its top, or in a table [train].
+
+    Raises:
+        UsageError: It cannot be read, or says what no setting is.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config: {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config: {path} is no TOML: {error}") from error
+    content = content.get("train", content)
+    if not isinstance(content, dict):
+        raise UsageError(f"--config: {path}: expected settings such as duration = '5ep'")
+    pairs = ((name.replace("-", "_"), value) for name, value in content.items())
+    return {name: _checked(name, value, f"--config: {path}") for name, value in pairs}
+
+
+def command_of(settings: Mapping[str, Any], out: Path | None) -> str:
+    """The command that repeats a run."""
+    words = ["python", "-m", "purecompose", "train"]
+    for name, value in settings.items():
+        if name in SETTINGS and value is not None and value != SETTINGS[name].default:
+            words += [SETTINGS[name].option] if value is True else [SETTINGS[name].option, str(value)]
+    return shlex.join(words + ([] if out is None else ["--out", str(out)]))
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """A setting's value in its kind."""
+    if name not in SETTINGS:
+        close = difflib.get_close_matches(name, SETTINGS, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(SETTINGS)}"
+        raise UsageError(f"{where}: there is no setting {name!r}; {hint}")
+    kind = SETTINGS[name].kind
+    if kind is str and name == "algorithms" and isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if kind is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not kind:
+        raise UsageError(f"{where}: {name}: expected {_KINDS[kind]}, got {value!r}")
+    return value
+
+
+_KINDS = {int: "a whole number", str: "a text", bool: "true or false"}
+
+
+def _value(text: str) -> Any:
+    """As TOML has it, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def _changed(call: specs.Call, arguments: Mapping[str, Any]) -> specs.Call:
+    return dataclasses.replace(call, kwargs={**call.kwargs, **arguments})

@@ -1,0 +1,190 @@
+"""Runs with a folder, from the shell: stopped, continued, evaluated, drawn."""
+
+import csv
+import json
+import pathlib
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from purecompose import Event
+from purecompose.cli import main
+from purecompose.runs import RunFolder
+
+
+SMALL = ("--model", "mlp(hidden=16)", "--duration", "2ep", "--quiet")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A command in an empty folder: its status, output and error output."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        status = main(list(arguments))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return command
+
+
+def checksum(out: str) -> str:
+    found = re.search(r"checksum\W+([0-9a-f]{16})", out)
+    assert found is not None, out
+    return found[1]
+
+
+def test_a_run_has_a_folder_that_tells_all(run: Run) -> None:
+    status, out, err = run("train", *SMALL, "--out", "a")
+    assert (status, err) == (0, "")
+    folder = pathlib.Path("a")
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.toml", "versions.json", "plan.txt", "records.jsonl", "checkpoints", "report.html"}
+    assert json.loads((folder / "result.json").read_text())["checksum"] == checksum(out)
+    again = run("train", "--config", "a/config.toml", "--quiet")
+    assert checksum(again[1]) == checksum(out)
+
+
+@pytest.mark.parametrize(
+    "number, status, word", [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    run: Run, number: signal.Signals, status: int, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = checksum(run("train", *SMALL)[1])
+    observer = RunFolder.observer.fget
+    assert observer is not None
+
+    def stopping(self: RunFolder) -> Any:
+        inner = observer(self)
+
+        def observe(event: Event, state: Any) -> None:
+            inner(event, state)
+            if event is Event.BATCH_END and state.timestamp.batch == 30:
+                signal.raise_signal(number)
+
+        return observe
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "observer", property(stopping))
+        found, _, err = run("train", *SMALL, "--out", "a")
+    assert found == status
+    assert f"{word}: the run is saved in" in err and "the same command with --resume goes on from there" in err
+    status, out, err = run("train", "--out", "a", "--resume", "--quiet")
+    assert (status, checksum(out)) == (0, whole), err
+
+
+def test_resume_starts_where_there_is_nothing_and_refuses_what_is_there_without(run: Run) -> None:
+    status, out, _ = run("train", *SMALL, "--out", "a", "--resume")
+    assert status == 0
+    status, _, err = run("train", *SMALL, "--out", "a")
+    assert status == 2 and "a holds a run already; go on with it by --resume" in err
+    assert checksum(run("train", "--out", "a", "--resume", "--quiet")[1]) == checksum(out)
+    status, _, err = run("train", "--resume")
+    assert status == 2 and "say which run, --out FOLDER" in err
+
+
+def test_a_checkpoint_of_another_network_is_told(run: Run) -> None:
+    run("train", *SMALL, "--out", "a")
+    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--set", "model.hidden=8")
+    assert status == 1 and "does not fit this state" in err and "out_features=16" in err
+
+
+def test_checkpoints_are_evaluated(run: Run) -> None:
+    out = run("train", *SMALL, "--out", "a")[1]
+    accuracy = re.search(r"test accuracy\W+([\d.]+)%", out)
+    assert accuracy is not None
+    told = json.loads(run("evaluate", "a", "--json")[1])
+    assert round(100 * told["accuracy"], 2) == float(accuracy[1]) and told["batch"] == 44
+    first = json.loads(run("evaluate", "a", "--checkpoint", "ep0001-ba00000022", "--json")[1])
+    named = json.loads(run("evaluate", "a/checkpoints/ep0001-ba00000022", "--json")[1])
+    assert first == named and first["batch"] == 22
+    best = json.loads(run("evaluate", "a", "--checkpoint", "best", "--json")[1])
+    assert best["accuracy"] == max(first["accuracy"], told["accuracy"])
+    table = run("evaluate", "a")[1]
+    assert re.search(r"^accuracy +0\.\d+$", table, re.M)
+    for arguments, said in [
+        (("evaluate", "nowhere"), "no run's folder"),
+        (("evaluate", "a", "--checkpoint", "x"), "has no x; there are ep0001-ba00000022, ep0002-ba00000044"),
+        (("evaluate", "a", "--data", "nowhere"), "--data"),
+    ]:
+        status, _, err = run(*arguments)
+        assert status == 2 and said in err
+
+
+def test_a_damaged_checkpoint_is_an_error_of_its_own(run: Run) -> None:
+    run("train", *SMALL, "--out", "a")
+    pathlib.Path("a/checkpoints/ep0002-ba00000044/state.safetensors").write_bytes(b"no")
+    status, _, err = run("evaluate", "a")
+    assert status == 1 and "not whole" in err
+
+
+def test_predictions_are_written(run: Run) -> None:
+    run("train", *SMALL, "--out", "a")
+    told = json.loads(run("evaluate", "a", "--json")[1])
+    status, out, _ = run("predict", "a", "--out", "p.csv")
+    assert status == 0 and "360 predictions" in out
+    rows = list(csv.DictReader(pathlib.Path("p.csv").read_text().splitlines()))
+    assert len(rows) == 360
+    assert sum(row["class"] == row["target"] for row in rows) / 360 == pytest.approx(told["accuracy"])
+    assert run("predict", "a")[1].splitlines()[1].startswith("0,")
+    status, _, err = run("predict", "a", "--out", "nowhere/p.csv")
+    assert status == 2 and "cannot be written" in err
+
+
+def test_populations_train_from_the_shell(run: Run) -> None:
+    status, out, _ = run("train", *SMALL, "--seeds", "3", "--out", "many")
+    assert status == 0
+    found = re.search(r"([\d.]+)% on average, spread [\d.]+% \(([\d.]+)% to ([\d.]+)%\)", out)
+    assert found is not None and float(found[2]) <= float(found[1]) <= float(found[3])
+    alone = run("train", *SMALL, "--seed", "1")[1]
+    accuracy = re.search(r"test accuracy\W+([\d.]+)%", alone)
+    told = json.loads(run("evaluate", "many", "--json")[1])
+    assert accuracy is not None and len(told["accuracy"]) == 3
+    # Members draw what single runs draw; their batches come in the first one's order.
+    assert all(0.3 < share <= 1 for share in told["accuracy"])
+    status, _, err = run("predict", "many")
+    assert status == 2 and "population" in err
+    status, _, err = run("train", *SMALL, "--seeds", "2", "--patience", "1ep")
+    assert status == 2 and "different times" in err
+
+
+def test_runs_are_drawn_into_one_picture(run: Run) -> None:
+    for name, seed in (("a", "0"), ("b", "1")):
+        run("train", *SMALL, "--seed", seed, "--out", name)
+    status, out, _ = run("plot", "a", "b", "--out", "both.png", "--x", "epoch")
+    assert status == 0 and "the curves of 2 runs in both.png" in out
+    assert pathlib.Path("both.png").read_bytes().startswith(b"\x89PNG")
+    status, _, err = run("plot", "nowhere")
+    assert status == 2 and "nowhere" in err
+
+
+def test_a_run_stops_early(run: Run) -> None:
+    arguments = ("--model", "mlp", "--algorithms", "none", "--optimizer", "sgd(lr=0.0)", "--patience", "2ep")
+    _, out, _ = run("train", *arguments, "--schedule", "constant", "--duration", "30ep", "--quiet")
+    assert re.search(r"steps\W+66,", out)  # the loss of the first epoch is never bettered
+
+
+def test_compiled_and_in_half_precision(run: Run) -> None:
+    plain = run("train", *SMALL, "--algorithms", "none")
+    half = run("train", *SMALL, "--algorithms", "none", "--precision", "bf16")
+    assert plain[0] == half[0] == 0 and checksum(plain[1]) != checksum(half[1])
+    status, _, err = run("train", *SMALL, "--precision", "fp8")
+    assert status == 2 and "--precision: fp8: expected one of fp32" in err
+    status, _, err = run("train", *SMALL, "--microbatches", "few")
+    assert status == 2 and "expected a number of slices, or auto" in err
+
+
+def test_cards_and_completion(run: Run) -> None:
+    status, out, _ = run("algorithms", "mixup")
+    assert status == 0 and out.startswith("mixup(alpha=0.2") and "Beta distribution" in out
+    status, _, err = run("algorithms", "mixpu")
+    assert status == 2 and "mixup" in err
+    for shell in ("bash", "zsh"):
+        status, out, _ = run("completion", shell)
+        assert status == 0 and "--checkpoint-every" in out and "purecompose" in out

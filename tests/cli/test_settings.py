@@ -1,0 +1,92 @@
+"""Settings come from the command line, a file and the defaults, in that order, and say what is wrong with them."""
+
+import argparse
+import pathlib
+import shlex
+from typing import Any
+
+import pytest
+
+from purecompose.cli.settings import UsageError, add_settings, chosen, command_of, with_arguments
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_command_line_wins_over_the_file_and_set_over_both(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('duration = "1ep"\nbatch-size = 7\nseed = 1\n')
+    found = chosen(options("--config", str(file), "--duration", "2ep", "--set", "seed=3"), {"threads": 2, "seed": 9})
+    assert found == {"duration": "2ep", "batch_size": 7, "seed": 3, "threads": 2}
+
+
+def test_a_file_may_have_a_table_and_a_list_of_algorithms(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\nalgorithms = ["mixup(0.2)", "label_smoothing"]\nmicrobatches = 4\ncompile = true\n')
+    found = chosen(options("--config", str(file)))
+    assert found == {"algorithms": "mixup(0.2), label_smoothing", "microbatches": "4", "compile": True}
+
+
+def test_set_reaches_into_calls() -> None:
+    settings: dict[str, Any] = {
+        "algorithms": "mixup(0.2),label_smoothing",
+        "optimizer": "sgd(lr=0.1)",
+        "model": "cnn",
+        "schedule": "cosine",
+    }
+    given = options("--set", "optimizer.lr=0.01", "--set", "label_smoothing.smoothing=0.2", "--set", "model.width=4")
+    found = with_arguments({**settings, **chosen(given)})
+    assert found["optimizer"] == "sgd(lr=0.01)" and found["model"] == "cnn(width=4)"
+    assert found["algorithms"] == "mixup(0.2), label_smoothing(smoothing=0.2)"
+    assert "within" not in found
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("duration = ", "is no TOML"),
+        ('duraton = "1ep"', "did you mean 'duration'"),
+        ('batch_size = "many"', "batch_size: expected a whole number, got 'many'"),
+        ("seed = true", "seed: expected a whole number"),
+        ("compile = 1", "compile: expected true or false"),
+        ("data = 1.5", "data: expected a text"),
+        ("train = 3", "expected settings"),
+    ],
+)
+def test_files_that_cannot_be_used(content: str, said: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=said):
+        chosen(options("--config", str(file)))
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--set", "duration"], "expected KEY=VALUE"),
+        (["--set", "=3"], "expected KEY=VALUE"),
+        (["--set", "foo=3"], "there is no setting 'foo'"),
+        (["--config", "nowhere.toml"], "No such file"),
+    ],
+)
+def test_options_that_cannot_be_used(arguments: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        chosen(options(*arguments))
+
+
+def test_an_argument_of_nothing_is_named() -> None:
+    settings = {"algorithms": "mixup", "optimizer": "sgd", "model": "cnn", "schedule": "cosine"}
+    with pytest.raises(UsageError, match="no cutmix in this run; there are optimizer, schedule, model, mixup"):
+        with_arguments({**settings, "within": {"cutmix": {"alpha": 1}}})
+
+
+def test_the_command_says_what_is_no_default() -> None:
+    settings = {"data": "digits", "seed": 3, "compile": True, "algorithms": "mixup(alpha=0.2)", "patience": None}
+    words = shlex.split(command_of(settings, pathlib.Path("runs/my run")))
+    assert words[:4] == ["python", "-m", "purecompose", "train"]
+    parsed = options(*words[4:-2])
+    assert chosen(parsed) == {"seed": 3, "compile": True, "algorithms": "mixup(alpha=0.2)"}
+    assert words[-2:] == ["--out", "runs/my run"]
