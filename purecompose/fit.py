@@ -14,7 +14,7 @@ from purecompose.compose import Step
 from purecompose.evaluation import Evaluator, Observer
 from purecompose.loop import eval_events
 from purecompose.outer import EpochData, Run
-from purecompose.saving.keeping import Checkpoints, Keeper, Resumed
+from purecompose.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
 from purecompose.state import State
 from purecompose.stopping import Stopper, with_memories
 from purecompose.time import RunLength, Time, TimeUnit
@@ -117,8 +117,6 @@ def training(
     _check_arguments(step, state)
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
-    if resume == "auto" and checkpoints is None:
-        raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
     evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
     observers = (observers,) if callable(observers) else tuple(observers)
     state, budget = _with_duration(state, duration)
@@ -128,7 +126,7 @@ def training(
     state = with_memories(state, stoppers)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
-        resumed = None if resume is None else _resumed(keeper, state, step, resume)
+        resumed = _resumed(checkpoints, state, step, resume)
         if resumed is not None:
             state = _with_run(resumed.state, state.timestamp.run)
             if microbatches is not None and "microbatches" in resumed.index.memory:
@@ -160,9 +158,14 @@ def training(
             keeper.close()
 
 
-def _resumed(keeper: Keeper | None, like: State, step: Any, how: Path | str) -> Resumed | None:
-    keeper = keeper or Keeper(Checkpoints(Path(how).parent, background=False))
-    return keeper.resume(like, step, how)
+def _resumed(checkpoints: Checkpoints | None, like: State, step: Any, how: Path | str | None) -> Resumed | None:
+    if how is None:
+        return None
+    if how != "auto":
+        return resumed_from(how, like, step)
+    if checkpoints is None:
+        raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
+    return resumed_from_newest(checkpoints.folder, like, step)
 
 
 def _check_arguments(step: Any, state: Any) -> None:

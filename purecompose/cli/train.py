@@ -41,8 +41,9 @@ def train(options: argparse.Namespace) -> None:
         with ExitStack() as stack:
             observers: list[Any] = [history, stopwatch]
             kept: dict[str, Any] = {}
-            if out is not None:
-                folder = stack.enter_context(_folder(out, settings, is_resumed=options.resume))
+            folder = None if out is None else _folder(out, settings, is_resumed=options.resume)
+            if folder is not None:
+                stack.enter_context(folder)
                 observers.append(folder.observer)
                 with reported_as("--checkpoint-every"):
                     best = "eval/accuracy" if settings["seeds"] == 1 else None
@@ -63,7 +64,7 @@ def train(options: argparse.Namespace) -> None:
                 microbatches=setup.microbatches,
                 **kept,
             )
-            if out is not None:
+            if folder is not None:
                 folder.finish({"checksum": checksum(state.params)})
         _print_results(state, history, stopwatch, settings["threads"], out)
 

@@ -1,5 +1,6 @@
 """Checkpoints of a run: when they are written, how many are kept, and how a run goes on from them."""
 
+import contextlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from purecompose.state import State
 from purecompose.time import Time, Timestamp, TimeUnit
 
 
-__all__ = ["Checkpoints", "Keeper", "Resumed", "newest", "surplus"]
+__all__ = ["Checkpoints", "Keeper", "Resumed", "newest", "resumed_from", "resumed_from_newest", "surplus"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,43 @@ class Resumed:
     path: Path
 
 
+def resumed_from(path: Path | str, like: State, step: Any) -> Resumed:
+    """What a run goes on from, by a checkpoint's folder; see `load` for the template.
+
+    Raises:
+        FileNotFoundError, DamagedError, MismatchError, CheckpointError: See `load`.
+    """
+    path = Path(path)
+    index = disk.read_index(path)
+    check_fits(path, index, like, step)
+    return Resumed(restored(path, index, like), index, path)
+
+
+def resumed_from_newest(folder: Path | str, like: State, step: Any) -> Resumed | None:
+    """What a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
+
+    Raises:
+        MismatchError: It is of another model, optimizer or set of algorithms.
+        DamagedError: There are none but damaged ones.
+    """
+    with contextlib.suppress(OSError):  # a folder that can be read is enough
+        disk.clear(Path(folder))
+    found, damaged = disk.all_in(Path(folder))
+    problems = [str(error) for error in damaged]
+    for one in found:
+        try:
+            resumed = resumed_from(one.path, like, step)
+        except DamagedError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(f"{'; '.join(problems)}; going on from {one.path}", CheckpointWarning, 4)
+        return resumed
+    if problems:
+        raise DamagedError(f"no whole checkpoint is left in {folder}: {'; '.join(problems)}")
+    return None
+
+
 class Keeper:
     """Keeps a run's checkpoints; one for each call of `fit`."""
 
@@ -134,36 +172,6 @@ class Keeper:
                 "there with resume='auto', or give this run a folder of its own"
             )
         self._quietly(lambda: disk.clear(self._folder))
-
-    def resume(self, like: State, step: Any, how: Path | str) -> Resumed | None:
-        """The state to go on from.
-
-        Args:
-            like: The template; see `load`.
-            step: The step that goes on.
-            how: "auto" for the newest whole checkpoint in the folder, if there is any; or a checkpoint's folder.
-
-        Raises:
-            MismatchError: It is of another model, optimizer or set of algorithms.
-            DamagedError: The one that was asked for is damaged, or there are none but damaged ones.
-        """
-        if how != "auto":
-            return self._from(Path(how), disk.read_index(Path(how)), like, step)
-        self._quietly(lambda: disk.clear(self._folder))
-        found, damaged = disk.all_in(self._folder)
-        problems = [str(error) for error in damaged]
-        for one in found:
-            try:
-                resumed = self._from(one.path, one.index, like, step)
-            except DamagedError as error:
-                problems.append(str(error))
-                continue
-            if problems:
-                warnings.warn(f"{_joined(problems)}; going on from {one.path}", CheckpointWarning, 5)
-            return resumed
-        if problems:
-            raise DamagedError(f"no whole checkpoint is left in {self._folder}: {_joined(problems)}")
-        return None
 
     def is_due(self, before: Timestamp, now: Timestamp) -> bool:
         """Whether it is time for one, after what happened between two times."""
@@ -214,10 +222,6 @@ class Keeper:
         except Exception as error:  # whatever it is, it is no reason to lose the run
             self._problems.append(f"{target} was not written, and training goes on without it: {_words(error)}")
 
-    def _from(self, path: Path, index: Index, like: State, step: Any) -> Resumed:
-        check_fits(path, index, like, step)
-        return Resumed(restored(path, index, like), index, path)
-
     def _tell(self) -> None:
         """Warns of what went wrong since the last time; in the thread of the run, where warnings are filtered."""
         problems, self._problems = self._problems, []
@@ -233,10 +237,6 @@ class Keeper:
 
 def _name(now: Timestamp) -> str:
     return f"ep{now.epoch:04d}-ba{now.batch:08d}"
-
-
-def _joined(problems: Sequence[str]) -> str:
-    return "; ".join(problems)
 
 
 def _words(error: Exception) -> str:

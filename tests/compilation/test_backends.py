@@ -245,16 +245,25 @@ INTERRUPTED = """
     library = sys.modules["purecompose.compilation.library"]
     original = library.compile_graph
 
+    is_over = threading.Event()
+
+    def press():
+        # After the work has begun: importing Inductor alone takes a second. And again, as a person would: where it comes
+        # while an object is being deleted, Python itself drops it.
+        while not is_over.wait(1.5):
+            os.kill(os.getpid(), signal.SIGINT)
+
     def compile_graph(*args):
-        # Ctrl-C after the work has begun: importing Inductor alone takes a second.
-        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=press, daemon=True).start()
         return original(*args)
 
     library.compile_graph = compile_graph
     try:
         fast(state, batch)
     except KeyboardInterrupt:
+        is_over.set()
         print("interrupted", len(fast.variants()))
+    is_over.set()
     library.compile_graph = original
     first = fast(fast(state, batch), batch)
     second = step(step(state, batch), batch)

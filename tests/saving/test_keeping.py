@@ -121,14 +121,14 @@ def test_a_run_goes_on_to_the_same_bits_from_any_batch(stop: int, tmp_path: path
 
 
 def test_a_run_goes_on_from_a_folder_and_to_a_later_end(tmp_path: pathlib.Path) -> None:
-    short = fit(step(), start(), BATCHES, duration="1ep", checkpoints=Checkpoints(tmp_path))
+    short = fit(step(), start(), BATCHES, duration="1ep", checkpoints=Checkpoints(tmp_path, background=False))
     path = newest(tmp_path)
     assert path is not None and short.timestamp.batch == 4
     assert_same(fit(step(), start(), BATCHES, resume=path), fit(step(), start(), BATCHES))
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path: pathlib.Path) -> None:
-    settings = Checkpoints(tmp_path / "none")
+    settings = Checkpoints(tmp_path / "none", background=False)
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), fit(step(), start(), BATCHES))
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         fit(step(), start(), BATCHES, resume=tmp_path / "nowhere")
@@ -138,10 +138,10 @@ def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path: pathlib.Pa
 
 @pytest.mark.usefixtures("patience")
 def test_another_runs_folder_is_left_alone(tmp_path: pathlib.Path) -> None:
-    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     before = names(tmp_path)
     with pytest.raises(FileExistsError, match="resume='auto', or give this run a folder of its own"):
-        fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+        fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     assert names(tmp_path) == before
 
 
@@ -160,9 +160,9 @@ def test_a_damaged_one_is_passed_over_and_told(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_a_mismatch_not_a_gap(tmp_path: pathlib.Path) -> None:
-    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     with pytest.raises(pc.MismatchError):
-        fit(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints(tmp_path), resume="auto")
+        fit(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False), resume="auto")
 
 
 def test_what_a_killed_process_left_is_cleared_away(tmp_path: pathlib.Path) -> None:
