@@ -181,7 +181,7 @@ def one_kill(case: Case, draw: random.Random, whole: str) -> dict[str, int]:
     every = draw.choice(EVERY)
     counts = {"kills": 0, "differences": 0, "half-written": 0, "lost": 0}
     with tempfile.TemporaryDirectory() as name:
-        where, at = pathlib.Path(name) / "run", 0
+        where, at, before = pathlib.Path(name) / "run", 0, None
         for _ in range(draw.choice([1, 1, 2])):
             at = draw.randint(at + 1, NUM_BATCHES - 1)
             if run(case, where, every, (at, draw.choice([0.0, draw.random() * 0.02]))) is not None:

@@ -7,7 +7,20 @@ tuple; `compose` folds them into a training step.
 import importlib
 from typing import Any
 
-from purecompose import algorithms, data, functional, losses, metrics, models, optim, random, saving, schedule, tree
+from purecompose import (
+    algorithms,
+    data,
+    functional,
+    losses,
+    metrics,
+    models,
+    optim,
+    random,
+    runs,
+    saving,
+    schedule,
+    tree,
+)
 from purecompose._version import __version__
 from purecompose.algorithm import Algorithm, Trait, identity
 from purecompose.clock import Clock
@@ -40,6 +53,7 @@ from purecompose.passes import (
     order_by_constraints,
     set_filo_order,
     sort_fused_layernorm_last,
+    sort_loss_scaling_innermost,
     sort_selective_backprop_first,
     sort_to_back,
     sort_to_front,
@@ -138,12 +152,14 @@ __all__ = [
     "predict",
     "predict_events",
     "random",
+    "runs",
     "save",
     "save_weights",
     "saving",
     "schedule",
     "set_filo_order",
     "sort_fused_layernorm_last",
+    "sort_loss_scaling_innermost",
     "sort_selective_backprop_first",
     "sort_to_back",
     "sort_to_front",

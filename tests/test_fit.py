@@ -367,7 +367,6 @@ def test_training_gives_every_state_and_the_last_one_is_fits():
 
 def test_whoever_leaves_the_loop_goes_on_with_fit():
     step, batches = rich_step(), make_batches(4)
-    for state in pc.training(step, rich_state(), batches, duration="2ep"):
-        if state.timestamp.batch == 3:
-            break
-    assert_same(fit(step, state, batches), fit(step, rich_state(), batches, duration="2ep"))
+    states = pc.training(step, rich_state(), batches, duration="2ep")
+    left = next(state for state in states if state.timestamp.batch == 3)
+    assert_same(fit(step, left, batches), fit(step, rich_state(), batches, duration="2ep"))

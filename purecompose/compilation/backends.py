@@ -7,12 +7,14 @@ Should it change, `torch.compile` of the same graph takes its place.
 """
 
 import contextlib
+import functools
 import importlib
 import os
 import pathlib
 import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
@@ -73,11 +75,25 @@ def _compiler_wanted() -> Iterator[None]:
         ) from error
 
 
+_INDUCTOR = tuple(f"torch._inductor{name}" for name in ("", ".compile_fx", ".decomposition", ".lowering", ".graph"))
+
+
+@functools.cache
+def _imports() -> Future[list[Any]]:
+    """Inductor's modules, imported when first asked for: it takes seconds, and eager runs never need it.
+
+    In a thread of its own, which no Ctrl-C reaches: its kernels write themselves into a table as they are imported, and
+    an import that was broken off and begun again would leave the table without some of them.
+    """
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(lambda: [importlib.import_module(name) for name in _INDUCTOR])
+    pool.shutdown(wait=False)
+    return future
+
+
 def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
-    # Imported here: it takes seconds, and eager runs never need it.
-    inductor = importlib.import_module("torch._inductor")
-    inner = importlib.import_module("torch._inductor.compile_fx")
-    decompositions = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+    inductor, inner, decomposition, *_ = _imports().result()
+    decompositions = decomposition.select_decomp_table()
     options = dict(inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
     options["triton.cudagraphs"] = False  # graphs are captured in a room of their own, around the whole call
     # Our key has compared sizes already.

@@ -248,8 +248,8 @@ INTERRUPTED = """
     is_over = threading.Event()
 
     def press():
-        # After the work has begun: importing Inductor alone takes a second. And again, as a person would: where it comes
-        # while an object is being deleted, Python itself drops it.
+        # After the work has begun: importing Inductor alone takes a second. And again, as a person would: where it
+        # comes while an object is being deleted, Python itself drops it.
         while not is_over.wait(1.5):
             os.kill(os.getpid(), signal.SIGINT)
 

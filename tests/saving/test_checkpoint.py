@@ -62,9 +62,8 @@ def test_strides_dtypes_and_plain_values_come_back(tmp_path: pathlib.Path) -> No
         "none": None,
         "infinite": math.inf,
     }
-    state = make_state(make_cnn().to(memory_format=torch.channels_last)).replace(
-        slots={"kept": kept}, metrics={"it's": torch.tensor(2.0)}
-    )
+    net = make_cnn().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    state = make_state(net).replace(slots={"kept": kept}, metrics={"it's": torch.tensor(2.0)})
     blank = pc.tree.map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None, kept)
     found = there_and_back(state, tmp_path, make_state(make_cnn()).replace(slots={"kept": blank}))
     assert_same(found, state)

@@ -190,6 +190,7 @@ def test_on_a_full_disk_training_goes_on_and_older_checkpoints_stay(
 ) -> None:
     whole = fit(step(), start(), BATCHES)
     settings = Checkpoints(tmp_path, every="2ba", background=background)
+    state, kept = start(), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for state in training(step(), start(), BATCHES, checkpoints=settings):

@@ -12,8 +12,12 @@ from torch import nn
 import purecompose as pc
 
 
+def in_channels_last(net: nn.Module) -> nn.Module:
+    return net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
 def test_weights_are_a_modules_state_dict(tmp_path: pathlib.Path) -> None:
-    state = make_state(make_cnn().to(memory_format=torch.channels_last))
+    state = make_state(in_channels_last(make_cnn()))
     found = load_file(pc.save_weights(state, tmp_path / "net.safetensors"))
     module = pc.to_module(state)
     assert {**dict(module.named_parameters()), **dict(module.named_buffers())}.keys() == found.keys()
@@ -25,7 +29,7 @@ def test_weights_are_a_modules_state_dict(tmp_path: pathlib.Path) -> None:
 
 
 def test_weights_come_back_into_a_state(tmp_path: pathlib.Path) -> None:
-    state = make_state(make_cnn(1).to(memory_format=torch.channels_last))
+    state = make_state(in_channels_last(make_cnn(1)))
     path = pc.save_weights(state, tmp_path / "net.safetensors")
     like = make_state(make_cnn())
     found = pc.load_weights(path, like)
