@@ -47,6 +47,7 @@ tbody th { width: 13rem; }
 @media screen and (max-width: 40rem) { tbody th { width: 8rem; } }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem 1rem; margin: 0;
   overflow-x: auto; font: 12.5px/1.45 ui-monospace, monospace; }
+pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; }
 .tiles + .wide, .wide + .wide, .wide + pre { margin-top: 1rem; }
 figure { margin: 0; }
 figure img { display: block; width: 100%; height: auto; border: 1px solid var(--line); border-radius: .5rem; }
@@ -106,9 +107,9 @@ def tiles(facts: Iterable[tuple[str, str]]) -> Markup:
     return Markup(f'<dl class="tiles">{inside}</dl>')
 
 
-def preformatted(text: str) -> Markup:
+def preformatted(text: str, *, is_wrapped: bool = False) -> Markup:
     """Text in which columns stay columns."""
-    return Markup(f'<pre tabindex="0">\n{escaped(text)}</pre>')
+    return Markup(f'<pre tabindex="0"{" class=wrapped" if is_wrapped else ""}>\n{escaped(text)}</pre>')
 
 
 def figure(light: str, dark: str, words: str, caption: str) -> Markup:

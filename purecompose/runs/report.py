@@ -213,7 +213,7 @@ def _versions(run: RunRecords) -> Markup:
 def _command(run: RunRecords) -> Markup:
     if run.command is None:
         return Markup("")
-    return section("Command", preformatted(run.command))
+    return section("Command", preformatted(run.command, is_wrapped=True))
 
 
 def _missing(words: str) -> Markup:
