@@ -150,7 +150,7 @@ def broken(where: pathlib.Path) -> list[str]:
     for path in sorted(where.iterdir()) if where.exists() else ():
         if not path.name.startswith("."):
             try:
-                folder.read_tensors(path, folder.read_index(path))
+                folder.check_tensors(path, folder.read_index(path))
             except CheckpointError as error:
                 found.append(str(error))
     return found

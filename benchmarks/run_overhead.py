@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=60_000, help="of random images (default %(default)s)")
     args = parse(parser)
     torch.set_num_threads(2)
-    found = images(args.data, 1000 if args.short else args.examples)
+    found = images(args.data, args.examples)
     train = data.arrays(found.train_inputs, found.train_targets, BATCH_SIZE, drop_last=True)
     test = data.arrays(found.test_inputs, found.test_targets, 1000, shuffle=False)
     step = compose(loop_events)

@@ -55,6 +55,24 @@ def test_unmatched_compares_sleeping_algorithms_with_none(run: Run) -> None:
     assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
 
 
+def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
+    rows = run("kill_and_resume")
+    total = rows[-1]
+    assert total["algorithm"] == "all" and total["kills"] >= 3
+    assert (total["differences"], total["half-written"], total["lost"]) == (0, 0, 0)
+
+
+def test_run_overhead_tells_what_is_left_over(run: Run) -> None:
+    rows = run("run_overhead", "--examples", "600")
+    assert [row["what"] for row in rows] == [
+        "fit alone",
+        "with everything",
+        "an evaluation",
+        "a checkpoint",
+        "left over",
+    ]
+
+
 def test_products_measures_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *where: None, raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")

@@ -1,5 +1,6 @@
 """`save` and `load`: a state and a folder, there and back to the same bits."""
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,9 +125,27 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
             state is the saved one, and goes on otherwise than it would have.
     """
     path = Path(path)
-    index = folder.read_index(path)
-    check_fits(path, index, like, step, strict=strict)
-    return restored(path, index, like)
+    if not isinstance(like, State):
+        raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")
+    try:
+        index = folder.read_index(path)
+        check_fits(path, index, like, step, strict=strict)
+        return restored(path, index, like)
+    except DamagedError as error:
+        older = _whole_before(path)
+        raise error if older is None else DamagedError(f"{error}; the next older whole one is {older}") from error
+
+
+def _whole_before(path: Path) -> Path | None:
+    """The newest whole checkpoint beside a damaged one, of no later batch if its index can tell."""
+    found, _ = folder.all_in(path.parent)
+    own = next((one.index.batch for one in found if one.path == path), None)
+    for one in found:
+        if one.path != path and (own is None or one.index.batch <= own):
+            with contextlib.suppress(DamagedError):
+                folder.check_tensors(one.path, one.index)
+                return one.path
+    return None
 
 
 def restored(path: Path, index: Index, like: State) -> State:

@@ -23,6 +23,7 @@ from purecompose.saving.index import Index, from_json, to_json
 __all__ = [
     "Found",
     "all_in",
+    "check_tensors",
     "clear",
     "digest",
     "library",
@@ -133,6 +134,20 @@ def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
         ImportError: safetensors is not installed.
     """
     package, file = library(), path / _TENSORS
+    check_tensors(path, index)
+    try:
+        return package.torch.load_file(file)
+    except (package.SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{file} cannot be read: {error}") from error
+
+
+def check_tensors(path: Path, index: Index) -> None:
+    """Compares the file of a checkpoint's tensors with its index.
+
+    Raises:
+        DamagedError: The file is missing, cut off or changed.
+    """
+    file = path / _TENSORS
     try:
         found = digest(file)
     except OSError as error:
@@ -142,10 +157,6 @@ def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
         raise DamagedError(f"{file} has {found['bytes']} bytes, its index says {told.get('bytes')}: it is not whole")
     if found != told:
         raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
-    try:
-        return package.torch.load_file(file)
-    except (package.SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise DamagedError(f"{file} cannot be read: {error}") from error
 
 
 def all_in(folder: Path) -> tuple[list[Found], list[CheckpointError]]:

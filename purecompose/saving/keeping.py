@@ -13,7 +13,7 @@ from purecompose._checks import check_flag, check_whole
 from purecompose.intervals import checked_interval, has_passed
 from purecompose.metrics import is_lower_better
 from purecompose.saving import folder as disk
-from purecompose.saving.checkpoint import Snapshot, check_fits, restored, snapshot
+from purecompose.saving.checkpoint import Snapshot, check_fits, load, restored, snapshot
 from purecompose.saving.errors import CheckpointWarning, DamagedError
 from purecompose.saving.index import Index
 from purecompose.saving.leaves import leaves_of
@@ -106,10 +106,8 @@ def resumed_from(path: Path | str, like: State, step: Any) -> Resumed:
     Raises:
         FileNotFoundError, DamagedError, MismatchError, CheckpointError: See `load`.
     """
-    path = Path(path)
-    index = disk.read_index(path)
-    check_fits(path, index, like, step)
-    return Resumed(restored(path, index, like), index, path)
+    state = load(path, like, step=step)
+    return Resumed(state, disk.read_index(Path(path)), Path(path))
 
 
 def resumed_from_newest(folder: Path | str, like: State, step: Any) -> Resumed | None:
@@ -125,7 +123,8 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any) -> Resumed |
     problems = [str(error) for error in damaged]
     for one in found:
         try:
-            resumed = resumed_from(one.path, like, step)
+            check_fits(one.path, one.index, like, step)
+            resumed = Resumed(restored(one.path, one.index, like), one.index, one.path)
         except DamagedError as error:
             problems.append(str(error))
             continue
@@ -188,12 +187,20 @@ class Keeper:
         if self._last == now:
             return
         self._last, self._written_at = now, time.monotonic()
-        taken, target = snapshot(state, step, metrics=metrics, memory=memory), self._folder / _name(now)
+        target = self._folder / _name(now)
+        try:
+            taken = snapshot(state, step, metrics=metrics, memory=memory)
+        except TypeError as error:  # a method has put something into the metrics
+            self._problems.append(f"{target} was not written, and training goes on without it: {error}")
+        else:
+            self._hand_over(taken, target, now.batch)
+        self._tell()
+
+    def _hand_over(self, taken: Snapshot, target: Path, batch: int) -> None:
         if self._pool is None:
             self._write(taken, target)
-            self._tell()
         else:
-            self._enqueue(taken, target, now.batch)
+            self._enqueue(taken, target, batch)
 
     def close(self) -> None:
         """Waits until everything is written."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, counter, make_batches, make_mlp, make_state, noise
+from helpers import assert_same, changing, counter, make_batches, make_mlp, make_state, noise
 
 import purecompose as pc
 from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
@@ -137,6 +137,16 @@ def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path: pathlib.Pa
 
 
 @pytest.mark.usefixtures("patience")
+def test_a_damaged_one_that_was_asked_for_is_refused_and_the_one_before_it_offered(tmp_path: pathlib.Path) -> None:
+    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
+    first, second, last = sorted(tmp_path.iterdir())
+    (second / "state.safetensors").write_bytes(b"half")
+    (last / "index.json").write_bytes(b"{")
+    for path in (second, last):
+        with pytest.raises(pc.DamagedError, match=f"the next older whole one is .*{first.name}"):
+            fit(step(), start(), BATCHES, resume=path)
+
+
 def test_another_runs_folder_is_left_alone(tmp_path: pathlib.Path) -> None:
     fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     before = names(tmp_path)
@@ -244,6 +254,19 @@ def test_a_state_that_cannot_be_saved_is_told_before_the_run(tmp_path: pathlib.P
         odd = start().replace(slots={"odd": object()})
         fit(compose(loop_events), odd, BATCHES, checkpoints=Checkpoints(tmp_path), observers=lambda *a: log.append(a))
     assert not log
+
+
+def test_what_cannot_be_saved_on_the_way_costs_checkpoints_alone(tmp_path: pathlib.Path) -> None:
+    def tell(state: State) -> State:
+        odd: Any = {"odd": {1, 2}}
+        return state.replace(metrics=odd)
+
+    hiding = changing("hiding", pc.Event.BATCH_END, tell, when=pc.after("9ba"))
+    settings = Checkpoints(tmp_path, background=False)
+    with pytest.warns(pc.CheckpointWarning, match=r"state.metrics/odd holds set, which no checkpoint can"):
+        end = fit(compose(loop_events, [hiding]), start(), BATCHES, checkpoints=settings)
+    assert end.timestamp.batch == 12
+    assert [name.partition("-")[0] for name in names(tmp_path)] == ["ep0001", "ep0002"]
 
 
 @pytest.mark.parametrize(
