@@ -9,11 +9,14 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from purecompose._warnings import warn
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
+from purecompose.data.loaders import SkippingWarning, own_order
 from purecompose.evaluation import Evaluator, Observer
 from purecompose.loop import eval_events
 from purecompose.outer import EpochData, Run
+from purecompose.saving.errors import CheckpointWarning, MismatchError
 from purecompose.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
 from purecompose.state import State
 from purecompose.stopping import Stopper, with_memories
@@ -119,6 +122,7 @@ def training(
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
     evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
     observers = (observers,) if callable(observers) else tuple(observers)
+    _check_metrics(state, evaluators, stoppers, checkpoints)
     state, budget = _with_duration(state, duration)
     state = _with_epoch_length(state, data)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
@@ -128,9 +132,8 @@ def training(
     try:
         resumed = _resumed(checkpoints, state, step, resume)
         if resumed is not None:
+            _check_goes_on(resumed, state, data)
             state = _with_run(resumed.state, state.timestamp.run)
-            if microbatches is not None and "microbatches" in resumed.index.memory:
-                step = step.replace(microbatches=resumed.index.memory["microbatches"])
         elif state.timestamp.is_finished():
             raise ValueError(
                 f"nothing left to train: the state stands at {state.timestamp!r}, at the end of its run; "
@@ -138,6 +141,7 @@ def training(
             )
         if keeper is not None:
             keeper.begin(state, goes_on=resumed is not None and resume == "auto")
+        memory = {} if resumed is None else resumed.index.memory
         composed = step.step if isinstance(step, CompiledStep) else step
         run = Run(
             step,
@@ -149,8 +153,8 @@ def training(
             keeper,
             budget,
             is_adaptive=microbatches is not None,
-            metrics={} if resumed is None else resumed.index.metrics,
-            has_begun=resumed is not None,
+            found_microbatches=memory.get("microbatches"),
+            has_begun=memory.get("has_begun", False),
         )
         yield from run.states(state)
     finally:
@@ -166,6 +170,39 @@ def _resumed(checkpoints: Checkpoints | None, like: State, step: Any, how: Path 
     if checkpoints is None:
         raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
     return resumed_from_newest(checkpoints.folder, like, step)
+
+
+def _check_metrics(
+    state: State, evaluators: Iterable[Evaluator], stoppers: Iterable[Stopper], checkpoints: Checkpoints | None
+) -> None:
+    """Raises where somebody waits for a metric that nobody reports."""
+    known = [f"{one.label}/{name}" for one in evaluators for name in (one.metrics or {"loss": None})]
+    wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
+    if checkpoints is not None and checkpoints.best is not None:
+        if state.key.ndim > 1:
+            raise ValueError("checkpoints: best: a population has no single best; keep=... counts the newest")
+        wanted["checkpoints: best"] = checkpoints.best
+    for where, metric in wanted.items():
+        if metric not in known:
+            raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
+
+
+def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
+    """Says where the data are not those of the checkpoint, as far as that can be told.
+
+    Raises:
+        MismatchError: It stands in the middle of an epoch of another length.
+    """
+    now, length = resumed.state.timestamp, like.timestamp.run.batches_per_epoch
+    saved = now.run.batches_per_epoch
+    if saved is not None and length is not None and saved != length:
+        line = f"batches_per_epoch: {saved} in the checkpoint, {length} here"
+        if now.batch_in_epoch > 0:
+            raise MismatchError(f"{resumed.path} stands in the middle of an epoch of other data: {line}", [line])
+        warn(f"{resumed.path} goes on with other data: {line}", CheckpointWarning)
+    reason = own_order(data)
+    if reason is not None and now.batch > 0:
+        warn(f"going on from batch {now.batch}: {reason}", SkippingWarning)
 
 
 def _check_arguments(step: Any, state: Any) -> None:

@@ -1,5 +1,6 @@
 """Signals that ask a run to end: noted when they come, obeyed between two batches."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -12,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """A scope in which SIGINT and SIGTERM are noted; a second one acts at once, as it would have outside.
+    """A scope, entered as often as one likes, in which SIGINT and SIGTERM are noted; a second one acts at once.
 
     Only Python's main thread may set handlers; in others the scope does nothing.
     """
@@ -20,6 +21,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._outside: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
@@ -45,10 +47,13 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.received = signal.Signals(number)
         self._restore()
+        if os.getpid() == self._process:
+            self.received = signal.Signals(number)
+        else:  # a child that was forked within the scope is no run of ours
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
-        for number, handler in self._outside.items():
+        outside, self._outside = self._outside, {}
+        for number, handler in outside.items():
             signal.signal(number, handler)
-        self._outside = {}

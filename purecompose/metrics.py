@@ -225,6 +225,11 @@ def from_torchmetrics(metric: Any) -> Metric:
         hasattr(metric, name) for name in ("metric_state", "higher_is_better", "compute")
     ):
         raise TypeError(f"expected a metric of torchmetrics, came {metric!r:.80}; of a collection, give the members")
+    inside = [member for member in metric.modules() if member is not metric and hasattr(member, "metric_state")]
+    if inside or not metric.metric_state:
+        raise TypeError(
+            f"{type(metric).__name__} keeps its numbers in other metrics, out of sight: give these one by one"
+        )
     blank = copy.deepcopy(metric)
     blank.reset()
 

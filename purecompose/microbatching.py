@@ -1,12 +1,12 @@
 """Microbatches found by trying: where the memory does not suffice, a batch is cut into twice as many slices."""
 
 import math
-import warnings
 from typing import Any
 
 import torch
 
 from purecompose import batch as batches
+from purecompose._warnings import warn
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
 from purecompose.state import State
@@ -23,10 +23,12 @@ class Adaptive:
 
     Attributes:
         step: The step with the present number of microbatches.
+        found: That number, where it is not the one that the step came with.
     """
 
-    def __init__(self, step: Step | CompiledStep) -> None:
-        self.step = step
+    def __init__(self, step: Step | CompiledStep, found: int | None = None) -> None:
+        self.step = step if found is None else step.replace(microbatches=found)
+        self.found = found
         self._proven = 0
 
     def __call__(self, state: State, batch: Any) -> State:
@@ -46,12 +48,12 @@ class Adaptive:
                 if k >= num_examples:
                     error.add_note("microbatches='auto': the memory does not suffice for a single example either")
                     raise
-                self.step = self.step.replace(microbatches=min(2 * k, num_examples))
+                self.found = min(2 * k, num_examples)
+                self.step = self.step.replace(microbatches=self.found)
                 self._proven = 0
-                warnings.warn(
+                warn(
                     f"out of memory: from batch {state.timestamp.batch} on, batches are cut into "
-                    f"{self.step.microbatches} microbatches",
-                    stacklevel=4,
+                    f"{self.step.microbatches} microbatches"
                 )
             else:
                 self._proven = max(self._proven, num_examples)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from purecompose.event import Event
 from purecompose.interrupts import Interrupts
 from purecompose.intervals import has_passed
 from purecompose.microbatching import Adaptive
-from purecompose.saving.keeping import Keeper
+from purecompose.saving.keeping import Keeper, newest
 from purecompose.state import State
 from purecompose.stopping import Stopper, is_over, seen
 from purecompose.time import RunLength, Timestamp, TimeUnit
@@ -60,8 +60,8 @@ class Run:
     """Seconds of wall-clock time."""
     is_adaptive: bool = False
     """Whether the number of microbatches is found by trying."""
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    """The last evaluations', by "label/name"."""
+    found_microbatches: int | None = None
+    """Their number, where an earlier part of the run has found it."""
     has_begun: bool = False
     """Whether the algorithms have seen FIT_START: the run goes on from a checkpoint."""
 
@@ -69,26 +69,43 @@ class Run:
         self._deadline = time.monotonic() + self.budget
         self._evaluated: dict[int, int] = {}
         self._is_stopped = False
-        self._adaptive = Adaptive(self.step) if self.is_adaptive else None
+        self._metrics: dict[str, Any] = {}
+        self._measured_at: Timestamp | None = None
+        self._adaptive = Adaptive(self.step, self.found_microbatches) if self.is_adaptive else None
         self._train: Train = self._adaptive or self.step
         self._interrupts = Interrupts()
 
     def states(self, state: State) -> Iterator[State]:
-        """The states between batches, and at last the one that the run ends with."""
+        """The states between batches, and at last the one that the run ends with.
+
+        Signals are noted while the run works; in between, in the code of whoever iterates, they act as ever.
+        """
         self._is_stopped = is_over(state, self.stoppers)
+        cuts = self._cuts(state)
+        while True:
+            with self._interrupts if self.keeper is not None else nullcontext():
+                cut = next(cuts, None)
+            if cut is None:
+                return
+            yield cut
+
+    def _cuts(self, state: State) -> Iterator[State]:
         state = self._begun(state)
-        with self._interrupts if self.keeper is not None else nullcontext():
-            before = state.timestamp
-            while not self._is_over(state):
-                for cut in self._epoch(state):
-                    self._keep(before, cut)
-                    before, state = cut.timestamp, cut
-                    yield cut
-            if self.keeper is not None:
-                self._save(state)
-        state = self._fire(Event.FIT_END, state)
-        state = self._evaluate(Event.FIT_END, state, state.timestamp)
-        yield state
+        before = state.timestamp
+        while not self._is_over(state):
+            for cut in self._epoch(state):
+                if self.keeper is not None and self.keeper.is_due(before, cut.timestamp, self._measured(cut)):
+                    self._save(cut)
+                self._obey(cut)
+                before, state = cut.timestamp, cut
+                yield cut
+        self._save(state)
+        self._obey(state)
+        end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
+        if end is state:
+            self._save(state)  # once more, with what has been measured of it
+        self._obey(state)
+        yield end
 
     def _begun(self, state: State) -> State:
         if not self.has_begun:
@@ -124,39 +141,44 @@ class Run:
             found |= run_evaluator(evaluator, current, self.eval_step, self.observers).metrics
             self._evaluated[id(evaluator)] = state.timestamp.batch
         self._fire(Event.EVAL_AFTER_ALL, current)
-        self.metrics = {**self.metrics, **found}
-        if not self.stoppers or event is Event.FIT_END:
-            return state
-        state = seen(state, self.stoppers, _plain(self.metrics))
-        self._is_stopped = is_over(state, self.stoppers)
+        self._metrics = {**(self._metrics if self._measured_at == state.timestamp else {}), **found}
+        self._measured_at = state.timestamp
+        if self.stoppers and event is not Event.FIT_END:
+            state = seen(state, self.stoppers, _plain(found))
+            self._is_stopped = is_over(state, self.stoppers)
         return state
 
     # Cuts
 
-    def _keep(self, before: Timestamp, state: State) -> None:
-        """Takes a checkpoint if one is due, or if a signal has come, which is obeyed then."""
-        if self.keeper is None:
+    def _obey(self, state: State) -> None:
+        """Ends the run if a signal has come; its state is saved first."""
+        if self.keeper is None or self._interrupts.received is None:
             return
-        if self._interrupts.received is not None:
-            self._save(state)
-            self.keeper.close()
-            self._interrupts.obey(
-                f"the run is saved in {self.keeper.settings.folder}; resume='auto' goes on from there"
-            )
-        elif self.keeper.is_due(before, state.timestamp):
-            self._save(state)
+        self._save(state)
+        self.keeper.close()
+        path, now = self.keeper.written or (newest(self.keeper.settings.folder), None)
+        if now == state.timestamp:
+            self._interrupts.obey(f"the run is saved in {path}; resume='auto' goes on from there")
+        left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
+        self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
 
     def _save(self, state: State) -> None:
-        assert self.keeper is not None
+        if self.keeper is None:
+            return
         for observer in self.observers:
             # What is written down up to here must be on the disk before a run can go on from here.
             flush = getattr(observer, "flush", None)
             if callable(flush):
                 flush()
+        memory: dict[str, Any] = {"has_begun": True}
+        if self._adaptive is not None and self._adaptive.found is not None:
+            memory["microbatches"] = self._adaptive.found
         step = self.step if self._adaptive is None else self._adaptive.step
-        is_found = self._adaptive is not None and step is not self.step
-        memory = {"microbatches": step.microbatches} if is_found else {}
-        self.keeper.keep(state, step, _plain(self.metrics), memory)
+        self.keeper.keep(state, step, self._measured(state), memory)
+
+    def _measured(self, state: State) -> dict[str, Any]:
+        """The metrics of this very state, as numbers."""
+        return _plain(self._metrics) if self._measured_at == state.timestamp else {}
 
     # Epochs
 

@@ -26,8 +26,13 @@ class Stopper(Protocol):
     """A reason to stop: pure functions of its own memory, a dict of tensors."""
 
     @property
+    def metric(self) -> str:
+        """The metric that it looks at, such as "eval/loss"."""
+        ...
+
+    @property
     def name(self) -> str:
-        """Names its memory in the state's slots."""
+        """Names its memory in the state's slots; with a dot in front, as what belongs to no algorithm."""
         ...
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
@@ -38,8 +43,8 @@ class Stopper(Protocol):
         """The memory after an evaluation."""
         ...
 
-    def is_over(self, memory: dict[str, Tensor], now: Timestamp) -> bool:
-        """Whether the run should stop."""
+    def is_over(self, memory: dict[str, Tensor]) -> bool:
+        """Whether the run should stop; by the memory alone, so that it is the same after going on."""
         ...
 
 
@@ -78,27 +83,30 @@ class EarlyStopping:
     @property
     def name(self) -> str:
         """As in `Stopper`."""
-        return f"early_stopping({self.metric})"
+        return f".early_stopping({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """The best value so far, NaN before the first, and when it was."""
-        return {"best": torch.full((), torch.nan), "at": torch.tensor(self._count(now))}
+        """The best value so far, NaN before the first, when it was, and whether the patience is used up."""
+        at = torch.tensor(self._count(now))
+        return {"best": torch.full((), torch.nan), "at": at, "is_over": torch.tensor(False)}
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
-        """As in `Stopper`; a value that is NaN is never better."""
+        """As in `Stopper`; a value that is NaN is never better, and wears the patience out."""
         best = memory["best"].item()
         value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded as the best one was
         gain = best - value if self.mode == "min" else value - best
         is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
-        if not is_better:
-            return memory
-        return {"best": torch.tensor(value, dtype=torch.float32), "at": torch.tensor(self._count(now))}
-
-    def is_over(self, memory: dict[str, Tensor], now: Timestamp) -> bool:
-        """Whether the patience is used up."""
         assert isinstance(self.patience, Time)
-        has_begun = not math.isnan(memory["best"].item())
-        return has_begun and self._count(now) - int(memory["at"]) >= self.patience.value
+        at = self._count(now) if is_better else int(memory["at"])
+        return {
+            "best": torch.tensor(value if is_better else best, dtype=torch.float32),
+            "at": torch.tensor(at),
+            "is_over": torch.tensor(self._count(now) - at >= self.patience.value),
+        }
+
+    def is_over(self, memory: dict[str, Tensor]) -> bool:
+        """Whether the patience was used up at the last evaluation."""
+        return bool(memory["is_over"])
 
     def _count(self, now: Timestamp) -> int:
         assert isinstance(self.patience, Time)
@@ -130,7 +138,7 @@ class Threshold:
     @property
     def name(self) -> str:
         """As in `Stopper`."""
-        return f"threshold({self.metric})"
+        return f".threshold({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
         """Whether it has come as far."""
@@ -143,9 +151,8 @@ class Threshold:
         value = metrics[self.metric]
         return {"reached": torch.tensor(value <= self.value if self.mode == "min" else value >= self.value)}
 
-    def is_over(self, memory: dict[str, Tensor], now: Timestamp) -> bool:
+    def is_over(self, memory: dict[str, Tensor]) -> bool:
         """Whether it has."""
-        del now
         return bool(memory["reached"])
 
 
@@ -167,28 +174,19 @@ def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
 
 
 def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
-    """The state after the reasons have seen an evaluation's metrics.
-
-    Raises:
-        KeyError: No evaluator has the metric that one of them looks at.
-    """
+    """The state after the reasons have seen an evaluation's metrics; those whose metric was not measured wait."""
     new = {}
     for stopper in stoppers:
-        memory = {name: value.cpu() for name, value in state.slots[stopper.name].items()}
-        try:
-            told = stopper.see(memory, state.timestamp, metrics)
-        except KeyError as error:
-            known = ", ".join(metrics) or "no metrics"
-            raise KeyError(f"{stopper.name}: no evaluator reports {error.args[0]!r}; there are {known}") from None
-        if told is not memory:
-            new[stopper.name] = _on(told, state)
+        if stopper.metric in metrics:
+            memory = {name: value.cpu() for name, value in state.slots[stopper.name].items()}
+            new[stopper.name] = _on(stopper.see(memory, state.timestamp, metrics), state)
     return state.replace(slots={**state.slots, **new}) if new else state
 
 
 def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
     """Whether one of the reasons holds."""
     return any(
-        stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()}, state.timestamp)
+        stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()})
         for stopper in stoppers
     )
 

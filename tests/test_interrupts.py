@@ -1,8 +1,10 @@
 """Signals end a run between two batches, after its checkpoint is written."""
 
+import multiprocessing
 import pathlib
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +12,6 @@ from helpers import assert_same, counter, make_batches, make_mlp, make_state, no
 
 import purecompose as pc
 from purecompose import Checkpoints, Event, State, compose, fit, loop_events
-from purecompose.interrupts import Interrupts
 
 
 BATCHES = make_batches(4)
@@ -78,11 +79,55 @@ def test_other_threads_may_train_with_checkpoints(tmp_path: pathlib.Path) -> Non
     assert_same(ends[0], fit(step(), start(), BATCHES))
 
 
-def test_leaving_a_loop_early_restores_the_handlers(tmp_path: pathlib.Path) -> None:
-    handler = signal.getsignal(signal.SIGINT)
-    states = pc.training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
-    next(states)
-    assert signal.getsignal(signal.SIGINT) != handler
-    states.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert signal.getsignal(signal.SIGINT) == handler
-    assert Interrupts().received is None
+def test_between_two_states_signals_act_as_ever(tmp_path: pathlib.Path) -> None:
+    """Also with several runs at a time, and with one that was left and is still held."""
+    handlers = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    runs = [
+        pc.training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / name, background=False))
+        for name in ("a", "b")
+    ]
+    for _ in zip(*runs, strict=True):
+        assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == handlers
+        break
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    del runs
+
+
+def test_a_signal_during_the_last_evaluation_is_obeyed(tmp_path: pathlib.Path) -> None:
+    def observer(event: Event, state: State) -> None:
+        if event is Event.FIT_END:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path), observers=observer)
+    assert caught.value.code == 143 and "ba00000008" in caught.value.__notes__[0]
+
+
+def test_a_child_of_the_run_dies_of_its_signal(tmp_path: pathlib.Path) -> None:
+    codes: list[int | None] = []
+
+    def observer(event: Event, state: State) -> None:
+        if event is Event.BATCH_END and not codes:
+            context = multiprocessing.get_context("fork")
+            is_there = context.Event()
+            child = context.Process(target=lambda: (is_there.set(), time.sleep(60)))
+            child.start()
+            assert is_there.wait(20)  # Python drops what reaches a child while it is being forked
+            child.terminate()
+            child.join(20)
+            codes.append(child.exitcode)
+
+    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False), observers=observer)
+    assert codes == [-signal.SIGTERM]
+
+
+def test_a_run_that_could_not_be_saved_says_so(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("purecompose.saving.folder._sync", full)
+    settings = Checkpoints(tmp_path, every="1ep", background=False)
+    with pytest.warns(pc.CheckpointWarning, match="No space left"), pytest.raises(SystemExit) as caught:
+        fit(step(), start(), BATCHES, checkpoints=settings, observers=raising(signal.SIGTERM, 3))
+    assert "the run could not be saved at batch 3; there is no checkpoint of it" in caught.value.__notes__[0]

@@ -37,7 +37,8 @@ def stopped_after(stopper: Any, values: Sequence[float]) -> int | None:
         (EarlyStopping("eval/accuracy", "1ep", mode="min"), [0.3, 0.2, 0.3], 3),
         (EarlyStopping("eval/loss", "1ep", min_delta=0.5), [3, 2.7, 1], 2),
         (EarlyStopping("eval/loss", "2ep"), [math.nan, 3, 2, math.nan, math.nan], 5),
-        (EarlyStopping("eval/loss", "3ep"), [math.nan] * 9, None),
+        (EarlyStopping("eval/loss", "9ep"), [3, 2, 1], None),
+        (EarlyStopping("eval/loss", "3ep"), [math.nan] * 9, 3),
         (EarlyStopping("eval/loss", "1ep"), [0.3, 0.3], 2),  # in float32 0.3 is above 0.3
         (Threshold("eval/loss", 0.5), [1, 0.6, 0.5, 0.7], 3),
         (Threshold("eval/accuracy", 0.9), [0.1, 0.95], 2),
@@ -79,6 +80,43 @@ def test_fit_stops_early_and_after_going_on_at_the_same_batch(tmp_path: pathlib.
     assert_same(run(checkpoints=settings, resume="auto"), whole)  # which has been stopped by now
 
 
+def test_two_evaluators_of_different_intervals_and_a_cut_within_the_patience(tmp_path: pathlib.Path) -> None:
+    """The verdict is that of the last evaluation, also where a run goes on between two of them."""
+
+    def options() -> dict[str, Any]:
+        inputs, targets = BATCHES[0]
+        often = Evaluator([(inputs, targets)], {"loss": pc.losses.cross_entropy}, interval="1ba", label="often")
+        rare = Evaluator(evaluator().data, evaluator().metrics, interval="5ba")
+        return {"evaluate": [often, rare], "stop": EarlyStopping("eval/error", patience="3ba")}
+
+    def start() -> State:
+        return make_state(duration="50ep")
+
+    whole = fit(compose(loop_events), start(), BATCHES, **options())
+    assert whole.timestamp.batch == 10
+    for cut in range(5, 10):
+        settings = Checkpoints(tmp_path / str(cut), every="1ba", background=False)
+        states = training(compose(loop_events), start(), BATCHES, checkpoints=settings, **options())
+        assert next(state for state in states if state.timestamp.batch == cut)
+        states.close()  # pyright: ignore[reportAttributeAccessIssue]
+        again = fit(compose(loop_events), start(), BATCHES, checkpoints=settings, resume="auto", **options())
+        assert_same(again, whole)
+
+
+def test_reasons_may_come_and_go_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path, background=False)
+    stop = Threshold("eval/error", 1e9, mode="max")
+    fit(
+        compose(loop_events), make_state(duration="1ep"), BATCHES, checkpoints=settings, evaluate=evaluator(), stop=stop
+    )
+    plain = fit(compose(loop_events), make_state(), BATCHES, checkpoints=settings, resume="auto")
+    assert not plain.slots
+    settings = Checkpoints(tmp_path / "other", background=False)
+    fit(compose(loop_events), make_state(duration="1ep"), BATCHES, checkpoints=settings)
+    options: dict[str, Any] = {"checkpoints": settings, "evaluate": evaluator(), "stop": stop, "resume": "auto"}
+    assert_same(fit(compose(loop_events), make_state(), BATCHES, **options).params, plain.params)
+
+
 def test_a_compiled_run_stops_there_too() -> None:
     options: dict[str, Any] = {"evaluate": evaluator(), "stop": [EarlyStopping("eval/error", patience="2ep")]}
     slow, fast = compose(loop_events), pc.compile(compose(loop_events), backend="eager", quiet=True)
@@ -87,7 +125,7 @@ def test_a_compiled_run_stops_there_too() -> None:
 
 
 def test_a_metric_that_nobody_reports_is_named() -> None:
-    with pytest.raises(KeyError, match=r"no evaluator reports 'eval/los'; there are eval/error"):
+    with pytest.raises(ValueError, match=r"no evaluator reports 'eval/los'; there are eval/error"):
         stop = EarlyStopping("eval/los")
         fit(compose(loop_events), make_state(), BATCHES, evaluate=evaluator(), stop=stop)
 
@@ -95,10 +133,12 @@ def test_a_metric_that_nobody_reports_is_named() -> None:
 def test_two_of_one_name_and_populations_are_refused() -> None:
     twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
     with pytest.raises(ValueError, match="one name"):
-        fit(compose(loop_events), make_state(), BATCHES, stop=twice)
+        loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
+        fit(compose(loop_events), make_state(), BATCHES, evaluate=loss, stop=twice)
     stacked = pc.stack_states([make_state(), make_state()])
     with pytest.raises(ValueError, match="one by one"):
-        fit(pc.population(compose(loop_events), 2), stacked, BATCHES, stop=Threshold("eval/loss", 0.1))
+        many = pc.population(compose(loop_events), 2)
+        fit(many, stacked, BATCHES, evaluate=loss, stop=Threshold("eval/loss", 0.1))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from purecompose._form import Form
+from purecompose._warnings import warn
 from purecompose.compilation.backends import compile_graph
 from purecompose.compilation.capture import (
     FALLBACK_ADVICE,
@@ -130,7 +130,7 @@ class Library:
         if str(error) not in self._refused:
             self._refused.add(str(error))
             text = str(error).removesuffix(FALLBACK_ADVICE)
-            warnings.warn(f"{text}. As fallback=True asks, such steps run eagerly", stacklevel=4)
+            warn(f"{text}. As fallback=True asks, such steps run eagerly")
 
     def units(self, bits: int, first_part: int = 0) -> list[Unit]:
         """What a schedule does from a part on."""

@@ -25,7 +25,7 @@ from purecompose.data.seeding import SEED_WORDS, Stream, kept_globals, load_nump
 from purecompose.random import salt
 
 
-__all__ = ["SkippingWarning", "draws_globally", "epoch_batches", "keyed_batches"]
+__all__ = ["SkippingWarning", "draws_globally", "epoch_batches", "keyed_batches", "own_order"]
 
 _SAMPLER, _BATCH, _WORKERS = salt("data sampler"), salt("data batch"), salt("workers")
 
@@ -63,6 +63,18 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterato
 def draws_globally(data: object) -> bool:
     """Whether iterating over this reads torch's global generator: a `DataLoader` without one of its own."""
     return isinstance(data, DataLoader) and data.generator is None
+
+
+def own_order(data: object) -> str | None:
+    """Why the order of data is not the run's key's, so that a run cannot quite go on; `None` where it is."""
+    if isinstance(data, DataLoader) and data.generator is not None:
+        return (
+            "the DataLoader draws from a generator of its own, which is no part of a checkpoint: its order is not what "
+            "it would have been. Leave generator= out, and it follows the run's key; or take data.loader"
+        )
+    if isinstance(data, Iterator):
+        return "an iterator has no start to go back to: what comes from it now is taken for what comes next"
+    return None
 
 
 def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
@@ -131,8 +143,12 @@ class _Batches:
         self.dataset, self.collate_fn = data.dataset, data.collate_fn
         self.makes_batches = data.batch_sampler is not None
         self.reads_whole_batches = reads_whole_batches(data.dataset)
+        self._epoch: int | None = None
 
     def __getitem__(self, request: _Request) -> Any:
+        if request.epoch != self._epoch:  # a worker that stays has a data set of its own
+            _tell_epoch(self.dataset, request.epoch)
+            self._epoch = request.epoch
         with kept_globals() if get_worker_info() is None else nullcontext():
             seed_globals(seed_words(request.key, _BATCH, request.batch, request.epoch))
             with naming(f"this happened with batch {request.batch} of epoch {request.epoch}: {request.index}"):

@@ -237,10 +237,10 @@ class RunFolder:
             if settings is not None:
                 before = _flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
                 changed = _changes(before, _flat(settings))
+        if settings is not None or not self.goes_on:
+            write_text(self.path / CONFIG, to_toml(settings or {}))  # first: it makes the folder a run's
         if self._command is not None and not (self.goes_on and (self.path / COMMAND).exists()):
             write_text(self.path / COMMAND, f"{self._command}\n")
-        if settings is not None or not self.goes_on:
-            write_text(self.path / CONFIG, to_toml(settings or {}))  # last: it makes the folder a run's
         return changed
 
     def _new_start(self, batch: int, started: str) -> Start:

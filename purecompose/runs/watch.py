@@ -89,6 +89,10 @@ class Watch:
                     stacklevel=2,
                 )
 
+    def flush(self) -> None:
+        """Writes down all records so far: a checkpoint is about to be written, from which the run may go on."""
+        self._records.flush()
+
     def end(self, outcome: str) -> None:
         """Closes the records, and notes how the run ended."""
         self._records.close()

@@ -7,6 +7,7 @@ way leaves a hidden folder that nobody takes for a checkpoint, and that the next
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from purecompose.saving.errors import CheckpointError, DamagedError
 from purecompose.saving.index import Index, from_json, to_json
+from purecompose.time import Timestamp
 
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "clear",
     "digest",
     "library",
+    "name_at",
+    "put_aside",
     "read_index",
     "read_tensors",
     "remove",
@@ -69,10 +73,14 @@ def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: 
 
 @contextlib.contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
+    """A folder to write to, which takes the target's place at the end of the scope; an error leaves no trace.
+
+    Raises:
+        FileExistsError: Something that is no checkpoint stands there.
+    """
+    _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(4)
-    new, old = (target.with_name(f".{target.name}.{token}{suffix}") for suffix in (_WRITING, _OLD))
+    new, old = _hidden(target, _WRITING), _hidden(target, _OLD)
     new.mkdir()
     try:
         yield new
@@ -95,7 +103,7 @@ def replaced(target: Path) -> Iterator[Path]:
 def written(target: Path) -> Iterator[Path]:
     """A file to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_WRITING}")
+    new = _hidden(target, _WRITING)
     try:
         yield new
         _sync(new)
@@ -114,6 +122,9 @@ def read_index(path: Path) -> Index:
         DamagedError: It holds no index, or a damaged one.
         CheckpointError: A later version of the library wrote it.
     """
+    if not path.exists():
+        with contextlib.suppress(OSError):  # its writer may have died between two renamings
+            clear(path.parent)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
@@ -159,34 +170,50 @@ def check_tensors(path: Path, index: Index) -> None:
         raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
 
 
-def all_in(folder: Path) -> tuple[list[Found], list[CheckpointError]]:
-    """The checkpoints in a folder, the newest first, and what is wrong with the others; tensors are not looked at."""
-    found, damaged = [], []
+def name_at(now: Timestamp) -> str:
+    """What a run calls its checkpoint of a point in time, such as `ep0003-ba00000120`."""
+    return f"ep{now.epoch:04d}-ba{now.batch:08d}"
+
+
+def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
+    """A run's checkpoints in a folder, the newest first, and what is wrong with the others.
+
+    Only names as `name_at` makes them count, so that others in the folder are nobody's to delete. Tensors are not
+    looked at.
+    """
+    found: list[Found] = []
+    damaged: dict[Path, CheckpointError] = {}
     for path in sorted(folder.iterdir() if folder.is_dir() else ()):
-        if path.name.startswith(".") or not path.is_dir():
-            continue
-        try:
-            found.append(Found(path, read_index(path)))
-        except CheckpointError as error:
-            damaged.append(error)
+        if _NAME.fullmatch(path.name) and path.is_dir():
+            try:
+                found.append(Found(path, read_index(path)))
+            except CheckpointError as error:
+                damaged[path] = error
     return sorted(found, key=lambda one: (one.index.batch, one.path.name), reverse=True), damaged
 
 
 def clear(folder: Path) -> None:
-    """Clears away what a killed process left; what it was about to replace comes back. One process may write there."""
-    for path in sorted(folder.glob(f".*{_OLD}")):
-        target = path.with_name(path.name[1:].removesuffix(_OLD).rpartition(".")[0])
-        if target.exists():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+    """Clears away what processes left that are no more; what they were about to replace comes back."""
+    for path in sorted(folder.glob(".*")):
+        left = _HIDDEN.fullmatch(path.name)
+        if left is None or not path.is_dir() or _is_alive(int(left["pid"])):
+            continue
+        target = path.with_name(left["name"])
+        if left["kind"] == _OLD and not target.exists():
             path.rename(target)
-    for path in folder.glob(f".*{_WRITING}"):
-        shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def put_aside(path: Path) -> None:
+    """Takes a damaged checkpoint out of the run's sequence; its content stays."""
+    with contextlib.suppress(OSError):
+        path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
 
 
 def remove(path: Path) -> None:
     """Deletes a checkpoint; out of sight first, so that nobody finds half of one."""
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_WRITING}")
+    hidden = _hidden(path, _WRITING)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
@@ -208,6 +235,33 @@ def library() -> Any:
     except ImportError as error:
         raise ImportError("checkpoints need safetensors; install it with `pip install 'purecompose[run]'`") from error
     return safetensors
+
+
+_NAME = re.compile(r"ep\d{4,}-ba\d{8,}")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}(?P<kind>\.writing|\.old)")
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    """A name beside a target that says whose it is and for what; nobody else takes it."""
+    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}{kind}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raises where something stands that is no checkpoint: it would be lost."""
+    if target.is_dir() and {path.name for path in target.iterdir()} <= {_INDEX, _TENSORS}:
+        return
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} is no checkpoint, and would be lost: choose another name")
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,14 +2,14 @@
 
 import contextlib
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from purecompose._checks import check_flag, check_whole
+from purecompose._warnings import warn
 from purecompose.intervals import checked_interval, has_passed
 from purecompose.metrics import is_lower_better
 from purecompose.saving import folder as disk
@@ -33,7 +33,8 @@ class Checkpoints:
         every: How often: after so many epochs, batches, samples, tokens or seconds, or every fraction of the run.
             There is always one at the end, and one where a signal ends the run.
         keep: How many of the newest stay; `None` for all.
-        best: A metric of an evaluator, such as `"eval/accuracy"`: the checkpoint where it was best stays, too.
+        best: A metric of an evaluator, such as `"eval/accuracy"`: whenever it is better than ever there is a
+            checkpoint, whatever `every` says, and the best one stays.
         mode: "min" or "max", what best means; by default lower for losses, errors and perplexities, else higher.
         background: Write in a thread, so that a step waits for no more than a copy of the state. A checkpoint that
             comes while two are still to be written takes the second one's place.
@@ -72,14 +73,15 @@ def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Fou
     if settings.keep is None:
         return []
     rest = found[settings.keep :]
-    rated = [one for one in found if _rating(one, settings) is not None]
+    rated = [(rating, one) for one in found if (rating := _rating(one.index.metrics, settings)) is not None]
     # Of equal ones the earliest: it was there first, and stays in its place.
-    best = max(reversed(rated), key=lambda one: _rating(one, settings) or 0.0, default=None)
+    _, best = max(reversed(rated), key=lambda pair: pair[0], default=(None, None))
     return [one for one in rest if one is not best]
 
 
-def _rating(one: disk.Found, settings: Checkpoints) -> float | None:
-    value = one.index.metrics.get(settings.best) if settings.best is not None else None
+def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
+    """The metric that decides, the larger the better; `None` where it was not measured."""
+    value = metrics.get(settings.best) if settings.best is not None else None
     if not isinstance(value, (int, float)) or value != value:
         return None
     return -value if settings.mode == "min" else value
@@ -113,6 +115,8 @@ def resumed_from(path: Path | str, like: State, step: Any) -> Resumed:
 def resumed_from_newest(folder: Path | str, like: State, step: Any) -> Resumed | None:
     """What a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
 
+    Damaged ones are put aside, under names that say so: the run will write those batches anew.
+
     Raises:
         MismatchError: It is of another model, optimizer or set of algorithms.
         DamagedError: There are none but damaged ones.
@@ -120,41 +124,49 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any) -> Resumed |
     with contextlib.suppress(OSError):  # a folder that can be read is enough
         disk.clear(Path(folder))
     found, damaged = disk.all_in(Path(folder))
-    problems = [str(error) for error in damaged]
     for one in found:
         try:
             check_fits(one.path, one.index, like, step)
             resumed = Resumed(restored(one.path, one.index, like), one.index, one.path)
         except DamagedError as error:
-            problems.append(str(error))
+            damaged[one.path] = error
             continue
-        if problems:
-            warnings.warn(f"{'; '.join(problems)}; going on from {one.path}", CheckpointWarning, 4)
+        if damaged:
+            warn(f"{_joined(damaged.values())}; put aside, and going on from {one.path}", CheckpointWarning)
+        for path in damaged:
+            disk.put_aside(path)
         return resumed
-    if problems:
-        raise DamagedError(f"no whole checkpoint is left in {folder}: {'; '.join(problems)}")
+    if damaged:
+        raise DamagedError(f"no whole checkpoint is left in {folder}: {_joined(damaged.values())}")
     return None
 
 
 class Keeper:
-    """Keeps a run's checkpoints; one for each call of `fit`."""
+    """Keeps a run's checkpoints; one for each call of `fit`.
+
+    Attributes:
+        settings: Where, when and how many.
+        written: The newest one that this run has written, and its time.
+    """
 
     def __init__(self, settings: Checkpoints) -> None:
         self.settings = settings
+        self.written: tuple[Path, Timestamp] | None = None
         self._folder = Path(settings.folder)
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
-        self._waiting: tuple[Future[None], int] | None = None
+        self._waiting: _Waiting | None = None
         self._has_passed_over = False
         self._problems: list[str] = []
         self._written_at: float = time.monotonic()
-        self._last: Timestamp | None = None
+        self._last: tuple[Timestamp, Any] | None = None
+        self._best: float | None = None
 
     def begin(self, state: State, *, goes_on: bool = False) -> None:
         """Finds out before the run whether it can be saved, and whether another run's checkpoints are there.
 
         Args:
             state: Where the run starts.
-            goes_on: Whether it goes on from the newest whole one there, so that later ones are damaged.
+            goes_on: Whether it goes on from the newest one there.
 
         Raises:
             TypeError: The state holds what no checkpoint can.
@@ -170,10 +182,18 @@ class Keeper:
                 f"{self._folder} holds checkpoints of a run that has come further ({later[0].path.name}): go on from "
                 "there with resume='auto', or give this run a folder of its own"
             )
-        self._quietly(lambda: disk.clear(self._folder))
+        self._best = max(
+            (r for one in found if (r := _rating(one.index.metrics, self.settings)) is not None), default=None
+        )
+        try:
+            disk.clear(self._folder)
+        except OSError as error:
+            self._problems.append(f"{self._folder} cannot be tidied: {_words(error)}")
 
-    def is_due(self, before: Timestamp, now: Timestamp) -> bool:
-        """Whether it is time for one, after what happened between two times."""
+    def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
+        """Whether it is time for one, after what happened between two times, or worth one, by what was measured."""
+        if self._is_best(metrics):
+            return True
         every = self.settings.every
         assert isinstance(every, Time)
         if every.unit is TimeUnit.SECOND:
@@ -181,26 +201,28 @@ class Keeper:
         return has_passed(every, before, now)
 
     def keep(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
-        """Writes a checkpoint, or lets it be written; what goes wrong on the disk is a warning."""
+        """Writes a checkpoint, or lets it be written; what goes wrong on the disk is a warning.
+
+        Args:
+            state: The state.
+            step: What trains it.
+            metrics: What has been measured of this state.
+            memory: What the run knows beside it.
+        """
         self._tell()
-        now = state.timestamp
-        if self._last == now:
+        now, is_best = state.timestamp, self._is_best(metrics)
+        if self._last == (now, metrics):
             return
-        self._last, self._written_at = now, time.monotonic()
-        target = self._folder / _name(now)
+        self._last, self._written_at = (now, metrics), time.monotonic()
+        self._best = _rating(metrics, self.settings) if is_best else self._best
+        target = self._folder / disk.name_at(now)
         try:
             taken = snapshot(state, step, metrics=metrics, memory=memory)
         except TypeError as error:  # a method has put something into the metrics
-            self._problems.append(f"{target} was not written, and training goes on without it: {error}")
+            self._failed(f"{target} was not written, and training goes on without it: {error}")
         else:
-            self._hand_over(taken, target, now.batch)
+            self._hand_over(_Task(taken, target, now), is_best)
         self._tell()
-
-    def _hand_over(self, taken: Snapshot, target: Path, batch: int) -> None:
-        if self._pool is None:
-            self._write(taken, target)
-        else:
-            self._enqueue(taken, target, batch)
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -208,42 +230,72 @@ class Keeper:
             self._pool.shutdown(wait=True)
         self._tell()
 
-    def _enqueue(self, taken: Snapshot, target: Path, batch: int) -> None:
+    def _hand_over(self, task: "_Task", is_best: bool) -> None:
+        if self._pool is None:
+            self._write(task)
+        else:
+            self._enqueue(task, is_best)
+
+    def _enqueue(self, task: "_Task", is_best: bool) -> None:
         assert self._pool is not None
-        if self._waiting is not None and self._waiting[0].cancel():
+        if self._waiting is not None and not self._waiting.is_best and self._waiting.future.cancel():
             if not self._has_passed_over:
                 self._problems.append(
-                    f"the checkpoint of batch {self._waiting[1]} was passed over, as others may be: writing takes "
+                    f"the checkpoint of batch {self._waiting.batch} was passed over, as others may be: writing takes "
                     f"longer than the time between checkpoints ({self.settings.every})"
                 )
             self._has_passed_over = True
-        self._waiting = self._pool.submit(self._write, taken, target), batch
+        self._waiting = _Waiting(self._pool.submit(self._write, task), task.now.batch, is_best)
 
-    def _write(self, taken: Snapshot, target: Path) -> None:
-        """In the writing thread."""
+    def _write(self, task: "_Task") -> None:
+        """Perhaps in the writing thread; whatever goes wrong is no reason to lose the run."""
         try:
-            taken.write(target)
+            task.taken.write(task.target)
+        except Exception as error:
+            self._failed(f"{task.target} was not written, and training goes on without it: {_words(error)}")
+            return
+        self.written = task.target, task.now
+        try:
             found, _ = disk.all_in(self._folder)
             for one in surplus(found, self.settings):
-                disk.remove(one.path)
-        except Exception as error:  # whatever it is, it is no reason to lose the run
-            self._problems.append(f"{target} was not written, and training goes on without it: {_words(error)}")
+                if one.path != task.target:
+                    disk.remove(one.path)
+        except Exception as error:
+            self._problems.append(f"{self._folder}: older checkpoints could not be removed: {_words(error)}")
+
+    def _failed(self, problem: str) -> None:
+        self._problems.append(problem)
+        self._last = None  # the same state may be tried again
+
+    def _is_best(self, metrics: Mapping[str, Any]) -> bool:
+        rating = _rating(metrics, self.settings)
+        return rating is not None and (self._best is None or rating > self._best)
 
     def _tell(self) -> None:
         """Warns of what went wrong since the last time; in the thread of the run, where warnings are filtered."""
         problems, self._problems = self._problems, []
         for problem in problems:
-            warnings.warn(problem, CheckpointWarning, 5)
-
-    def _quietly(self, act: Any) -> None:
-        try:
-            act()
-        except OSError as error:
-            self._problems.append(f"{self._folder} cannot be tidied: {_words(error)}")
+            warn(problem, CheckpointWarning)
 
 
-def _name(now: Timestamp) -> str:
-    return f"ep{now.epoch:04d}-ba{now.batch:08d}"
+class _Task(NamedTuple):
+    """A checkpoint to be written."""
+
+    taken: Snapshot
+    target: Path
+    now: Timestamp
+
+
+class _Waiting(NamedTuple):
+    """A checkpoint that the writing thread has not come to."""
+
+    future: Future[None]
+    batch: int
+    is_best: bool
+
+
+def _joined(problems: Iterable[object]) -> str:
+    return "; ".join(map(str, problems))
 
 
 def _words(error: Exception) -> str:

