@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from purecompose._warnings import warn
+from purecompose.algorithm import Trait
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
 from purecompose.data.loaders import SkippingWarning, own_order
@@ -32,7 +33,7 @@ def fit(
     data: Iterable[Any] | EpochData,
     *,
     duration: Time | str | None = None,
-    evaluate: Evaluator | Iterable[Evaluator] = (),
+    evaluate: Evaluator | Iterable[Evaluator] | None = (),
     observers: Observer | Iterable[Observer] = (),
     stop: Stopper | Iterable[Stopper] = (),
     checkpoints: Checkpoints | None = None,
@@ -95,7 +96,7 @@ def training(
     data: Iterable[Any] | EpochData,
     *,
     duration: Time | str | None = None,
-    evaluate: Evaluator | Iterable[Evaluator] = (),
+    evaluate: Evaluator | Iterable[Evaluator] | None = (),
     observers: Observer | Iterable[Observer] = (),
     stop: Stopper | Iterable[Stopper] = (),
     checkpoints: Checkpoints | None = None,
@@ -123,6 +124,8 @@ def training(
     evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
     observers = (observers,) if callable(observers) else tuple(observers)
     _check_metrics(state, evaluators, stoppers, checkpoints)
+    if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
+        warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = _with_duration(state, duration)
     state = _with_epoch_length(state, data)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
@@ -200,6 +203,10 @@ def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
         if now.batch_in_epoch > 0:
             raise MismatchError(f"{resumed.path} stands in the middle of an epoch of other data: {line}", [line])
         warn(f"{resumed.path} goes on with other data: {line}", CheckpointWarning)
+    past = now.replace(run=like.timestamp.run).elapsed()
+    if past is not None and past > 1:
+        line = f"duration: past batch {now.batch} in the checkpoint, {like.timestamp.run.duration} here"
+        raise MismatchError(f"{resumed.path} stands past the end of the run: {line}", [line])
     reason = own_order(data)
     if reason is not None and now.batch > 0:
         warn(f"going on from batch {now.batch}: {reason}", SkippingWarning)
@@ -217,6 +224,8 @@ def _check_arguments(step: Any, state: Any) -> None:
 
 
 def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
+    if given is None:
+        return ()
     if isinstance(given, Evaluator):
         return (given,)
     # Batches for the test in an evaluator's place, a common slip: not iterated, which might load a whole data set.

@@ -132,8 +132,8 @@ def test_a_metric_that_nobody_reports_is_named() -> None:
 
 def test_two_of_one_name_and_populations_are_refused() -> None:
     twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
+    loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
     with pytest.raises(ValueError, match="one name"):
-        loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
         fit(compose(loop_events), make_state(), BATCHES, evaluate=loss, stop=twice)
     stacked = pc.stack_states([make_state(), make_state()])
     with pytest.raises(ValueError, match="one by one"):

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from purecompose import __version__, _specs as specs
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.settings import UsageError, add_settings
+from purecompose.cli.settings import FILES, FOLDERS, UsageError, add_settings
 from purecompose.cli.train import show_plan, train as run_training
 from purecompose.saving import CheckpointError
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    except CheckpointError as error:
+    except (CheckpointError, FloatingPointError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
@@ -156,8 +156,13 @@ examples:
 }
 
 
+def _completed(argument: argparse.Action, how: dict[str, str]) -> None:
+    """Lets a shell complete an argument's value; see `completion`."""
+    argument.complete = how  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _add_train_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--out", metavar="FOLDER", help="keep records, checkpoints and a report there")
+    _completed(command.add_argument("--out", metavar="FOLDER", help="keep records, checkpoints and a report"), FOLDERS)
     command.add_argument("--resume", action="store_true", help="with --out: go on with the run there, if there is one")
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
     command.add_argument("--quiet", action="store_true", help="print the final table alone")
@@ -178,7 +183,7 @@ def _add_plan_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints'")
+    _completed(command.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints'"), FOLDERS)
     command.add_argument(
         "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (newest)"
     )
@@ -192,11 +197,11 @@ def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
 
 def _add_predict(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
-    command.add_argument("--out", metavar="FILE", help="a CSV file (standard output)")
+    _completed(command.add_argument("--out", metavar="FILE", help="a CSV file (standard output)"), FILES)
 
 
 def _add_plot_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    _completed(command.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder"), FOLDERS)
     command.add_argument("--out", default="curves.png", metavar="FILE", help="the picture, *.png or *.svg (curves.png)")
     command.add_argument("--x", default="batch", choices=("batch", "epoch"), help="what lies along the axis (batch)")
 

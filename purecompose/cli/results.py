@@ -16,7 +16,8 @@ from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
 from purecompose.compilation import CompiledStep
 from purecompose.evaluation import evaluate, predict
 from purecompose.runs import draw_curves, read_run
-from purecompose.saving import load, newest, read_index
+from purecompose.saving import load, newest
+from purecompose.saving.folder import all_in
 from purecompose.state import State
 
 
@@ -134,7 +135,8 @@ def _chosen(folder: Path, which: str) -> Path:
         raise UsageError(f"there is no checkpoint in {folder}: has the run written one yet?")
     if which == "newest":
         return found
-    rated = {path: read_index(path).metrics.get("eval/accuracy") for path in folder.iterdir() if not _is_hidden(path)}
+    indexes = {one.path: one.index for one in all_in(folder)[0]}
+    rated = {path: i.metrics.get("val/accuracy", i.metrics.get("eval/accuracy")) for path, i in indexes.items()}
     known = {path: value for path, value in rated.items() if isinstance(value, float)}
     return max(known, key=lambda path: known[path]) if known else found
 

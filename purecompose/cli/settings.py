@@ -13,7 +13,17 @@ from purecompose import _specs as specs
 from purecompose.models import MODELS
 
 
-__all__ = ["SETTINGS", "Setting", "UsageError", "add_settings", "chosen", "command_of", "read_config"]
+__all__ = [
+    "FILES",
+    "FOLDERS",
+    "SETTINGS",
+    "Setting",
+    "UsageError",
+    "add_settings",
+    "chosen",
+    "command_of",
+    "read_config",
+]
 
 
 class UsageError(Exception):
@@ -25,7 +35,7 @@ class Setting(NamedTuple):
 
     name: str
     kind: type
-    """int, str or bool."""
+    """int, float, str or bool."""
     metavar: str | None
     help: str
     default: Any = None
@@ -36,6 +46,10 @@ class Setting(NamedTuple):
         """As the command line has it."""
         return f"--{self.name.replace('_', '-')}"
 
+
+FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+FOLDERS = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/", "tcsh": "d"}
+"""How shells complete names, in the form that shtab reads from an option."""
 
 SETTINGS = {
     setting.name: setting
@@ -60,7 +74,8 @@ SETTINGS = {
         Setting("device", str, None, "cpu, cuda, mps, ... (cpu)", "cpu"),
         Setting("threads", int, "N", "CPU threads; other numbers give other bits (by data size)"),
         Setting("eval_every", str, "TIME", "how often to evaluate: 1ep, 100ba, 0.1dur (1ep)", "1ep"),
-        Setting("patience", str, "TIME", "stop when the test loss has not become better for so long: 3ep (never)"),
+        Setting("validation", float, "SHARE", "of the training data: set aside for --patience and the best (0)", 0.0),
+        Setting("patience", str, "TIME", "stop when the loss has not become better for so long: 3ep (never)"),
         Setting("checkpoint_every", str, "TIME", "with --out: how often to write one: 1ep, 500ba, 10m (1ep)", "1ep"),
         Setting("keep", int, "N", "with --out: how many of the newest checkpoints stay; the best does, too (3)", 3),
     )
@@ -75,7 +90,8 @@ def add_settings(command: argparse.ArgumentParser) -> None:
             group.add_argument(setting.option, action="store_const", const=True, help=setting.help)
         else:
             group.add_argument(setting.option, type=setting.kind, metavar=setting.metavar, help=setting.help)
-    group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options on the command line win")
+    config = group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here win")
+    config.complete = FILES  # pyright: ignore[reportAttributeAccessIssue]
     group.add_argument(
         "--set",
         action="append",
@@ -174,12 +190,14 @@ def _checked(name: str, value: Any, where: str) -> Any:
         return ", ".join(map(str, value)) or "none"
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if kind is float and type(value) is int:
+        return float(value)
     if type(value) is not kind:
         raise UsageError(f"{where}: {name}: expected {_KINDS[kind]}, got {value!r}")
     return value
 
 
-_KINDS = {int: "a whole number", str: "a text", bool: "true or false"}
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def _value(text: str) -> Any:

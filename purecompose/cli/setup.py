@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,9 @@ class Setup(NamedTuple):
     state: State
     train_data: datasets.Arrays
     test_data: datasets.Arrays
-    evaluator: Evaluator
+    evaluators: tuple[Evaluator, ...]
+    watched: str
+    """The label of the data that decide: "val" where some are set aside, else "eval"."""
     stop: tuple[Stopper, ...]
     microbatches: str | None
     """"auto", or nothing."""
@@ -77,6 +80,8 @@ def completed(found: Mapping[str, Any]) -> tuple[dict[str, Any], datasets.ImageD
     """
     settings = {name: setting.default for name, setting in SETTINGS.items()} | dict(found)
     with reported_as("--data"):
+        if Path(settings["data"]).exists():  # the run's folder may be asked about it from elsewhere
+            settings["data"] = str(Path(settings["data"]).resolve())
         data = datasets.load(settings["data"])
     defaults = _FOR_LARGE_SETS if len(data.train_targets) >= _LARGE else _FOR_SMALL_SETS
     silent = {name: value for name, value in defaults._asdict().items() if settings[name] is None}
@@ -89,10 +94,11 @@ def prepare(settings: Mapping[str, Any], data: datasets.ImageData) -> Setup:
     Raises:
         UsageError: A setting that cannot be.
     """
+    inputs, targets, *aside = _divided(settings, data)
     with reported_as("--batch-size"):
-        batch_size = min(settings["batch_size"], len(data.train_targets))
+        batch_size = min(settings["batch_size"], len(targets))
         # A smaller last batch is left out of an epoch: it might not have an example for each microbatch.
-        train_data = datasets.arrays(data.train_inputs, data.train_targets, batch_size, drop_last=True)
+        train_data = datasets.arrays(inputs, targets, batch_size, drop_last=True)
     with reported_as("--duration"):
         duration = _duration(settings["duration"])
     with reported_as("--device"):
@@ -100,18 +106,35 @@ def prepare(settings: Mapping[str, Any], data: datasets.ImageData) -> Setup:
     step = _step(settings, batch_size)
     states = [step.init(state.to(device)) for state in _states(settings, data, duration, len(train_data))]
     test_data = datasets.arrays(data.test_inputs, data.test_targets, _EVAL_BATCH_SIZE, shuffle=False).to(device)
+    watched = "val" if aside else "eval"
     with reported_as("--eval-every"):
-        test_metrics = {"accuracy": metrics.accuracy, "loss": states[0].context.loss}
-        evaluator = Evaluator(test_data, test_metrics, interval=settings["eval_every"])
+        wanted = {"accuracy": metrics.accuracy, "loss": states[0].context.loss}
+        # Where data are set aside to decide by, the test data are looked at once.
+        evaluators = (Evaluator(test_data, wanted, interval="1dur" if aside else settings["eval_every"]),)
+        if aside:
+            held = datasets.arrays(aside[0], aside[1], _EVAL_BATCH_SIZE, shuffle=False).to(device)
+            evaluators = (Evaluator(held, wanted, interval=settings["eval_every"], label="val"), *evaluators)
     with reported_as("--patience"):
-        stop = () if settings["patience"] is None else (EarlyStopping("eval/loss", settings["patience"]),)
+        stop = () if settings["patience"] is None else (EarlyStopping(f"{watched}/loss", settings["patience"]),)
         if stop and len(states) > 1:
             raise ValueError("the networks of a population would stop at different times; leave out --seeds")
     many = population(step, len(states)) if len(states) > 1 else step
     state = stack_states(states) if len(states) > 1 else states[0]
     run = compile(many) if settings["compile"] else many
     auto = "auto" if settings["microbatches"] == "auto" else None
-    return Setup(run, state, train_data.to(device), test_data, evaluator, stop, auto)
+    return Setup(run, state, train_data.to(device), test_data, evaluators, watched, stop, auto)
+
+
+def _divided(settings: Mapping[str, Any], data: datasets.ImageData) -> tuple[torch.Tensor, ...]:
+    """Inputs and targets for training; then, where a share is set aside, those that are."""
+    share = settings["validation"]
+    with reported_as("--validation"):
+        if not 0 <= share < 1:
+            raise ValueError(f"{share}: expected a share of the training data, at least 0 and below 1")
+        if share == 0:
+            return data.train_inputs, data.train_targets
+        # The same examples whatever the run's seed, so that runs compare.
+        return tuple(datasets.split(data.train_inputs, data.train_targets, share, seed=0))
 
 
 def _states(settings: Mapping[str, Any], data: datasets.ImageData, duration: Time, length: int) -> list[State]:

@@ -3,19 +3,22 @@
 import argparse
 import hashlib
 import statistics
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purecompose.cli.settings import UsageError, chosen, command_of, read_config
+from purecompose.cli.settings import SETTINGS, UsageError, chosen, command_of, read_config
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare, reported_as
 from purecompose.fit import fit
-from purecompose.observers import History, Progress, Stopwatch
+from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.runs import RunFolder
+from purecompose.saving import Checkpoints, MismatchError
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
 
@@ -31,42 +34,48 @@ def train(options: argparse.Namespace) -> None:
         ImportError: A package that the data or the display needs is missing.
     """
     out = None if options.out is None else Path(options.out)
-    settings, data = completed(chosen(options, _earlier(out, is_asked=options.resume)))
+    earlier = _earlier(out, is_asked=options.resume)
+    settings, data = completed(chosen(options, earlier))
+    _check_seed(settings, earlier)
     with fixed_arithmetic(settings["threads"]):
         setup = prepare(settings, data)
         if options.plan:
             print(setup.step.plan(setup.state, next(iter(setup.train_data))))
             return
-        history, stopwatch = History(), Stopwatch()
-        with ExitStack() as stack:
-            observers: list[Any] = [history, stopwatch]
-            kept: dict[str, Any] = {}
-            folder = None if out is None else _folder(out, settings, is_resumed=options.resume)
-            if folder is not None:
-                stack.enter_context(folder)
-                observers.append(folder.observer)
-                with reported_as("--checkpoint-every"):
-                    best = "eval/accuracy" if settings["seeds"] == 1 else None
-                    every, keep = settings["checkpoint_every"], settings["keep"]
-                    kept["checkpoints"] = folder.checkpoints(every=every, keep=keep, best=best)
-                kept["resume"] = folder.resume
-                folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
-            if not options.quiet:
-                print(_describe(setup, settings), flush=True)
-                observers.append(stack.enter_context(Progress()))
-            state = fit(
-                setup.step,
-                setup.state,
-                setup.train_data,
-                evaluate=setup.evaluator,
-                observers=observers,
-                stop=setup.stop,
-                microbatches=setup.microbatches,
-                **kept,
-            )
-            if folder is not None:
-                folder.finish({"checksum": checksum(state.params)})
-        _print_results(state, history, stopwatch, settings["threads"], out)
+        with _plain_warnings(), _told_as_settings(settings, earlier, out):
+            _run(options, settings, setup, out)
+
+
+def _run(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup, out: Path | None) -> None:
+    history, stopwatch = History(), Stopwatch()
+    # A population goes on with those of its networks that are well.
+    observers: list[Any] = [history, stopwatch, NaNs(action="raise" if settings["seeds"] == 1 else "warn")]
+    kept: dict[str, Any] = {} if out is None else {"checkpoints": _checkpoints(out, settings, setup)}
+    with ExitStack() as stack:
+        folder = None if out is None else _folder(out, settings, is_resumed=options.resume)
+        if folder is not None:
+            stack.enter_context(folder)
+            observers.append(folder.observer)
+            kept["resume"] = folder.resume
+            folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
+        if not options.quiet:
+            print(_describe(setup, settings), flush=True)
+            observers.append(stack.enter_context(Progress()))
+        state = fit(
+            setup.step,
+            setup.state,
+            setup.train_data,
+            evaluate=setup.evaluators,
+            observers=observers,
+            stop=setup.stop,
+            microbatches=setup.microbatches,
+            **kept,
+        )
+        if folder is not None:
+            folder.finish({"checksum": checksum(state.params)})
+    if folder is not None and folder.goes_on and not stopwatch.batches:
+        print(f"the run in {out} was at its end already, {settings['duration']}; a longer --duration goes on with it")
+    _print_results(setup, state, history, stopwatch, settings, out)
 
 
 def show_plan(options: argparse.Namespace) -> None:
@@ -109,12 +118,54 @@ def _earlier(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
     return read_config(config) if config.exists() else {}
 
 
+def _check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Raises where a run is to go on with what it began with, and cannot change: the key of all its draws."""
+    for name in ("seed", "seeds"):
+        if name in earlier and earlier[name] != settings[name]:
+            raise UsageError(
+                f"--{name}: the run goes on with {earlier[name]}, as it began; another one needs another --out"
+            )
+
+
+def _checkpoints(out: Path, settings: Mapping[str, Any], setup: Setup) -> Checkpoints:
+    with reported_as("--keep"):
+        if settings["keep"] < 1:
+            raise ValueError(f"{settings['keep']}: expected at least 1")
+    with reported_as("--checkpoint-every"):
+        best = f"{setup.watched}/accuracy" if settings["seeds"] == 1 else None
+        return Checkpoints(out / "checkpoints", settings["checkpoint_every"], settings["keep"], best)
+
+
 def _folder(out: Path, settings: Mapping[str, Any], *, is_resumed: bool) -> RunFolder:
     with reported_as("--out"):
         try:
             return RunFolder(out, settings, command=command_of(settings, out), resume=is_resumed)
         except FileExistsError as error:
             raise ValueError(str(error).replace("resume=True", "--resume").removeprefix("RunFolder: ")) from error
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as lines for people, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        yield
+
+
+@contextmanager
+def _told_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
+    """Says which settings make a checkpoint unfit, in place of what that does to its tensors."""
+    try:
+        yield
+    except MismatchError as error:
+        changed = [name for name in earlier if name in SETTINGS and earlier[name] != settings[name]]
+        if not changed:
+            raise
+        lines = [f"\n  {SETTINGS[name].option}: {earlier[name]} in the run, {settings[name]} here" for name in changed]
+        raise MismatchError(
+            f"{out} cannot go on with other settings:{''.join(lines)}\nleave them out, or choose another --out",
+            error.differences,
+        ) from error
 
 
 def _moved(state: State, at: str, batch_size: int) -> State:
@@ -140,15 +191,26 @@ def _describe(setup: Setup, settings: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _print_results(state: State, history: History, stopwatch: Stopwatch, num_threads: int, out: Path | None) -> None:
+def _print_results(
+    setup: Setup, state: State, history: History, stopwatch: Stopwatch, settings: Mapping[str, Any], out: Path | None
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    _, accuracies = history.series("eval/accuracy")
     evaluating = stopwatch.seconds - stopwatch.training_seconds
-    on = f"{num_threads} thread{'s' * (num_threads > 1)}" if state.device.type == "cpu" else str(state.device)
+    threads = settings["threads"]
+    on = f"{threads} thread{'s' * (threads > 1)}" if state.device.type == "cpu" else str(state.device)
     table = Table(show_header=False)
-    table.add_row("test accuracy", _percent(accuracies[-1]))
+    table.add_row("test accuracy", _percent(history.series("eval/accuracy")[1][-1]))
+    at, accuracies = history.series(f"{setup.watched}/accuracy")
+    if settings["seeds"] == 1 and (setup.watched == "val" or max(accuracies) > accuracies[-1]):
+        best = max(accuracies)
+        name = "best validation" if setup.watched == "val" else "best"
+        table.add_row(f"{name} accuracy", f"{best:.2%}, after batch {at[accuracies.index(best)]}")
+        if out is not None:
+            table.add_row("", f"evaluate {out} --checkpoint best")
+    if setup.stop and not state.timestamp.is_finished():
+        table.add_row("stopped early", f"the loss has not become better for {settings['patience']}")
     table.add_row("time", f"{stopwatch.seconds:.1f} s, {evaluating:.1f} s of it for evaluation")
     table.add_row("steps", f"{stopwatch.batches:,}, {stopwatch.batches_per_second:.1f} a second")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")

@@ -6,7 +6,7 @@ import shlex
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -122,6 +122,7 @@ class RunFolder:
             earlier._records.close()  # what it still holds would come in between ours
         _OPEN[self.path.resolve()] = self
         self._starts = read_starts(self.path) if self.goes_on else []
+        self._pending: list[Callable[[], None]] = []
         self._changed = self._write_settings(settings)
         self._watch = Watch(self._records, self.path, self._starts, self._new_start)
         self._is_over = False
@@ -154,8 +155,9 @@ class RunFolder:
         now = {**environment(state, step), "platform": platform.platform(), "processor": _processor()}
         with suppress(ValueError, OSError):  # none before, or one that is damaged
             self._changed |= _changes(read_json(self.path / VERSIONS), now)
-        write_json(self.path / VERSIONS, now)
-        write_text(self.path / PLAN, f"{_plan(step, state, batch)}\n")
+        plan = f"{_plan(step, state, batch)}\n"
+        self._write_when_begun(lambda: write_json(self.path / VERSIONS, now))
+        self._write_when_begun(lambda: write_text(self.path / PLAN, plan))
         size = sum(tensor.numel() for tensor in state.params.values())
         run = state.timestamp.run
         told = describe(state, step)
@@ -233,17 +235,28 @@ class RunFolder:
         changed: dict[str, Any] = {}
         self.path.mkdir(parents=True, exist_ok=True)
         if self.goes_on:
-            (self.path / RESULT).unlink(missing_ok=True)  # of a run that ended earlier
+            self._write_when_begun(lambda: (self.path / RESULT).unlink(missing_ok=True))  # of a run that ended earlier
             if settings is not None:
                 before = _flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
                 changed = _changes(before, _flat(settings))
         if settings is not None or not self.goes_on:
-            write_text(self.path / CONFIG, to_toml(settings or {}))  # first: it makes the folder a run's
+            text = to_toml(settings or {})
+            self._write_when_begun(lambda: write_text(self.path / CONFIG, text))  # first: it makes the folder a run's
         if self._command is not None and not (self.goes_on and (self.path / COMMAND).exists()):
             write_text(self.path / COMMAND, f"{self._command}\n")
         return changed
 
+    def _write_when_begun(self, act: Callable[[], None]) -> None:
+        """Writes something down; where the run goes on, not before its checkpoint has been found to fit."""
+        if self.goes_on:
+            self._pending.append(act)
+        else:
+            act()
+
     def _new_start(self, batch: int, started: str) -> Start:
+        pending, self._pending = self._pending, []
+        for act in pending:
+            act()
         changed, self._changed = self._changed, {}
         return Start(batch, started, until=batch, command=self._command, changed=changed)
 

@@ -92,7 +92,7 @@ def test_resume_starts_where_there_is_nothing_and_refuses_what_is_there_without(
 def test_a_checkpoint_of_another_network_is_told(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--set", "model.hidden=8")
-    assert status == 1 and "does not fit this state" in err and "out_features=16" in err
+    assert status == 1 and "--model: mlp(hidden=16) in the run, mlp(hidden=8) here" in err
 
 
 def test_checkpoints_are_evaluated(run: Run) -> None:
@@ -188,3 +188,47 @@ def test_cards_and_completion(run: Run) -> None:
     for shell in ("bash", "zsh"):
         status, out, _ = run("completion", shell)
         assert status == 0 and "--checkpoint-every" in out and "purecompose" in out
+
+
+def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
+    run("train", *SMALL, "--out", "a")
+    before = {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")}
+    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--model", "mlp(hidden=8)")
+    assert status == 1
+    assert "--model: mlp(hidden=16) in the run, mlp(hidden=8) here" in err and "choose another --out" in err
+    assert {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")} == before
+    status, _, err = run("train", "--out", "a", "--resume", "--seed", "7")
+    assert status == 2 and "--seed: the run goes on with 0" in err
+    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--duration", "1ep")
+    assert status == 1 and "--duration: 2ep in the run, 1ep here" in err
+    assert {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")} == before
+    status, out, _ = run("train", "--out", "a", "--resume", "--quiet")
+    assert status == 0 and "was at its end already, 2ep; a longer --duration goes on" in out
+
+
+def test_settings_are_checked_before_there_is_a_folder(run: Run) -> None:
+    for arguments, said in [
+        (("--keep", "0"), "--keep: 0: expected at least 1"),
+        (("--checkpoint-every", "0ep"), "--checkpoint-every"),
+        (("--validation", "1.5"), "--validation: 1.5"),
+    ]:
+        status, _, err = run("train", *SMALL, "--out", "a", *arguments)
+        assert status == 2 and said in err, err
+        assert not pathlib.Path("a").exists()
+
+
+def test_a_run_that_diverges_fails(run: Run) -> None:
+    status, _, err = run("train", *SMALL, "--algorithms", "none", "--optimizer", "sgd(lr=1e30)", "--out", "a")
+    assert status == 1 and "nan" in err and "batch" in err
+    assert "FloatingPointError" in pathlib.Path("a/history.json").read_text()
+
+
+def test_data_may_be_set_aside_to_decide_by(run: Run) -> None:
+    status, out, _ = run("train", *SMALL, "--validation", "0.2", "--patience", "5ep", "--out", "a")
+    assert status == 0 and "best validation accuracy" in out and "evaluate a --checkpoint best" in out
+    records = pathlib.Path("a/records.jsonl").read_text()
+    assert records.count('"val/accuracy') == 2 and records.count('"eval/accuracy') == 1
+    assert run("evaluate", "a", "--checkpoint", "best")[0] == 0
+    status, out, _ = run("train", "--model", "mlp", "--validation", "0.2", "--duration", "9ep", "--quiet",
+                         "--optimizer", "sgd(lr=0.0)", "--schedule", "constant", "--patience", "1ep")  # fmt: skip
+    assert status == 0 and re.search(r"stopped early\W+the loss has not become better for 1ep", out)
