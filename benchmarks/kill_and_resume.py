@@ -109,6 +109,7 @@ def digest(state: State) -> str:
 def _child(case: Case, where: pathlib.Path | None, every: str, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # workers complain when they lose their parent
 
     def tell(event: Any, state: State) -> None:
         if str(event.value) == "batch_end":

@@ -130,7 +130,8 @@ def filled(
     like: State, static: Static, tensors: Mapping[str, Tensor], specs: Mapping[str, Spec], values: Mapping[str, Any]
 ) -> State:
     """A state of the template's structure and devices with the saved leaves; those that do not fit stay its own."""
-    found = {name: _restored(tensors[name], specs[name], like.device) for name in tensors if _is_metric(name)}
+    # In the order in which they were: the file has another, and it is part of a tree's structure.
+    found = {name: _restored(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
     found |= {name: value for name, value in values.items() if _is_metric(name)}
     metrics = {name.removeprefix(_METRICS): value for name, value in found.items()}
     template = _lasting(like)

@@ -63,10 +63,13 @@ def test_strides_dtypes_and_plain_values_come_back(tmp_path: pathlib.Path) -> No
         "infinite": math.inf,
     }
     net = make_cnn().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    state = make_state(net).replace(slots={"kept": kept}, metrics={"it's": torch.tensor(2.0)})
+    state = make_state(net).replace(
+        slots={"kept": kept}, metrics={"z": torch.tensor(1.0), "it's": torch.tensor(2.0), "a": torch.tensor(3.0)}
+    )
     blank = pc.tree.map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None, kept)
     found = there_and_back(state, tmp_path, make_state(make_cnn()).replace(slots={"kept": blank}))
     assert_same(found, state)
+    assert list(found.metrics) == ["z", "it's", "a"]
     weight = "0.weight"
     assert (
         found.params[weight].stride() == state.params[weight].stride() != make_state(make_cnn()).params[weight].stride()
