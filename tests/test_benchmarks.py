@@ -64,13 +64,8 @@ def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
 
 def test_run_overhead_tells_what_is_left_over(run: Run) -> None:
     rows = run("run_overhead", "--examples", "600")
-    assert [row["what"] for row in rows] == [
-        "fit alone",
-        "with everything",
-        "an evaluation",
-        "a checkpoint",
-        "left over",
-    ]
+    timed = ["fit alone", "with both", "with a run's folder", "an evaluation", "a checkpoint"]
+    assert [row["what"] for row in rows] == [*timed, "left over with both", "left over with a run's folder"]
 
 
 def test_products_measures_torch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
