@@ -3,6 +3,8 @@
 import os
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +122,16 @@ class _Window:
         # A schedule without warm-up makes torch warn; without a schedule all batches are active, and it is silent.
         schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1) if warmup else None
         self._profiler = torch.profiler.profile(**{"activities": activities, "schedule": schedule, **options})
-        self._profiler.start()
+        with _quietly():
+            self._profiler.start()
 
     def is_over(self, batch: int) -> bool:
         """Tells the profiler that a batch is over, but for the last, at which the window closes."""
         self._batch = batch
         if batch >= self._last:
             return True
-        self._profiler.step()
+        with _quietly():
+            self._profiler.step()
         return False
 
     def close(self) -> None:
@@ -139,3 +143,11 @@ class _Window:
                 self._profiler.export_chrome_trace(str(path))
             except OSError as error:
                 warnings.warn(f"Profile: {path} cannot be written: {error}", RuntimeWarning, stacklevel=2)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's advice on windows that follow one another: each is written to a file of its own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        yield
