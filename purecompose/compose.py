@@ -31,7 +31,7 @@ from purecompose.plan import Plan, describe_moment, make_plan
 from purecompose.predicate import NEVER
 from purecompose.random.modules import detect
 from purecompose.schedule import Hparam, Schedule, collect
-from purecompose.state import State
+from purecompose.state import State, check_single
 from purecompose.time import Time, Timestamp, TimeUnit
 
 
@@ -137,11 +137,8 @@ class Step:
             RuntimeError: `init` has not been called.
             ValueError: The state is a population's.
         """
-        if state.key.ndim != 1:
-            raise ValueError(
-                f"step(state, batch): expected a single state, got a stacked one of {len(state.key)} members: "
-                "population(step, n) steps all of them, unstack_states(state) gives each alone"
-            )
+        remedy = "population(step, n) steps all of them, unstack_states(state) gives each alone"
+        check_single(state, "step(state, batch)", remedy)
         return self._prepared(state, batch, purpose, draw)
 
     def _prepared(self, state: State, batch: Any, purpose: str, draw: int | None) -> Prepared:

@@ -16,7 +16,7 @@ from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.loop import eval_events, predict_events
 from purecompose.metrics import Metric, as_metric, mean_loss, read_by
-from purecompose.state import State
+from purecompose.state import State, check_single
 from purecompose.time import Time
 
 
@@ -164,11 +164,10 @@ def _initial(metric: Metric, state: State) -> Any:
 
 def _sibling(step: Step | None, program: Any, state: State) -> Step:
     """A step with the same algorithms over another program."""
-    if step is None and state.key.ndim > 1:
-        raise ValueError(
-            f"expected a single state, got a stacked one of {len(state.key)} members: give step=population(step, "
-            f"{len(state.key)}), or take the members of unstack_states(state) one by one"
-        )
+    if step is None:
+        num = len(state.key)
+        remedy = f"give step=population(step, {num}), or take the members of unstack_states(state) one by one"
+        check_single(state, "evaluate and predict", remedy)
     return compose(program) if step is None else step.replace(program=program)
 
 

@@ -25,7 +25,7 @@ from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
 
 
-__all__ = ["State", "to_module"]
+__all__ = ["State", "check_single", "to_module"]
 
 T = TypeVar("T")
 
@@ -316,11 +316,7 @@ class State:
         Raises:
             ValueError: The state is a population's.
         """
-        if self.key.ndim > 1:
-            raise ValueError(
-                f"state.forward(inputs): expected a single state, got a stacked one of {len(self.key)} members: "
-                "unstack_states(state) gives each alone"
-            )
+        check_single(self, "state.forward(inputs)", "unstack_states(state) gives each alone")
         return self.run_model(inputs, train=train, rng_name=name)[0]
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
@@ -359,17 +355,19 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(State))
 _TENSOR_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name != "static")
 
 
+def check_single(state: State, where: str, remedy: str) -> None:
+    """Raises a `ValueError` where a state is a population's."""
+    if state.key.ndim > 1:
+        raise ValueError(f"{where}: expected a single state, got a stacked one of {len(state.key)} members: {remedy}")
+
+
 def to_module(state: State) -> nn.Module:
     """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties.
 
     Raises:
         ValueError: The state is a population's.
     """
-    if state.key.ndim > 1:
-        raise ValueError(
-            f"to_module(state): expected a single state, got a stacked one of {len(state.key)} members: "
-            "to_module(unstack_states(state)[0]) is the first one's"
-        )
+    check_single(state, "to_module(state)", "to_module(unstack_states(state)[0]) is the first one's")
     return filled_module(state.model, state.params, state.buffers)
 
 
