@@ -1,6 +1,5 @@
 """Microbatches found by trying: where the memory does not suffice, a batch is cut into twice as many slices."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from purecompose import batch as batches
 from purecompose._warnings import warn
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
+from purecompose.loop import Cut
 from purecompose.state import State
 
 
@@ -44,7 +44,7 @@ class Adaptive:
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
-                k = self._num_slices(num_examples)
+                k = Cut(self.step.microbatches, self.step.microbatch_size).num_slices(num_examples)
                 if k >= num_examples:
                     error.add_note("microbatches='auto': the memory does not suffice for a single example either")
                     raise
@@ -60,10 +60,6 @@ class Adaptive:
                 return new
             if state.device.type == "cuda":
                 torch.cuda.empty_cache()
-
-    def _num_slices(self, num_examples: int) -> int:
-        size = self.step.microbatch_size
-        return self.step.microbatches or 1 if size is None else math.ceil(num_examples / size)
 
     def _safe(self, state: State, num_examples: int) -> State:
         """A state that is still whole after a failure: a donating step may have begun to write over its memory."""

@@ -3,8 +3,9 @@
     order(key, epoch)  = permutation of 0 .. n-1 drawn at (key, "data order", epoch), as for `arrays`
     sample i of epoch  = transform(dataset[i], draws at (key, epoch, i))
 
-So the number of workers, the batch size and the place in the epoch change no bit of a sample, and a run goes on at any
-batch without reading those before it.
+So the number of workers, the batch size and the place in the epoch change no bit of a sample (but for long sums, which
+round otherwise in several threads, and workers have one), and a run goes on at any batch without reading those before
+it.
 """
 
 import inspect
