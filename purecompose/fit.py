@@ -13,6 +13,7 @@ from purecompose._warnings import warn
 from purecompose.algorithm import Trait
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
+from purecompose.data.identity import describe_data, differences
 from purecompose.data.loaders import SkippingWarning, own_order
 from purecompose.evaluation import Evaluator, Observer
 from purecompose.loop import eval_events
@@ -144,7 +145,6 @@ def training(
             )
         if keeper is not None:
             keeper.begin(state, goes_on=resumed is not None and resume == "auto")
-        memory = {} if resumed is None else resumed.index.memory
         composed = step.step if isinstance(step, CompiledStep) else step
         run = Run(
             step,
@@ -156,8 +156,7 @@ def training(
             keeper,
             budget,
             is_adaptive=microbatches is not None,
-            found_microbatches=memory.get("microbatches"),
-            has_begun=memory.get("has_begun", False),
+            memory={} if resumed is None else resumed.index.memory,
         )
         yield from run.states(state)
     finally:
@@ -198,11 +197,14 @@ def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
     """
     now, length = resumed.state.timestamp, like.timestamp.run.batches_per_epoch
     saved = now.run.batches_per_epoch
+    other = differences(resumed.index.memory.get("data", {}), describe_data(data))
     if saved is not None and length is not None and saved != length:
         line = f"batches_per_epoch: {saved} in the checkpoint, {length} here"
         if now.batch_in_epoch > 0:
             raise MismatchError(f"{resumed.path} stands in the middle of an epoch of other data: {line}", [line])
-        warn(f"{resumed.path} goes on with other data: {line}", CheckpointWarning)
+        other.insert(0, line)
+    if other:
+        warn(f"{resumed.path} goes on with other data: {'; '.join(other)}", CheckpointWarning)
     past = now.replace(run=like.timestamp.run).elapsed()
     if past is not None and past > 1:
         line = f"duration: past batch {now.batch} in the checkpoint, {like.timestamp.run.duration} here"

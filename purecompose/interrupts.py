@@ -39,9 +39,10 @@ class Interrupts:
         """
         assert self.received is not None
         self._restore()
-        if self.received is signal.SIGINT:
+        number, self.received = self.received, None
+        if number is signal.SIGINT:
             raise KeyboardInterrupt(message)
-        error = SystemExit(128 + self.received)
+        error = SystemExit(128 + number)
         error.add_note(message)
         raise error
 

@@ -8,13 +8,14 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
+from purecompose.data.identity import describe_data
 from purecompose.data.loaders import epoch_batches
 from purecompose.data.prefetch import prefetch
 from purecompose.evaluation import Evaluator, Observer, run_evaluator
@@ -60,10 +61,9 @@ class Run:
     """Seconds of wall-clock time."""
     is_adaptive: bool = False
     """Whether the number of microbatches is found by trying."""
-    found_microbatches: int | None = None
-    """Their number, where an earlier part of the run has found it."""
-    has_begun: bool = False
-    """Whether the algorithms have seen FIT_START: the run goes on from a checkpoint."""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """What earlier parts of the run have left in its checkpoint: `has_begun`, whether the algorithms have seen
+    FIT_START, and `microbatches`, the number found by trying."""
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
@@ -71,9 +71,10 @@ class Run:
         self._is_stopped = False
         self._metrics: dict[str, Any] = {}
         self._measured_at: Timestamp | None = None
-        self._adaptive = Adaptive(self.step, self.found_microbatches) if self.is_adaptive else None
+        self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
         self._train: Train = self._adaptive or self.step
         self._interrupts = Interrupts()
+        self._described_data = {} if self.keeper is None else describe_data(self.data)
 
     def states(self, state: State) -> Iterator[State]:
         """The states between batches, and at last the one that the run ends with.
@@ -82,12 +83,15 @@ class Run:
         """
         self._is_stopped = is_over(state, self.stoppers)
         cuts = self._cuts(state)
-        while True:
-            with self._interrupts if self.keeper is not None else nullcontext():
-                cut = next(cuts, None)
-            if cut is None:
-                return
-            yield cut
+        try:
+            while True:
+                with self._interrupts if self.keeper is not None else nullcontext():
+                    cut = next(cuts, None)
+                if cut is None:
+                    return
+                yield cut
+        finally:
+            self._obey_late()
 
     def _cuts(self, state: State) -> Iterator[State]:
         state = self._begun(state)
@@ -108,7 +112,7 @@ class Run:
         yield end
 
     def _begun(self, state: State) -> State:
-        if not self.has_begun:
+        if not self.memory.get("has_begun", False):
             return self._fire(Event.FIT_START, state)
         for observer in self.observers:
             observer(Event.FIT_START, state)
@@ -162,6 +166,12 @@ class Run:
         left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
         self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
 
+    def _obey_late(self) -> None:
+        """Obeys a signal that came after the last look for one."""
+        if self.keeper is not None and self._interrupts.received is not None:
+            self.keeper.close()
+            self._interrupts.obey(f"the newest checkpoint is {newest(self.keeper.settings.folder)}")
+
     def _save(self, state: State) -> None:
         if self.keeper is None:
             return
@@ -170,7 +180,7 @@ class Run:
             flush = getattr(observer, "flush", None)
             if callable(flush):
                 flush()
-        memory: dict[str, Any] = {"has_begun": True}
+        memory: dict[str, Any] = {"has_begun": True, "data": self._described_data}
         if self._adaptive is not None and self._adaptive.found is not None:
             memory["microbatches"] = self._adaptive.found
         step = self.step if self._adaptive is None else self._adaptive.step

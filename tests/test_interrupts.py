@@ -12,6 +12,7 @@ from helpers import assert_same, counter, make_batches, make_mlp, make_state, no
 
 import purecompose as pc
 from purecompose import Checkpoints, Event, State, compose, fit, loop_events
+from purecompose.outer import Run
 
 
 BATCHES = make_batches(4)
@@ -131,3 +132,23 @@ def test_a_run_that_could_not_be_saved_says_so(tmp_path: pathlib.Path, monkeypat
     with pytest.warns(pc.CheckpointWarning, match="No space left"), pytest.raises(SystemExit) as caught:
         fit(step(), start(), BATCHES, checkpoints=settings, observers=raising(signal.SIGTERM, 3))
     assert "the run could not be saved at batch 3; there is no checkpoint of it" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
+    number: signal.Signals, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = Run._obey
+
+    def late(self: Run, state: State) -> None:
+        look(self, state)
+        looks.append(state.timestamp.batch)
+        if looks.count(4) == 3:  # the last batch, the end, and what was measured there
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Run, "_obey", late)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(step(), start(), BATCHES, duration="1ep", checkpoints=Checkpoints(tmp_path))
+    assert looks[-3:] == [4, 4, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["ep0001-ba00000004"]

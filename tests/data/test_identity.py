@@ -1,0 +1,75 @@
+"""By their description a run that goes on finds out that the data are other ones."""
+
+import pathlib
+import warnings
+
+import pytest
+import torch
+from helpers import make_mlp, make_state
+from hypothesis import given, strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from purecompose import Checkpoints, compose, data as pc_data, fit, loop_events
+from purecompose.data.identity import describe_data, differences
+from purecompose.saving import CheckpointWarning
+
+
+INPUTS, TARGETS = torch.randn(16, 4), torch.arange(16) % 3
+
+
+def dealt(**changes: object) -> pc_data.Arrays:
+    return pc_data.arrays(**{"inputs": INPUTS, "targets": TARGETS, "batch_size": 4, **changes})  # pyright: ignore
+
+
+def test_the_same_data_made_anew_have_one_description() -> None:
+    assert describe_data(dealt()) == describe_data(dealt(inputs=INPUTS.clone()))
+    assert differences(describe_data(dealt()), describe_data(dealt())) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"inputs": INPUTS + 1}, "inputs"),
+        ({"inputs": INPUTS.double()}, "inputs"),
+        ({"targets": TARGETS.flip(0)}, "targets"),
+        ({"batch_size": 8}, "batch_size"),
+        ({"shuffle": False}, "shuffle"),
+    ],
+)
+def test_other_data_are_told_by_name(changes: dict[str, object], named: str) -> None:
+    (line,) = differences(describe_data(dealt()), describe_data(dealt(**changes)))
+    assert line.startswith(f"data: {named}: ") and "in the checkpoint" in line
+
+
+@given(st.integers(0, 15))
+def test_any_example_of_few_counts(row: int) -> None:
+    changed = INPUTS.clone()
+    changed[row, 0] += 1
+    assert differences(describe_data(dealt()), describe_data(dealt(inputs=changed)))
+
+
+def test_loaders_are_described_without_being_read() -> None:
+    class Unread(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+            raise AssertionError("read")
+
+    set_of_16 = Unread(INPUTS, TARGETS)
+    told = describe_data(DataLoader(set_of_16, batch_size=4))
+    assert told["dataset"].endswith("Unread of 16") and told["sampler"] == "SequentialSampler"
+    assert describe_data(pc_data.loader(set_of_16, 4))["batch_size"] == "4"
+
+
+def test_iterators_and_older_checkpoints_say_nothing() -> None:
+    assert describe_data(iter([1])) == {}
+    assert differences({}, describe_data(dealt())) == []
+
+
+def test_going_on_with_other_data_warns(tmp_path: pathlib.Path) -> None:
+    step, settings = compose(loop_events), Checkpoints(tmp_path)
+    start = make_state(make_mlp())
+    fit(step, start, dealt(), duration="1ep", checkpoints=settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(step, start, dealt(), duration="2ep", checkpoints=settings, resume="auto")
+    with pytest.warns(CheckpointWarning, match="other data: data: inputs: float32"):
+        fit(step, start, dealt(inputs=-INPUTS), duration="3ep", checkpoints=settings, resume="auto")
