@@ -113,7 +113,7 @@ def adamw(
     return Adam(lr, betas, eps, weight_decay, amsgrad, True, groups)  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Adam(ByGroup):
     """What `adam` and `adamw` make; see there."""
 
@@ -122,11 +122,15 @@ class Adam(ByGroup):
     eps: float = 1e-8
     weight_decay: Scalar = 0.0
     amsgrad: bool = False
-    decoupled: bool = False
+    decoupled: bool = dataclasses.field(default=False, repr=False)
     groups: Groups = ()
 
+    @property
+    def called(self) -> str:
+        return "adamw" if self.decoupled else "adam"
+
     def __post_init__(self) -> None:
-        where = "adamw" if self.decoupled else "adam"
+        where = self.called
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
             raise TypeError(f"{where}: betas: expected two numbers, got {self.betas!r} ({type(self.betas).__name__})")
         betas = tuple(checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(self.betas))

@@ -101,6 +101,20 @@ class ByGroup:
 
     groups: Groups
 
+    def __repr__(self) -> str:
+        """The call that makes it, without settings that are the defaults."""
+        fields = [field for field in dataclasses.fields(cast(Any, self)) if field.init and field.repr]
+        given = {field.name: getattr(self, field.name) for field in fields}
+        told = {field.name: given[field.name] for field in fields if given[field.name] != field.default}
+        if "groups" in told:
+            told["groups"] = {pattern: dict(options) for pattern, options in told["groups"]}
+        return f"{self.called}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+
+    @property
+    def called(self) -> str:
+        """The name of the function that makes it."""
+        return type(self).__name__.lower()
+
     def init(self, params: Mapping[str, Tensor]) -> OptState:
         """Zeros for every parameter, frozen ones included, each slot in the order of `params`.
 
@@ -111,7 +125,7 @@ class ByGroup:
             if not any(fnmatchcase(name, pattern) for name in params):
                 known = ", ".join(list(params)[:5]) or "none at all"
                 raise ValueError(
-                    f"{type(self).__name__.lower()}: groups[{pattern!r}] matches no parameter; the names are "
+                    f"{self.called}: groups[{pattern!r}] matches no parameter; the names are "
                     f"{known}{', ...' if len(params) > 5 else ''}; patterns match whole names, as in '*.bias'"
                 )
         cell_of = {name: cell for cell in cells(cast(Rule, self), tuple(params)) for name in cell.names}

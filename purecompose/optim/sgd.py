@@ -77,7 +77,7 @@ def sgd(
     return SGD(lr, momentum, dampening, nesterov, weight_decay, groups)  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class SGD(ByGroup):
     """What `sgd` makes; see there."""
 

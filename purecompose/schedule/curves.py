@@ -30,7 +30,8 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
         [0.0, 0.25, 1.0, 1.0]
     """
     alpha = check_number(alpha, "constant: alpha")
-    return _annealed("constant", _Constant(alpha, 1.0 if t_max is not None else alpha), t_max, warmup)
+    curve = _Constant(alpha, 1.0 if t_max is not None else alpha)
+    return _annealed("constant", {"alpha": alpha}, curve, t_max, warmup)
 
 
 def linear(
@@ -62,8 +63,8 @@ def linear(
         >>> [linear()(Timestamp(batch=t, run=run)) for t in (0, 2, 8)]
         [1.0, 0.75, 0.0]
     """
-    curve = _Linear(check_number(alpha_i, "linear: alpha_i"), check_number(alpha_f, "linear: alpha_f"))
-    return _annealed("linear", curve, t_max, warmup)
+    alphas = {"alpha_i": check_number(alpha_i, "linear: alpha_i"), "alpha_f": check_number(alpha_f, "linear: alpha_f")}
+    return _annealed("linear", alphas, _Linear(**alphas), t_max, warmup)
 
 
 def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
@@ -86,7 +87,8 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
     References:
         Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, 2017, arXiv:1608.03983.
     """
-    return _annealed("cosine", _Cosine(check_number(alpha_f, "cosine: alpha_f")), t_max, warmup)
+    alphas = {"alpha_f": check_number(alpha_f, "cosine: alpha_f")}
+    return _annealed("cosine", alphas, _Cosine(**alphas), t_max, warmup)
 
 
 # Curves: tau in [0, 1] -> multiplier. Every schedule with a warm-up is a curve in `_Annealed`.
@@ -183,14 +185,18 @@ def _without_dur(time: Time, run: RunLength) -> tuple[float, TimeUnit]:
     return time.value * run.duration.value, run.duration.unit
 
 
-def _annealed(where: str, curve: Callable[[float], float], t_max: TimeLike | None, warmup: TimeLike) -> Schedule:
+def _annealed(
+    where: str, alphas: dict[str, float], curve: Callable[[float], float], t_max: TimeLike | None, warmup: TimeLike
+) -> Schedule:
     end = None if t_max is None else _time(t_max, f"{where}: t_max")
     start = _time(warmup, f"{where}: warmup")
     if end is not None and not end:
         raise ValueError(f"{where}: expected t_max > 0, got {end}")
     if end is not None and end.unit is start.unit and start > end:
         raise ValueError(f"{where}: warmup={start} is longer than t_max={end}, which includes it")
-    return Schedule(_Annealed(curve, end, start))
+    settings = {**alphas, "warmup": str(start), "t_max": None if end is None else str(end)}
+    call = f"{where}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+    return Schedule(_Annealed(curve, end, start), call)
 
 
 def _time(time: TimeLike, where: str) -> Time:

@@ -39,6 +39,9 @@ class Hparam(_Factor):
     name: str
     default: float
 
+    def __repr__(self) -> str:
+        return f"hparam({self.name!r}, {self.default!r})"
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"hparam: expected a name, a string that is not empty, got {shown(self.name)}")
@@ -54,6 +57,11 @@ class Schedule(_Factor):
     """
 
     fn: Callable[[Timestamp], float]
+    call: str = dataclasses.field(default="", compare=False)
+    """What made it, in words; by default `scheduled` and the function."""
+
+    def __repr__(self) -> str:
+        return self.call or f"scheduled({getattr(self.fn, '__qualname__', None) or repr(self.fn)})"
 
     def __post_init__(self) -> None:
         if isinstance(self.fn, Schedule) or not callable(self.fn):
@@ -77,6 +85,9 @@ class Product(_Factor):
     """The product of scalars, never nested: what `*` between numbers, hparams and schedules makes."""
 
     factors: tuple[Scalar, ...]
+
+    def __repr__(self) -> str:
+        return " * ".join(map(repr, self.factors))
 
     def __post_init__(self) -> None:
         for factor in self.factors:
@@ -190,7 +201,7 @@ def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
 
     Example:
         >>> collect({"lr": 0.1 * hparam("lr", 1.0), "decay": (hparam("decay", 0.0),)}, Hparam)
-        (Hparam(name='lr', default=1.0), Hparam(name='decay', default=0.0))
+        (hparam('lr', 1.0), hparam('decay', 0.0))
     """
     found: dict[T, None] = {}
     _collect(obj, kind, found)

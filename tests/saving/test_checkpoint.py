@@ -165,7 +165,7 @@ def test_what_fits_is_taken_over_on_request(tmp_path: pathlib.Path) -> None:
 
 def test_another_optimizer_is_a_mismatch_where_it_remembers_otherwise(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
-    with pytest.raises(pc.MismatchError, match="optimizer: SGD"):
+    with pytest.raises(pc.MismatchError, match="optimizer: sgd"):
         pc.load(tmp_path / "one", make_state(optimizer=optim.adam(0.1)))
 
 
