@@ -23,6 +23,7 @@ from purecompose.predicate import (
     epoch_ends,
     every,
     on,
+    timing,
 )
 from purecompose.time import RunLength, Time, Timestamp
 
@@ -228,10 +229,10 @@ def test_what_remains_in_a_stretch_agrees_all_through_it(data: st.DataObject) ->
     run = data.draw(runs())
     predicate = data.draw(pairs(run)).predicate
     walk = data.draw(walks(run))
-    long_interval = data.draw(st.sampled_from([2, predicates._LONG_INTERVAL]))
+    long_interval = data.draw(st.sampled_from([2, timing._LONG_INTERVAL]))
     for event in EVENTS:
         for start in walk[:: data.draw(st.integers(1, 4))]:
-            with mock.patch.object(predicates, "_LONG_INTERVAL", long_interval):
+            with mock.patch.object(timing, "_LONG_INTERVAL", long_interval):
                 left, end = predicate.at(event).during(start)
             assert end > start.batch
             for time in walk:

@@ -1,34 +1,16 @@
-"""When an algorithm acts: predicates over events and time that combine with `&`, `|`, `~` and print.
-
-A predicate is a plain function `(event, state) -> bool` that also knows two things about itself: what is left
-of it once the event is known (`at`), and what is left of it for the batches to come (`during`). "From
-half-way on" is then a constant for half a run, and a training step asks only what is still open. An ordinary
-function works in a predicate's place and is asked in every step.
-"""
+"""Predicates about event and time: which events, from when on, every how many batches."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from purecompose.event import Event
+from purecompose.predicate.logic import ALWAYS, NEVER, Predicate, Timed
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.units import snapped
 
 
-__all__ = [
-    "ALWAYS",
-    "Custom",
-    "NEVER",
-    "Predicate",
-    "after",
-    "as_predicate",
-    "before",
-    "between",
-    "epoch_ends",
-    "every",
-    "on",
-]
+__all__ = ["after", "before", "between", "epoch_ends", "every", "on"]
 
 
 # How many batches an event's timestamp lags behind its own batch, counted from 1. Read many times a step.
@@ -39,81 +21,8 @@ _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 _LONG_INTERVAL = 64
 
 
-class Predicate:
-    """The shared part of all predicates: the operators, and the most careful answers about itself."""
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether it reads the event and `state.timestamp` alone, and nothing else of the state."""
-        return False
-
-    def __call__(self, event: Event, state: Any) -> bool:
-        """Whether it holds at this event, for a state (anything with a `timestamp`)."""
-        raise NotImplementedError
-
-    def at(self, event: Event) -> "Predicate":
-        """What remains of the predicate once the event is known."""
-        del event
-        return self
-
-    def during(self, timestamp: Timestamp) -> "tuple[Predicate, float]":
-        """What remains of the predicate from `timestamp` on, and the batch count at which that ends.
-
-        The remainder agrees with the predicate at every timestamp of the same run, epoch and iteration whose
-        `batch` is at least `timestamp.batch` and below the second result. `ALWAYS` or `NEVER` remain of what
-        cannot change in that stretch.
-        """
-        del timestamp
-        return self, math.inf
-
-    def __and__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
-        return _both(self, as_predicate(other))
-
-    def __rand__(self, other: Callable[[Event, Any], bool]) -> "Predicate":
-        return _both(as_predicate(other), self)
-
-    def __or__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
-        return ~(~self & ~as_predicate(other))
-
-    def __ror__(self, other: Callable[[Event, Any], bool]) -> "Predicate":
-        return as_predicate(other) | self
-
-    def __invert__(self) -> "Predicate":
-        return _Not(self)
-
-
-class _Timed(Predicate):
-    """A predicate about event and time alone."""
-
-    @property
-    def is_timed(self) -> bool:
-        return True
-
-
 @dataclass(frozen=True, repr=False)
-class _Constant(_Timed):
-    value: bool
-
-    def __call__(self, event: Event, state: Any) -> bool:
-        del event, state
-        return self.value
-
-    def __invert__(self) -> Predicate:
-        return NEVER if self.value else ALWAYS
-
-    def __repr__(self) -> str:
-        return "always" if self.value else "never"
-
-
-ALWAYS: Predicate = _Constant(True)
-"""Holds at every event and time."""
-
-NEVER: Predicate = _Constant(False)
-"""Holds nowhere: what neutral settings match."""
-
-
-@dataclass(frozen=True, repr=False)
-class _On(_Timed):
+class _On(Timed):
     events: frozenset[Event]
 
     def __call__(self, event: Event, state: Any) -> bool:
@@ -128,63 +37,7 @@ class _On(_Timed):
 
 
 @dataclass(frozen=True, repr=False)
-class _And(Predicate):
-    first: Predicate
-    second: Predicate
-
-    @property
-    def is_timed(self) -> bool:
-        return self.first.is_timed and self.second.is_timed
-
-    def __call__(self, event: Event, state: Any) -> bool:
-        return self.first(event, state) and self.second(event, state)
-
-    def at(self, event: Event) -> Predicate:
-        return _both(self.first.at(event), self.second.at(event))
-
-    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
-        first, end = self.first.during(timestamp)
-        if first == NEVER:
-            return first, end
-        second, second_end = self.second.during(timestamp)
-        return _both(first, second), second_end if second == NEVER else min(end, second_end)
-
-    def __repr__(self) -> str:
-        return f"{self.first!r} & {self.second!r}"
-
-
-@dataclass(frozen=True, repr=False)
-class _Not(Predicate):
-    inner: Predicate
-
-    @property
-    def is_timed(self) -> bool:
-        return self.inner.is_timed
-
-    def __call__(self, event: Event, state: Any) -> bool:
-        return not self.inner(event, state)
-
-    def at(self, event: Event) -> Predicate:
-        return ~self.inner.at(event)
-
-    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
-        inner, end = self.inner.during(timestamp)
-        return ~inner, end
-
-    def __invert__(self) -> Predicate:
-        return self.inner
-
-    def __repr__(self) -> str:
-        inner = self.inner
-        if isinstance(inner, _And):
-            if isinstance(inner.first, _Not) and isinstance(inner.second, _Not):
-                return f"({~inner.first!r} | {~inner.second!r})"
-            return f"~({inner!r})"
-        return f"before({str(inner.time)!r})" if isinstance(inner, _From) else f"~{inner!r}"
-
-
-@dataclass(frozen=True, repr=False)
-class _From(_Timed):
+class _From(Timed):
     """Holds from the first batch at which `time` is reached."""
 
     time: Time
@@ -206,9 +59,12 @@ class _From(_Timed):
     def __repr__(self) -> str:
         return f"after({str(self.time)!r})"
 
+    def negated_words(self) -> str:
+        return f"before({str(self.time)!r})"
+
 
 @dataclass(frozen=True, repr=False)
-class _Every(_Timed):
+class _Every(Timed):
     interval: Time
     in_epoch: bool
 
@@ -263,7 +119,7 @@ class _Every(_Timed):
 
 
 @dataclass(frozen=True, repr=False)
-class _EpochEnds(_Timed):
+class _EpochEnds(Timed):
     def __call__(self, event: Event, state: Any) -> bool:
         timestamp: Timestamp = state.timestamp
         length = timestamp.run.batches_per_epoch
@@ -275,19 +131,6 @@ class _EpochEnds(_Timed):
 
     def __repr__(self) -> str:
         return "epoch_ends()"
-
-
-@dataclass(frozen=True, repr=False)
-class Custom(Predicate):
-    """A plain function `(event, state) -> bool`; its answer may depend on more than time."""
-
-    fn: Callable[[Event, Any], bool]
-
-    def __call__(self, event: Event, state: Any) -> bool:
-        return bool(self.fn(event, state))
-
-    def __repr__(self) -> str:
-        return getattr(self.fn, "__qualname__", repr(self.fn))
 
 
 def on(*events: Event | str) -> Predicate:
@@ -364,27 +207,6 @@ def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
 def epoch_ends() -> Predicate:
     """Holds in the last batch of each epoch. Needs a run that knows its `batches_per_epoch`."""
     return _EpochEnds()
-
-
-def as_predicate(match: Predicate | Callable[[Event, Any], bool]) -> Predicate:
-    """A predicate from a plain function `(event, state) -> bool`; a predicate comes back as it is.
-
-    Raises:
-        TypeError: Neither a predicate nor callable.
-    """
-    if isinstance(match, Predicate):
-        return match
-    if not callable(match):
-        raise TypeError(f"match={match!r}: expected a predicate or a function (event, state) -> bool")
-    return Custom(match)
-
-
-def _both(first: Predicate, second: Predicate) -> Predicate:
-    if NEVER in (first, second):
-        return NEVER
-    if first == ALWAYS:
-        return second
-    return first if second == ALWAYS else _And(first, second)
 
 
 def _point(time: float | Time | str) -> Time:
