@@ -16,8 +16,10 @@ the key `state.rng(name)`. `select_using_loss` and `should_selective_backprop` s
 third algorithm's `apply` and `match` say inside a step.
 """
 
+from purecompose.algorithms.augmix import augmix_batch, augmix_transform
 from purecompose.algorithms.label_smoothing import smooth_labels
 from purecompose.algorithms.mixup import mixup_batch
+from purecompose.algorithms.randaugment import randaugment_batch, randaugment_transform
 from purecompose.algorithms.selective_backprop import (
     choose_by_loss,
     select_using_loss,
@@ -26,8 +28,12 @@ from purecompose.algorithms.selective_backprop import (
 
 
 __all__ = [
+    "augmix_batch",
+    "augmix_transform",
     "choose_by_loss",
     "mixup_batch",
+    "randaugment_batch",
+    "randaugment_transform",
     "select_using_loss",
     "should_selective_backprop",
     "smooth_labels",

@@ -1,0 +1,235 @@
+"""AugMix: blends every image with a mixture of chains of random operations on it.
+
+For each image, with W = `width` chains:
+
+    w ~ Dirichlet(alpha, ..., alpha),   m ~ Beta(alpha, alpha)
+    a_i = the image after d_i operations, one after the other,   d_i = depth, or uniform in {1, 2, 3}
+    X' = (1 - m) X + m (w_1 a_1 + ... + w_W a_W)
+
+See `purecompose.images.primitives` for the operations and how strong they are. This is the part of the paper that
+augments; its consistency loss between views is not.
+
+Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at once, on
+the device where they are.
+
+What differs from the original: images are tensors, and no data set is changed (`augmix_transform` is for those); a
+severity of 0 is the identity; results are rounded, not cut off, so that images do not darken; uint8 stays uint8. The
+operations and random depths of one batch are spread evenly; see `purecompose.images.assignment`.
+
+References:
+    Dan Hendrycks, Norman Mu, Ekin D. Cubuk, Barret Zoph, Justin Gilmer, Balaji Lakshminarayanan: AugMix: A Simple Data
+    Processing Method to Improve Robustness and Uncertainty. ICLR 2020. https://arxiv.org/abs/1912.02781
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._checks import check_whole
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._checks import check_scalar
+from purecompose.algorithms._images import check_severity, image_method
+from purecompose.algorithms.randaugment import one_operation_each
+from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
+from purecompose.images.assignment import assigned
+from purecompose.images.samples import SampleTransform
+from purecompose.random.keys import as_rng
+from purecompose.schedule import Scalar
+from purecompose.targets import per_row
+
+
+__all__ = ["augmix", "augmix_batch", "augmix_transform"]
+
+_MAX_DEPTH = 3
+_DEPTH_HINT = "-1 draws 1, 2 or 3 for each chain"
+_ALPHA_HINT = "1 draws shares uniformly"
+
+
+def augmix_batch(
+    key: Tensor | random.Rng,
+    images: Tensor,
+    *,
+    severity: float | Tensor = 3.0,
+    depth: int = -1,
+    width: int = 3,
+    alpha: float | Tensor = 1.0,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    value_range: ValueRange = None,
+) -> Tensor:
+    """Blend each image with a mixture of changed ones.
+
+    Args:
+        key: A random key.
+        images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
+        severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
+        depth: How many operations a chain has, at least 1; or -1: 1, 2 or 3, drawn for each.
+        width: How many chains are mixed, at least 1.
+        alpha: The parameter of Dirichlet's and the Beta distribution, above 0; a tensor's value (0-d) is not checked.
+        augmentation_set: "all", "safe" or "original" (see `purecompose.images.SETS`), or names of operations.
+        value_range: The values of black and white; see `randaugment_batch`.
+
+    Returns:
+        Shape and dtype of `images`.
+
+    Raises:
+        TypeError, ValueError: As `randaugment_batch`; a depth of 0 or below -1, no chain, an `alpha` that is not
+            positive.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> images = torch.rand(8, 3, 32, 32)
+        >>> augmix_batch(key(0), images, value_range=(0.0, 1.0)).shape
+        torch.Size([8, 3, 32, 32])
+    """
+    check_severity(severity, "augmix_batch: severity")
+    _check_shape(depth, width, "augmix_batch")
+    if not isinstance(alpha, Tensor):
+        _check_alpha(alpha, "augmix_batch: alpha")
+    primitives = chosen_primitives(augmentation_set, "augmix_batch: augmentation_set")
+    rng = as_rng(key, "augmix_batch")
+
+    def augmented(stored: Tensor, scale: Scale) -> Tensor:
+        num = len(stored)
+        chains = _chains(rng, stored, scale, primitives, severity, depth, width)
+        gammas = random.gamma(rng.named("weights"), alpha, (num, width)).to(stored.device)
+        weights = gammas / gammas.sum(1, keepdim=True)
+        share = random.beta(rng.named("share"), alpha, alpha, (num,)).to(stored.device)
+        levels = scale.opened(stored)
+        mixture = sum(
+            (per_row(weights[:, i], levels) * scale.opened(chain) for i, chain in enumerate(chains)),
+            start=torch.zeros_like(levels),
+        )
+        # Where the operations have left a pixel alone, so does the mixture, whatever the weights add up to.
+        is_same = torch.stack([chain == stored for chain in chains]).all(0)
+        blended = torch.lerp(levels, mixture, per_row(share, levels).to(levels.dtype)).clamp(0, 255)
+        return torch.where(is_same, stored, scale.settled(blended))
+
+    return on_levels(images, augmented, value_range, "augmix_batch")
+
+
+def augmix(
+    severity: Scalar = 3.0,
+    depth: int = -1,
+    width: int = 3,
+    alpha: Scalar = 1.0,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    *,
+    value_range: ValueRange = None,
+    name: str = "augmix",
+    input_key: batches.Key | None = None,
+) -> Algorithm:
+    """Blends every image with a mixture of changed ones; see `purecompose.algorithms.augmix`.
+
+    Args:
+        severity: How strong operations get, in [0, 10]. An `hparam` or a schedule may be given. The number 0 never
+            matches.
+        depth: How many operations a chain has; -1 draws 1, 2 or 3 for each.
+        width: How many chains are mixed.
+        alpha: The parameter of Dirichlet's and the Beta distribution, above 0; an `hparam` or a schedule may be given.
+        augmentation_set: "all", "safe" or "original", or names of operations.
+        value_range: The values of black and white; see `randaugment_batch`.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+            inputs that are no images.
+
+    Example:
+        >>> augmix(3)
+        augmix(severity=3, depth=-1, width=3, alpha=1.0, augmentation_set='all')
+        >>> augmix(0).match
+        never
+    """
+    check_severity(severity, "augmix: severity")
+    _check_shape(depth, width, "augmix")
+    _check_alpha(alpha, "augmix: alpha")
+    chosen_primitives(augmentation_set, "augmix: augmentation_set")
+    check_value_range(value_range, "augmix: value_range")
+    settings = {"depth": depth, "width": width, "augmentation_set": augmentation_set, "value_range": value_range}
+    return image_method(
+        name,
+        partial(augmix_batch, **settings),
+        {"severity": severity, "alpha": alpha},
+        {
+            "severity": severity,
+            "depth": depth,
+            "width": width,
+            "alpha": alpha,
+            "augmentation_set": augmentation_set,
+            "value_range": value_range,
+        },
+        is_neutral=severity == 0,
+        input_key=input_key,
+    )
+
+
+def augmix_transform(
+    severity: float = 3.0,
+    depth: int = -1,
+    width: int = 3,
+    alpha: float = 1.0,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    *,
+    value_range: ValueRange = None,
+    input_key: batches.Key | None = None,
+) -> SampleTransform:
+    """AugMix as a transform of a data set's samples, in the processes that read it.
+
+    Args:
+        severity, depth, width, alpha, augmentation_set: See `augmix`.
+        value_range, input_key: See `randaugment_transform`.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: As `augmix`.
+    """
+    augmix(severity, depth, width, alpha, augmentation_set, value_range=value_range)
+    settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
+    core = partial(augmix_batch, **settings, augmentation_set=augmentation_set, value_range=value_range or (0.0, 1.0))
+    return SampleTransform(core, input_key)
+
+
+def _chains(
+    rng: random.Rng,
+    stored: Tensor,
+    scale: Scale,
+    primitives: Sequence[Primitive],
+    severity: float | Tensor,
+    depth: int,
+    width: int,
+) -> list[Tensor]:
+    """The ends of the chains: for each of them a tensor like `stored`."""
+    num = len(stored)
+    chains = stored.repeat(width, *[1] * (stored.ndim - 1))
+    if depth > 0:
+        for step in range(depth):
+            chains = one_operation_each(rng.named(step), chains, scale, primitives, severity)
+        return list(chains.split(num))
+    # Those that end after 1, 2 and 3 operations; in each step the ones that go on are the rest.
+    lists, places = assigned(rng.named("depth"), len(chains), _MAX_DEPTH, stored.device)
+    going, ended = chains.index_select(0, torch.cat(lists)), []
+    for step, ending in enumerate(lists):
+        if len(going):
+            going = one_operation_each(rng.named(step), going, scale, primitives, severity)
+        ended.append(going[: len(ending)])
+        going = going[len(ending) :]
+    return list(torch.cat(ended).index_select(0, places).split(num))
+
+
+def _check_shape(depth: int, width: int, where: str) -> None:
+    check_whole(depth, f"{where}: depth", -1, hint=_DEPTH_HINT)
+    if depth == 0:
+        raise ValueError(f"{where}: depth: expected at least 1 operation in a chain, got 0; {_DEPTH_HINT}")
+    check_whole(width, f"{where}: width", 1)
+
+
+def _check_alpha(alpha: Scalar, where: str) -> None:
+    check_scalar(alpha, where, 0, hint=_ALPHA_HINT)
+    if isinstance(alpha, int | float) and alpha == 0:
+        raise ValueError(f"{where}: expected a number above 0, got {alpha!r}; {_ALPHA_HINT}")

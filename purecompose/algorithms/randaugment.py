@@ -1,0 +1,181 @@
+"""RandAugment: changes every image by a few random operations.
+
+`depth` times over, each image gets one operation of the set, each with the same chance, as strong as a uniform draw up
+to `severity` says; see `purecompose.images.primitives` for the operations and their strengths.
+
+Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at once, on
+the device where they are.
+
+What differs from the original: images are tensors, and no data set is changed (`randaugment_transform` is for those);
+a severity of 0 is the identity, posterize starts from 8 bits, no factor of brightness above 1 darkens; uint8 stays
+uint8, and results are rounded. The operations of one batch are spread evenly: of n images each of k operations gets
+n / k, up to one more or less. The paper applies one fixed strength, of which `severity` is the upper bound here.
+
+References:
+    Ekin D. Cubuk, Barret Zoph, Jonathon Shlens, Quoc V. Le: RandAugment: Practical Automated Data Augmentation with a
+    Reduced Search Space. CVPR Workshops 2020. https://arxiv.org/abs/1909.13719
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._checks import check_whole
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._images import check_severity, image_method
+from purecompose.images import Primitive, Scale, Strength, ValueRange, check_value_range, chosen_primitives, on_levels
+from purecompose.images.assignment import treated
+from purecompose.images.samples import SampleTransform
+from purecompose.random.keys import as_rng
+from purecompose.schedule import Scalar
+
+
+__all__ = ["one_operation_each", "randaugment", "randaugment_batch", "randaugment_transform"]
+
+
+def randaugment_batch(
+    key: Tensor | random.Rng,
+    images: Tensor,
+    *,
+    severity: float | Tensor = 9.0,
+    depth: int = 2,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    value_range: ValueRange = None,
+) -> Tensor:
+    """Change each image by `depth` random operations.
+
+    Args:
+        key: A random key.
+        images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
+        severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
+        depth: How many operations each image gets, one after the other; 0 is the identity.
+        augmentation_set: "all", "safe" or "original" (see `purecompose.images.SETS`), or names of operations.
+        value_range: The values of black and white, numbers or one for each channel. By default 0 and 255 for uint8,
+            and for floats the least and greatest value of each channel in the batch.
+
+    Returns:
+        Shape and dtype of `images`.
+
+    Raises:
+        TypeError: Images that are no tensor of uint8 or floats, no key, or a setting of the wrong kind.
+        ValueError: A setting out of range, an unknown operation, or another number of dimensions.
+
+    Example:
+        >>> import torch
+        >>> from purecompose.random import key
+        >>> images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
+        >>> randaugment_batch(key(0), images).shape
+        torch.Size([8, 3, 32, 32])
+    """
+    check_severity(severity, "randaugment_batch: severity")
+    check_whole(depth, "randaugment_batch: depth", 0)
+    primitives = chosen_primitives(augmentation_set, "randaugment_batch: augmentation_set")
+    rng = as_rng(key, "randaugment_batch")
+
+    def augmented(stored: Tensor, scale: Scale) -> Tensor:
+        for step in range(depth):
+            stored = one_operation_each(rng.named(step), stored, scale, primitives, severity)
+        return stored
+
+    return on_levels(images, augmented, value_range, "randaugment_batch")
+
+
+def randaugment(
+    severity: Scalar = 9.0,
+    depth: int = 2,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    *,
+    value_range: ValueRange = None,
+    name: str = "randaugment",
+    input_key: batches.Key | None = None,
+) -> Algorithm:
+    """Changes every image by a few random operations; see `purecompose.algorithms.randaugment`.
+
+    Args:
+        severity: How strong operations get, in [0, 10]. An `hparam` or a schedule may be given. The number 0 never
+            matches.
+        depth: How many operations each image gets; 0 never matches.
+        augmentation_set: "all", "safe" or "original", or names of operations.
+        value_range: The values of black and white; see `randaugment_batch`.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+            inputs that are no images.
+
+    Example:
+        >>> randaugment(9, 2)
+        randaugment(severity=9, depth=2, augmentation_set='all')
+        >>> randaugment(depth=0).match
+        never
+    """
+    check_severity(severity, "randaugment: severity")
+    check_whole(depth, "randaugment: depth", 0)
+    chosen_primitives(augmentation_set, "randaugment: augmentation_set")
+    check_value_range(value_range, "randaugment: value_range")
+    settings = {"depth": depth, "augmentation_set": augmentation_set, "value_range": value_range}
+    return image_method(
+        name,
+        partial(randaugment_batch, **settings),
+        {"severity": severity},
+        {"severity": severity, **settings},
+        is_neutral=depth == 0 or severity == 0,
+        input_key=input_key,
+    )
+
+
+def randaugment_transform(
+    severity: float = 9.0,
+    depth: int = 2,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    *,
+    value_range: ValueRange = None,
+    input_key: batches.Key | None = None,
+) -> SampleTransform:
+    """RandAugment as a transform of a data set's samples, in the processes that read it.
+
+    Args:
+        severity, depth, augmentation_set: See `randaugment`.
+        value_range: As there; by default (0, 1) for floats, since one image does not show the range of all.
+        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+            its first member.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: As `randaugment`.
+    """
+    randaugment(severity, depth, augmentation_set, value_range=value_range)
+    settings = {"severity": severity, "depth": depth, "augmentation_set": augmentation_set}
+    core = partial(randaugment_batch, **settings, value_range=value_range or (0.0, 1.0))
+    return SampleTransform(core, input_key)
+
+
+def one_operation_each(
+    rng: random.Rng, stored: Tensor, scale: Scale, primitives: Sequence[Primitive], severity: float | Tensor
+) -> Tensor:
+    """Each image after one of the operations, drawn for it with a strength of its own.
+
+    Args:
+        rng: The place of the draws.
+        stored: Levels (N, C, H, W), N at least 1, in the form that the scale stores.
+        scale: The images' scale.
+        primitives: What is drawn from, each with the same chance.
+        severity: In [0, 10].
+    """
+    num, _, height, width = stored.shape
+    shares = random.uniform(rng.named("share"), num).to(stored.device)
+    coins = random.bernoulli(rng.named("coin"), 0.5, num).to(stored.device)
+
+    def treatment(primitive: Primitive) -> Callable[[Tensor, Tensor], Tensor]:
+        def applied(some: Tensor, index: Tensor) -> Tensor:
+            strength = Strength(severity, shares.index_select(0, index), coins.index_select(0, index), height, width)
+            return scale.settled(primitive(scale.opened(some), strength))
+
+        return applied
+
+    return treated(rng.named("choice"), stored, [treatment(primitive) for primitive in primitives])

@@ -1,0 +1,80 @@
+"""Which image gets which of k treatments: at random, each with the same chance, and each about equally often.
+
+Images are put in a random order, and the one at place p gets treatment (p + offset) mod k, with a random offset. So
+every treatment has a share of 1 / k for every image, as if it were drawn alone, and a batch of n images has each of
+them at least floor(n / k) and at most ceil(n / k) times. That bound is what it is for: with ceil(n / k) places for each
+treatment all shapes are known before anything is drawn, and no image is treated k times to keep one result.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from purecompose import random
+from purecompose._functorch import is_fake, is_transforming
+
+
+__all__ = ["assigned", "treated"]
+
+
+def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """The images of each treatment, and where they are found afterwards.
+
+    Args:
+        rng: The place of the draws.
+        num: How many images, at least 1.
+        num_treatments: k.
+        device: Where the indices are wanted.
+
+    Returns:
+        For each treatment the indices of its images, int64; and for each image its place in the concatenation of
+        those, (num,). The lists are of one length: the last image of one may not be its own, and nobody looks at what
+        becomes of that.
+    """
+    order = random.permutation(rng.named("order"), num)
+    offset = random.randint(rng.named("offset"), (), 0, num_treatments)
+    capacity = -(-num // num_treatments)
+    rounds = num_treatments * torch.arange(capacity, device=order.device)
+    lists = [
+        order.index_select(0, ((treatment - offset) % num_treatments + rounds).clamp(max=num - 1)).to(device)
+        for treatment in range(num_treatments)
+    ]
+    place = order.argsort()
+    found_at = (place + offset) % num_treatments * capacity + place // num_treatments
+    return lists, found_at.to(device)
+
+
+def treated(rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
+    """Each image after one of the treatments.
+
+    Args:
+        rng: The place of the draws.
+        images: (N, ...), N at least 1.
+        treatments: Functions `(images (n, ...), their indices (n,)) -> images (n, ...)`.
+    """
+    lists, places = assigned(rng, len(images), len(treatments), images.device)
+    if _can_read(places):
+        lists, places = _trimmed(lists, places)
+    results = [
+        treatment(images.index_select(0, chosen), chosen)
+        for treatment, chosen in zip(treatments, lists, strict=True)
+        if len(chosen)
+    ]
+    return torch.cat(results).index_select(0, places)
+
+
+def _trimmed(lists: list[Tensor], places: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The same without images in places that nobody looks at: most of them, where one image is treated alone."""
+    capacity = len(lists[0])
+    owner, turn = places // capacity, places % capacity
+    counts = owner.bincount(minlength=len(lists))
+    starts = counts.cumsum(0) - counts
+    trimmed = [chosen[:count] for chosen, count in zip(lists, counts.tolist(), strict=True)]
+    return trimmed, starts[owner] + turn
+
+
+def _can_read(tensor: Tensor) -> bool:
+    """Whether numbers are there to be read, and reading them waits for no device."""
+    is_tracing = torch.compiler.is_compiling() or is_transforming() or is_fake(tensor)
+    return not is_tracing and tensor.device.type == "cpu" and type(tensor) is Tensor

@@ -1,0 +1,58 @@
+"""A row of the table of shipped algorithms, and strategies that several rows share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+from purecompose.schedule import Scalar, cosine, hparam, linear
+from purecompose.testing.tasks import TASKS, Task
+
+
+__all__ = ["EVERY_TASK", "Row", "scalars"]
+
+EVERY_TASK = tuple(TASKS)
+"""The names of all tasks."""
+
+_SCHEDULES = (linear(), linear(0.0, 1.0, t_max="0.5dur"), cosine(), cosine(warmup="0.25dur"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shipped algorithm.
+
+    Args:
+        name: The factory's.
+        examples: Source texts, as for `Subject.of`, on which all laws run.
+        neutral: A source text with settings that change nothing.
+        tasks: The names of the `TASKS` that it accepts.
+        settings: A function of a kind of inputs (see `tasks.KINDS`) that gives a strategy for valid keyword
+            arguments, edge values among them; the simplest are the common ones.
+    """
+
+    name: str
+    examples: tuple[str, ...]
+    neutral: str
+    tasks: tuple[str, ...]
+    settings: Callable[[str], st.SearchStrategy[dict[str, Any]]]
+
+    def algorithms(self, kind: str = "vectors") -> st.SearchStrategy[Algorithm]:
+        """The algorithm with any valid settings for inputs of this kind; those for vectors serve every kind."""
+        return self.settings(kind).map(lambda settings: FACTORIES[self.name](**settings))
+
+    def accepts(self, task: Task) -> bool:
+        """Whether it takes tasks with inputs of this kind."""
+        return task.kind in {TASKS[name].kind for name in self.tasks}
+
+
+def scalars(name: str, numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Scalar]:
+    """Numbers, and what stands for one: hparams, schedules and their products."""
+    defaults = st.sampled_from([0.25, 0.0, 1.0]) | st.floats(1e-6, 1)
+    hparams = defaults.map(lambda default: hparam(name, default))
+    schedules = st.sampled_from(_SCHEDULES)
+    return st.one_of(
+        numbers, hparams, schedules, st.builds(lambda h, s: h * s, hparams, schedules), schedules.map(lambda s: 0.5 * s)
+    )
