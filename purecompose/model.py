@@ -74,6 +74,42 @@ class Model:
         """The training skeleton's module: for reading its structure, never for computing or editing."""
         return self._skeletons[True].module
 
+    def with_modules(self, modules: Mapping[str, nn.Module]) -> "Model":
+        """The architecture with other modules in some places; weights play no part in it.
+
+        Args:
+            modules: By the qualified names of those that they replace, wherever else these stand as well. They take
+                over the mode (train or eval), and have their tensors on `meta`; parameters and buffers that come or
+                go with them are the caller's to add and drop.
+
+        Raises:
+            AttributeError: There is no module of that name.
+            ValueError: A tensor of a new module is not on `meta`.
+
+        Example:
+            >>> model = from_module(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).model
+            >>> model.with_modules({"1": nn.Tanh()}).module[1], model.module[1]
+            (Tanh(), ReLU())
+        """
+        root = self._skeletons[True].blank_copy()
+        new = {id(root.get_submodule(name)): module for name, module in modules.items()}
+        for name, module in modules.items():
+            module.train(root.get_submodule(name).training)
+        for parent in list(root.modules()):
+            changed = {key: new[id(child)] for key, child in parent._modules.items() if id(child) in new}
+            parent._modules.update(changed)
+        root = new.get(id(root), root)
+        names: dict[int, str] = {}
+        param_names: list[str] = []
+        for place in places(root):
+            if not place.tensor.is_meta:
+                raise ValueError(f"{place.name} has values, and is not on meta: build the module with device='meta'")
+            if id(place.tensor) not in names:
+                names[id(place.tensor)] = place.name
+                if place.kind == "_parameters":
+                    param_names.append(place.name)
+        return Model(root, names, tuple(param_names))
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

@@ -8,7 +8,7 @@ wants those. No function here reads a value back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,19 +162,42 @@ class Mixture:
         Raises:
             ValueError: permutation or weight have the wrong shape.
         """
-        batch = self.weights[0].shape
-        weight_shape = weight.shape if isinstance(weight, Tensor) else ()
-        if permutation.shape != batch or weight_shape not in ((), batch):
-            raise ValueError(
-                f"expected a permutation of shape {tuple(batch)} and a weight of shape () or {tuple(batch)}, "
-                f"came {tuple(permutation.shape)} and {tuple(weight_shape)}; draw them for the whole batch"
-            )
+        self._check_partners(permutation, weight.shape if isinstance(weight, Tensor) else ())
         return Mixture(
             self.targets + tuple(targets[permutation] for targets in self.targets),
             tuple((1 - weight) * own for own in self.weights)
             + tuple(weight * own[permutation] for own in self.weights),
             self.interpolate_loss or interpolate_loss,
         )
+
+    def pasted(self, permutation: Tensor, inside: Tensor) -> Mixture:
+        """Give each example its partner's targets within a region, where targets are maps such as masks.
+
+        A position has one origin, so nothing is mixed: one term stays one. Of K terms each is pasted into each, with
+        weights w_k[i] w_l[permutation[i]], which at every position leaves the weights of whom it comes from.
+
+        Args:
+            permutation: (N,), int64: the partner of example i is example permutation[i].
+            inside: (N, H, W) or (1, H, W), bool; targets are (N, H, W) or (N, ..., H, W).
+
+        Raises:
+            ValueError: the permutation or a target has the wrong shape.
+        """
+        self._check_partners(permutation)
+        for targets in self.targets:
+            if targets.ndim < 3 or targets.shape[-2:] != inside.shape[1:]:
+                raise ValueError(
+                    f"expected targets (N, ..., {inside.shape[1]}, {inside.shape[2]}) for a region of that size, came "
+                    f"shape {tuple(targets.shape)}; mix targets of other shapes with `mixed_with`"
+                )
+        partners = [(targets[permutation], weight[permutation]) for targets, weight in self._terms]
+        terms = [
+            (torch.where(_per_position(inside, own), partner, own), weight * its)
+            for own, weight in self._terms
+            for partner, its in partners
+        ]
+        targets, weights = zip(*terms, strict=True)
+        return replace(self, targets=targets, weights=weights)
 
     def soft(self, outputs: Tensor, *, ignore_index: int | None = None) -> Tensor:
         """Dense targets sum_k w_k onehot(t_k), shaped like the outputs, float32 or float64.
@@ -186,7 +209,7 @@ class Mixture:
         """
         dtype = wide_dtype(outputs)
         total = None
-        for targets, weight in zip(self.targets, self.weights, strict=True):
+        for targets, weight in self._terms:
             row_weight = per_row(weight.to(dtype), targets)
             if has_index_targets(outputs, targets):
                 term = _scatter_classes(targets, row_weight.expand(targets.shape), outputs, ignore_index)
@@ -196,6 +219,18 @@ class Mixture:
         assert total is not None, "a mixture has at least one term"
         return total
 
+    @property
+    def _terms(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.targets, self.weights, strict=True)
+
+    def _check_partners(self, permutation: Tensor, weight_shape: tuple[int, ...] = ()) -> None:
+        batch = self.weights[0].shape
+        if permutation.shape != batch or weight_shape not in ((), batch):
+            raise ValueError(
+                f"expected a permutation of shape {tuple(batch)} and a weight of shape () or {tuple(batch)}, "
+                f"came {tuple(permutation.shape)} and {tuple(weight_shape)}; draw them for the whole batch"
+            )
+
 
 # Nothing is checked on the way back: transforms put placeholders, not tensors, where the leaves were.
 tree.register_node(
@@ -203,6 +238,11 @@ tree.register_node(
     lambda mixture: (("targets", "weights"), (mixture.targets, mixture.weights), mixture.interpolate_loss),
     lambda _, children, interpolate_loss: Mixture(*children, interpolate_loss=interpolate_loss),
 )
+
+
+def _per_position(inside: Tensor, targets: Tensor) -> Tensor:
+    """A region (n, H, W) with the dims that spread it over `targets`, (N, ..., H, W)."""
+    return inside[(slice(None),) + (None,) * (targets.ndim - 3)]
 
 
 def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_index: int | None) -> Tensor:

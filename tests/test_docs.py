@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import purecompose as pc
+from purecompose.algorithms import FACTORIES
 
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CARDS = {page.stem: page for page in (ROOT / "docs" / "algorithms").glob("*.md")}
 
 
 def run_page(name: str) -> dict[str, Any]:
@@ -125,6 +127,18 @@ def test_the_page_on_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: p
     monkeypatch.chdir(tmp_path)
     run_page("checkpoints.md")
     assert "True" in capsys.readouterr().out
+
+
+def test_every_method_has_a_card_and_a_row() -> None:
+    assert set(CARDS) == set(FACTORIES)
+    table = (ROOT / "docs" / "algorithms.md").read_text()
+    assert [name for name in CARDS if f"(algorithms/{name}.md)" not in table] == []
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_what_a_methods_card_shows_runs(name: str) -> None:
+    names = run_page(f"algorithms/{name}.md")
+    assert name in str(names) and len(CARDS[name].read_text().splitlines()) < 70
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

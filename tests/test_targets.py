@@ -183,6 +183,43 @@ def test_wrong_shapes_of_permutation_and_weight_are_named():
         mixture.mixed_with(torch.arange(2), torch.zeros(2, 1))
 
 
+@st.composite
+def maps(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, torch.Generator]:
+    """Logits (N, C, H, W), indices (N, H, W), a region (N, H, W) or (1, H, W) and a generator."""
+    num, classes, height, width = (draw(st.integers(least, 4)) for least in (1, 2, 1, 1))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    outputs = torch.randn(num, classes, height, width, generator=generator, dtype=torch.float64)
+    indices = torch.randint(classes, (num, height, width), generator=generator)
+    inside = torch.rand(draw(st.sampled_from([1, num])), height, width, generator=generator) < 0.5
+    return outputs, indices, inside, generator
+
+
+@given(maps(), st.integers(0, 2), st.booleans())
+def test_pasting_is_pasting_the_dense_maps(problem, times, per_row):
+    outputs, indices, inside, generator = problem
+    permutation = torch.randperm(len(indices), generator=generator)
+    own = mix_often(indices, generator, times, per_row)
+    dense = own.soft(outputs)
+    expected = torch.where(inside[:, None], dense[permutation], dense)
+    pasted = own.pasted(permutation, inside)
+    assert len(pasted.targets) == 4**times
+    torch.testing.assert_close(pasted.soft(outputs), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(sum(pasted.weights), torch.ones(len(indices)), check_dtype=False)
+    again = Mixture.of(dense).pasted(permutation, inside)
+    assert len(again.targets) == 1 and torch.equal(again.targets[0], expected)
+
+
+def test_pasting_keeps_what_becomes_of_losses_and_refuses_other_shapes():
+    masks, inside = torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(1, 3, 4, dtype=torch.bool)
+    mixture, order = Mixture.of(masks).mixed_with(torch.tensor([1, 0]), 0.5, True), torch.tensor([1, 0])
+    assert mixture.pasted(order, inside).interpolate_loss
+    with pytest.raises(ValueError, match=r"came \(3,\) and \(\)"):
+        mixture.pasted(torch.arange(3), inside)
+    for shape in ((2,), (2, 4), (2, 4, 3)):
+        with pytest.raises(ValueError, match=r"expected targets \(N, ..., 3, 4\)"):
+            Mixture.of(torch.zeros(shape)).pasted(order, inside)
+
+
 def test_both_registries_see_the_same_leaves_and_round_trip():
     mixture = Mixture.of(torch.tensor([0, 1])).mixed_with(torch.tensor([1, 0]), 0.25, interpolate_loss=True)
     leaves, spec = torch_pytree.tree_flatten(mixture)

@@ -83,6 +83,11 @@ class Skeleton:
                 memo[id(container[key])] = buffers[name].detach().clone()
             return copy.deepcopy(self.module, memo)
 
+    def blank_copy(self) -> nn.Module:
+        """A module of its own, on the same `meta` twins."""
+        with self._lock:
+            return copy.deepcopy(self.module, {id(place.tensor): place.tensor for place in places(self.module)})
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """A scope to whose end all bindings made in it last: activation checkpointing recomputes in it."""

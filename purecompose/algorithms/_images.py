@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._checks import shown
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import check_can_write, check_scalar, given_keys
 from purecompose.event import Event
@@ -26,8 +27,9 @@ def check_severity(severity: Any, where: str) -> None:
 def check_images(name: str, inputs: Any) -> None:
     """Raises a `TypeError` unless the inputs are one tensor (N, C, H, W)."""
     if not isinstance(inputs, Tensor) or inputs.ndim != 4:
+        came = tree.describe(inputs) if isinstance(inputs, Tensor) else shown(inputs)
         raise TypeError(
-            f"{name}: expected images, one tensor (N, C, H, W), came {tree.describe(inputs)}; name them inside the "
+            f"{name}: expected images, one tensor (N, C, H, W), came {came}; name them inside the "
             "batch by input_key, an index, a key or an accessor"
         )
 

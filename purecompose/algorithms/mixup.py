@@ -3,16 +3,17 @@
     z ~ Beta(alpha, alpha),   t = min(z, 1 - z)
     X' = (1 - t) X + t X[pi],     y' = (1 - t) y + t y[pi]
 
-with one t and one random order pi a batch; t in [0, 1/2] is the share of the *partner*. Targets stay what
-they are, in a `Mixture` of two terms, until the loss stage resolves them: as soft targets or, with
-`interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on targets (label smoothing, CutMix,
-MixUp again) act on the terms, so all of them compose, in any order.
+with one random order pi a batch, and one t or, with `per_example`, one for each example; t in [0, 1/2] is the
+share of the *partner*. Targets stay what they are, in a `Mixture` of two terms, until the loss stage resolves
+them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on targets
+(label smoothing, CutMix, MixUp again) act on the terms, so all of them compose, in any order.
 
 Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
 
 It acts on the whole batch before it is cut, so k microbatches mix as one. The original pairs examples within
 a microbatch, which shrinks the choice of partners, and its documentation gives t as max(z, 1 - z) in one
-place and as the weight of the original in another.
+place and as the weight of the original in another. Shares per example are not in the original. One t a batch
+keeps the mean of the batch; shares per example keep it on average only.
 
 References:
     Hongyi Zhang, Moustapha Cisse, Yann N. Dauphin, David Lopez-Paz: mixup: Beyond Empirical Risk
@@ -24,21 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses, random, tree
-from purecompose._checks import check_flag, check_number
+from purecompose import batch as batches, random, tree
+from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm
-from purecompose.algorithms._checks import (
-    check_can_write,
-    check_reads_targets,
-    check_scalar,
-    given_keys,
-)
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
-from purecompose.random.keys import as_rng
+from purecompose.algorithms._mixing import draw_share, mixing_method, needed_rng
 from purecompose.schedule import Scalar
-from purecompose.state import State
-from purecompose.targets import Mixture
+from purecompose.targets import Mixture, per_row
 
 
 __all__ = ["mixup", "mixup_batch"]
@@ -54,6 +46,7 @@ def mixup_batch(
     alpha: float | Tensor = 0.2,
     mixing: float | Tensor | None = None,
     indices: Tensor | None = None,
+    per_example: bool = False,
     interpolate_loss: bool = False,
 ) -> tuple[Tensor, Mixture]:
     """Mix each example of a batch with a partner.
@@ -64,9 +57,10 @@ def mixup_batch(
         targets: (N, ...), indices or dense, or a `Mixture`, whose terms double.
         alpha: Both parameters of the Beta distribution, at least 0; 0 does not mix. A tensor's value (0-d) is
             not checked; no gradient flows to it.
-        mixing: The share of the partner in [0, 1], in place of a draw; a number or 0-d, whose value is not
-            checked.
+        mixing: The share of the partner in [0, 1], in place of a draw; a number, or a tensor, 0-d or one for
+            each example, (N,), whose values are not checked.
         indices: (N,), int64, example i's partner, in place of a random order.
+        per_example: Draw a share for each example, not one for all.
         interpolate_loss: Mix the losses of the two targets, not the targets: see `Mixture`.
 
     Returns:
@@ -91,9 +85,11 @@ def mixup_batch(
     """
     _check_inputs(inputs)
     if mixing is None:
-        mixing = _draw_mixing(key, alpha)
+        mixing = _draw_mixing(key, alpha, inputs.shape[0] if per_example else None)
     elif not isinstance(mixing, Tensor):
         check_number(mixing, "mixup_batch: mixing", 0, 1, hint="it is the share of the partner")
+    if isinstance(mixing, Tensor):
+        mixing = mixing.to(inputs.device)
     if indices is None:
         indices = random.permutation(_rng(key).named("permutation"), inputs.shape[0])
     partners = indices.to(inputs.device)
@@ -106,6 +102,7 @@ def mixup(
     alpha: Scalar = 0.2,
     *,
     interpolate_loss: bool = False,
+    per_example: bool = False,
     name: str = "mixup",
     input_key: batches.Key | None = None,
     target_key: batches.Key | None = None,
@@ -118,6 +115,7 @@ def mixup(
         interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the
             same; right also for losses that are not linear in their targets, which must know the reduction
             "none".
+        per_example: Draw a share for each example, not one for the batch.
         name: Names its draws.
         input_key: Names the batch's input, one tensor; by default the state's own.
         target_key: Names the target; by default the state's own.
@@ -134,63 +132,35 @@ def mixup(
         >>> mixup(0).match
         never
     """
-    check_scalar(alpha, "mixup: alpha", 0, hint=_ALPHA_HINT)
-    check_flag(interpolate_loss, "mixup: interpolate_loss")
-    keys = given_keys(writes=("input_key", "target_key"), input_key=input_key, target_key=target_key)
-
-    def apply(event: Event, state: State) -> State:
-        own_input = keys.get("input_key", state.context.input_key)
-        own_target = keys.get("target_key", state.context.target_key)
-        if event is Event.INIT:
-            check_can_write(own_input, "input_key")
-            check_can_write(own_target, "target_key")
-            check_reads_targets(name, state.context.loss)
-            losses.check_loss(state.context.loss, per_example=interpolate_loss)
-            return state
-        given = batches.get(state.batch, own_input)
-        _check_no_ids(name, given)
-        inputs, targets = mixup_batch(
-            state.rng(name),
-            given,
-            batches.get(state.batch, own_target),
-            alpha=state.scalar(alpha),
-            interpolate_loss=interpolate_loss,
-        )
-        mixed = batches.put(batches.put(state.batch, own_input, inputs), own_target, targets)
-        return state.replace(batch=mixed)
-
-    is_neutral = isinstance(alpha, (int, float)) and alpha == 0
-    return Algorithm(
+    return mixing_method(
         name,
-        NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
-        apply,
-        config={"alpha": alpha, "interpolate_loss": interpolate_loss, **keys},
+        mixup_batch,
+        _check_no_ids,
+        alpha=alpha,
+        alpha_hint=_ALPHA_HINT,
+        flags={"interpolate_loss": interpolate_loss, "per_example": per_example},
+        input_key=input_key,
+        target_key=target_key,
     )
 
 
-def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor) -> float | Tensor:
-    """The partner's share, 0-d, float32."""
-    if not isinstance(alpha, Tensor):
-        check_number(alpha, "mixup_batch: alpha", 0, hint=_ALPHA_HINT)
-        if alpha == 0:
-            return 0.0
-    share = random.beta(_rng(key).named("mixing"), alpha, alpha)
-    share = torch.minimum(share, 1 - share)
-    # The draw is NaN for an alpha of 0, which a member of a population may have.
-    return torch.where(alpha > 0, share, 0) if isinstance(alpha, Tensor) else share
+def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor, num: int | None) -> float | Tensor:
+    """The partner's share, 0-d or (num,), float32."""
+    share = draw_share(_rng(key).named("mixing"), alpha, num, "mixup_batch: alpha", _ALPHA_HINT)
+    return torch.minimum(share, 1 - share) if isinstance(share, Tensor) else share
 
 
 def _rng(key: Tensor | random.Rng | None) -> random.Rng:
-    if key is None:
-        raise TypeError("mixup_batch: expected a key where mixing or indices are left out, came None")
-    return as_rng(key, "mixup_batch")
+    return needed_rng(key, "mixup_batch", "mixing or indices")
 
 
 def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
     floating = inputs if inputs.is_floating_point() else inputs.to(torch.get_default_dtype())
     # Half precision would round the share differently than the targets' weights have it.
     wide = floating.float() if floating.element_size() < 4 else floating
-    share: Any = mixing.to(wide) if isinstance(mixing, Tensor) else mixing
+    share: Any = mixing
+    if isinstance(mixing, Tensor):
+        share = per_row(mixing.to(wide), wide) if mixing.ndim else mixing.to(wide)
     # lerp is exact for shares of 0 and 1 and for equal partners, which the sum of two products is not.
     return torch.lerp(wide, wide.index_select(0, partners), share).to(floating.dtype)
 

@@ -11,15 +11,20 @@ are drawn without replacement, with probability of the example of rank r (0 for 
 It is active from `start` to `end` of the run (as fractions), except in every `interrupt`-th batch of an
 epoch.
 
+The loss of an example is the mean over those of its positions that count: in a language model's batch not over
+padding. Where the model computes its own loss (`losses.ModelLoss`), one number for the batch, the ranking takes
+the cross entropy of the outputs' `logits` and the labels that `ModelLoss(labels=...)` names.
+
 Events: AFTER_DATALOADER, where it comes first by the trait SELECTS_EXAMPLES (INIT, to check the loss, and
-BATCH_START, to check the batch's members from the first batch on). Reads params, buffers, the batch; replaces
-the batch by its chosen examples, in the order of drawing. Lists with an entry for each example are chosen from
-on the host: a batch that has some waits for the device, and does not trace.
+BATCH_START and AFTER_FORWARD, to check the batch's members and a model's own outputs from the first batch on).
+Reads params, buffers, the batch; replaces the batch by its chosen examples, in the order of drawing. Lists with an
+entry for each example are chosen from on the host: a batch that has some waits for the device, and does not trace.
 
 What differs from the original: the extra pass runs in training mode, as there, but leaves no trace in
 BatchNorm's statistics; at least one example is kept (there a small batch came out empty); NaN losses rank
-lowest, not highest; a batch may have any form; the loss is checked before training, not half-way through it.
-The learning rate is not adjusted, and the timestamp counts the whole batch.
+lowest, not highest; a batch may have any form, and its targets any number of positions; the loss is checked
+before training, not half-way through it. The learning rate is not adjusted, and the timestamp counts the whole
+batch.
 
 References:
     Angela H. Jiang, Daniel L.-K. Wong, Giulio Zhou, David G. Andersen, Jeffrey Dean, Gregory R. Ganger, Gauri
@@ -28,6 +33,7 @@ References:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +44,7 @@ from purecompose import batch as batches, losses, random
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_per_example, given_keys
+from purecompose.algorithms._model_losses import check_labelled, check_outputs, model_losses
 from purecompose.event import Event
 from purecompose.predicate import NEVER, Predicate, between, every, on
 from purecompose.random.keys import as_rng
@@ -125,7 +132,8 @@ def select_using_loss(
     """
     _check_scale_factor("select_using_loss: scale_factor", scale_factor)
     losses.check_loss(loss_fn, per_example=True)
-    ranking_losses = _ranking_losses(forward_fn, loss_fn, inputs, targets, scale_factor)
+    example_losses = partial(losses.per_example, loss_fn)
+    ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
     chosen = choose_by_loss(key, ranking_losses, keep=keep)
     num = len(ranking_losses)
     return batches.take(inputs, chosen, num), batches.take(targets, chosen, num)
@@ -177,12 +185,13 @@ def selective_backprop(
         interrupt: Every `interrupt`-th batch of an epoch is trained on whole; 0 for none, 1 never matches.
         name: Names its draws.
         input_key: Names the batch's input; by default the state's own.
-        target_key: Names the target; by default the state's own.
+        target_key: Names the target; by default the state's own. A model's own loss names its labels itself.
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that has no
             `reduction`, or ignores it on outputs (N, C); other losses that ignore it are found out where the
-            selection starts. In the first step: with `scale_factor` below 1, inputs that are no images.
+            selection starts; a `ModelLoss` without `labels`. In the first step: with `scale_factor` below 1, inputs
+            that are no images; outputs without logits that fit the labels of a `ModelLoss`.
         KeyError: In the first step: the batch has no such input or target.
 
     Example:
@@ -197,12 +206,21 @@ def selective_backprop(
     keys = given_keys(input_key=input_key, target_key=target_key)
 
     def apply(event: Event, state: State) -> State:
+        loss_fn = state.context.loss
+        own_loss = loss_fn if isinstance(loss_fn, losses.ModelLoss) else None
         if event is Event.INIT:
-            check_per_example(state.context.loss)
+            check_labelled(name, own_loss) if own_loss else check_per_example(loss_fn)
+            return state
+        if event is Event.AFTER_FORWARD:
+            if own_loss:
+                check_outputs(name, own_loss, state.outputs, state.batch)
             return state
         own_key = keys.get("input_key", state.context.input_key)
         inputs = batches.get(state.batch, own_key)
-        targets = batches.get(state.batch, keys.get("target_key", state.context.target_key))
+        target_key = keys.get("target_key", state.context.target_key)
+        if own_loss is not None and own_loss.labels is not None:
+            target_key = own_loss.labels
+        targets = batches.get(state.batch, target_key)
         if event is Event.BATCH_START:
             if scale_factor != 1:
                 _check_images(inputs, scale_factor)
@@ -212,7 +230,12 @@ def selective_backprop(
             # New buffers are dropped, so that BatchNorm's statistics see each batch once.
             return state.run_model(scaled, train=True, rng_name=f"{name}.forward")[0]
 
-        ranking_losses = _ranking_losses(forward_fn, state.context.loss, inputs, targets, scale_factor)
+        def example_losses(outputs: Any, targets: Any) -> Tensor:
+            if own_loss is None:
+                return losses.per_example(loss_fn, outputs, targets)
+            return model_losses(name, own_loss, outputs, state.batch)
+
+        ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
         num = batches.num_examples(state.batch, own_key)
         if len(ranking_losses) != num:
             raise ValueError(
@@ -237,19 +260,19 @@ def _match(start: float, end: float, interrupt: int) -> Predicate:
     if interrupt:
         active = active & ~every(interrupt, in_epoch=True)
     # In every batch: a check in the first one alone would be one more schedule to compile.
-    return on(Event.INIT, Event.BATCH_START) | active
+    return on(Event.INIT, Event.BATCH_START, Event.AFTER_FORWARD) | active
 
 
 def _ranking_losses(
     forward_fn: Callable[[Any], Any],
-    loss_fn: Callable[..., Tensor],
+    example_losses: Callable[[Any, Any], Tensor],
     inputs: Any,
     targets: Any,
     scale_factor: float,
 ) -> Tensor:
     with torch.no_grad():
         outputs = forward_fn(_shrunk(inputs, scale_factor))
-        return losses.per_example(loss_fn, outputs, targets)
+        return example_losses(outputs, targets)
 
 
 def _shrunk(inputs: Any, scale_factor: float) -> Any:

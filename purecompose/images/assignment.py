@@ -1,8 +1,8 @@
 """Which image gets which of k treatments: at random, each with the same chance, and each about equally often.
 
-Images are put in a random order, and the one at place p gets treatment (p + offset) mod k, with a random offset. So
-every treatment has a share of 1 / k for every image, as if it were drawn alone, and a batch of n images has each of
-them at least floor(n / k) and at most ceil(n / k) times. That bound is what it is for: with ceil(n / k) places for each
+Images are put in a random order, and treatments too; the image at place p gets the treatment at place p mod k. So every
+treatment has a share of 1 / k for every image, as if it were drawn alone, and a batch of n images has each of them at
+least floor(n / k) and at most ceil(n / k) times. That bound is what it is for: with ceil(n / k) places for each
 treatment all shapes are known before anything is drawn, and no image is treated k times to keep one result.
 """
 
@@ -33,16 +33,14 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
         becomes of that.
     """
     order = random.permutation(rng.named("order"), num)
-    offset = random.randint(rng.named("offset"), (), 0, num_treatments)
+    treatments = random.permutation(rng.named("treatments"), num_treatments)
     capacity = -(-num // num_treatments)
     rounds = num_treatments * torch.arange(capacity, device=order.device)
-    lists = [
-        order.index_select(0, ((treatment - offset) % num_treatments + rounds).clamp(max=num - 1)).to(device)
-        for treatment in range(num_treatments)
-    ]
+    places = (treatments.argsort().unsqueeze(1) + rounds).clamp(max=num - 1)
+    lists = [order.index_select(0, row).to(device) for row in places.unbind()]
     place = order.argsort()
-    found_at = (place + offset) % num_treatments * capacity + place // num_treatments
-    return lists, found_at.to(device)
+    owner = treatments.index_select(0, place % num_treatments)
+    return lists, (owner * capacity + place // num_treatments).to(device)
 
 
 def treated(rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Tensor:

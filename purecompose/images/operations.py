@@ -11,7 +11,6 @@ They raise `TypeError` for other dtypes and `ValueError` for other shapes and nu
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from purecompose._checks import check_number
@@ -42,6 +41,7 @@ def autocontrast(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
     """Stretches each channel's levels to the whole scale.
 
     Example:
+        >>> import torch
         >>> autocontrast(torch.tensor([[[50, 100], [100, 150]]], dtype=torch.uint8)).tolist()
         [[[0, 128], [128, 255]]]
     """
@@ -124,7 +124,10 @@ def _applied(
 ) -> Tensor:
     def applied(stored: Tensor, scale: Scale) -> Tensor:
         levels = scale.opened(stored)
-        amounts = torch.as_tensor(amount, dtype=levels.dtype, device=levels.device)
+        if isinstance(amount, Tensor):
+            amounts = amount.to(levels)
+        else:
+            amounts = levels.new_full((), amount)  # filled, not copied from the host, which on a GPU would wait
         if amounts.ndim > 1 or (amounts.ndim == 1 and len(amounts) != len(levels)):
             raise ValueError(
                 f"{name}: expected one amount or one for each of {len(levels)} images, got shape {tuple(amounts.shape)}"

@@ -58,9 +58,9 @@ class Strength:
 
     def factor(self, above: float = 1.0) -> Tensor:
         """Away from 1: up in half of the images, down in the others."""
-        severity = torch.as_tensor(self.severity, dtype=self.share.dtype, device=self.share.device)
-        more = 1 + above * self.share * (severity - 1).clamp(min=0)
-        return torch.where(self.is_up, more, 1 - 0.09 * self.share * severity)
+        over = self.severity - 1
+        over = over.clamp(min=0) if isinstance(over, Tensor) else max(over, 0.0)
+        return torch.where(self.is_up, 1 + above * self.share * over, 1 - 0.09 * self.share * self.severity)
 
     def original_factor(self) -> Tensor:
         """From 0.1 up; 1 where the severity is 0."""

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, random
+from purecompose import batch as batches, random, tree
 from purecompose._checks import shown
 
 
 __all__ = ["SampleTransform", "as_tensor", "like_before"]
 
-_MODES = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")
+_COLOURS = dict.fromkeys(("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"), torch.uint8)
+# Pixels that name something, or are measured on a scale that nobody knows: they can be moved, not changed. No sums are
+# made of the 16 bits, so their sign does not matter.
+_MOVABLE = {**_COLOURS, "P": torch.uint8, "I;16": torch.int16, "I": torch.int32, "F": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,14 @@ class SampleTransform:
     """A function of a sample, made of one of keyed batches of images.
 
     Args:
-        core: `(key, image (C, H, W)) -> image`. A partial function of a module's own pickles, as workers want it.
+        core: `(key, image (C, H, W)) -> image`, of any size. A partial function of a module's own pickles, as workers
+            want it.
         input_key: Names the image in a sample; by default the sample itself, or the first member of a tuple or list.
+        takes_target: Whether the core moves pixels without changing them, and takes a target along:
+            `(key, image, target) -> (image, target)`. PIL images in a target, a tree of anything, reach it as tensors
+            (C, H, W) and come back as images; such a core gets any mode of whole bytes, palettes and depths included.
+        target_key: Names that target; by default the second member of a tuple or list. Where there is none, the core
+            is given the image alone.
 
     Example:
         >>> from purecompose.images import rotate
@@ -34,8 +43,15 @@ class SampleTransform:
                  [1, 3]]], dtype=torch.uint8), 'label')
     """
 
-    core: Callable[[Tensor | random.Rng, Tensor], Tensor]
+    core: Callable[..., Any]
     input_key: batches.Key | None = None
+    takes_target: bool = False
+    target_key: batches.Key | None = None
+
+    def __post_init__(self) -> None:
+        for role in ("input_key", "target_key"):
+            if (key := getattr(self, role)) is not None:
+                batches.check_key(key, role)
 
     def __call__(self, sample: Any, rng: random.Rng | Tensor | torch.Generator | None = None) -> Any:
         """The sample with its image changed, of the same kind.
@@ -48,45 +64,76 @@ class SampleTransform:
         Raises:
             TypeError: No image, or no source of randomness.
         """
-        key = self.input_key
+        is_sequence = isinstance(sample, tuple | list)
+        key, target_key = self.input_key, self.target_key
         if key is None:
-            key = 0 if isinstance(sample, tuple | list) else batches.WHOLE
+            key = 0 if is_sequence else batches.WHOLE
+        if target_key is None and is_sequence and len(sample) > 1:
+            target_key = 1
         image = batches.get(sample, key)
-        changed = self.core(_key_from(rng), as_tensor(image))
-        return batches.put(sample, key, like_before(changed, image))
+        opened = as_tensor(image, is_moved=self.takes_target)
+        target = None if not self.takes_target or target_key is None else batches.get(sample, target_key)
+        if target is None:
+            return batches.put(sample, key, like_before(self.core(_key_from(rng), opened), image))
+        opened_target = tree.map(_opened, target)
+        changed, changed_target = self.core(_key_from(rng), opened, opened_target)
+        sample = batches.put(sample, key, like_before(changed, image))
+        if changed_target is opened_target:
+            return sample
+        assert target_key is not None
+        return batches.put(sample, target_key, tree.map(like_before, changed_target, target))
 
 
-def as_tensor(image: Any) -> Tensor:
-    """A PIL image as uint8 (C, H, W); a tensor as it is.
+def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
+    """A PIL image as a tensor (C, H, W), uint8 if its pixels are levels; a tensor as it is.
+
+    Args:
+        image: The image.
+        is_moved: Whether pixels are moved alone, so that palettes and modes of other dtypes will do.
 
     Raises:
-        TypeError: Something else, or a PIL image whose pixels are not one or more bytes.
+        TypeError: Something else, or a PIL image of another mode.
     """
     if isinstance(image, Tensor):
         return image
-    if not hasattr(image, "getbands") or not hasattr(image, "tobytes"):
+    if not _is_pil(image):
         raise TypeError(f"expected an image, a PIL one or a tensor (C, H, W), got {shown(image)}; name it by input_key")
-    if image.mode not in _MODES:
+    modes = _MOVABLE if is_moved else _COLOURS
+    if image.mode not in modes:
         raise TypeError(
-            f"expected a PIL image of mode {', '.join(_MODES)}, got {image.mode!r}; use image.convert('RGB')"
+            f"expected a PIL image of mode {', '.join(modes)}, got {image.mode!r}; use image.convert('RGB')"
         )
     width, height = image.size
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=modes[image.mode])
     return pixels.view(height, width, len(image.getbands())).permute(2, 0, 1)
 
 
-def like_before(changed: Tensor, image: Any) -> Any:
-    """The changed tensor as what the image was."""
-    if isinstance(image, Tensor):
+def like_before(changed: Any, image: Any) -> Any:
+    """The changed tensor as what the image was: with its mode, palette and information; others as they are."""
+    if not _is_pil(image):
         return changed
-    from PIL import Image  # it is there, since the image is one of its own
-
     _, height, width = changed.shape
-    pixels = bytes(changed.permute(1, 2, 0).contiguous().flatten().tolist())
-    return Image.frombytes(image.mode, (width, height), pixels)
+    pixels = changed.permute(1, 2, 0).contiguous().flatten().view(torch.uint8)
+    # Bytes by way of a buffer: a tensor gives them out in no other way that is fast and needs no numpy.
+    buffer = bytearray(len(pixels))
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(pixels)
+    result = image.crop((0, 0, width, height))  # a new image like the old one, whatever its size
+    result.frombytes(bytes(buffer))
+    return result
+
+
+def _is_pil(image: Any) -> bool:
+    return hasattr(image, "getbands") and hasattr(image, "tobytes")
+
+
+def _opened(target: Any) -> Any:
+    return as_tensor(target, is_moved=True) if _is_pil(target) else target
 
 
 def _key_from(rng: Any) -> Tensor | random.Rng:
+    if isinstance(rng, random.Rng) and rng.example != 0:
+        # A key of the sample's own: draws about a whole batch, such as orders, do not look at an example's number.
+        return random.bits(rng.named("sample"), (2,))
     if isinstance(rng, random.Rng | Tensor):
         return rng
     if rng is None or isinstance(rng, torch.Generator):

@@ -394,5 +394,5 @@ def test_registry_and_print():
     algorithm = selective_backprop(0.4, 0.8, 0.6, interrupt=3)
     expected = "selective_backprop(start=0.4, end=0.8, keep=0.6, scale_factor=1.0, interrupt=3)"
     assert repr(algorithm) == expected
-    assert algorithm.events == (Event.INIT, Event.AFTER_DATALOADER, Event.BATCH_START)
+    assert algorithm.events == (Event.INIT, Event.AFTER_DATALOADER, Event.BATCH_START, Event.AFTER_FORWARD)
     assert algorithm.traits == {Trait.SELECTS_EXAMPLES}

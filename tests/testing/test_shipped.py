@@ -19,6 +19,8 @@ EXAMPLES = [(row, source) for row in SHIPPED.values() for source in row.examples
 
 # What comes of a task that an algorithm does not accept; methods on images all say the same.
 REFUSALS = {("mixup", "tokens"): (TypeError, r"the inputs are int64\[4, 5\], as token ids are")}
+NO_SEQUENCES = (TypeError, r"expected sequences, token ids as integers .* came float32\[4, ")
+REFUSALS |= {("seq_length_warmup", name): NO_SEQUENCES for name in TASKS if name != "tokens"}
 NO_IMAGES = (TypeError, r"expected images, one tensor \(N, C, H, W\), came (float32|int64)\[4, ")
 
 
@@ -61,7 +63,7 @@ def test_neutral_settings_never_match(row):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_other_tasks_are_refused(row, name):
-    error, message = REFUSALS.get((row.name, name), NO_IMAGES if row.tasks == ("images",) else None)
+    error, message = NO_IMAGES if row.tasks == ("images",) else REFUSALS[row.name, name]
     for source in row.examples:
         with pytest.raises(error, match=message) as caught:
             loss_after_a_step(Subject.of(source).algorithm, Case(TASKS[name]))

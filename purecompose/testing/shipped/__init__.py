@@ -8,12 +8,18 @@ from types import MappingProxyType
 
 from purecompose.testing.shipped import (
     augmix,
+    colout,
+    cutmix,
+    cutout,
     gradient_norm,
+    gyro_dropout,
     label_smoothing,
     loss_scaling,
     mixup,
+    progressive_resizing,
     randaugment,
     selective_backprop,
+    seq_length_warmup,
     training_metrics,
 )
 from purecompose.testing.shipped.row import Row
@@ -23,12 +29,18 @@ __all__ = ["SHIPPED", "Row"]
 
 _FILES = (
     augmix,
+    colout,
+    cutmix,
+    cutout,
     gradient_norm,
+    gyro_dropout,
     label_smoothing,
     loss_scaling,
     mixup,
+    progressive_resizing,
     randaugment,
     selective_backprop,
+    seq_length_warmup,
     training_metrics,
 )
 

@@ -1,0 +1,185 @@
+"""The masks of gyro dropout: a bank of them, and the choice of those that share a batch.
+
+Mask j depends on (key, j) alone, a choice on (key, period); so neither is kept anywhere.
+"""
+
+import torch
+from torch import Tensor
+
+from purecompose import random
+from purecompose._checks import check_number, check_whole
+from purecompose.random.keys import as_rng
+
+
+__all__ = [
+    "check_bank",
+    "check_feature_dim",
+    "check_probability",
+    "chosen_masks",
+    "dropped",
+    "gyro_drop",
+    "gyro_dropout_mask",
+    "gyro_dropout_period",
+]
+
+
+def gyro_dropout_period(total_batches: float, sigma: int = 256, tau: int = 16) -> int:
+    """How many batches a choice of masks stays.
+
+    That is int(total / sigma) tau; in runs of fewer than sigma batches int(total tau / sigma), and at least 1.
+
+    Args:
+        total_batches: The run's length in batches, above 0.
+        sigma: The number of masks in the bank.
+        tau: The number of masks at a time.
+
+    Example:
+        >>> gyro_dropout_period(196 * 100), gyro_dropout_period(100), gyro_dropout_period(10)
+        (1216, 6, 1)
+    """
+    check_number(total_batches, "gyro_dropout_period: total_batches", 0, above=True)
+    check_bank("gyro_dropout_period", sigma, tau)
+    return max(1, int(total_batches / sigma) * tau or int(total_batches * tau / sigma))
+
+
+def gyro_dropout_mask(
+    key: Tensor | random.Rng,
+    shape: tuple[int, ...],
+    *,
+    p: float = 0.5,
+    sigma: int = 256,
+    tau: int = 16,
+    period: int | Tensor = 0,
+    groups: Tensor | None = None,
+    feature_dim: int | None = None,
+) -> Tensor:
+    """The masks of a batch's rows: which elements stay.
+
+    Args:
+        key: The key of one layer; another layer's has to be another one.
+        shape: (N, ...), that of the layer's inputs.
+        p: The probability of dropping, in [0, 1).
+        sigma: The number of masks in the bank, 1 or more.
+        tau: The number of masks at a time, in [1, sigma].
+        period: Numbers the choice, from 0: an int, or int64 of shape ().
+        groups: (N,), int64, below tau: which of the chosen masks each row takes, in place of tau groups of
+            consecutive rows. Values are not checked.
+        feature_dim: The only dimension, 1 or more or counted from the end, along which masks vary: whole channels of
+            (N, C, H, W) are dropped with 1, whole features of (N, length, features) with -1. By default each element
+            has a decision of its own, as in `nn.Dropout`.
+
+    Returns:
+        Bool, of the shape; with `feature_dim` (N, 1, ..., features, ..., 1), which broadcasts to it.
+
+    Raises:
+        TypeError, ValueError: No key, or a setting of the wrong kind or out of range.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> mask = gyro_dropout_mask(key(0), (6, 100), tau=2)
+        >>> bool((mask[:3] == mask[0]).all()), bool((mask[3:] == mask[3]).all()), bool((mask[0] == mask[3]).all())
+        (True, True, False)
+    """
+    where = "gyro_dropout_mask"
+    check_probability(f"{where}: p", p)
+    check_bank(where, sigma, tau)
+    check_feature_dim(where, feature_dim)
+    rng = as_rng(key, where)
+    if groups is None:
+        groups = _consecutive(shape[0], tau, rng.key.device)
+    return chosen_masks(rng, shape, p, sigma, tau, period, groups, feature_dim)
+
+
+def gyro_drop(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    *,
+    p: float = 0.5,
+    sigma: int = 256,
+    tau: int = 16,
+    period: int | Tensor = 0,
+    groups: Tensor | None = None,
+    feature_dim: int | None = None,
+) -> Tensor:
+    """What a layer makes of its inputs in training: inputs * mask / (1 - p).
+
+    Args:
+        key: See `gyro_dropout_mask`, as the others.
+        inputs: (N, ...), floating.
+        p: 0 gives the inputs.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> gyro_drop(key(0), torch.ones(2, 4), tau=2).unique()
+        tensor([0., 2.])
+    """
+    shape = tuple(inputs.shape)
+    mask = gyro_dropout_mask(
+        key, shape, p=p, sigma=sigma, tau=tau, period=period, groups=groups, feature_dim=feature_dim
+    )
+    return inputs if p == 0 else dropped(inputs, mask, p)
+
+
+def chosen_masks(
+    rng: random.Rng,
+    shape: tuple[int, ...],
+    p: float,
+    sigma: int,
+    tau: int,
+    period: int | Tensor,
+    groups: Tensor,
+    feature_dim: int | None,
+) -> Tensor:
+    """As `gyro_dropout_mask`, of checked settings and with groups."""
+    root = random.Rng(rng.key, draw=rng.draw)
+    choosing = random.Rng(rng.key, draw=rng.draw, batch=period).named("choice")
+    chosen = random.choice(choosing, sigma, tau)
+    # A mask's number in the bank stands where an example's number does: it is drawn alone, and the rest never.
+    masks = random.bernoulli(root.named("bank").per_example(chosen), 1 - p, (tau, *_own_shape(shape, feature_dim)))
+    return masks.index_select(0, groups.to(masks.device))
+
+
+def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ...]:
+    """The shape of one mask, which broadcasts to that of one row."""
+    if feature_dim is None:
+        return shape[1:]
+    dim = feature_dim if feature_dim >= 0 else len(shape) + feature_dim
+    if not 1 <= dim < len(shape):
+        raise ValueError(
+            f"gyro_dropout: feature_dim={feature_dim}: expected one of the dims 1 to {len(shape) - 1} of inputs of "
+            f"shape {shape}; leave it out for a decision for each element"
+        )
+    return tuple(size if at == dim else 1 for at, size in enumerate(shape) if at)
+
+
+def dropped(inputs: Tensor, mask: Tensor, p: float) -> Tensor:
+    """inputs * mask / (1 - p)."""
+    return inputs * mask / (1 - p)
+
+
+def _consecutive(num: int, tau: int, device: torch.device) -> Tensor:
+    return torch.arange(num, device=device) * tau // max(num, 1)
+
+
+def check_probability(role: str, p: float) -> None:
+    """Raises a `TypeError` or `ValueError` unless it is a number in [0, 1)."""
+    check_number(p, role, 0, 1, below=True, hint="it is the probability of dropping; 1 would leave nothing")
+
+
+def check_bank(where: str, sigma: int, tau: int) -> None:
+    """Raises a `TypeError` or `ValueError` unless 1 <= tau <= sigma."""
+    check_whole(sigma, f"{where}: sigma", 1, hint="it is the number of masks in the bank")
+    check_whole(tau, f"{where}: tau", 1, hint="it is the number of masks that share a batch")
+    if tau > sigma:
+        raise ValueError(
+            f"{where}: expected tau <= sigma, came tau={tau}, sigma={sigma}: a batch cannot have more different masks "
+            "than there are; enlarge the bank"
+        )
+
+
+def check_feature_dim(where: str, feature_dim: int | None) -> None:
+    """Raises a `TypeError` or `ValueError` for what names no dimension of features."""
+    if feature_dim is not None:
+        check_whole(feature_dim, f"{where}: feature_dim", hint="it names a dimension of a layer's inputs")
+        if feature_dim == 0:
+            raise ValueError(f"{where}: feature_dim=0 is the batch: expected another dimension, such as 1 or -1")

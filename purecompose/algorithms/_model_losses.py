@@ -1,0 +1,88 @@
+"""Losses per example of a model that computes its own loss, as language models with labels among their inputs do."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose.losses import ModelLoss
+
+
+__all__ = ["check_labelled", "check_outputs", "model_losses"]
+
+
+def check_labelled(name: str, loss_fn: ModelLoss) -> None:
+    """Raises a `TypeError` where nothing says which labels the model's loss is of."""
+    if loss_fn.labels is None:
+        raise TypeError(
+            f"{name}: expected a loss that gives losses per example, came {loss_fn!r}, one number for a whole batch; "
+            "name the labels, as in losses.ModelLoss(labels='labels', shift=1) for a causal language model (shift=0 "
+            "where logits and labels stand side by side), and they come from the outputs' logits; or use a loss of "
+            "outputs and targets, such as losses.cross_entropy"
+        )
+
+
+def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> None:
+    """Raises a `ValueError` unless the outputs carry losses per example, or logits (N, ..., C) beside labels (N, ...).
+
+    It looks at shapes alone.
+    """
+    own = _member(outputs, loss_fn.key)
+    if isinstance(own, Tensor) and own.ndim:
+        return
+    labels, logits = _labels(loss_fn, batch), _member(outputs, "logits")
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
+        came = f"{tree.describe(logits)} there" if isinstance(logits, Tensor) else "none"
+        raise ValueError(
+            f"{name}: the model's own loss is one number, so losses per example come from the outputs' logits: "
+            f"expected a tensor (N, ..., C) called 'logits' for labels {tree.describe(labels)}, came "
+            f"{type(outputs).__name__} with {came}; let forward return them, or a loss for each example, or use a loss "
+            "of outputs and targets"
+        )
+
+
+def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Tensor:
+    """One loss for each example, (N,): the mean over the labels of it that count.
+
+    Those that the model returns, if it returns more than a number; else the cross entropy of its logits and the
+    labels, `loss_fn.shift` of which at the start are left out. An example in which nothing counts has loss 0.
+
+    Raises:
+        ValueError: See `check_outputs`.
+    """
+    check_outputs(name, loss_fn, outputs, batch)
+    labels, own = _labels(loss_fn, batch), _member(outputs, loss_fn.key)
+    is_whole = not isinstance(own, Tensor) or own.ndim == 0
+    if not is_whole and own.ndim == 1:
+        return own
+    labels = labels[..., loss_fn.shift :] if loss_fn.shift else labels
+    counted = labels != loss_fn.ignore_index
+    if not is_whole:
+        if own.shape != labels.shape:
+            return own.flatten(1).mean(1)
+        return _row_means(own * counted, counted)
+    logits = _member(outputs, "logits").float()
+    if loss_fn.shift:
+        logits = logits[..., : -loss_fn.shift, :]
+    flat = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten().long(), ignore_index=loss_fn.ignore_index, reduction="none"
+    )
+    return _row_means(flat.reshape(labels.shape), counted)
+
+
+def _row_means(token_losses: Tensor, counted: Tensor) -> Tensor:
+    num = len(token_losses)
+    return token_losses.reshape(num, -1).sum(1) / counted.reshape(num, -1).sum(1).clamp(min=1)
+
+
+def _labels(loss_fn: ModelLoss, batch: Any) -> Tensor:
+    labels = batches.get(batch, loss_fn.labels)  # pyright: ignore[reportArgumentType] - see check_labelled
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{loss_fn!r}: expected a tensor of labels in the batch, came {type(labels).__name__}")
+    return labels
+
+
+def _member(outputs: Any, key: str) -> Any:
+    return outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)

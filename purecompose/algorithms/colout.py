@@ -1,0 +1,282 @@
+"""ColOut: drops random rows and columns of the images, which makes them smaller and steps faster.
+
+Of H rows
+
+    H' = max(1, floor((1 - p_row) H))
+
+are kept, chosen without replacement, each with the same chance, in their order; and W' of W columns in the same way
+by `p_col`. A target of the images' size, such as a segmentation mask, loses the same rows and columns.
+
+Events: AFTER_DATALOADER (and INIT, to check the keys). Reads the batch's images and target, replaces the images, and
+the target where it is of their size. Sizes follow from the settings, so a step compiles once; a network has to take
+images of the smaller size in training and of the full one in evaluation.
+
+What differs from the original: `per_example` chooses rows and columns for each image, which the original does for a
+data set alone (`colout_transform` is for those, and takes masks along); floating-point numbers do not lose a row, so
+that p = 0.9 leaves 1 of 10 and not 0; one row and one column stay at least; targets may be a `Mixture` or nested; with
+a target both are always returned, the target itself where it is not resized; a `resize_target` that cannot be obeyed
+is an error.
+
+Source: Cory Stephenson, MosaicML, 2021; there is no paper.
+"""
+
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._checks import check_flag, check_number, shown
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._checks import check_can_write, given_keys
+from purecompose.algorithms._images import check_images
+from purecompose.event import Event
+from purecompose.images.samples import SampleTransform
+from purecompose.images.sizes import check_image_tensor, whole_part
+from purecompose.predicate import NEVER, on
+from purecompose.random.keys import as_rng
+from purecompose.state import State
+from purecompose.targets import Mixture
+
+
+__all__ = ["colout", "colout_batch", "colout_transform"]
+
+ResizeTarget = bool | Literal["auto"]
+
+_HINT = "it is the share of rows or columns to drop; 0.15 is common"
+
+
+@overload
+def colout_batch(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: None = None,
+    *,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    per_example: bool = False,
+    resize_target: ResizeTarget = "auto",
+) -> Tensor: ...
+@overload
+def colout_batch(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: Any,
+    *,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    per_example: bool = False,
+    resize_target: ResizeTarget = "auto",
+) -> tuple[Tensor, Any]: ...
+def colout_batch(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: Any = None,
+    *,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    per_example: bool = False,
+    resize_target: ResizeTarget = "auto",
+) -> Any:
+    """Drop random rows and columns of images.
+
+    Args:
+        key: A random key.
+        inputs: (N, C, H, W), or one image (C, H, W), of any dtype.
+        targets: A tensor, a `Mixture`, whose terms are treated alike, or a tree of tensors.
+        p_row: The share of rows to drop, in [0, 1]; one stays at least.
+        p_col: The share of columns.
+        per_example: Choose for each image, instead of once for all. Targets that are resized need N rows then.
+        resize_target: Whether targets lose the same rows and columns, their last two dimensions; "auto" does it to
+            those of more than two dimensions whose last two are the images'. The mask (H, W) of a single image needs
+            `True`.
+
+    Returns:
+        (..., H', W'), and with targets these too: the very same where they are not resized.
+
+    Raises:
+        TypeError: No tensor of images, no key, a setting of the wrong kind; with `resize_target=True` a target that is
+            no tensor.
+        ValueError: A share out of [0, 1], shapes that do not fit, or `resize_target=True` without targets.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> places = torch.arange(16).view(1, 4, 4)
+        >>> colout_batch(key(0), places, p_row=0.5, p_col=0.25)
+        tensor([[[ 4,  5,  6],
+                 [12, 13, 14]]])
+    """
+    check_image_tensor(inputs, "colout_batch: inputs")
+    _check_settings(p_row, p_col, per_example, resize_target, "colout_batch")
+    rng, shape = as_rng(key, "colout_batch"), inputs.shape
+    num_sets = shape[0] if per_example and inputs.ndim == 4 else None
+    rows = _kept(rng.named("rows"), num_sets, shape[-2], p_row, inputs.device)
+    columns = _kept(rng.named("columns"), num_sets, shape[-1], p_col, inputs.device)
+
+    def shrunk(images: Tensor) -> Tensor:
+        return _selected(_selected(images, rows, -2), columns, -1)
+
+    def is_resized(target: Tensor) -> bool:
+        if resize_target == "auto":
+            return target.ndim > 2 and target.shape[-2:] == shape[-2:]
+        return resize_target
+
+    def resized(target: Tensor) -> Tensor:
+        if not is_resized(target):
+            return target
+        _check_size(target, shape, num_sets)
+        return shrunk(target)
+
+    if targets is None:
+        if resize_target is True:
+            raise ValueError("colout_batch: resize_target=True, but there are no targets; pass them, or leave it out")
+        return shrunk(inputs)
+    terms = targets.targets if isinstance(targets, Mixture) else batches.tensors(targets)
+    if resize_target is True and not terms:
+        raise TypeError(f"colout_batch: resize_target=True: expected a tensor as target, got {shown(targets)}")
+    if not any(map(is_resized, terms)):
+        return shrunk(inputs), targets  # the object that it is
+    is_mixture = isinstance(targets, Mixture)
+    return shrunk(inputs), targets.map(resized) if is_mixture else batches.map_tensors(resized, targets)
+
+
+def colout(
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    *,
+    per_example: bool = False,
+    resize_target: ResizeTarget = "auto",
+    name: str = "colout",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> Algorithm:
+    """Drops random rows and columns of the images; see `purecompose.algorithms.colout`.
+
+    Args:
+        p_row: The share of rows to drop, in [0, 1]; one stays at least. Both shares 0 never match.
+        p_col: The share of columns.
+        per_example: Choose for each image, instead of once for the batch.
+        resize_target: Whether the target loses the same rows and columns; "auto": if it has more than two dimensions
+            and the last two are the images'. With `False` the target is not read.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+        target_key: Names the target; by default the state's own.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT: such
+            a key of the state's. In the step: inputs that are no images, or with `resize_target=True` a target of
+            another size.
+
+    Example:
+        >>> colout(0.15, 0.15)
+        colout(p_row=0.15, p_col=0.15, per_example=False, resize_target='auto')
+        >>> colout(0, 0).match
+        never
+    """
+    _check_settings(p_row, p_col, per_example, resize_target, "colout")
+    # With "auto" a target that can only be read is fine as long as it stays what it is.
+    writes = ("input_key", "target_key") if resize_target is True else ("input_key",)
+    keys = given_keys(writes=writes, input_key=input_key, target_key=target_key)
+    settings = {"p_row": p_row, "p_col": p_col, "per_example": per_example, "resize_target": resize_target}
+
+    def apply(event: Event, state: State) -> State:
+        own_input = keys.get("input_key", state.context.input_key)
+        own_target = keys.get("target_key", state.context.target_key)
+        if event is Event.INIT:
+            check_can_write(own_input, "input_key")
+            if resize_target is True:
+                check_can_write(own_target, "target_key")
+            return state
+        images = batches.get(state.batch, own_input)
+        check_images(name, images)
+        targets = None if resize_target is False else batches.get(state.batch, own_target)
+        if targets is None:
+            shrunk, resized = colout_batch(state.rng(name), images, **settings), None
+        else:
+            shrunk, resized = colout_batch(state.rng(name), images, targets, **settings)
+        batch = batches.put(state.batch, own_input, shrunk)
+        return state.replace(batch=batch if resized is targets else batches.put(batch, own_target, resized))
+
+    return Algorithm(
+        name,
+        NEVER if p_row == 0 and p_col == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        config={**settings, **keys},
+    )
+
+
+def colout_transform(
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    *,
+    resize_target: ResizeTarget = "auto",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> SampleTransform:
+    """ColOut as a transform of a data set's samples, in the processes that read it; each gets rows of its own.
+
+    Args:
+        p_row, p_col, resize_target: See `colout_batch`. A PIL image counts as one of three dimensions.
+        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+            its first member.
+        target_key: Names the target; by default the second member of a tuple or list, if it has one.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: As `colout`.
+    """
+    _check_settings(p_row, p_col, False, resize_target, "colout_transform")
+    core = partial(colout_batch, p_row=p_row, p_col=p_col, resize_target=resize_target)
+    return SampleTransform(core, input_key, takes_target=resize_target is not False, target_key=target_key)
+
+
+def _kept(rng: random.Rng, num_sets: int | None, size: int, p: float, device: torch.device) -> Tensor | None:
+    """The places that stay, ascending, (K,) or (N, K); `None` for all.
+
+    Drawn as `random.permutation` does it, which ignores an `Rng`'s example: samples of a data set would all lose the
+    same rows.
+    """
+    count = max(1, whole_part(1 - p, size))
+    if count >= size:
+        return None
+    lead = () if num_sets is None else (num_sets,)
+    lower, upper = random.bits(rng, (*lead, size, 2)).unbind(-1)
+    order = torch.sort((upper << 32) | lower, dim=-1, stable=True).indices
+    return order[..., :count].sort(dim=-1).values.to(device)
+
+
+def _selected(images: Tensor, kept: Tensor | None, dim: int) -> Tensor:
+    if kept is None:
+        return images
+    if kept.ndim == 1:
+        return images.index_select(dim, kept)
+    shape = list(images.shape)
+    shape[dim] = kept.shape[1]
+    own = [1] * images.ndim
+    own[0], own[dim] = kept.shape
+    return images.gather(dim, kept.view(own).expand(shape))
+
+
+def _check_size(target: Tensor, shape: torch.Size, num_sets: int | None) -> None:
+    if target.ndim < 2 or target.shape[-2:] != shape[-2:]:
+        raise ValueError(
+            f"colout: expected a target of the images' height and width, which are of shape {tuple(shape)}, got shape "
+            f"{tuple(target.shape)}; resize_target='auto' leaves such targets alone"
+        )
+    if num_sets is not None and (target.ndim == 2 or target.shape[0] != num_sets):
+        raise ValueError(
+            f"colout: per_example=True: expected a target with one row for each of {num_sets} images, got shape "
+            f"{tuple(target.shape)}; use per_example=False, or resize_target=False"
+        )
+
+
+def _check_settings(p_row: Any, p_col: Any, per_example: Any, resize_target: Any, where: str) -> None:
+    check_number(p_row, f"{where}: p_row", 0, 1, hint=_HINT)
+    check_number(p_col, f"{where}: p_col", 0, 1, hint=_HINT)
+    check_flag(per_example, f"{where}: per_example")
+    if not isinstance(resize_target, bool) and resize_target != "auto":
+        error = ValueError if isinstance(resize_target, str) else TypeError
+        raise error(f"{where}: resize_target: expected True, False or 'auto', got {shown(resize_target)}")

@@ -1,0 +1,32 @@
+"""The form of images whatever their dtype, and parts of their sides."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from purecompose._checks import shown
+
+
+__all__ = ["check_image_tensor", "whole_part"]
+
+# Three roundings, of a decimal share, of 1 - share and of the product, add up to less than this share of a side.
+_ROUNDING = 4e-16
+
+
+def whole_part(share: float, size: int) -> int:
+    """The whole part of `share * size`, where rounding alone does not take a whole pixel away.
+
+    Example:
+        >>> whole_part(1 - 0.9, 10), int((1 - 0.9) * 10)
+        (1, 0)
+    """
+    return math.floor((share + _ROUNDING) * size)
+
+
+def check_image_tensor(images: Any, where: str) -> None:
+    """Raises a `TypeError` for what is no tensor, a `ValueError` unless it is (N, C, H, W) or (C, H, W)."""
+    if not isinstance(images, Tensor):
+        raise TypeError(f"{where}: expected a tensor of images, got {shown(images)}")
+    if images.ndim not in (3, 4):
+        raise ValueError(f"{where}: expected (N, C, H, W) or (C, H, W), got shape {tuple(images.shape)}")

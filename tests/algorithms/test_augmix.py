@@ -1,0 +1,148 @@
+"""AugMix: the core against a loop written by hand, its bounds, the factory."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+from purecompose import State, compose, loop_events, losses, optim, random
+from purecompose.algorithms import augmix
+from purecompose.algorithms.augmix import _chains
+from purecompose.algorithms.randaugment import one_operation_each
+from purecompose.functional import augmix_batch
+from purecompose.images import SETS, Primitive, Scale
+from purecompose.predicate import NEVER
+from purecompose.schedule import linear
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+KEEP = Primitive("keep", lambda levels, amount: levels, lambda strength: strength.share)
+COUNT = Primitive("count", lambda levels, amount: levels + 1, lambda strength: strength.share)
+"""Adds a level: the result tells how many operations there were."""
+
+
+def make_images(num: int = 9, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.uint8) -> Tensor:
+    pixels = torch.randint(0, 256, (num, channels, size, size), generator=torch.Generator().manual_seed(num))
+    return pixels.to(torch.uint8) if dtype == torch.uint8 else (pixels / 255).to(dtype)
+
+
+@given(SEEDS, st.floats(0, 10), st.sampled_from([-1, 1, 2]), st.integers(1, 4), st.floats(0.05, 5))
+def test_form_and_range_stay(seed: int, severity: float, depth: int, width: int, alpha: float) -> None:
+    batch = make_images()
+    before = batch.clone()
+    settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
+    changed = augmix_batch(random.key(seed), batch, **settings)
+    assert changed.shape == batch.shape and changed.dtype == torch.uint8 and torch.equal(batch, before)
+    assert torch.equal(changed, augmix_batch(random.key(seed), batch, **settings))
+
+
+@given(SEEDS, st.integers(1, 2), st.integers(1, 3), st.floats(0.2, 3))
+def test_it_is_the_mixture_of_the_chains(seed: int, depth: int, width: int, alpha: float) -> None:
+    """Against float64, image by image and chain by chain, from the documented draws."""
+    batch, rng = make_images(5), random.Rng(random.key(seed))
+    chains = batch.repeat(width, 1, 1, 1)
+    for step in range(depth):
+        chains = one_operation_each(rng.named(step), chains, Scale.of(batch), SETS["all"], 3.0)
+    gammas = random.gamma(rng.named("weights"), alpha, (5, width)).double()
+    shares = random.beta(rng.named("share"), alpha, alpha, (5,)).double()
+    expected = torch.empty(batch.shape, dtype=torch.float64)
+    for i in range(5):
+        weights = gammas[i] / gammas[i].sum()
+        mixture = sum(weights[w] * chains[w * 5 + i].double() for w in range(width))
+        expected[i] = (1 - shares[i]) * batch[i] + shares[i] * mixture
+    got = augmix_batch(rng, batch, depth=depth, width=width, alpha=alpha)
+    assert (got - expected).abs().max() <= 0.5 + 1e-3
+    floats = augmix_batch(rng, batch.double() / 255, depth=1, width=1, augmentation_set=(KEEP,))
+    assert torch.equal(floats, batch.double() / 255)
+
+
+@given(SEEDS, st.integers(1, 4))
+def test_where_operations_keep_a_pixel_so_does_the_mixture(seed: int, width: int) -> None:
+    batch = make_images(dtype=torch.float32) * 2.3 - 0.7
+    assert torch.equal(augmix_batch(random.key(seed), batch, width=width, augmentation_set=(KEEP,)), batch)
+    assert torch.equal(augmix_batch(random.key(seed), batch, severity=0, width=width), batch)
+
+
+@given(SEEDS)
+def test_one_chain_lies_between_the_image_and_its_end(seed: int) -> None:
+    batch, rng = make_images(4), random.Rng(random.key(seed))
+    end = one_operation_each(rng.named(0), batch, Scale.of(batch), SETS["all"], 3.0)
+    got = augmix_batch(rng, batch, depth=1, width=1)
+    low, high = torch.minimum(batch, end), torch.maximum(batch, end)
+    assert (got >= low).all() and (got <= high).all()
+
+
+@given(SEEDS, st.integers(1, 3))
+def test_constant_images_stay_constant(seed: int, width: int) -> None:
+    batch = torch.full((6, 3, 8, 8), 90, dtype=torch.uint8)
+    kept = ("autocontrast", "equalize", "color", "sharpness")  # which leave such an image as it is
+    assert torch.equal(augmix_batch(random.key(seed), batch, width=width, augmentation_set=kept), batch)
+
+
+@given(SEEDS, st.integers(1, 4))
+def test_random_depths_are_one_two_or_three_and_spread_evenly(seed: int, width: int) -> None:
+    batch = torch.zeros(7, 1, 2, 2, dtype=torch.uint8)
+    chains = _chains(random.Rng(random.key(seed)), batch, Scale.of(batch), (COUNT,), 3.0, -1, width)
+    depths = torch.stack(chains)[:, :, 0, 0, 0].flatten()
+    counts = depths.bincount(minlength=4)
+    assert counts[0] == 0 and counts.sum() == 7 * width == counts[1:].sum()
+    assert counts[1:].max() - counts[1:].min() <= 1
+
+
+def test_each_chain_may_have_any_depth() -> None:
+    batch = torch.zeros(2, 1, 1, 1, dtype=torch.uint8)
+    drawn = torch.stack(
+        [
+            torch.cat(_chains(random.Rng(random.key(s)), batch, Scale.of(batch), (COUNT,), 3.0, -1, 2))
+            for s in range(900)
+        ]
+    )
+    for chain in drawn.flatten(1).unbind(1):
+        assert (chain.bincount(minlength=4)[1:] - 300).abs().max() < 60
+
+
+@given(SEEDS)
+def test_vmap_gives_what_a_loop_gives(seed: int) -> None:
+    batch, keys = make_images(4), torch.stack([random.key(seed), random.key(1)])
+    mapped = torch.func.vmap(lambda key: augmix_batch(key, batch, width=2))(keys)
+    assert torch.equal(mapped, torch.stack([augmix_batch(key, batch, width=2) for key in keys]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"severity": 10.1}, ValueError, "severity"),
+        ({"width": 0}, ValueError, "width"),
+        ({"depth": 0}, ValueError, "depth"),
+        ({"depth": -2}, ValueError, "depth"),
+        ({"alpha": 0}, ValueError, "alpha"),
+        ({"alpha": -1.0}, ValueError, "alpha"),
+        ({"augmentation_set": "none"}, ValueError, "augmentation_set"),
+        ({"value_range": 3}, TypeError, "value_range"),
+    ],
+)
+def test_bad_settings_are_refused_where_they_are_given(settings: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"augmix.*{message}"):
+        augmix(**settings)
+    with pytest.raises(error, match=message):
+        augmix_batch(random.key(0), make_images(), **settings)
+
+
+def test_a_step_trains_on_what_the_core_makes_of_its_key() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
+    state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=5, duration="9ba")
+    batch = make_images(dtype=torch.float32), torch.arange(9) % 3
+    changed = augmix_batch(state.rng("augmix"), batch[0], severity=5, width=2)
+    step = compose(loop_events, [augmix(5, width=2)])
+    by_method, by_hand = step(step.init(state), batch), compose(loop_events)(state, (changed, batch[1]))
+    assert all(torch.equal(by_method.params[name], by_hand.params[name]) for name in state.params)
+    rising = compose(loop_events, [augmix(10 * linear(0.0, 1.0))])  # where the severity is still 0
+    plain, first = compose(loop_events)(state, batch), rising(rising.init(state), batch)
+    assert all(torch.equal(first.params[name], plain.params[name]) for name in first.params)
+
+
+def test_neutral_settings_never_match() -> None:
+    assert augmix(0).match == NEVER and augmix().match != NEVER

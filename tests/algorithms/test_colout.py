@@ -1,0 +1,341 @@
+"""ColOut: what is kept, shown by images of places; masks, mixtures and labels as targets; the factory in a step."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from scipy import stats
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose import Algorithm, State, compose, evaluate, loop_events, losses, optim, random, tree
+from purecompose.algorithms import FACTORIES, colout
+from purecompose.event import Event
+from purecompose.functional import colout_batch
+from purecompose.predicate import NEVER, on
+from purecompose.targets import Mixture
+from purecompose.testing.tasks import TASKS
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+SHARES = st.sampled_from([0.0, 0.15, 0.5, 1.0]) | st.decimals(0, 1, places=3).map(float)
+SHAPES = st.tuples(st.integers(1, 4), st.sampled_from([1, 3]), st.integers(1, 14), st.integers(1, 14))
+DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
+
+
+def places(*shape: int) -> Tensor:
+    """Images (N, C, H, W) in which every pixel has a number of its own; in the last two dims 1000 row + column."""
+    num, channels, height, width = shape
+    pixels = 1000 * torch.arange(height).view(-1, 1) + torch.arange(width)
+    return pixels.expand(num, channels, height, width).contiguous()
+
+
+def exact_count(p: float, size: int) -> int:
+    return max(1, math.floor((1 - Fraction(repr(p))) * size))
+
+
+def kept(image: Tensor) -> tuple[list[int], list[int]]:
+    """The rows and columns that an image of places (H', W') shows."""
+    return (image[:, 0] // 1000).tolist(), (image[0] % 1000).tolist()
+
+
+def spy(seen: list[Any], *events: Event) -> Algorithm:
+    return Algorithm("spy", on(*events), lambda _, state: seen.append(state.batch) or state)
+
+
+def make_state(**options: Any) -> State:
+    return TASKS["images"].make_state(0, duration="8ba", batches_per_epoch=4, **options)
+
+
+# The core
+
+
+@given(SEEDS, SHAPES, SHARES, SHARES, st.booleans())
+def test_sorted_rows_and_columns_of_the_exact_number_stay(seed, shape, p_row, p_col, per_example):
+    images = places(*shape)
+    before = images.clone()
+    got = colout_batch(random.key(seed), images, p_row=p_row, p_col=p_col, per_example=per_example)
+    num, channels, height, width = shape
+    assert got.shape == (num, channels, exact_count(p_row, height), exact_count(p_col, width))
+    assert torch.equal(images, before)
+    chosen = [kept(image) for image in got[:, 0]]
+    for (rows, columns), image in zip(chosen, got, strict=True):
+        assert rows == sorted(set(rows)) and columns == sorted(set(columns))
+        assert torch.equal(image, images[0][:, rows][:, :, columns])  # nothing interpolated, all channels alike
+    if not per_example:
+        assert all(one == chosen[0] for one in chosen)
+    assert torch.equal(got, colout_batch(random.key(seed), images, p_row=p_row, p_col=p_col, per_example=per_example))
+
+
+@given(SEEDS, SHAPES, st.sampled_from(DTYPES), st.booleans())
+def test_a_share_of_zero_is_the_identity_and_dtypes_stay(seed, shape, dtype, per_example):
+    images = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed % 2**32)).to(dtype)
+    assert colout_batch(random.key(seed), images, p_row=0, p_col=0, per_example=per_example) is images
+    got = colout_batch(random.key(seed), images, p_row=0.5, p_col=0, per_example=per_example)
+    assert got.dtype == dtype and got.shape[3] == shape[3]
+
+
+@pytest.mark.parametrize(
+    ("p", "size", "count"), [(0.9, 10, 1), (0.7, 10, 3), (1 / 7, 224, 192), (0.15, 32, 27), (1, 10, 1), (0.99, 10, 1)]
+)
+def test_numbers_of_rows_are_what_one_would_say(p, size, count):
+    got = colout_batch(random.key(0), torch.zeros(1, size, size), p_row=p, p_col=p)
+    assert got.shape == (1, count, count)
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_every_row_and_column_stays_with_the_same_chance(per_example):
+    images, num = places(1, 1, 7, 5), 2100
+    keys = random.split(random.key(2), num)
+
+    def fn(key: Tensor) -> Tensor:
+        return colout_batch(key, images, p_row=0.4, p_col=0.4, per_example=per_example)
+
+    drawn = torch.func.vmap(fn)(keys)[:, 0, 0]
+    rows, columns = (drawn[:, :, 0] // 1000).flatten(), (drawn[:, 0] % 1000).flatten()
+    for counts, share in ((rows.bincount(minlength=7), 4 / 7), (columns.bincount(minlength=5), 3 / 5)):
+        for count in counts.tolist():
+            assert stats.binomtest(count, num, share).pvalue > 1e-5
+    pairs = {tuple(rows) for rows in (drawn[:, :, 0] // 1000).tolist()}
+    assert len(pairs) == math.comb(7, 4)  # every choice occurs
+
+
+def test_each_image_has_its_own_rows_whatever_the_batch_is():
+    images = places(12, 2, 20, 20)
+    result = colout_batch(random.key(1), images, per_example=True)
+    assert len({str(kept(image[0])) for image in result}) == 12
+    assert torch.equal(colout_batch(random.key(1), images[:5], per_example=True), result[:5])
+    rng = random.Rng(random.key(1))
+    whole = colout_batch(rng.per_example(torch.arange(12)), images, per_example=True)
+    rest = colout_batch(rng.per_example(torch.arange(7, 12)), images[7:], per_example=True)
+    assert torch.equal(rest, whole[7:])
+
+
+def test_samples_of_one_epoch_lose_different_rows():
+    rngs = [random.Rng(random.key(0), 5, index, 2) for index in range(8)]  # as a data set's loader makes them
+    assert len({str(kept(colout_batch(rng, places(1, 1, 20, 20)[0])[0])) for rng in rngs}) == 8
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_many_keys_under_vmap_and_a_traced_call_equal_a_loop(per_example):
+    images, keys = places(3, 2, 7, 9), random.split(random.key(5), 4)
+
+    def fn(key: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        return colout_batch(key, images, images[:, 0], p_row=0.3, per_example=per_example)
+
+    expected = [torch.stack(parts) for parts in zip(*(fn(key, images) for key in keys), strict=True)]
+    assert tree.equal(list(torch.func.vmap(fn, (0, None))(keys, images)), expected)
+    assert tree.equal(list(torch.func.vmap(fn)(keys, images.expand(4, -1, -1, -1, -1))), expected)
+    traced = make_fx(fn)(keys[0], images)
+    assert tree.equal([torch.stack(parts) for parts in zip(*(traced(k, images) for k in keys), strict=True)], expected)
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_the_gradient_is_one_where_a_pixel_stays(per_example):
+    images = places(2, 1, 6, 7).double().requires_grad_()
+    got = colout_batch(random.key(0), images, p_row=0.5, p_col=0.3, per_example=per_example)
+    (gradient,) = torch.autograd.grad(got.sum(), images)
+    for grad, image in zip(gradient[:, 0], got.detach()[:, 0], strict=True):
+        rows, columns = kept(image.long())
+        expected = torch.zeros(6, 7, dtype=torch.float64)
+        expected[torch.tensor(rows).unsqueeze(1), torch.tensor(columns)] = 1
+        assert torch.equal(grad, expected)
+
+
+# Targets
+
+
+@given(SEEDS, SHAPES, SHARES, st.booleans(), st.sampled_from(["auto", True]), st.integers(0, 2))
+def test_masks_lose_the_same_rows_and_columns(seed, shape, p, per_example, resize_target, extra):
+    num, _, height, width = shape
+    images = places(*shape)
+    masks = images[:, 0].view(num, *[1] * extra, height, width)
+    settings = {"p_row": p, "p_col": 0.3, "per_example": per_example, "resize_target": resize_target}
+    got, mask = colout_batch(random.key(seed), images, masks, **settings)
+    assert torch.equal(mask.view(got[:, 0].shape), got[:, 0])
+    assert torch.equal(got, colout_batch(random.key(seed), images, p_row=p, p_col=0.3, per_example=per_example))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.arange(4),
+        torch.zeros(4, 4),  # as long as the images are wide, but no mask
+        torch.zeros(4, 3, 4, 5),
+        torch.zeros(4, 5),
+        torch.zeros(()),
+        ["a", "b", "c", "d"],
+        {"label": torch.arange(4), "name": "x"},
+        Mixture.of(torch.arange(4)).mixed_with(torch.tensor([1, 0, 3, 2]), 0.2),
+    ],
+    ids=lambda target: f"{getattr(target, 'shape', type(target).__name__)}",
+)
+def test_other_targets_come_back_as_the_object_that_they_are(target):
+    images = places(4, 3, 4, 4)
+    got, same = colout_batch(random.key(0), images, target, p_row=0.5)
+    assert same is target and got.shape == (4, 3, 2, 3)
+    _, same = colout_batch(random.key(0), images, images, resize_target=False)
+    assert same is images
+
+
+def test_a_mask_of_a_single_image_is_resized_when_told_so():
+    image = places(1, 3, 6, 8)[0]
+    got, mask = colout_batch(random.key(4), image, image[0], resize_target=True)
+    assert torch.equal(got[0], mask) and mask.shape == (5, 6)
+    _, same = colout_batch(random.key(4), image, image[0])
+    assert same.shape == (6, 8)
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_terms_of_a_mixture_and_members_of_a_tree_are_resized_each(per_example):
+    images = places(4, 1, 8, 8)
+    masks, order = images[:, 0] + 0.5, torch.tensor([1, 0, 3, 2])
+    mixture = Mixture.of(masks).mixed_with(order, 0.25)
+    settings = {"p_row": 0.5, "p_col": 0.25, "per_example": per_example}
+    got, mixed = colout_batch(random.key(0), images, mixture, **settings)
+    assert isinstance(mixed, Mixture) and mixed.weights is mixture.weights
+    assert torch.equal(mixed.targets[0], got[:, 0] + 0.5)
+    # The partner's mask loses the rows of the image that it is mixed into.
+    assert torch.equal(mixed.targets[1], got[:, 0] + 0.5)
+
+    labels = torch.arange(4)
+    _, nested = colout_batch(random.key(0), images, {"mask": masks, "labels": labels, "names": ["a"] * 4}, **settings)
+    assert torch.equal(nested["mask"], got[:, 0] + 0.5)
+    assert nested["labels"] is labels and nested["names"] == ["a"] * 4
+
+
+# In a step
+
+
+class Segmenter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images)
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_a_step_trains_on_what_the_core_returns(per_example):
+    settings = {"p_row": 0.4, "p_col": 0.2, "per_example": per_example}
+    state = State.create(Segmenter(), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=3, duration="4ba")
+    images = torch.randn(5, 2, 10, 10)
+    masks = (images[:, 0] > 0).long()
+    step = compose(loop_events, [colout(**settings)])
+    after = step(step.init(state), (images, masks))
+    smaller = colout_batch(state.rng("colout"), images, masks, **settings)
+    assert smaller[0].shape == (5, 2, 6, 8) and torch.equal((smaller[0][:, 0] > 0).long(), smaller[1])
+    assert tree.equal(after.params, compose(loop_events, [])(state, smaller).params)
+
+
+def test_labels_are_shared_members_named_and_what_came_is_left_alone():
+    seen: list[Any] = []
+    images, labels = TASKS["images"].make_batch(0, 4)
+    batch = {"x": images, "y": labels, "depth": images[:, 0]}
+    kept_before = tree.map(torch.clone, batch)
+    names = {"input_key": "x", "target_key": "y"}
+    for algorithm in (colout(0.2, 0.4), colout(0.2, 0.4, target_key=["y", "depth"]), colout(resize_target=False)):
+        step = compose(loop_events, [algorithm, spy(seen, Event.BATCH_START)])
+        step(step.init(make_state(**names)), batch)
+    assert tree.equal(batch, kept_before)
+    assert [one["x"].shape for one in seen] == [(4, 2, 4, 3), (4, 2, 4, 3), (4, 2, 5, 5)]
+    assert [one["depth"].shape for one in seen] == [(4, 6, 6), (4, 4, 3), (4, 6, 6)]
+    assert all(one["y"] is labels for one in seen[::2])
+    assert torch.equal(seen[1]["depth"], seen[1]["x"][:, 0])
+
+
+def test_evaluation_sees_whole_images():
+    step = compose(loop_events, [colout(0.5, 0.5)])
+    state = step.init(make_state())
+    data = [TASKS["images"].make_batch(seed, 4) for seed in range(2)]
+    assert tree.equal(evaluate(state, data), evaluate(make_state(), data))
+
+
+def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
+    seen: list[Any] = []
+    images, labels = TASKS["images"].make_batch(0, 4)
+    read = {"target_key": lambda batch: batch[1]}
+    step = compose(loop_events, [colout(0.5, 0.5), spy(seen, Event.BATCH_START)])
+    step(step.init(make_state(**read)), (images, labels))
+    assert seen[-1][0].shape == (4, 2, 3, 3)
+    own = Algorithm("own_loss", on(Event.BATCH_START), lambda _, state: state.replace(batch=(state.inputs, labels)))
+    step = compose(loop_events, [colout(0.5, 0.5), own, spy(seen, Event.BATCH_START)])
+    step(step.init(make_state()), (images, None))
+    assert seen[-1][0].shape == (4, 2, 3, 3)
+    with pytest.raises(TypeError, match="target_key=.*can only read"):
+        compose(loop_events, [colout(resize_target=True)]).init(make_state(**read))
+
+
+def test_neutral_settings_never_match():
+    assert colout(0, 0).match == NEVER and colout(0.0, 0).events == ()
+    assert colout(0, 0.1).events == colout().events == (Event.INIT, Event.AFTER_DATALOADER)
+
+
+def test_registry_and_print():
+    assert FACTORIES["colout"] is colout
+    assert repr(colout(0.2, per_example=True, resize_target=False, input_key="x")) == (
+        "colout(p_row=0.2, p_col=0.15, per_example=True, resize_target=False, input_key='x')"
+    )
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"p_row": -0.1}, ValueError),
+        ({"p_row": 1.5}, ValueError),
+        ({"p_col": 1.5}, ValueError),
+        ({"p_col": float("nan")}, ValueError),
+        ({"p_col": "0.1"}, TypeError),
+        ({"p_row": torch.tensor(0.1)}, TypeError),
+        ({"per_example": 1}, TypeError),
+        ({"resize_target": "yes"}, ValueError),
+        ({"resize_target": 1}, TypeError),
+        ({"resize_target": None}, TypeError),
+    ],
+)
+def test_bad_settings_are_refused_by_the_factory_and_the_core(settings, error):
+    (name,) = settings
+    with pytest.raises(error, match=f"colout: {name}"):
+        colout(**settings)
+    with pytest.raises(error, match=f"colout_batch: {name}"):
+        colout_batch(random.key(0), torch.zeros(1, 1, 4, 4), **settings)
+
+
+def test_bad_arguments_of_the_core_are_refused():
+    images, key = torch.zeros(4, 1, 8, 8), random.key(0)
+    with pytest.raises(TypeError, match="inputs: expected a tensor of images"):
+        colout_batch(key, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(ValueError, match=r"got shape \(8, 8\)"):
+        colout_batch(key, images[0, 0])
+    with pytest.raises(TypeError, match="colout_batch: expected a key"):
+        colout_batch(torch.zeros(2), images)
+    with pytest.raises(ValueError, match="resize_target=True, but there are no targets"):
+        colout_batch(key, images, resize_target=True)
+    with pytest.raises(TypeError, match=r"expected a tensor as target, got \['a'\] \(list\)"):
+        colout_batch(key, images, ["a"], resize_target=True)
+    for target in (torch.zeros(4), torch.zeros(4, 8, 7), torch.zeros(())):
+        with pytest.raises(ValueError, match="expected a target of the images' height and width"):
+            colout_batch(key, images, target, resize_target=True)
+    cases: list[tuple[Tensor, Any]] = [(torch.zeros(8, 8), True), (torch.zeros(1, 8, 8), "auto")]
+    for target, resize_target in cases:
+        with pytest.raises(ValueError, match="per_example=True: expected a target with one row for each of 4 images"):
+            colout_batch(key, images, target, per_example=True, resize_target=resize_target)
+
+
+def test_a_step_names_what_does_not_fit():
+    step = compose(loop_events, [colout(name="mine")])
+    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), came float32\[4, 4\]"):
+        step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))
+    step = compose(loop_events, [colout(resize_target=True)])
+    with pytest.raises(ValueError, match="got shape .*4,") as caught:
+        step(step.init(make_state()), TASKS["images"].make_batch(0, 4))
+    assert any("colout at" in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError, match="input_key=.*can only read"):
+        colout(input_key=lambda batch: batch[0])

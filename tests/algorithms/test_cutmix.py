@@ -1,0 +1,241 @@
+"""The algorithm in a step; the core is in test_cutmix_core.py, other methods beside it in test_mixing_composes.py."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from method_helpers import LR, make_state
+from torch import nn
+
+from purecompose import losses, random, tree
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.cutmix import cutmix, cutmix_batch
+from purecompose.algorithms.selective_backprop import selective_backprop
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
+from purecompose.predicate import NEVER, on
+from purecompose.schedule import hparam, linear
+from purecompose.state import State, to_module
+from purecompose.targets import Mixture
+
+
+def spy(seen, *events):
+    """Writes down the batches that pass by."""
+    return Algorithm("spy", on(*events), lambda event, state: seen.append(state.batch) or state)
+
+
+def image_state(net: nn.Module | None = None, **settings: Any) -> State:
+    return make_state(net or nn.Sequential(nn.Flatten(), nn.Linear(2 * 6 * 6, 4)), **settings)
+
+
+def image_batch(kind="index", num=8):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(num, 2, 6, 6, generator=generator)
+    if kind == "soft":
+        return images, torch.randn(num, 4, generator=generator).softmax(1)
+    return images, torch.randint(0, 4, (num, 6, 6) if kind == "maps" else (num,), generator=generator)
+
+
+def by_hand(state, batch, **settings):
+    """One step on what `cutmix_batch` draws at the documented place, with soft targets made here."""
+    images, targets = batch
+    mixed, mixture = cutmix_batch(state.rng("cutmix"), images, targets, **settings)
+    assert isinstance(mixture, Mixture)
+    hot = [target if target.is_floating_point() else F.one_hot(target, 4).float() for target in mixture.targets]
+    soft = sum(weight[:, None] * target for weight, target in zip(mixture.weights, hot, strict=True))
+    net = to_module(state)
+    loss = -(soft * torch.log_softmax(net(mixed), 1)).sum(1).mean()
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    moved = {n: (p - LR * g).detach() for (n, p), g in zip(net.named_parameters(), grads, strict=True)}
+    return loss.detach(), moved
+
+
+def one_step(algorithm, state, batch, **settings):
+    step = compose(loop_events, [algorithm], **settings)
+    return step(step.init(state), batch)
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+@given(
+    alpha=st.floats(0.1, 3),
+    interpolate_loss=st.booleans(),
+    uniform_sampling=st.booleans(),
+    per_example=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_a_step_is_the_core_and_its_soft_targets(kind, alpha, interpolate_loss, uniform_sampling, per_example, seed):
+    settings = {"uniform_sampling": uniform_sampling, "per_example": per_example}
+    state, batch = image_state().replace(key=random.key(seed)), image_batch(kind)
+    after = one_step(cutmix(alpha, interpolate_loss=interpolate_loss, **settings), state, batch)
+    loss, params = by_hand(state, batch, alpha=alpha, **settings)
+    torch.testing.assert_close(after.loss, loss)
+    torch.testing.assert_close(after.params, params)
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_maps_are_trained_on_as_they_are_pasted(per_example):
+    state, (images, masks) = image_state(nn.Conv2d(2, 4, 3, padding=1)), image_batch("maps")
+    after = one_step(cutmix(per_example=per_example), state, (images, masks))
+    mixed, pasted = cutmix_batch(state.rng("cutmix"), images, masks, per_example=per_example)
+    assert isinstance(pasted, torch.Tensor) and not torch.equal(pasted, masks)
+    plain = compose(loop_events)(state, (mixed, pasted))
+    assert tree.equal((after.params, after.loss), (plain.params, plain.loss))
+
+
+def test_maps_have_no_losses_to_mix():
+    step = compose(loop_events, [cutmix(interpolate_loss=True)])
+    state = step.init(image_state(nn.Conv2d(2, 4, 3, padding=1)))
+    with pytest.raises(ValueError, match="interpolate_loss=True, with targets of shape") as caught:
+        step(state, image_batch("maps"))
+    assert any("cutmix at" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+def test_microbatches_mix_like_the_whole_batch(kind):
+    state, batch = image_state(), image_batch(kind)
+    expected = one_step(cutmix(), state, batch)
+    for k in (2, 3, 8):
+        after = one_step(cutmix(), state, batch, microbatches=k)
+        torch.testing.assert_close(after.params, expected.params)
+        torch.testing.assert_close(after.loss, expected.loss)
+
+
+def test_images_of_bytes_stay_bytes():
+    seen = []
+    images, targets = image_batch()
+    images = images.mul(50).abs().to(torch.uint8)
+    net = nn.Sequential(nn.Flatten(), Bytes(), nn.Linear(72, 4))
+    step = compose(loop_events, [cutmix(), spy(seen, Event.BATCH_START)])
+    step(step.init(image_state(net)), (images, targets))
+    assert seen[0][0].dtype is torch.uint8 and not torch.equal(seen[0][0], images)
+
+
+class Bytes(nn.Module):
+    def forward(self, images):
+        return images / 255
+
+
+def test_step_leaves_its_input_and_repeats_itself():
+    step = compose(loop_events, [cutmix()])
+    state, batch = step.init(image_state()), image_batch()
+    kept = tree.map(torch.clone, (state.params, state.opt_state, batch))
+    first, second = step(state, batch), step(state, batch)
+    assert tree.equal((state.params, state.opt_state, batch), kept)
+    assert tree.equal((first.params, first.loss), (second.params, second.loss))
+    other = step(state.replace(key=random.key(8)), batch)
+    assert not tree.equal(first.loss, other.loss)
+
+
+def test_each_batch_and_each_name_draws_anew():
+    seen = []
+    batch = image_batch()
+    step = compose(loop_events, [cutmix(), spy(seen, "before_forward")])
+    step(step(step.init(image_state()), batch), batch)
+    other = compose(loop_events, [cutmix(name="another"), spy(seen, "before_forward")])
+    other(other.init(image_state()), batch)
+    assert len({tuple(mixture.targets[1].tolist()) for _, mixture in seen}) == 3
+
+
+def test_twice_in_a_run_it_mixes_twice():
+    seen = []
+    step = compose(loop_events, [cutmix(name="first"), cutmix(name="second"), spy(seen, "before_forward")])
+    step(step.init(image_state()), image_batch())
+    mixture = seen[0][1]
+    assert len(mixture.targets) == 4
+    torch.testing.assert_close(sum(mixture.weights), torch.ones(8))
+
+
+def test_selective_backprop_chooses_first():
+    seen = []
+    algorithms = [cutmix(per_example=True), selective_backprop(0, 1.0, keep=0.5), spy(seen, "before_forward")]
+    step = compose(loop_events, algorithms)
+    after = step(step.init(image_state()), image_batch())
+    images, mixture = seen[0]
+    assert len(images) == len(mixture.weights[0]) == 4 and after.loss is not None and after.loss.isfinite()
+
+
+def test_a_neutral_alpha_is_absent():
+    assert cutmix(0).match == NEVER and cutmix(0.0).events == ()
+    state, batch = image_state(), image_batch()
+    plain, neutral = compose(loop_events)(state, batch), one_step(cutmix(0), state, batch)
+    assert tree.equal((neutral.params, neutral.loss), (plain.params, plain.loss))
+
+
+def test_alpha_may_be_an_hparam_or_a_schedule():
+    state, batch = image_state(), image_batch()
+    expected = one_step(cutmix(0.4), state, batch)
+    named = compose(loop_events, [cutmix(hparam("alpha", 0.4))])
+    start = named.init(state)
+    torch.testing.assert_close(named(start, batch).params, expected.params)
+    off = named(start.replace(hparams={"alpha": torch.tensor(0.0)}), batch)
+    torch.testing.assert_close(off.params, compose(loop_events)(state, batch).params)
+    torch.testing.assert_close(one_step(cutmix(0.4 * linear(1.0, 0.5)), state, batch).params, expected.params)
+
+
+def test_members_of_dict_batches_are_named_by_keys():
+    images, targets = image_batch()
+    batch = {"x": images, "y": targets, "extra": torch.ones(8, 2)}
+    state = image_state(input_key="x", target_key="y")
+    expected = one_step(cutmix(), image_state(), (images, targets))
+    for algorithm in (cutmix(), cutmix(input_key="x", target_key="y")):
+        after = one_step(algorithm, state, batch)
+        assert tree.equal(after.params, expected.params)
+    assert torch.equal(batch["x"], images)
+
+
+def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
+    seen = []
+    step = compose(loop_events, [cutmix(), spy(seen, "before_loss", "batch_end")])
+    step(step.init(image_state()), image_batch())
+    assert all(isinstance(targets, Mixture) for _, targets in seen)
+    assert cutmix().events == (Event.INIT, Event.AFTER_DATALOADER)
+
+
+def test_registry_and_print():
+    assert FACTORIES["cutmix"] is cutmix
+    assert repr(cutmix(0.5, input_key="x")) == "cutmix(alpha=0.5, interpolate_loss=False, input_key='x')"
+    assert repr(cutmix(per_example=True)) == "cutmix(alpha=1.0, interpolate_loss=False, per_example=True)"
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"alpha": -0.1}, ValueError),
+        ({"alpha": float("nan")}, ValueError),
+        ({"alpha": "1"}, TypeError),
+        ({"alpha": True}, TypeError),
+        ({"alpha": hparam("alpha", -1.0)}, ValueError),
+        ({"interpolate_loss": 1}, TypeError),
+        ({"uniform_sampling": 1}, TypeError),
+        ({"per_example": None}, TypeError),
+        ({"input_key": 1.5}, TypeError),
+        ({"target_key": True}, TypeError),
+        ({"input_key": lambda batch: batch[0]}, TypeError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        cutmix(**settings)
+
+
+def test_losses_that_cannot_follow_are_refused_at_init():
+    with pytest.raises(TypeError, match="mine: .*ModelLoss"):
+        compose(loop_events, [cutmix(name="mine")]).init(image_state(loss=losses.model_loss))
+    state = image_state(loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+    compose(loop_events, [cutmix()]).init(state)
+    with pytest.raises(TypeError, match="reduction"):
+        compose(loop_events, [cutmix(interpolate_loss=True)]).init(state)
+
+
+def test_a_step_refuses_what_is_no_image():
+    step = compose(loop_events, [cutmix(name="mine")])
+    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), came float32\[8, 72\]"):
+        step(step.init(image_state()), (torch.zeros(8, 72), torch.zeros(8, dtype=torch.long)))

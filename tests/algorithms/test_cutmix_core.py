@@ -1,0 +1,306 @@
+"""`cutmix_batch` and the box that it draws, against plain loops over pixels."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from scipy import stats
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose import functional, losses, random
+from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
+from purecompose.random import Rng
+from purecompose.targets import Mixture
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+SIZES = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+SETTINGS = st.fixed_dictionaries({"uniform_sampling": st.booleans(), "per_example": st.booleans()})
+HOW_MUCH = st.one_of(
+    st.floats(0.05, 5).map(lambda alpha: {"alpha": alpha}), st.floats(0, 1).map(lambda length: {"length": length})
+)
+
+
+def make_images(shape, seed=0, dtype=torch.float32) -> Tensor:
+    images = torch.rand(shape, generator=torch.Generator().manual_seed(seed % 2**32), dtype=torch.float64) * 255
+    return images.to(dtype)
+
+
+def by_hand(images: Tensor, order: Tensor, boxes: list[list[int]]) -> Tensor:
+    """Pixel by pixel."""
+    mixed = images.clone()
+    for i, (top, left, bottom, right) in enumerate(boxes):
+        for row in range(top, bottom):
+            for column in range(left, right):
+                mixed[i, ..., row, column] = images[order[i], ..., row, column]
+    return mixed
+
+
+def drawn(seed, shape, *, per_example, **settings) -> tuple[Tensor, list[list[int]]]:
+    """The order and the boxes of a key, by the documented names."""
+    num, _, height, width = shape
+    order = random.permutation(Rng(random.key(seed)).named("permutation"), num)
+    boxes = cutmix_box(random.key(seed), height, width, num=num if per_example else None, **settings)
+    return order, boxes.tolist() if per_example else [boxes.tolist()] * num
+
+
+def area_of(box) -> int:
+    return max(box[2] - box[0], 0) * max(box[3] - box[1], 0)
+
+
+@given(SEEDS, SIZES, HOW_MUCH, SETTINGS, st.sampled_from([torch.float32, torch.uint8, torch.bfloat16, torch.int64]))
+def test_pastes_pixel_by_pixel_and_keeps_what_comes_in(seed, shape, how_much, settings, dtype):
+    images, targets = make_images(shape, seed, dtype), torch.arange(shape[0]) % 3
+    before = images.clone(), targets.clone()
+    mixed, mixture = cutmix_batch(random.key(seed), images, targets, **how_much, **settings)
+    again, _ = cutmix_batch(random.key(seed), images, targets, **how_much, **settings)
+    assert torch.equal(mixed, again) and mixed.dtype is dtype
+    assert torch.equal(images, before[0]) and torch.equal(targets, before[1])
+
+    order, boxes = drawn(seed, shape, **how_much, **settings)
+    assert torch.equal(mixed, by_hand(images, order, boxes))
+    assert isinstance(mixture, Mixture)
+    assert torch.equal(mixture.targets[0], targets) and torch.equal(mixture.targets[1], targets[order])
+    # The weight is the share of the area that was pasted, to the last bit.
+    expected = [float(Fraction(area_of(box), shape[2] * shape[3])) for box in boxes]
+    assert torch.equal(mixture.weights[1], torch.tensor(expected))
+    assert torch.equal(mixture.weights[0], 1 - torch.tensor(expected))
+
+
+@given(SEEDS, st.integers(1, 20), st.integers(1, 20), st.floats(0.05, 5), st.booleans())
+def test_a_drawn_box_is_inside_and_as_long_as_the_formula_has_it(seed, height, width, alpha, uniform_sampling):
+    settings = {"alpha": alpha, "uniform_sampling": uniform_sampling, "num": 5}
+    area = random.beta(Rng(random.key(seed)).named("area").per_example(torch.arange(5)), alpha, alpha, (5,)).sqrt()
+    for box, ratio in zip(cutmix_box(random.key(seed), height, width, **settings).tolist(), area, strict=True):
+        for start, stop, size in ((box[0], box[2], height), (box[1], box[3], width)):
+            side = 2 * (int(size * ratio) // 2)
+            assert 0 <= start <= stop <= size and stop - start <= side
+            if 0 < start and stop < size:
+                assert stop - start == side
+            elif not uniform_sampling:
+                assert stop - start >= side // 2  # the centre is in the image
+
+
+@given(SEEDS, st.integers(1, 40), st.integers(1, 40), st.floats(0, 1), st.booleans())
+def test_length_is_the_side(seed, height, width, length, uniform_sampling):
+    boxes = cutmix_box(random.key(seed), height, width, length=length, uniform_sampling=uniform_sampling, num=8)
+    given_by_tensor = cutmix_box(
+        random.key(seed),
+        height,
+        width,
+        length=torch.tensor(length, dtype=torch.float64),
+        uniform_sampling=uniform_sampling,
+        num=8,
+    )
+    assert torch.equal(boxes, given_by_tensor)
+    for box in boxes.tolist():
+        for start, stop, size in ((box[0], box[2], height), (box[1], box[3], width)):
+            side = int(length * size)
+            assert stop - start == side or (stop - start < side and (start == 0 or stop == size))
+
+
+def test_half_the_length_is_a_quarter_of_the_area():
+    """The original has boxes of 0.87 of the side here."""
+    boxes = cutmix_box(random.key(3), 32, 32, length=0.5, num=500)
+    whole = [box for box in boxes.tolist() if 0 < box[0] and 0 < box[1] and box[2] < 32 and box[3] < 32]
+    assert len(whole) > 50 and all(area_of(box) == 16 * 16 for box in whole)
+
+
+@pytest.mark.parametrize("how_much", [{"length": 0.5}, {"length": 0.75}, {"alpha": 1.0}])
+def test_uniform_sampling_takes_all_pixels_alike_and_the_default_those_in_the_middle(how_much):
+    size, num = 6, 20_000
+    shares = {}
+    for uniform_sampling in (True, False):
+        boxes = cutmix_box(random.key(1), size, size, num=num, uniform_sampling=uniform_sampling, **how_much)
+        place = torch.arange(size)
+        rows = (place >= boxes[:, :1]) & (place < boxes[:, 2:3])
+        columns = (place >= boxes[:, 1:2]) & (place < boxes[:, 3:])
+        shares[uniform_sampling] = (rows[:, :, None] & columns[:, None, :]).double().mean(0)
+    spread = shares[True].std() / (shares[True].mean() * (1 - shares[True].mean()) / num) ** 0.5
+    assert spread < 2.5  # in standard errors, of 36 correlated frequencies
+    middle, corners = shares[False][2:4, 2:4], shares[False][[0, 0, -1, -1], [0, -1, 0, -1]]
+    assert middle.min() > 1.2 * corners.max()
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 3.0])
+def test_the_boxs_area_follows_a_beta_distribution_before_it_is_cut(alpha):
+    # Of a large image, those boxes that reach no edge; shorter boxes reach it less often, so sides alone are compared.
+    rng = Rng(random.key(2))
+    boxes = cutmix_box(rng, 10**6, 10**6, alpha=alpha, num=2000, uniform_sampling=True)
+    ratio = random.beta(rng.named("area").per_example(torch.arange(2000)), alpha, alpha, (2000,))
+    is_whole = (boxes[:, 0] > 0) & (boxes[:, 2] < 10**6)
+    sides = (boxes[:, 2] - boxes[:, 0])[is_whole] / 10**6
+    torch.testing.assert_close(sides**2, ratio[is_whole], rtol=0, atol=1e-5)
+    assert stats.kstest(ratio.double().numpy(), stats.beta(alpha, alpha).cdf).pvalue > 0.01
+
+
+@given(SEEDS, st.booleans(), st.sampled_from([{"alpha": 0}, {"alpha": torch.tensor(0.0)}, {"length": 0}]))
+def test_an_empty_box_changes_nothing(seed, per_example, how_much):
+    images, targets = make_images((5, 2, 4, 6)), torch.tensor([0, 1, 1, 3, 2])
+    mixed, mixture = cutmix_batch(random.key(seed), images, targets, per_example=per_example, **how_much)
+    assert torch.equal(mixed, images) and isinstance(mixture, Mixture)
+    assert torch.equal(mixture.weights[0], torch.ones(5))
+    assert torch.equal(mixture.soft(torch.zeros(5, 4)), F.one_hot(targets, 4).float())
+
+
+@given(SEEDS, SETTINGS)
+def test_partners_that_are_the_examples_change_nothing_and_rows_sum_to_one(seed, settings):
+    images, targets = make_images((5, 2, 4, 6)), torch.tensor([0, 1, 1, 3, 2])
+    outputs = torch.zeros(5, 4)
+    mixed, mixture = cutmix_batch(random.key(seed), images, targets, indices=torch.arange(5), **settings)
+    assert torch.equal(mixed, images) and isinstance(mixture, Mixture)
+    torch.testing.assert_close(mixture.soft(outputs), F.one_hot(targets, 4).float())
+    _, mixture = cutmix_batch(random.key(seed), images, targets, **settings)
+    assert isinstance(mixture, Mixture)
+    torch.testing.assert_close(mixture.soft(outputs).sum(1), torch.ones(5))
+
+
+@given(SEEDS, SETTINGS, st.sampled_from(["index", "soft"]))
+def test_for_cross_entropy_mixing_losses_is_mixing_targets(seed, settings, kind):
+    generator = torch.Generator().manual_seed(seed % 2**32)
+    images, outputs = make_images((6, 1, 5, 5)), torch.randn(6, 4, generator=generator)
+    targets = torch.randint(4, (6,), generator=generator)
+    if kind == "soft":
+        targets = torch.randn(6, 4, generator=generator).softmax(1)
+    values = []
+    for interpolate_loss in (False, True):
+        _, mixture = cutmix_batch(random.key(seed), images, targets, interpolate_loss=interpolate_loss, **settings)
+        assert isinstance(mixture, Mixture) and mixture.interpolate_loss is interpolate_loss
+        values.append(losses.evaluate_loss(losses.cross_entropy, outputs, mixture))
+    torch.testing.assert_close(*values, rtol=1e-6, atol=1e-6)
+
+
+@given(SEEDS, st.lists(st.integers(0, 5), min_size=4, max_size=4), st.booleans())
+def test_a_given_box_is_taken(seed, places, as_tensor):
+    top, bottom, left, right = *sorted(places[:2]), *sorted(places[2:])
+    images, targets, order = make_images((3, 2, 5, 5), seed), torch.arange(3), torch.tensor([1, 2, 0])
+    box = (top, left, bottom, right)
+    mixed, mixture = cutmix_batch(
+        None, images, targets, bbox=torch.tensor(box) if as_tensor else box, indices=order, alpha=0
+    )
+    assert torch.equal(mixed, by_hand(images, order, [list(box)] * 3)) and isinstance(mixture, Mixture)
+    assert mixture.weights[1].tolist() == pytest.approx([area_of(box) / 25] * 3)
+
+
+def test_boxes_in_a_tensor_are_clipped_and_count_as_clipped():
+    images, targets, order = make_images((3, 2, 5, 4)), torch.arange(3), torch.tensor([1, 2, 0])
+    boxes = torch.tensor([[-3, 2, 2, 9], [1, 1, 1, 4], [4, 3, 2, 1]])
+    mixed, mixture = cutmix_batch(None, images, targets, bbox=boxes, indices=order)
+    assert torch.equal(mixed, by_hand(images, order, [[0, 2, 2, 4], [0] * 4, [0] * 4]))
+    assert isinstance(mixture, Mixture) and mixture.weights[1].tolist() == pytest.approx([4 / 20, 0, 0])
+
+
+# Maps
+
+
+@given(SEEDS, SIZES, HOW_MUCH, SETTINGS, st.sampled_from(["index", "dense"]))
+def test_maps_are_pasted_as_the_images_are(seed, shape, how_much, settings, kind):
+    num, _, height, width = shape
+    images = make_images(shape, seed)
+    masks = make_images((num, height, width) if kind == "index" else (num, 3, height, width), seed + 1)
+    masks = masks.long() if kind == "index" else masks
+    before = masks.clone()
+    mixed, pasted = cutmix_batch(random.key(seed), images, masks, **how_much, **settings)
+    order, boxes = drawn(seed, shape, **how_much, **settings)
+    assert torch.equal(mixed, by_hand(images, order, boxes))
+    assert isinstance(pasted, Tensor) and torch.equal(pasted, by_hand(masks, order, boxes))
+    assert pasted.dtype is masks.dtype and torch.equal(masks, before)
+
+
+def test_maps_of_another_size_are_mixed():
+    images, masks = make_images((2, 1, 4, 4)), torch.zeros(2, 2, 2, dtype=torch.long)
+    _, mixture = cutmix_batch(None, images, masks, bbox=(0, 0, 2, 4), indices=torch.tensor([1, 0]))
+    assert isinstance(mixture, Mixture) and mixture.weights[1].tolist() == [0.5, 0.5]
+
+
+@given(SEEDS, st.booleans())
+def test_mixed_maps_are_pasted_in_their_dense_form(seed, per_example):
+    """Shares of a mixture that differ by example go with the pixels."""
+    generator = torch.Generator().manual_seed(seed % 2**32)
+    images, masks = make_images((4, 1, 5, 5)), torch.randint(3, (4, 5, 5), generator=generator)
+    share = torch.rand(4 if per_example else (), generator=generator)
+    once = Mixture.of(masks).mixed_with(torch.tensor([2, 0, 3, 1]), share)
+    _, mixture = cutmix_batch(random.key(seed), images, once, per_example=per_example)
+    order, boxes = drawn(seed, (4, 1, 5, 5), per_example=per_example)
+    outputs = torch.zeros(4, 3, 5, 5)
+    assert isinstance(mixture, Mixture)
+    torch.testing.assert_close(mixture.soft(outputs), by_hand(once.soft(outputs), order, boxes))
+
+
+# Transforms
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_many_keys_under_vmap_equal_a_loop_and_tracing_reads_nothing(per_example):
+    images, targets = make_images((5, 2, 6, 6)), torch.arange(5)
+
+    def core(key: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, mixture = cutmix_batch(key, images, targets, alpha=alpha, per_example=per_example)
+        assert isinstance(mixture, Mixture)
+        return mixed, torch.stack(mixture.weights)
+
+    keys, alphas = random.split(random.key(5), 4), torch.tensor([0.0, 0.2, 1.0, 2.0])
+    together = torch.func.vmap(core)(keys, alphas)
+    graph = make_fx(core)(keys[3], alphas[3])
+    for i, key in enumerate(keys):
+        alone, traced = core(key, alphas[i]), graph(key, alphas[i])
+        for whole, part, again in zip(together, alone, traced, strict=True):
+            assert torch.equal(whole[i], part) and torch.equal(again, part)
+
+
+def test_gradients_go_back_to_where_the_pixels_come_from():
+    images, order = make_images((2, 1, 2, 2)).requires_grad_(), torch.tensor([1, 0])
+    mixed, _ = cutmix_batch(None, images, torch.arange(2), bbox=(0, 0, 1, 1), indices=order)
+    (grad,) = torch.autograd.grad(mixed[0].sum(), images)
+    assert grad.flatten(1).tolist() == [[0, 1, 1, 1], [1, 0, 0, 0]]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"alpha": -1}, ValueError, "alpha: .* got -1"),
+        ({"alpha": "much"}, TypeError, "alpha: .*str"),
+        ({"length": 1.5}, ValueError, r"length: expected a finite number in \[0, 1\], got 1\.5"),
+        ({"length": 0.5, "bbox": (0, 0, 1, 1)}, ValueError, "length or bbox, got both"),
+        ({"bbox": (0, 0, 1)}, ValueError, "top, left, bottom, right"),
+        ({"bbox": (0, 0, 4, 1)}, ValueError, r"bottom: expected an int in \[0, 3\], got 4"),
+        ({"bbox": (2, 0, 1, 1)}, ValueError, r"bottom: expected an int in \[2, 3\], got 1"),
+        ({"bbox": (-1, 0, 1, 1)}, ValueError, "top"),
+        ({"bbox": (0, 0.5, 1, 1)}, TypeError, "left: expected an int"),
+        ({"bbox": torch.zeros(3, 4, dtype=torch.long)}, ValueError, r"\(4,\) or \(2, 4\)"),
+        ({"bbox": torch.zeros(4)}, ValueError, "integers"),
+        ({"indices": torch.arange(3)}, ValueError, "permutation of shape"),
+    ],
+)
+def test_bad_arguments_are_refused(settings, error, says):
+    with pytest.raises(error, match=says):
+        cutmix_batch(random.key(0), torch.zeros(2, 1, 3, 3), torch.arange(2), **settings)
+
+
+def test_what_cannot_be_cut_is_refused():
+    images, targets, masks = torch.zeros(2, 1, 3, 3), torch.arange(2), torch.zeros(2, 3, 3, dtype=torch.long)
+    key = random.key(0)
+    with pytest.raises(TypeError, match=r"expected images, one tensor \(N, C, H, W\), came float32\[2, 3\]"):
+        cutmix_batch(key, torch.zeros(2, 3), targets)
+    with pytest.raises(TypeError, match="where bbox or indices are left out, came None"):
+        cutmix_batch(None, images, targets, bbox=(0, 0, 1, 1))
+    with pytest.raises(TypeError, match="where bbox or indices are left out, came None"):
+        cutmix_batch(None, images, targets, indices=targets)
+    with pytest.raises(TypeError, match="came list"):
+        cutmix_batch(key, images, [0, 1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="permutation of shape"):
+        cutmix_batch(key, images, torch.arange(3))
+    with pytest.raises(ValueError, match="permutation of shape"):
+        cutmix_batch(key, images, torch.zeros(3, 3, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"interpolate_loss=True, with targets of shape \(2, 3, 3\), maps"):
+        cutmix_batch(key, images, masks, interpolate_loss=True)
+
+
+def test_the_cores_are_in_functional():
+    assert functional.cutmix_batch is cutmix_batch and functional.cutmix_box is cutmix_box

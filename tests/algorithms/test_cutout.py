@@ -1,0 +1,336 @@
+"""Cutout: the core against slices written by hand, its chances against closed forms, the factory in a step."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from scipy import stats
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose import Algorithm, State, compose, loop_events, random, tree
+from purecompose.algorithms import FACTORIES, cutout
+from purecompose.event import Event
+from purecompose.functional import cutout_batch
+from purecompose.images.sizes import whole_part
+from purecompose.predicate import NEVER, on
+from purecompose.testing.tasks import TASKS
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+SHAPES = st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 12)] * 2)
+LENGTHS = st.sampled_from([0.25, 0.5, 1.0]) | st.floats(0, 1, exclude_min=True)
+DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool]
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def by_hand(images: Tensor, centers: Any, half: int, fill: float = 0.0) -> Tensor:
+    """One image after the other, one hole after the other."""
+    result = images.clone()
+    height, width = images.shape[-2:]
+    for image, holes in zip(result, centers, strict=True):
+        for y, x in holes:
+            top, bottom = max(y - half, 0), min(max(y + half, 0), height)
+            left, right = max(x - half, 0), min(max(x + half, 0), width)
+            image[:, top:bottom, left:right] = fill
+    return result
+
+
+def covered(seed: int, height: int, width: int, **settings: Any) -> Tensor:
+    """Which pixels of a single image are covered, bool (H, W)."""
+    return cutout_batch(random.key(seed), ones(1, height, width), **settings)[0] == 0
+
+
+def make_state(**options: Any) -> State:
+    return TASKS["images"].make_state(0, duration="8ba", batches_per_epoch=4, **options)
+
+
+def spy(seen: list[Any], *events: Event) -> Algorithm:
+    return Algorithm("spy", on(*events), lambda _, state: seen.append(state.batch) or state)
+
+
+# The core
+
+
+@given(SEEDS, SHAPES, LENGTHS, st.integers(0, 3), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
+def test_elements_are_kept_or_zero_and_the_form_stays(seed, shape, length, num_holes, uniform, per_example, dtype):
+    images = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed % 2**32)).to(dtype)
+    before = images.clone()
+    settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform, "per_example": per_example}
+    result = cutout_batch(random.key(seed), images, **settings)
+    assert result.shape == images.shape and result.dtype == dtype
+    assert torch.equal(images, before)
+    assert ((result == images) | (result == 0)).all()
+    again = cutout_batch(random.key(seed), images, **settings)
+    assert torch.equal(result, again)
+    # The draws depend on sizes alone, so ones show where the holes are.
+    holes = cutout_batch(random.key(seed), ones(*shape), **settings) == 0
+    assert torch.equal(result, images.masked_fill(holes, 0))
+    assert (holes == holes[:, :1]).all()
+    if not per_example:
+        assert (holes == holes[:1]).all()
+
+
+@given(SEEDS, SHAPES, LENGTHS, st.booleans())
+def test_a_hole_is_a_full_rectangle_of_bounded_sides(seed, shape, length, uniform):
+    *_, height, width = shape
+    holes = covered(seed, height, width, length=length, uniform_sampling=uniform)
+    side = int(min(height, width) * length + 1e-9)
+    rows, columns = holes.any(1), holes.any(0)
+    assert torch.equal(holes, rows.unsqueeze(1) & columns)
+    for line in (rows, columns):
+        places = line.nonzero().flatten()
+        assert len(places) <= 2 * (side // 2)
+        assert torch.equal(places, torch.arange(len(places)) + (places[0] if len(places) else 0))
+    assert holes.sum() <= side * side
+    if side >= 2:
+        assert holes.any()  # every draw touches the image
+
+
+@pytest.mark.parametrize("side", [1, 3, 4, 7])
+@pytest.mark.parametrize("anchor", list(itertools.product([-9, -2, 0, 3, 7, 8, 9, 30], [-2, 0, 5, 10, 11, 12])))
+def test_holes_at_given_places_are_slices(side, anchor):
+    images = torch.randn(2, 3, 8, 11)
+    got = cutout_batch(None, images, length=side / 8, centers=torch.tensor([anchor]))
+    assert torch.equal(got, by_hand(images, [[anchor]] * 2, side // 2))
+    y, x = anchor
+    half = side // 2
+    if half <= y <= 8 - half and half <= x <= 11 - half:
+        assert (got == 0).sum() == 2 * 3 * (2 * half) ** 2
+
+
+@given(SHAPES, LENGTHS, st.integers(1, 3), st.booleans(), st.data())
+def test_many_holes_are_slices_for_the_batch_or_each_image(shape, length, num_holes, per_example, data):
+    num, _, height, width = shape
+    place = st.tuples(st.integers(-4, height + 4), st.integers(-4, width + 4))
+    holes = st.lists(place, min_size=num_holes, max_size=num_holes)
+    each = data.draw(st.lists(holes, min_size=num, max_size=num) if per_example else holes)
+    images = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    got = cutout_batch(None, images, length=length, centers=torch.tensor(each), fill=-1.0)
+    half = whole_part(length, min(height, width)) // 2
+    assert torch.equal(got, by_hand(images, each if per_example else [each] * num, half, -1.0))
+
+
+@given(SEEDS, st.integers(1, 5), st.booleans())
+def test_k_holes_are_k_times_one_hole(seed, num_holes, uniform):
+    images = torch.randn(2, 1, 9, 7)
+    key = random.key(seed)
+    together = cutout_batch(key, images, num_holes=num_holes, uniform_sampling=uniform)
+    beyond = 0 if uniform is False else (7 // 2) // 2 - 1
+    bounds = {"row": (-beyond, 9 + beyond + uniform), "column": (-beyond, 7 + beyond + uniform)}
+    draws = [random.randint(random.Rng(key).named(axis), (1, num_holes), *bounds[axis])[0] for axis in bounds]
+    one_by_one = images
+    for center in torch.stack(draws, -1):
+        one_by_one = cutout_batch(None, one_by_one, centers=center.unsqueeze(0))
+    assert torch.equal(together, one_by_one)
+
+
+def counts(num: int, height: int, width: int, **settings: Any) -> Tensor:
+    keys = random.split(random.key(11), num)
+    images = ones(1, height, width)
+    return torch.func.vmap(lambda key: cutout_batch(key, images, **settings))(keys).eq(0).sum(0)[0]
+
+
+@pytest.mark.parametrize("length", [0.4, 0.6, 1.0])  # sides 2, 2 (of 3), 4 (of 5)
+def test_chances_are_those_of_the_closed_form(length):
+    height, width, num = 5, 9, 4000
+    half = int(5 * length + 1e-9) // 2
+    for uniform in (False, True):
+        chances = []
+        for size in (height, width):
+            middles = range(1 - half, size + half) if uniform else range(size)
+            hits = [sum(y - half <= row < y + half for y in middles) for row in range(size)]
+            assert not uniform or set(hits) == {2 * half}  # each row equally often
+            assert uniform or hits[size // 2] > hits[size - 1]  # the middle more often than the last
+            chances.append(torch.tensor(hits) / len(middles))
+        expected = chances[0].unsqueeze(1) * chances[1]
+        got = counts(num, height, width, length=length, uniform_sampling=uniform)
+        for hits, chance in zip(got.flatten().tolist(), expected.flatten().tolist(), strict=True):
+            assert stats.binomtest(hits, num, chance).pvalue > 1e-5
+
+
+def test_each_image_has_holes_of_its_own_whatever_the_batch_is():
+    images = ones(16, 2, 12, 12)
+    result = cutout_batch(random.key(3), images, num_holes=2, per_example=True)
+    masks = result[:, 0].flatten(1)
+    assert len({tuple(mask.tolist()) for mask in masks}) > 10
+    part = cutout_batch(random.key(3), images[:5], num_holes=2, per_example=True)
+    assert torch.equal(part, result[:5])
+    # With numbers of its own, a part draws what the whole would have drawn.
+    rng = random.Rng(random.key(3))
+    whole = cutout_batch(rng.per_example(torch.arange(16)), images, per_example=True)
+    rest = cutout_batch(rng.per_example(torch.arange(9, 16)), images[9:], per_example=True)
+    assert torch.equal(rest, whole[9:])
+
+
+def test_an_image_alone_is_a_batch_of_one():
+    image = torch.randn(3, 10, 8)
+    for per_example in (False, True):
+        settings = {"num_holes": 2, "per_example": per_example, "fill": (1.0, 2.0, 3.0)}
+        alone = cutout_batch(random.key(0), image, **settings)
+        assert alone.shape == image.shape
+        assert torch.equal(alone, cutout_batch(random.key(0), image.unsqueeze(0), **settings)[0])
+
+
+def test_samples_of_one_epoch_have_different_holes():
+    rngs = [random.Rng(random.key(0), 5, index, 2) for index in range(8)]  # as a data set's loader makes them
+    masks = {tuple(cutout_batch(rng, ones(1, 16, 16)).flatten().tolist()) for rng in rngs}
+    assert len(masks) == 8
+
+
+@given(SEEDS, st.booleans())
+def test_the_gradient_is_the_mask(seed, per_example):
+    images = torch.randn(3, 2, 8, 8, dtype=torch.float64, requires_grad=True)
+    result = cutout_batch(random.key(seed), images, num_holes=2, per_example=per_example)
+    (gradient,) = torch.autograd.grad(result.sum(), images)
+    assert torch.equal(gradient, (result != 0).double())
+
+
+def test_holes_hold_the_fill_and_no_nan():
+    images = torch.full((2, 3, 8, 8), float("nan"))
+    centers = torch.tensor([[4, 4]])
+    result = cutout_batch(None, images, centers=centers, fill=(0.5, -1, 2))
+    assert torch.equal(result[:, :, 2:6, 2:6], torch.tensor([0.5, -1, 2]).view(3, 1, 1).expand(2, 3, 4, 4))
+    assert result.isnan().sum() == 2 * 3 * (64 - 16)
+    whole = cutout_batch(None, torch.zeros(1, 3, 8, 8, dtype=torch.uint8), centers=centers, fill=(125, 0, 255.0))
+    assert whole.dtype == torch.uint8 and whole[0, :, 4, 4].tolist() == [125, 0, 255]
+
+
+def test_what_covers_nothing_is_the_identity():
+    images = torch.randn(2, 1, 9, 9)
+    assert cutout_batch(random.key(0), images, num_holes=0) is images
+    assert cutout_batch(random.key(0), images, length=0.15) is images  # one pixel
+    assert cutout_batch(random.key(0), images[:0]).shape == (0, 1, 9, 9)
+    assert cutout_batch(random.key(0), images[..., :0]).shape == (2, 1, 9, 0)
+
+
+def test_decimal_lengths_lose_no_pixel():
+    assert int(0.58 * 100) == 57
+    result = cutout_batch(None, ones(1, 100, 100), length=0.58, centers=torch.tensor([[50, 50]]))
+    assert (result == 0).sum() == 58 * 58
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_many_keys_under_vmap_and_a_traced_call_equal_a_loop(per_example):
+    images, keys = torch.randn(4, 2, 7, 9), random.split(random.key(5), 6)
+
+    def fn(key: Tensor, images: Tensor) -> Tensor:
+        return cutout_batch(key, images, num_holes=2, per_example=per_example, fill=(0.0, 1.0))
+
+    expected = torch.stack([fn(key, images) for key in keys])
+    assert torch.equal(torch.func.vmap(fn, (0, None))(keys, images), expected)
+    each = torch.func.vmap(fn)(keys, images.expand(6, -1, -1, -1, -1))
+    assert torch.equal(each, expected)
+    traced = make_fx(fn)(keys[0], images)
+    for key, result in zip(keys, expected, strict=True):
+        assert torch.equal(traced(key, images), result)
+
+
+# In a step
+
+
+def test_a_step_trains_on_what_the_core_returns():
+    seen: list[Any] = []
+    settings = {"num_holes": 2, "length": 0.7, "per_example": True, "fill": (0.5, -1.0)}
+    step = compose(loop_events, [cutout(**settings), spy(seen, Event.BATCH_START)])
+    state = step.init(make_state())
+    batch = TASKS["images"].make_batch(0, 6)
+    kept = tree.map(torch.clone, batch)
+    after = step(state, batch)
+    expected = cutout_batch(state.rng("cutout"), batch[0], **settings)
+    assert torch.equal(seen[0][0], expected) and seen[0][1] is batch[1]
+    assert tree.equal(batch, kept)
+    plain = compose(loop_events, [])(make_state(), (expected, batch[1]))
+    assert tree.equal(after.params, plain.params)
+    assert not tree.equal(after.params, compose(loop_events, [])(make_state(), batch).params)
+
+
+def test_batches_and_names_draw_anew_and_bytes_stay_bytes():
+    seen: list[Any] = []
+    images = torch.full((4, 2, 6, 6), 200, dtype=torch.uint8)
+    to_floats = Algorithm(
+        "to_floats", on(Event.BATCH_START), lambda _, state: state.replace(inputs=state.inputs.float() / 255)
+    )
+    for name in ("cutout", "another"):
+        step = compose(loop_events, [cutout(name=name), spy(seen, Event.BATCH_START), to_floats])
+        state = step.init(make_state())
+        for _ in range(3):
+            state = step(state, (images, torch.arange(4) % 3))
+    assert {batch[0].dtype for batch in seen} == {torch.uint8}
+    assert len({tuple(batch[0].flatten().tolist()) for batch in seen}) > 3
+
+
+def test_a_neutral_setting_never_matches():
+    assert cutout(0).match == NEVER and cutout(num_holes=0, length=1).events == ()
+    assert cutout().events == (Event.INIT, Event.AFTER_DATALOADER)
+
+
+def test_registry_and_print():
+    assert FACTORIES["cutout"] is cutout
+    assert repr(cutout(2, 0.25, per_example=True, fill=(1, 2.5), input_key="x")) == (
+        "cutout(num_holes=2, length=0.25, uniform_sampling=False, per_example=True, fill=(1, 2.5), input_key='x')"
+    )
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"num_holes": -1}, ValueError),
+        ({"num_holes": 1.0}, TypeError),
+        ({"num_holes": True}, TypeError),
+        ({"length": 0}, ValueError),
+        ({"length": 1.01}, ValueError),
+        ({"length": 16}, ValueError),
+        ({"length": float("nan")}, ValueError),
+        ({"length": "0.5"}, TypeError),
+        ({"length": torch.tensor(0.5)}, TypeError),
+        ({"uniform_sampling": 1}, TypeError),
+        ({"per_example": "yes"}, TypeError),
+        ({"fill": None}, TypeError),
+        ({"fill": ()}, TypeError),
+        ({"fill": ("a",)}, TypeError),
+        ({"fill": float("inf")}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_by_the_factory_and_the_core(settings, error):
+    (name,) = settings
+    with pytest.raises(error, match=f"cutout: {name}"):
+        cutout(**settings)
+    with pytest.raises(error, match=f"cutout_batch: {name}"):
+        cutout_batch(random.key(0), ones(1, 1, 4, 4), **settings)
+
+
+def test_bad_arguments_of_the_core_are_refused():
+    images = ones(2, 3, 8, 8)
+    with pytest.raises(TypeError, match=r"images: expected a tensor of images, got \[\] \(list\)"):
+        cutout_batch(random.key(0), [])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"expected \(N, C, H, W\) or \(C, H, W\), got shape \(8, 8\)"):
+        cutout_batch(random.key(0), images[0, 0])
+    with pytest.raises(TypeError, match="expected a key where centers are left out"):
+        cutout_batch(None, images)
+    with pytest.raises(TypeError, match="cutout_batch: expected a key"):
+        cutout_batch(torch.zeros(2), images)
+    with pytest.raises(ValueError, match="one for each of 3 channels"):
+        cutout_batch(random.key(0), images, fill=(0.0, 1.0))
+    for fill in (0.5, -1, 256):
+        with pytest.raises(ValueError, match="whole numbers from 0 to 255"):
+            cutout_batch(random.key(0), images.byte(), fill=fill)
+    for centers in (torch.zeros(2), torch.zeros(1, 3, dtype=torch.int64), torch.zeros(3, 1, 2, dtype=torch.int64)):
+        with pytest.raises((TypeError, ValueError), match="cutout_batch: centers: expected"):
+            cutout_batch(None, images, centers=centers)
+
+
+def test_a_step_refuses_what_is_no_image_and_keys_that_only_read():
+    step = compose(loop_events, [cutout(name="mine")])
+    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), came float32\[4, 4\]"):
+        step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))
+    with pytest.raises(TypeError, match="input_key=.*can only read"):
+        cutout(input_key=lambda batch: batch[0])

@@ -1,0 +1,356 @@
+"""Gyro dropout in a step; its functional cores are in test_gyro_dropout_core."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from method_helpers import LR, make_batch, make_state
+from torch import nn
+
+import purecompose as pc
+from purecompose import random, tree
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.gyro_dropout import GyroDropout, gyro_dropout, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms.selective_backprop import selective_backprop
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
+from purecompose.predicate import NEVER, on
+from purecompose.state import to_module
+
+
+PLACE = "gyro_dropout_place"
+
+
+class Probe(nn.Module):
+    """Gives what dropout makes of its inputs; the weight is there for the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.dropout(x) + 0 * self.weight
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Tanh(), nn.Dropout(0.9), nn.Linear(8, 4))
+
+
+def started(net, *algorithms, microbatches=1, **options):
+    step = compose(loop_events, algorithms, microbatches=microbatches)
+    return step, step.init(make_state(net, **options))
+
+
+def watched_masks(algorithm, num_batches, num=8, width=64, *, microbatches=1):
+    """What the layer of a `Probe` does to ones in each batch of a run of so many."""
+    seen = []
+    spy = Algorithm("spy", on("after_forward"), lambda event, s: seen.append(s.outputs.detach()) or s)
+    options = {"duration": f"{num_batches}ba", "batches_per_epoch": None, "loss": pc.losses.mse}
+    step, state = started(Probe(), algorithm, spy, microbatches=microbatches, **options)
+    for _ in range(num_batches):
+        state = step(state, (torch.ones(num, width), torch.zeros(num, width)))
+    return [torch.cat(seen[i : i + microbatches]) for i in range(0, len(seen), microbatches)]
+
+
+def rows(masks):
+    return {tuple(row) for row in masks.tolist()}
+
+
+# Surgery
+
+
+def test_replaces_dropout_and_nothing_else_and_leaves_the_callers_network_alone():
+    class Mine(nn.Dropout):
+        pass
+
+    class Learned(nn.Dropout):
+        def __init__(self):
+            super().__init__()
+            self.rate = nn.Parameter(torch.zeros(()))
+
+    shared = nn.Dropout(0.3)
+    net = nn.ModuleDict(
+        {
+            "a": nn.Sequential(nn.Linear(6, 6), shared),
+            "b": shared,
+            "mine": Mine(),
+            "learned": Learned(),
+            "other": nn.Dropout2d(),
+            "silent": nn.Dropout().eval(),
+        }
+    )
+    before = copy.deepcopy(net)
+    state = make_state(net)
+    step = compose(loop_events, [gyro_dropout(0.4, 4, 2)])
+    after = step.init(state)
+    found = dict(after.model.module.named_modules())
+    replaced = [name for name, module in found.items() if isinstance(module, GyroDropout)]
+    assert replaced == ["a.1", "mine", "silent"]
+    module = after.model.module
+    assert isinstance(module, nn.ModuleDict) and module["b"] is found["a.1"]  # shared modules stay shared
+    assert found["mine"].p == 0.4 and found["mine"].training and not found["silent"].training
+    assert after.model.skeleton(False).module.training is False
+    assert repr(net) == repr(before) and [m.training for m in net.modules()] == [m.training for m in before.modules()]
+    # Weights, optimizer and frozen names are those of before, the same tensors; the layers share one buffer.
+    assert all(after.params[name] is param for name, param in state.params.items())
+    assert after.opt_state is state.opt_state and after.context.frozen == state.context.frozen
+    assert list(after.buffers) == [f"a.1.{PLACE}"] and state.buffers == {}
+
+
+def test_init_is_idempotent_and_silent_when_done():
+    step, once = started(make_net(), gyro_dropout())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twice = gyro_dropout().apply(Event.INIT, once)
+    assert isinstance(twice, pc.State)
+    assert twice.context == once.context and tree.equal(twice.buffers, once.buffers)
+    assert step.init(once).model is once.model
+
+
+@pytest.mark.parametrize("net", [nn.Linear(6, 4), nn.Sequential(nn.Linear(6, 4), nn.Dropout1d())])
+def test_a_network_without_dropout_layers_is_told(net):
+    step = compose(loop_events, [gyro_dropout()])
+    with pytest.warns(UserWarning, match=r"no effect: it looked for torch.nn.Dropout modules .* network of .*Linear"):
+        state = step.init(make_state(net))
+    plain = compose(loop_events)
+    assert tree.equal(step(state, make_batch()).params, plain(make_state(net), make_batch()).params)
+
+
+def test_a_network_that_is_a_dropout_layer_is_replaced_too():
+    _, state = started(nn.Dropout(), gyro_dropout())
+    assert isinstance(state.model.module, GyroDropout)
+
+
+# Numbers
+
+
+def test_a_step_equals_the_one_by_hand():
+    batch = make_batch(num=10)
+    step, state = started(make_net(), gyro_dropout(0.25, 8, 4))
+    weights = {name: param.clone().requires_grad_() for name, param in state.params.items()}
+    hidden = F.linear(batch[0], weights["0.weight"], weights["0.bias"])
+    for path, activation in (("1", torch.tanh), ("3", nn.Identity())):
+        rng = random.Rng(state.key, draw=random.salt("gyro_dropout", path))
+        mask = gyro_dropout_mask(rng, (10, 8), p=0.25, sigma=8, tau=4)
+        hidden = activation(hidden * mask / 0.75)
+    loss = F.cross_entropy(F.linear(hidden, weights["4.weight"], weights["4.bias"]), batch[1])
+    grads = torch.autograd.grad(loss, list(weights.values()))
+    after = step(state, batch)
+    torch.testing.assert_close(after.loss, loss.detach())
+    for (name, weight), grad in zip(weights.items(), grads, strict=True):
+        torch.testing.assert_close(after.params[name], (weight - LR * grad).detach())
+
+
+def test_layers_have_masks_of_their_own():
+    masks = [
+        gyro_dropout_mask(random.Rng(random.key(7), draw=random.salt("gyro_dropout", path)), (4, 64))
+        for path in ("1", "3")
+    ]
+    assert rows(masks[0]).isdisjoint(rows(masks[1]))
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 24), st.integers(1, 6), st.data())
+def test_a_run_changes_its_choice_at_the_ends_of_periods_alone(total, sigma, data):
+    tau = data.draw(st.integers(1, sigma))
+    length = gyro_dropout_period(total, sigma, tau)
+    seen = watched_masks(gyro_dropout(0.5, sigma, tau), total)
+    choices = [rows(masks) for masks in seen]
+    assert len(set().union(*choices)) <= sigma and all(len(choice) == tau for choice in choices)
+    for batch in range(total):
+        assert torch.equal(seen[batch], seen[batch - batch % length])
+        assert set(seen[batch].unique().tolist()) <= {0.0, 2.0}
+    if 2 * tau < sigma:  # one of these periods has another choice than the first
+        assert total < 10 * length or len(set().union(*choices)) > tau
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 13), st.integers(1, 13), st.integers(1, 6))
+def test_microbatches_have_the_rows_of_the_whole_batch(num, microbatches, tau):
+    microbatches = min(num, microbatches)
+    algorithm = gyro_dropout(0.5, 6, tau)
+    whole, sliced = (watched_masks(algorithm, 2, num, microbatches=k) for k in (1, microbatches))
+    assert tree.equal(whole, sliced)
+
+
+def test_microbatches_end_in_the_same_state():
+    ends = []
+    for microbatches in (1, 3):
+        step, state = started(make_net(), gyro_dropout(0.5, 8, 4), microbatches=microbatches)
+        for size in (10, 7, 10):
+            state = step(state, make_batch(num=size))
+        ends.append(state)
+    torch.testing.assert_close(ends[0].params, ends[1].params)
+    assert tree.equal(ends[0].buffers, ends[1].buffers)
+
+
+def test_rows_of_one_example_stay_together_in_microbatches():
+    class Tokens(nn.Module):
+        """Each example is three rows in dropout."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Sequential(nn.Linear(2, 8), nn.Dropout(), nn.Linear(8, 4))
+
+        def forward(self, x):
+            return self.inner(x.reshape(-1, 2)).reshape(-1, 3, 4).mean(1)
+
+    ends = []
+    for microbatches in (1, 2, 5):
+        step, state = started(Tokens(), gyro_dropout(0.5, 8, 4), microbatches=microbatches)
+        ends.append(step(state, make_batch()).params)
+    torch.testing.assert_close(ends[0], ends[1])
+    torch.testing.assert_close(ends[0], ends[2])
+
+
+def test_selection_sees_the_same_masks_however_batches_are_cut():
+    # Its ranking pass runs before BATCH_START, on the buffer that the step before left.
+    ends = []
+    for microbatches in (1, 2):
+        methods = [gyro_dropout(0.5, 4, 2), selective_backprop(0.0, 1.0, interrupt=0)]
+        step, state = started(make_net(), *methods, microbatches=microbatches)
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            state = step(state, (torch.randn(10, 6, generator=generator), torch.arange(10) % 4))
+        ends.append(state.params)
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def test_evaluation_is_the_identity():
+    step, state = started(make_net(), gyro_dropout())
+    inputs, targets = make_batch()
+    state = step(state, (inputs, targets))
+    bare = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    bare.load_state_dict({{"0": "0", "4": "2"}[k[0]] + k[1:]: v for k, v in state.params.items()})
+    torch.testing.assert_close(state.forward(inputs), bare(inputs).detach())
+    module = to_module(state)
+    assert torch.equal(module.eval()(inputs), state.forward(inputs))
+    assert torch.equal(module.train()(inputs), state.forward(inputs, train=True))
+    assert not torch.equal(module(inputs), module.eval()(inputs))
+
+
+def test_zero_is_the_plain_step_with_its_own_dropout():
+    algorithm = gyro_dropout(0)
+    assert algorithm.match == NEVER
+    step, state = started(make_net(), algorithm)
+    plain = compose(loop_events)(make_state(make_net()), make_batch())
+    assert tree.equal(step(state, make_batch()).params, plain.params)
+
+
+# Resuming, populations, compiled, checkpointed
+
+
+@pytest.mark.parametrize("cut", [3, 4])
+def test_resuming_is_exact_within_a_period(tmp_path, cut):
+    step, state = started(make_net(), gyro_dropout(0.5, 5, 1))  # periods of 4 batches
+    batches = [make_batch(num=size) for size in (10, 10, 7, 10, 9, 10, 10, 10, 10)]
+    for batch in batches[:cut]:
+        state = step(state, batch)
+    pc.save(state, tmp_path / "middle", step=step)
+    again, template = started(make_net(), gyro_dropout(0.5, 5, 1))
+    resumed = pc.load(tmp_path / "middle", template, step=again)
+    for batch in batches[cut:]:
+        state, resumed = step(state, batch), again(resumed, batch)
+    assert tree.equal((state.params, state.buffers, state.slots), (resumed.params, resumed.buffers, resumed.slots))
+    with pytest.raises(pc.MismatchError, match="gyro_dropout"):
+        pc.load(tmp_path / "middle", make_state(make_net()), step=compose(loop_events), strict=False)
+
+
+def test_members_of_a_population_have_masks_of_their_own():
+    step = compose(loop_events, [gyro_dropout(0.5, 8, 4)])
+    starts = [make_state(make_net()).replace(key=random.key(seed)) for seed in range(3)]
+    pop = pc.population(step, 3)
+    stacked, alone = pop.init(pc.stack_states(starts)), [step.init(start) for start in starts]
+    for size in (10, 6):
+        stacked, alone = pop(stacked, make_batch(num=size)), [step(one, make_batch(num=size)) for one in alone]
+    for member, one in zip(pc.unstack_states(stacked), alone, strict=True):
+        torch.testing.assert_close(member.params, one.params)
+        assert torch.equal(member.buffers[f"1.{PLACE}"], one.buffers[f"1.{PLACE}"])
+    assert not torch.equal(alone[0].params["0.weight"], alone[1].params["0.weight"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_compiled_steps_agree_and_are_compiled_once(microbatches):
+    step, state = started(make_net(), gyro_dropout(0.5, 5, 1), microbatches=microbatches)
+    fast = pc.compile(step, backend="eager", quiet=True)
+    slow, quick = step(state, make_batch()), fast(state, make_batch())
+    num_variants = len(fast.variants())
+    for _ in range(5):  # into the second period
+        slow, quick = step(slow, make_batch()), fast(quick, make_batch())
+        torch.testing.assert_close(dict(quick.params), slow.params)
+        assert tree.equal(dict(quick.buffers), slow.buffers)
+    assert len(fast.variants()) == num_variants
+
+
+def test_activation_checkpointing_computes_the_same_masks_again():
+    class Net(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.inner, self.call = make_net(), call
+
+        def forward(self, x):
+            return self.call(self.inner, x)
+
+    ends = []
+    for call in (lambda inner, x: inner(x), pc.checkpoint):
+        step, state = started(Net(call), gyro_dropout(0.5, 8, 4), microbatches=2)
+        ends.append(step(state, make_batch()).params)
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"duration": None}, "duration=None"),
+        ({"duration": "3ep", "batches_per_epoch": None}, "duration=3ep, batches_per_epoch=None"),
+        ({"duration": "100sp"}, "duration=100sp"),
+    ],
+)
+def test_a_run_of_unknown_length_is_refused_at_init(options, words):
+    with pytest.raises(ValueError, match=f"gyro_dropout: expected a run whose length .*{words}.*'500ba'"):
+        started(make_net(), gyro_dropout(), **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"p": 1}, ValueError),
+        ({"p": 1.5}, ValueError),
+        ({"p": None}, TypeError),
+        ({"sigma": 0}, ValueError),
+        ({"sigma": 4, "tau": 8}, ValueError),
+        ({"tau": 0.5}, TypeError),
+        ({"feature_dim": 0}, ValueError),
+        ({"feature_dim": "1"}, TypeError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(arguments, error):
+    with pytest.raises(error, match=list(arguments)[-1]):
+        gyro_dropout(**arguments)
+
+
+def test_a_feature_dim_that_inputs_lack_is_told_in_the_first_step():
+    step, state = started(make_net(), gyro_dropout(feature_dim=2))
+    with pytest.raises(ValueError, match=r"feature_dim=2: .* dims 1 to 1 of inputs of shape \(10, 8\)"):
+        step(state, make_batch())
+
+
+def test_registry_and_print():
+    assert FACTORIES["gyro_dropout"] is gyro_dropout
+    algorithm = gyro_dropout(0.4, 8, tau=2, feature_dim=-1)
+    assert repr(algorithm) == "gyro_dropout(p=0.4, sigma=8, tau=2, feature_dim=-1)"
+    assert algorithm.events == (Event.INIT, Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
+    assert algorithm.traits == {Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS}
+    assert repr(GyroDropout(0.4, 8, 2, draw=1, place=torch.zeros(6))) == "GyroDropout(p=0.4, sigma=8, tau=2)"

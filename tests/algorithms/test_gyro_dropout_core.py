@@ -1,0 +1,213 @@
+"""The functional cores of gyro dropout; the algorithm in a step is in test_gyro_dropout."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from purecompose import random
+from purecompose.algorithms.gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
+
+
+WIDE = 64  # two random masks of so many elements are equal with chance 2**-64
+banks = st.integers(1, 12).flatmap(lambda sigma: st.tuples(st.just(sigma), st.integers(1, sigma)))
+
+
+def distinct(masks):
+    return {tuple(row) for row in masks.flatten(1).tolist()}
+
+
+@given(st.integers(0, 9), st.floats(0, 0.95), banks, st.integers(0, 2**32))
+def test_inputs_are_masked_and_scaled(num, p, bank, seed):
+    settings = {"p": p, "sigma": bank[0], "tau": bank[1]}
+    inputs = torch.randn(num, 5, generator=torch.Generator().manual_seed(seed))
+    kept = inputs.clone()
+    mask = gyro_dropout_mask(random.key(seed), (num, 5), **settings)
+    assert mask.dtype == torch.bool and mask.shape == (num, 5)
+    dropped = gyro_drop(random.key(seed), inputs, **settings)
+    assert torch.equal(dropped, inputs if p == 0 else inputs * mask.float() / (1 - p))
+    assert torch.equal(inputs, kept)
+
+
+@given(st.integers(1, 40), banks)
+def test_rows_come_in_consecutive_groups_of_nearly_equal_size(num, bank):
+    sigma, tau = bank
+    rows = gyro_dropout_mask(random.key(1), (num, WIDE), sigma=sigma, tau=tau).tolist()
+    starts = [i for i in range(num) if i == 0 or rows[i] != rows[i - 1]]
+    sizes = [end - start for start, end in zip(starts, [*starts[1:], num], strict=True)]
+    assert len(sizes) == min(num, tau) == len({tuple(row) for row in rows})
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_repeat_length_is_not_the_number_of_masks():
+    # The original's own test has 16 of each.
+    mask = gyro_dropout_mask(random.key(0), (12, WIDE), tau=3)
+    for group in mask.split(4):
+        assert (group == group[0]).all()
+    assert len(distinct(mask)) == 3
+
+
+@given(banks, st.lists(st.integers(0, 10**6), min_size=1, max_size=12, unique=True), st.integers(0, 2**32))
+def test_a_run_has_sigma_masks_and_a_period_tau_of_them(bank, periods, seed):
+    sigma, tau = bank
+    # All of the bank, by choosing sigma of sigma.
+    whole = distinct(gyro_dropout_mask(random.key(seed), (sigma, WIDE), sigma=sigma, tau=sigma))
+    assert len(whole) == sigma
+    seen = set()
+    for period in periods:
+        masks = gyro_dropout_mask(random.key(seed), (24, WIDE), sigma=sigma, tau=tau, period=period)
+        assert len(distinct(masks)) == tau
+        seen |= distinct(masks)
+    assert seen <= whole
+
+
+def test_every_mask_is_chosen_equally_often():
+    # 6000 periods, 2 of 5 each: 2400 times each, with a standard deviation of 38.
+    periods = torch.arange(6000)
+    fn = torch.func.vmap(lambda period: gyro_dropout_mask(random.key(3), (2, 20), sigma=5, tau=2, period=period))
+    rows, counts = fn(periods).flatten(0, 1).unique(dim=0, return_counts=True)
+    assert len(rows) == 5 and counts.sum() == 12000
+    assert ((counts - 2400).abs() < 5 * 38).all()
+
+
+@given(st.sampled_from([0.1, 0.5, 0.8]), st.integers(0, 2**32))
+def test_share_that_stays_and_the_mean_are_right(p, seed):
+    masks = gyro_dropout_mask(random.key(seed), (256, 400), p=p, tau=256)
+    num = masks.numel()
+    deviation = math.sqrt(p * (1 - p) / num)
+    assert abs(masks.double().mean().item() - (1 - p)) < 6 * deviation
+    # The mean over the masks is the input: each element's error is p / (1 - p) / 256 squared.
+    dropped = gyro_drop(random.key(seed), torch.ones(256, 400, dtype=torch.float64), p=p, tau=256)
+    assert (dropped.mean(0) - 1).abs().max() < 6 * math.sqrt(p / (1 - p) / 256)
+
+
+def test_sizes_and_counts_leave_a_mask_what_it_is():
+    """Mask j depends on the key, on j and on its element alone."""
+    long = distinct(gyro_dropout_mask(random.key(2), (8, WIDE), sigma=8, tau=8))
+    short = distinct(gyro_dropout_mask(random.key(2), (8, 32), sigma=8, tau=8))
+    assert {row[:32] for row in long} == short
+    larger = distinct(gyro_dropout_mask(random.key(2), (16, WIDE), sigma=16, tau=16))
+    assert long < larger
+    assert long.isdisjoint(distinct(gyro_dropout_mask(random.key(3), (8, WIDE), sigma=8, tau=8)))
+
+
+def test_an_rngs_batch_and_examples_do_not_matter_and_its_name_does():
+    rng = random.Rng(random.key(0)).named("layer")
+    mask = gyro_dropout_mask(rng, (8, WIDE))
+    later = random.Rng(random.key(0), batch=7).named("layer").per_example(torch.arange(8))
+    assert torch.equal(gyro_dropout_mask(later, (8, WIDE)), mask)
+    assert distinct(mask).isdisjoint(distinct(gyro_dropout_mask(rng.named("other"), (8, WIDE))))
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 10), (6, 5, 7), (6, 3, 4, 5), (6, 0)])
+def test_every_rank_has_a_decision_for_each_element(shape):
+    mask = gyro_dropout_mask(random.key(0), shape, sigma=6, tau=2)
+    assert mask.shape == shape
+    assert torch.equal(mask[:3], mask[:1].expand_as(mask[:3]))
+    inputs = torch.ones(shape)
+    assert torch.equal(gyro_drop(random.key(0), inputs, sigma=6, tau=2), 2 * mask)
+
+
+@pytest.mark.parametrize(("shape", "dim", "expected"), [((4, 3, 5, 6), 1, (4, 3, 1, 1)), ((4, 5, 6), -1, (4, 1, 6))])
+def test_a_feature_dim_is_all_that_masks_vary_along(shape, dim, expected):
+    mask = gyro_dropout_mask(random.key(0), shape, sigma=4, tau=4, feature_dim=dim)
+    assert mask.shape == expected and 0 < mask.sum() < mask.numel()
+    dropped = gyro_drop(random.key(0), torch.ones(shape), sigma=4, tau=4, feature_dim=dim)
+    assert torch.equal(dropped, (2.0 * mask).expand(shape))
+
+
+def test_groups_say_which_mask_a_row_takes():
+    groups = torch.tensor([2, 0, 2, 1, 0])
+    mask = gyro_dropout_mask(random.key(0), (5, WIDE), tau=3, groups=groups)
+    plain = gyro_dropout_mask(random.key(0), (3, WIDE), tau=3)
+    assert torch.equal(mask, plain[groups])
+
+
+def test_keys_and_periods_map():
+    keys, periods = random.split(random.key(0), 3), torch.tensor([0, 5, 5])
+    inputs = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
+    mapped = torch.func.vmap(lambda key, period: gyro_drop(key, inputs, tau=2, period=period))(keys, periods)
+    for i in range(3):
+        assert torch.equal(mapped[i], gyro_drop(keys[i], inputs, tau=2, period=int(periods[i])))
+
+
+def test_gradient_is_the_scaled_mask():
+    inputs = torch.randn(6, 10, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    gyro_drop(random.key(0), inputs, p=0.2, tau=3).sum().backward()
+    expected = gyro_dropout_mask(random.key(0), (6, 10), p=0.2, tau=3) / 0.8
+    torch.testing.assert_close(inputs.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtype_stays(dtype):
+    assert gyro_drop(random.key(0), torch.ones(4, 8, dtype=dtype)).dtype is dtype
+
+
+# The period's length
+
+
+@pytest.mark.parametrize(
+    ("total", "sigma", "tau", "expected"),
+    [
+        (196 * 100, 256, 16, 1216),  # int(76.56) * 16
+        (19600.0, 256, 16, 1216),
+        (2560, 256, 16, 160),
+        (256, 256, 16, 16),
+        (255, 256, 16, 15),  # below sigma the product is rounded alone
+        (100, 256, 16, 6),
+        (10, 256, 16, 1),
+        (0.5, 256, 16, 1),
+        (12, 1, 1, 12),
+        (12, 4, 4, 12),
+    ],
+)
+def test_period_length(total, sigma, tau, expected):
+    assert gyro_dropout_period(total, sigma, tau) == expected
+
+
+@given(st.integers(1, 10**6), banks)
+def test_choices_of_a_run_use_the_bank_about_once(total, bank):
+    sigma, tau = bank
+    length = gyro_dropout_period(total, sigma, tau)
+    assert 1 <= length <= max(1, total * tau / sigma) and length <= gyro_dropout_period(total + 1, sigma, tau)
+    if total >= sigma:
+        assert length == total // sigma * tau
+        assert 1 <= total / length * tau / sigma < 2  # how often a mask is chosen, on average
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"p": 1}, ValueError, "p: .* 1 would leave nothing"),
+        ({"p": -0.1}, ValueError, "p: expected"),
+        ({"p": float("nan")}, ValueError, "p: expected"),
+        ({"p": "half"}, TypeError, "p: expected"),
+        ({"sigma": 0}, ValueError, "sigma: expected"),
+        ({"sigma": 2.0}, TypeError, "sigma: expected"),
+        ({"tau": 0}, ValueError, "tau: expected"),
+        ({"tau": True}, TypeError, "tau: expected"),
+        ({"sigma": 4, "tau": 5}, ValueError, "tau <= sigma"),
+        ({"feature_dim": 0}, ValueError, "feature_dim=0"),
+        ({"feature_dim": 2}, ValueError, "feature_dim=2: .* dims 1 to 1"),
+        ({"feature_dim": -2}, ValueError, "feature_dim=-2"),
+        ({"feature_dim": 1.0}, TypeError, "feature_dim: expected"),
+    ],
+)
+def test_bad_settings_are_refused(settings, error, words):
+    with pytest.raises(error, match=words):
+        gyro_dropout_mask(random.key(0), (4, 3), **settings)
+    with pytest.raises(error, match=words):
+        gyro_drop(random.key(0), torch.ones(4, 3), **settings)
+
+
+def test_bad_keys_and_lengths_are_refused():
+    with pytest.raises(TypeError, match="expected a key"):
+        gyro_dropout_mask(torch.zeros(2), (4, 3))
+    with pytest.raises(ValueError, match="total_batches"):
+        gyro_dropout_period(0)
+    with pytest.raises(ValueError, match="tau <= sigma"):
+        gyro_dropout_period(100, 2, 3)

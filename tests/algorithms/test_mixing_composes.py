@@ -1,0 +1,186 @@
+"""MixUp, CutMix and label smoothing together are the closed form, in every order, in float64."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from method_helpers import LR, make_state
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import losses, random
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms.cutmix import cutmix, cutmix_box
+from purecompose.algorithms.label_smoothing import label_smoothing
+from purecompose.algorithms.mixup import mixup
+from purecompose.compose import compose
+from purecompose.loop import loop_events
+from purecompose.passes import DEFAULT_PASSES
+from purecompose.population import population, stack_states, unstack_states
+from purecompose.state import State, to_module
+
+
+NUM, CLASSES, SIZE, SMOOTHING = 6, 3, 5, 0.1
+NAMES = ("mixup", "cutmix", "label_smoothing")
+ORDERS = [order for length in (2, 3) for order in itertools.permutations(NAMES, length)]
+
+Linear = Callable[[Tensor], Tensor]
+
+
+def make_algorithms(order: Sequence[str], **settings: Any) -> list[Algorithm]:
+    """In this order at AFTER_DATALOADER, where there are no passes."""
+    made = {
+        "mixup": mixup(0.7, **settings),
+        "cutmix": cutmix(**settings),
+        "label_smoothing": label_smoothing(SMOOTHING),
+    }
+    return [made[name] for name in order]
+
+
+def image_state(key: int = 7, net: nn.Module | None = None, **settings: Any) -> State:
+    state = make_state(net or nn.Sequential(nn.Flatten(), nn.Linear(2 * SIZE * SIZE, CLASSES)).double(), **settings)
+    return state.replace(key=random.key(key))
+
+
+def make_batch(kind: str = "index") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(NUM, 2, SIZE, SIZE, generator=generator, dtype=torch.float64)
+    rest = (SIZE, SIZE) if kind == "maps" else ()
+    targets = torch.randint(0, CLASSES, (NUM, *rest), generator=generator)
+    if kind == "soft":
+        return images, torch.randn(NUM, CLASSES, generator=generator, dtype=torch.float64).softmax(1)
+    return images, targets
+
+
+def dense(targets: Tensor) -> Tensor:
+    return targets if targets.is_floating_point() else F.one_hot(targets, CLASSES).movedim(-1, 1).double()
+
+
+def mixings(state: State, per_example: bool) -> dict[str, tuple[Linear, Linear]]:
+    """What each method draws from this state, as matrices (N, N) of the examples' weights in images and in targets."""
+    one = torch.eye(NUM, dtype=torch.float64)
+    rng, num = state.rng("mixup"), NUM if per_example else None
+    place = rng.named("mixing").per_example(torch.arange(NUM)) if per_example else rng.named("mixing")
+    share = random.beta(place, 0.7, 0.7, (NUM,) if per_example else ()).double()
+    share = torch.minimum(share, 1 - share).expand(NUM)
+    order = random.permutation(rng.named("permutation"), NUM)
+    matrix = (1 - share)[:, None] * one + share[:, None] * one[order]
+
+    rng = state.rng("cutmix")
+    boxes = cutmix_box(rng, SIZE, SIZE, num=num).expand(NUM, 4).tolist()
+    partners = random.permutation(rng.named("permutation"), NUM).tolist()
+    by_pixel = one[..., None, None].repeat(1, 1, SIZE, SIZE)
+    for i, (top, left, bottom, right) in enumerate(boxes):
+        by_pixel[i, :, top:bottom, left:right] = one[partners[i], :, None, None]
+    by_area = by_pixel.mean((2, 3))
+
+    def in_maps(values: Tensor) -> Tensor:
+        return torch.einsum("ijhw,jchw->ichw", by_pixel, values)
+
+    def mixed(values: Tensor) -> Tensor:
+        return torch.einsum("ij,j...->i...", matrix, values)
+
+    def by_share(values: Tensor) -> Tensor:
+        return in_maps(values) if values.ndim == 4 else by_area @ values
+
+    return {"mixup": (mixed, mixed), "cutmix": (in_maps, by_share)}
+
+
+def closed_form(state: State, order: Sequence[str], batch: Any, per_example: bool = False) -> tuple[Tensor, Any]:
+    """One step of gradient descent by hand: the loss and the parameters."""
+    images, soft = batch[0], dense(batch[1])
+    drawn = mixings(state, per_example)
+    for name in order:
+        if name in drawn:
+            in_images, in_targets = drawn[name]
+            images, soft = in_images(images), in_targets(soft)
+    if "label_smoothing" in order:
+        soft = (1 - SMOOTHING) * soft + SMOOTHING / CLASSES
+    net = to_module(state)
+    loss = -(soft * torch.log_softmax(net(images), dim=1)).sum(1).mean()
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    moved = {n: (p - LR * g).detach() for (n, p), g in zip(net.named_parameters(), grads, strict=True)}
+    return loss.detach(), moved
+
+
+def assert_is(after: State, expected: tuple[Tensor, Any]) -> None:
+    # Shares are drawn in float32, and where targets are indices one minus a share is rounded to it.
+    torch.testing.assert_close((after.loss, after.params), expected, rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+@pytest.mark.parametrize("kind", ["index", "soft"])
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+def test_every_order_is_the_closed_form(order, kind, interpolate_loss):
+    batch = make_batch(kind)
+    for per_example in (False, True):
+        algorithms = make_algorithms(order, interpolate_loss=interpolate_loss, per_example=per_example)
+        step = compose(loop_events, algorithms, passes=())
+        state = step.init(image_state())
+        assert_is(step(state, batch), closed_form(state, order, batch, per_example))
+        # The usual passes reverse the order after an event: the last one mixes first.
+        step = compose(loop_events, algorithms, passes=DEFAULT_PASSES)
+        assert_is(step(state, batch), closed_form(state, order[::-1], batch, per_example))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+@pytest.mark.parametrize("per_example", [False, True])
+def test_maps_of_classes_too(order, per_example):
+    state, batch = image_state(net=nn.Conv2d(2, CLASSES, 3, padding=1).double()), make_batch("maps")
+    step = compose(loop_events, make_algorithms(order, per_example=per_example), passes=())
+    state = step.init(state)
+    assert_is(step(state, batch), closed_form(state, order, batch, per_example))
+
+
+@pytest.mark.parametrize("order", [("mixup", "cutmix"), ("cutmix", "mixup")], ids=" ".join)
+def test_where_one_of_two_mixes_losses_both_do(order):
+    """For a loss that is quadratic in its targets, in which mean and mean square of the targets mix linearly."""
+    images, targets = make_batch("soft")
+    for by_mixup, by_cutmix in ((True, False), (False, True)):
+        made = {"mixup": mixup(0.7, interpolate_loss=by_mixup), "cutmix": cutmix(interpolate_loss=by_cutmix)}
+        step = compose(loop_events, [made[name] for name in order], passes=())
+        state = step.init(image_state(loss=losses.mse))
+        after = step(state, (images, targets))
+        inputs, first, second = images, targets, targets**2
+        for name in order:
+            in_images, in_targets = mixings(state, False)[name]
+            inputs, first, second = in_images(inputs), in_targets(first), in_targets(second)
+        outputs = to_module(state)(inputs)
+        expected = (outputs**2 - 2 * outputs * first + second).mean().detach()
+        torch.testing.assert_close(after.loss, expected, rtol=1e-6, atol=1e-7)
+        # Mixed targets have another loss.
+        assert not torch.isclose(expected, (outputs - first).square().mean(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=" ".join)
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+def test_microbatches_mix_like_the_whole_batch(order, interpolate_loss):
+    algorithms = make_algorithms(order, interpolate_loss=interpolate_loss, per_example=True)
+    for k in (2, 4, 6):
+        step = compose(loop_events, algorithms, passes=(), microbatches=k)
+        state = step.init(image_state())
+        assert_is(step(state, make_batch()), closed_form(state, order, make_batch(), True))
+
+
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=" ".join)
+@pytest.mark.parametrize("settings", [{}, {"interpolate_loss": True, "per_example": True}])
+def test_compiled_it_is_the_closed_form(order, settings):
+    step = compose(loop_events, make_algorithms(order, **settings), passes=())
+    state, batch = step.init(image_state()), make_batch()
+    expected = closed_form(state, order, batch, "per_example" in settings)
+    after = pc.compile(step, backend="eager", quiet=True)(state, batch)
+    assert_is(after, expected)
+
+
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=" ".join)
+@pytest.mark.parametrize("settings", [{}, {"interpolate_loss": True, "per_example": True}])
+def test_members_of_a_population_each_have_their_closed_form(order, settings):
+    step = compose(loop_events, make_algorithms(order, **settings), passes=())
+    members, batch = [image_state(3), image_state(4)], make_batch()
+    pair = population(step, 2)
+    after = pair(pair.init(stack_states(members)), batch)
+    for one, member in zip(unstack_states(after), members, strict=True):
+        assert_is(one, closed_form(step.init(member), order, batch, "per_example" in settings))

@@ -1,0 +1,125 @@
+"""MixUp with a share for each example; one share a batch is in test_mixup.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from method_helpers import LR, make_batch, make_state
+from scipy import stats
+
+from purecompose import random
+from purecompose.algorithms.mixup import mixup, mixup_batch
+from purecompose.compose import compose
+from purecompose.loop import loop_events
+from purecompose.random import Rng
+from purecompose.schedule import hparam
+from purecompose.state import to_module
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+def drawn(rng, alpha, num):
+    """The shares and the order, by the documented names."""
+    z = random.beta(rng.named("mixing").per_example(torch.arange(num)), alpha, alpha, (num,))
+    return torch.minimum(z, 1 - z), random.permutation(rng.named("permutation"), num)
+
+
+@given(SEEDS, st.integers(2, 9), st.sampled_from([(), (3,), (2, 3, 1)]), st.floats(0.05, 4))
+def test_each_row_has_a_share_of_its_own(seed, num, rest, alpha):
+    inputs = torch.randn(num, *rest, generator=torch.Generator().manual_seed(seed % 2**32))
+    targets = torch.arange(num) % 3
+    mixed, mixture = mixup_batch(random.key(seed), inputs, targets, alpha=alpha, per_example=True)
+    shares, order = drawn(Rng(random.key(seed)), alpha, num)
+    assert torch.equal(mixture.weights[1], shares) and torch.equal(mixture.targets[1], targets[order])
+    assert ((0 <= shares) & (shares <= 0.5)).all()
+    for i, (share, partner) in enumerate(zip(shares.tolist(), order.tolist(), strict=True)):
+        torch.testing.assert_close(mixed[i], (1 - share) * inputs[i] + share * inputs[partner])
+    soft = mixture.soft(torch.zeros(num, 3))
+    assert (soft >= 0).all()
+    torch.testing.assert_close(soft.sum(1), torch.ones(num))
+
+
+@given(SEEDS)
+def test_a_longer_batch_begins_with_the_same_shares(seed):
+    shares = [
+        mixup_batch(random.key(seed), torch.zeros(num, 1), torch.arange(num), per_example=True)[1].weights[1]
+        for num in (3, 7)
+    ]
+    assert torch.equal(shares[0], shares[1][:3])
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
+def test_shares_follow_the_smaller_part_of_a_beta_variable(alpha):
+    _, mixture = mixup_batch(random.key(5), torch.zeros(600, 1), torch.arange(600), alpha=alpha, per_example=True)
+    result = stats.kstest(mixture.weights[1].double().numpy(), lambda x: 2 * stats.beta.cdf(x, alpha, alpha))
+    assert result.pvalue > 0.01
+
+
+@given(
+    st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4),
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
+)
+def test_given_shares_are_taken(shares, dtype):
+    inputs, order = torch.tensor([[0.0], [40.0], [80.0], [200.0]]).to(dtype), torch.tensor([1, 2, 3, 0])
+    mixed, mixture = mixup_batch(None, inputs, torch.arange(4), mixing=torch.tensor(shares), indices=order)
+    expected = [(1 - t) * a + t * b for t, a, b in zip(shares, [0, 40, 80, 200], [40, 80, 200, 0], strict=True)]
+    rounded = torch.tensor(expected)[:, None].to(mixed.dtype)
+    torch.testing.assert_close(mixed, rounded, rtol=1e-2 if dtype is torch.bfloat16 else 1e-6, atol=1e-4)
+    assert mixed.dtype is (dtype if dtype.is_floating_point else torch.float32)
+    assert torch.equal(mixture.weights[1], torch.tensor(shares))
+
+
+@given(st.sampled_from([0, 0.0, torch.tensor(0.0)]), SEEDS)
+def test_alpha_of_zero_is_the_identity(alpha, seed):
+    inputs, targets = make_batch()
+    mixed, mixture = mixup_batch(random.key(seed), inputs, targets, alpha=alpha, per_example=True)
+    assert torch.equal(mixed, inputs)
+    assert torch.equal(mixture.soft(torch.zeros(10, 4)), F.one_hot(targets, 4).float())
+
+
+@pytest.mark.parametrize("kind", ["index", "soft"])
+@given(seed=SEEDS, interpolate_loss=st.booleans(), microbatches=st.sampled_from([1, 3, 10]))
+def test_a_step_is_the_closed_form(kind, seed, interpolate_loss, microbatches):
+    step = compose(
+        loop_events, [mixup(0.4, interpolate_loss=interpolate_loss, per_example=True)], microbatches=microbatches
+    )
+    (inputs, targets), state = make_batch(kind), step.init(make_state().replace(key=random.key(seed)))
+    shares, order = drawn(state.rng("mixup"), 0.4, 10)
+    share = shares[:, None]
+    soft = targets if kind == "soft" else F.one_hot(targets, 4).float()
+    soft = (1 - share) * soft + share * soft[order]
+    net = to_module(state)
+    loss = -(soft * torch.log_softmax(net((1 - share) * inputs + share * inputs[order]), 1)).sum(1).mean()
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    after = step(state, (inputs, targets))
+    torch.testing.assert_close(after.loss, loss.detach())
+    for (name, param), grad in zip(net.named_parameters(), grads, strict=True):
+        torch.testing.assert_close(after.params[name], (param - LR * grad).detach())
+
+
+def test_many_keys_and_alphas_under_vmap_equal_a_loop_over_them():
+    keys, alphas, batch = random.split(random.key(5), 3), torch.tensor([0.0, 0.2, 2.0]), make_batch()
+
+    def core(key, alpha):
+        mixed, mixture = mixup_batch(key, *batch, alpha=alpha, per_example=True)
+        return mixed, mixture.weights[1]
+
+    together = torch.func.vmap(core)(keys, alphas)
+    for i, key in enumerate(keys):
+        for whole, alone in zip(together, core(key, alphas[i]), strict=True):
+            torch.testing.assert_close(whole[i], alone)
+
+
+def test_settings_print_and_are_checked():
+    assert repr(mixup(1.0, per_example=True)) == "mixup(alpha=1.0, interpolate_loss=False, per_example=True)"
+    with pytest.raises(TypeError, match="mixup: per_example: expected True or False, got 1"):
+        mixup(per_example=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"came \(10,\) and \(3,\)"):
+        mixup_batch(random.key(0), *make_batch(), mixing=torch.rand(3))
+
+
+def test_an_hparam_of_zero_does_not_mix():
+    step, batch = compose(loop_events, [mixup(hparam("alpha", 0.0), per_example=True)]), make_batch()
+    after = step(step.init(make_state()), batch)
+    torch.testing.assert_close(after.params, compose(loop_events)(make_state(), batch).params)

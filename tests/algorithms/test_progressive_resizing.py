@@ -1,0 +1,181 @@
+import pytest
+import torch
+from torch import nn
+
+import purecompose as pc
+from purecompose import random, tree
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.progressive_resizing import progressive_resizing
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
+from purecompose.optim import sgd
+from purecompose.predicate import NEVER, on
+from purecompose.state import State
+
+
+def make_state(duration="10ba", **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    )
+    return State.create(
+        net, loss=pc.losses.cross_entropy, optimizer=sgd(0.1), key=5, **{"duration": duration, **options}
+    )
+
+
+def make_batch(height=32, width=32, num=4):
+    generator = torch.Generator().manual_seed(height)
+    return torch.rand(num, 3, height, width, generator=generator), torch.arange(num) % 2
+
+
+def run(step, state, batch, num):
+    """The sizes that the network saw, and the states after each step."""
+    seen, spy = [], Algorithm("spy", on("batch_start"), lambda event, s: seen.append(s.inputs.shape[2:]) or s)
+    spying = step.replace(algorithms=[*step.algorithms, spy])
+    states = [spying.init(state)]
+    for _ in range(num):
+        states.append(spying(states[-1], batch))
+    return list(map(tuple, seen)), states
+
+
+def test_sizes_follow_the_schedule_and_are_reported():
+    step = compose(loop_events, [progressive_resizing()])
+    sizes, states = run(step, make_state(), make_batch(32, 24), 10)
+    assert [height for height, _ in sizes] == [16] * 6 + [20, 28, 32, 32]  # 21.3 and 26.7 between
+    assert all(width % 4 == 0 for _, width in sizes) and sizes[0] == (16, 12) and sizes[-1] == (32, 24)
+    metrics = [state.metrics for state in states[1:9]]
+    assert [(m["progressive_resizing/height"], m["progressive_resizing/width"]) for m in metrics[:8]] == sizes[:8]
+    assert metrics[6]["progressive_resizing/scale_factor"].item() == pytest.approx(0.5 + 0.5 * 0.1 / 0.3)
+    assert not any(name.startswith("progressive_resizing") for name in states[9].metrics)
+
+
+def test_it_is_absent_when_images_have_their_full_size():
+    step, plain = compose(loop_events, [progressive_resizing()]), compose(loop_events)
+    state = make_state().replace(timestamp=make_state().timestamp.advance_by(8))
+    assert step.plan(state).order(Event.AFTER_DATALOADER) == ()
+    expected, after = plain(state, make_batch()), step(step.init(state), make_batch())
+    assert tree.equal((after.params, after.loss, after.metrics), (expected.params, expected.loss, expected.metrics))
+
+
+@pytest.mark.parametrize(
+    ("run_length", "moves_within"),
+    [({"duration": "2ep", "batches_per_epoch": 10}, True), ({"duration": "80sp"}, True), ({"duration": "2ep"}, False)],
+)
+def test_time_moves_within_epochs_where_their_length_is_known(run_length, moves_within):
+    step = compose(loop_events, [progressive_resizing(delay_fraction=0)])
+    if moves_within:
+        sizes, _ = run(step, make_state(**run_length), make_batch(), 10)
+        assert sizes[0] == (16, 16) and len(set(sizes)) > 2
+    else:
+        state = step.init(make_state(**run_length))
+        with pytest.warns(UserWarning, match="epochs have no known length"):
+            state = step(state, make_batch())
+        state = state.replace(timestamp=state.timestamp.advance_epoch())
+        after = step(state, make_batch())
+        assert after.metrics["progressive_resizing/scale_factor"].item() == pytest.approx(0.5 + 0.5 * 0.5 / 0.8)
+
+
+@pytest.mark.parametrize("duration", [None, "60sec"])
+def test_a_run_of_unknown_length_is_refused(duration):
+    step = compose(loop_events, [progressive_resizing()])
+    with pytest.raises(pc.MatchError, match="progressive_resizing: .*(no duration|wall-clock)"):
+        step(step.init(make_state(duration)), make_batch())
+
+
+def test_one_variant_is_compiled_for_each_size():
+    step = compose(loop_events, [progressive_resizing("crop", delay_fraction=0)])
+    fast = pc.compile(step, backend="eager", quiet=True)
+    eager = state = step.init(make_state("40ba"))
+    seen = set()
+    for _ in range(40):
+        eager, state = step(eager, make_batch()), fast(state, make_batch())
+        seen.add(int(eager.metrics.get("progressive_resizing/height", torch.tensor(32))))
+    assert seen == {16, 20, 24, 28, 32}
+    assert len(fast.variants()) == len(seen)  # the whole images of the last part are no variant more
+    torch.testing.assert_close(state.unleased().params, eager.params)
+
+
+def test_masks_in_a_step_and_members_by_key():
+    class Pixels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 5, 1)
+
+        def forward(self, images):
+            return self.conv(images)
+
+    images, _ = make_batch(16, 16)
+    batch = {"x": images, "y": torch.randint(0, 5, (4, 16, 16)), "other": images}
+    state = State.create(
+        Pixels(), loss=pc.losses.cross_entropy, optimizer=sgd(0.1), duration="4ba", input_key="x", target_key="y"
+    )
+    seen = []
+    spy = Algorithm("spy", on("before_train_batch"), lambda event, s: seen.append(s.batch) or s)
+    method = progressive_resizing("crop", resize_targets=True)
+    for named in (method, progressive_resizing("crop", resize_targets=True, input_key="x", target_key="y")):
+        step = compose(loop_events, [named, spy], microbatches=2)
+        loss = step(step.init(state), batch).loss
+        assert loss is not None and torch.isfinite(loss)
+        assert seen[-1]["x"].shape == (4, 3, 8, 8) and seen[-1]["y"].shape == (4, 8, 8)
+        assert seen[-1]["other"] is images and batch["x"] is images
+
+
+def test_members_of_a_population_cut_their_own_windows():
+    step = compose(loop_events, [progressive_resizing("crop")])
+    states = [step.init(make_state().replace(key=random.key(seed))) for seed in range(2)]
+    pop = pc.population(step, 2)
+    after = pop(pc.stack_states(states), make_batch())
+    alone = [step(state, make_batch()) for state in states]
+    together = pc.stack_states(alone)
+    torch.testing.assert_close((after.params, after.metrics), (together.params, together.metrics))
+    assert not tree.equal(alone[0].loss, alone[1].loss)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "settings", [{"initial_scale": 1}, {"initial_scale": 1.0}, {"finetune_fraction": 1, "delay_fraction": 0}]
+)
+def test_neutral_settings_never_match(settings):
+    assert progressive_resizing(**settings).match == NEVER
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"mode": "pad"}, ValueError),
+        ({"initial_scale": 1.1}, ValueError),
+        ({"initial_scale": -0.1}, ValueError),
+        ({"initial_scale": "half"}, TypeError),
+        ({"finetune_fraction": 1.5}, ValueError),
+        ({"delay_fraction": -0.1}, ValueError),
+        ({"delay_fraction": 0.9}, ValueError),
+        ({"size_increment": 0}, ValueError),
+        ({"size_increment": 2.5}, TypeError),
+        ({"resize_targets": 1}, TypeError),
+        ({"interpolation": "cubic"}, ValueError),
+        ({"input_key": len}, TypeError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        progressive_resizing(**settings)
+
+
+def test_a_target_key_that_can_only_read_serves_images_alone():
+    assert progressive_resizing(target_key=len).config["target_key"] is len
+    with pytest.raises(TypeError, match="target_key=.*can only read"):
+        progressive_resizing(resize_targets=True, target_key=len)
+    with pytest.raises(TypeError, match="target_key=.*can only read"):
+        compose(loop_events, [progressive_resizing(resize_targets=True)]).init(make_state(target_key=len))
+
+
+def test_registry_and_print():
+    assert FACTORIES["progressive_resizing"] is progressive_resizing
+    assert repr(progressive_resizing("crop", 0.25, input_key="x")) == (
+        "progressive_resizing(mode='crop', initial_scale=0.25, finetune_fraction=0.2, delay_fraction=0.5, "
+        "size_increment=4, resize_targets=False, interpolation='bilinear', input_key='x')"
+    )

@@ -1,0 +1,236 @@
+"""RandAugment: the core, its strengths against the formulas, the factory."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from scipy import stats
+from torch import Tensor, nn
+
+from purecompose import Algorithm, State, compose, images, loop_events, losses, optim, random
+from purecompose.algorithms import randaugment
+from purecompose.algorithms.randaugment import one_operation_each
+from purecompose.functional import randaugment_batch
+from purecompose.images import PRIMITIVES, SETS, Primitive, Strength
+from purecompose.predicate import NEVER
+from purecompose.schedule import hparam, linear
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+NAMES = sorted(PRIMITIVES)
+
+
+def make_images(num: int = 12, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.uint8) -> Tensor:
+    pixels = torch.randint(0, 256, (num, channels, size, size), generator=torch.Generator().manual_seed(num))
+    return pixels.to(torch.uint8) if dtype == torch.uint8 else (pixels / 255).to(dtype)
+
+
+def strength(severity: float, share: float, is_up: bool, side: int = 30) -> Strength:
+    return Strength(severity, torch.tensor([share]), torch.tensor([is_up]), side, side)
+
+
+# Strengths
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+@pytest.mark.parametrize(("severity", "share"), [(10, 0.999), (9, 0.5), (3, 0.7), (1, 0.3), (0, 0.9), (7, 0.0)])
+def test_amounts_follow_the_table(severity: float, share: float, is_up: bool) -> None:
+    s, sign = severity * share, 1 if is_up else -1
+    up = lambda above: 1 + above * share * max(severity - 1, 0)  # noqa: E731
+    factor = lambda above=1.0: up(above) if is_up else 1 - 0.09 * severity * share  # noqa: E731
+    expected = {
+        "posterize": 8 - int(s * 4 / 10),
+        "rotate": sign * int(s * 30 / 10),
+        "solarize": 256 - int(s * 256 / 10),
+        "shear_x": sign * s * 0.3 / 10,
+        "shear_y": sign * s * 0.3 / 10,
+        "translate_x": sign * int(s * 10 / 10),
+        "translate_y": sign * int(s * 10 / 10),
+        "color": factor(),
+        "contrast": factor(),
+        "brightness": factor(0.75),
+        "sharpness": factor(),
+        **dict.fromkeys([name for name in NAMES if name.endswith("_original")], 0.1 + s * 1.8 / 10 if s else 1),
+    }
+    for name, amount in expected.items():
+        got = PRIMITIVES[name].amount(strength(severity, share, is_up)).item()
+        assert got == pytest.approx(amount, rel=1e-5, abs=1e-6), name
+
+
+@given(st.floats(0, 10), st.floats(0, 1, exclude_max=True), st.booleans())
+def test_amounts_stay_within_their_bounds(severity: float, share: float, is_up: bool) -> None:
+    amounts = {name: PRIMITIVES[name].amount(strength(severity, share, is_up)).item() for name in NAMES}
+    assert abs(amounts["rotate"]) <= 3 * severity
+    assert abs(amounts["shear_x"]) <= 0.03 * severity + 1e-6
+    assert amounts["posterize"] >= 8 - int(0.4 * severity)
+    assert abs(amounts["translate_x"]) <= severity / 30 * 30 + 1e-6
+    assert 0.099 <= amounts["color"] <= max(1, severity) and 0.099 <= amounts["color_original"] <= 1.9001
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_severity_is_the_identity(name: str) -> None:
+    levels = make_images().float()
+    none = Strength(0.0, torch.rand(12), torch.rand(12) < 0.5, 8, 8)
+    assert torch.equal(PRIMITIVES[name](levels, none), levels)
+
+
+def test_the_sets() -> None:
+    assert [len(SETS[name]) for name in ("all", "safe", "original")] == [13, 9, 13]
+    enhancing = {"color", "contrast", "brightness", "sharpness"}
+    assert {one.name for one in SETS["all"]} - {one.name for one in SETS["safe"]} == enhancing
+    assert {one.name for one in SETS["original"]} & enhancing == set()
+
+
+# The core
+
+
+@given(SEEDS, st.floats(0, 10), st.integers(0, 3), st.sampled_from([1, 2, 3]), st.integers(1, 20))
+def test_form_range_and_what_came_in_stay(seed: int, severity: float, depth: int, channels: int, num: int) -> None:
+    batch = make_images(num, channels)
+    before = batch.clone()
+    changed = randaugment_batch(random.key(seed), batch, severity=severity, depth=depth)
+    assert changed.shape == batch.shape and changed.dtype == torch.uint8
+    assert torch.equal(batch, before)
+    assert torch.equal(changed, randaugment_batch(random.key(seed), batch, severity=severity, depth=depth))
+
+
+@given(SEEDS, st.sampled_from([torch.float16, torch.float32, torch.float64]))
+def test_floats_stay_in_their_range(seed: int, dtype: torch.dtype) -> None:
+    batch = make_images(dtype=dtype) * 3 - 1
+    changed = randaugment_batch(random.key(seed), batch)
+    assert changed.dtype == dtype
+    assert changed.min() >= batch.min() - 1e-2 and changed.max() <= batch.max() + 1e-2
+
+
+@given(SEEDS, st.integers(0, 10))
+def test_no_operation_and_no_severity_keep_every_bit(seed: int, severity: int) -> None:
+    for batch in (make_images(), make_images(dtype=torch.float32) * 2.7 - 0.3):
+        assert torch.equal(randaugment_batch(random.key(seed), batch, depth=0, severity=severity), batch)
+        assert torch.equal(randaugment_batch(random.key(seed), batch, severity=0), batch)
+        assert torch.equal(randaugment_batch(random.key(seed), batch, severity=torch.tensor(0.0)), batch)
+
+
+@given(SEEDS, st.integers(1, 3))
+def test_a_depth_is_so_many_single_ones_after_each_other(seed: int, depth: int) -> None:
+    batch, rng = make_images(), random.Rng(random.key(seed))
+    scale = images.Scale.of(batch)
+    step_by_step = batch
+    for step in range(depth):
+        step_by_step = one_operation_each(rng.named(step), step_by_step, scale, SETS["all"], 9.0)
+    assert torch.equal(randaugment_batch(rng, batch, depth=depth), step_by_step)
+
+
+@given(SEEDS)
+def test_the_drawn_operation_is_applied_with_the_drawn_strength(seed: int) -> None:
+    """Written by hand, image by image, from the documented draws."""
+    batch, rng = make_images(7), random.Rng(random.key(seed))
+    step = rng.named(0)
+    shares, coins = random.uniform(step.named("share"), 7), random.bernoulli(step.named("coin"), 0.5, 7)
+    order = random.permutation(step.named("choice").named("order"), 7)
+    first, _ = random.permutation(step.named("choice").named("treatments"), 2).tolist()
+    expected = batch.clone()
+    for place, image in enumerate(order.tolist()):
+        amount = int(shares[image] * 9 * 30 / 10) * (1 if coins[image] else -1)
+        bits = 8 - int(shares[image] * 9 * 4 / 10)
+        is_turned = (place + first) % 2 == 0
+        expected[image] = images.rotate(batch[image], amount) if is_turned else images.posterize(batch[image], bits)
+    got = randaugment_batch(rng, batch, depth=1, augmentation_set=("rotate", "posterize"))
+    assert torch.equal(got, expected)
+
+
+def test_operations_are_equally_likely() -> None:
+    marks = tuple(
+        Primitive(str(mark), lambda levels, amount, mark=mark: torch.full_like(levels, mark), lambda s: s.share)
+        for mark in range(13)
+    )
+    batch = torch.full((5, 1, 1, 1), 200, dtype=torch.uint8)
+    drawn = [randaugment_batch(random.key(s), batch, depth=1, augmentation_set=marks).flatten() for s in range(1500)]
+    for image in torch.stack(drawn).unbind(1):
+        assert stats.chisquare(image.bincount(minlength=13).numpy()).pvalue > 1e-3
+
+
+def test_the_batch_is_cut_nowhere_and_one_image_is_a_batch() -> None:
+    image = make_images(1)[0]
+    changed = randaugment_batch(random.key(1), image)
+    assert torch.equal(changed, randaugment_batch(random.key(1), image.unsqueeze(0))[0])
+
+
+@given(SEEDS)
+def test_vmap_gives_what_a_loop_gives(seed: int) -> None:
+    batch = make_images(6)
+    keys = torch.stack([random.key(seed), random.key(0)])
+    mapped = torch.func.vmap(lambda key: randaugment_batch(key, batch, depth=1))(keys)
+    assert torch.equal(mapped, torch.stack([randaugment_batch(key, batch, depth=1) for key in keys]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"severity": 11}, ValueError, "severity"),
+        ({"severity": -1}, ValueError, "severity"),
+        ({"severity": "9"}, TypeError, "severity"),
+        ({"depth": -1}, ValueError, "depth"),
+        ({"depth": 1.5}, TypeError, "depth"),
+        ({"augmentation_set": "most"}, ValueError, "'all', 'safe', 'original'"),
+        ({"augmentation_set": ()}, ValueError, "one operation or more"),
+        ({"augmentation_set": ("rotate", "turn")}, ValueError, "no operation is called 'turn'"),
+        ({"augmentation_set": 3}, TypeError, "augmentation_set"),
+        ({"value_range": (1.0, 0.0)}, ValueError, "black below white"),
+    ],
+)
+def test_bad_settings_are_refused_where_they_are_given(settings: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"randaugment.*{message}"):
+        randaugment(**settings)
+    with pytest.raises(error, match=message):
+        randaugment_batch(random.key(0), make_images(), **settings)
+
+
+# The method
+
+
+def make_state(**options: Any) -> State:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+    net(torch.zeros(1, 3, 8, 8))
+    settings = {"optimizer": optim.sgd(0.1), "key": 5, "duration": "9ba", "batches_per_epoch": 3, **options}
+    return State.create(net, loss=losses.cross_entropy, **settings)
+
+
+def after_a_step(method: Algorithm, state: State, batch: Any) -> State:
+    step = compose(loop_events, [method])
+    return step(step.init(state), batch)
+
+
+def test_a_step_trains_on_what_the_core_makes_of_its_key() -> None:
+    batch = make_images(dtype=torch.float32), torch.arange(12) % 3
+    state = make_state()
+    changed = randaugment_batch(state.rng("randaugment"), batch[0], severity=5, depth=1)
+    assert not torch.equal(changed, batch[0])
+    by_method = after_a_step(randaugment(5, 1), state, batch)
+    by_hand = compose(loop_events)(state, (changed, batch[1]))
+    assert all(torch.equal(by_method.params[name], by_hand.params[name]) for name in state.params)
+
+
+def test_severity_may_move() -> None:
+    batch = make_images(dtype=torch.float32), torch.arange(12) % 3
+    rising = randaugment(10 * linear(0.0, 1.0), 1)
+    first = after_a_step(rising, make_state(), batch)  # where the severity is still 0
+    plain = compose(loop_events)(make_state(), batch)
+    assert all(torch.equal(first.params[name], plain.params[name]) for name in first.params)
+    assert randaugment(hparam("severity", 3.0)).hparams[0].default == 3.0
+
+
+def test_neutral_settings_never_match() -> None:
+    assert randaugment(0).match == NEVER and randaugment(depth=0).match == NEVER
+    assert randaugment().match != NEVER
+
+
+def test_images_are_found_by_name_and_others_are_refused() -> None:
+    images_of_bytes = make_images()
+    state = make_state(input_key="image", target_key="label")
+    batch = {"image": images_of_bytes.float(), "label": torch.arange(12) % 3}
+    loss = after_a_step(randaugment(), state, batch).loss
+    assert loss is not None and torch.isfinite(loss)
+    with pytest.raises(TypeError, match=r"randaugment: expected images, one tensor \(N, C, H, W\), came"):
+        after_a_step(randaugment(input_key="label"), state, batch)

@@ -1,0 +1,223 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import purecompose as pc
+from purecompose import losses, tree
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.seq_length_warmup import seq_length_warmup, warmup_length
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
+from purecompose.optim import sgd
+from purecompose.predicate import NEVER, on
+from purecompose.state import State, to_module
+
+
+class Bigram(nn.Module):
+    """Predicts each token from the one before; computes its own loss where it is given labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 11)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embedding(input_ids))
+        if labels is None:
+            return logits.transpose(1, 2)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def make_state(duration="10ba", **options):
+    torch.manual_seed(0)
+    given = {"loss": losses.cross_entropy, "input_key": "input_ids", "target_key": "labels", **options}
+    return State.create(Bigram(), optimizer=sgd(0.3), key=5, duration=duration, **given)
+
+
+def make_batch(length=16, num=4):
+    ids = torch.randint(11, (num, length + 1), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def run(method, state, batch, num, **options):
+    """What the network was given in each step, and the states after them."""
+    seen, spy = [], Algorithm("spy", on("batch_start"), lambda event, s: seen.append(s.batch) or s)
+    step = compose(loop_events, [method, spy], **options)
+    states = [step.init(state)]
+    for _ in range(num):
+        states.append(step(states[-1], batch))
+    return seen, states
+
+
+def test_lengths_follow_the_ramp_and_are_reported():
+    seen, states = run(seq_length_warmup(0.5, 2, 12, 3), make_state(), make_batch(), 8)
+    lengths = [batch["input_ids"].shape[1] for batch in seen]
+    assert lengths == [2, 2, 5, 8, 11, 12, 12, 12]  # and cut to 12 ever after
+    for length, state in zip(lengths, states[1:], strict=True):
+        assert state.metrics["seq_length_warmup/curr_seq_len"] == length
+        assert state.metrics["seq_length_warmup/curr_bs"] == 4
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_step_is_gradient_descent_on_what_is_left(truncate):
+    batch = make_batch(10)
+    _, (state, after) = run(seq_length_warmup(0.5, 4, 8, 1, truncate=truncate), make_state(), batch, 1)
+    rows = {key: value[:, :4] if truncate else value.reshape(-1, 4) for key, value in batch.items()}
+    net = to_module(state)
+    loss = F.cross_entropy(net(rows["input_ids"]), rows["labels"])
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    expected = {n: p.detach() - 0.3 * g for (n, p), g in zip(net.named_parameters(), grads, strict=True)}
+    torch.testing.assert_close(after.params, expected)
+    torch.testing.assert_close(after.loss, loss.detach())
+    assert after.metrics["seq_length_warmup/curr_bs"] == (4 if truncate else 10)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_time_counts_the_batch_as_it_came(truncate):
+    _, states = run(seq_length_warmup(1.0, 4, 16, truncate=truncate), make_state(), make_batch(), 3)
+    assert [(s.timestamp.sample, s.timestamp.token) for s in states] == [(4 * n, 64 * n) for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("duration", "options"),
+    [
+        ("10ba", {}),
+        ("2ep", {"batches_per_epoch": 5}),
+        ("40sp", {}),
+        ("640tok", {}),
+        ("5iter", {"iteration_length": "128tok"}),
+    ],
+)
+def test_any_unit_of_a_runs_length_will_do(duration, options):
+    seen, _ = run(seq_length_warmup(0.6, 2, 14, 2), make_state(duration, **options), make_batch(), 10)
+    lengths = [batch["input_ids"].shape[1] for batch in seen]
+    if duration == "5iter":  # moves with every iteration, of two batches
+        assert lengths == [2, 2, 6, 6, 10, 10, 14, 14, 14, 14]
+    else:
+        assert lengths == [2, 4, 6, 8, 10, 12, 14, 14, 14, 14]
+
+
+@pytest.mark.parametrize("duration", [None, "60sec"])
+def test_a_run_of_unknown_length_is_refused(duration):
+    with pytest.raises(ValueError, match="no duration|wall-clock") as caught:
+        run(seq_length_warmup(), make_state(duration), make_batch(), 1)
+    assert any("seq_length_warmup at" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("microbatches", [{"microbatches": 3}, {"microbatch_size": 2}])
+def test_microbatches_are_cut_from_the_shortened_batch(truncate, microbatches):
+    method = seq_length_warmup(0.5, 4, 8, 1, truncate=truncate)
+    _, expected = run(method, make_state(), make_batch(10), 2)
+    sizes, spy = [], Algorithm("size", on("before_forward"), lambda event, s: sizes.append(s.num_examples) or s)
+    step = compose(loop_events, [method, spy], **microbatches)
+    after = step(step(step.init(make_state()), make_batch(10)), make_batch(10))
+    torch.testing.assert_close(after.params, expected[-1].params)
+    num = 4 if truncate else 10
+    first = sizes[: 3 if "microbatches" in microbatches else num // 2]
+    assert sum(first) == num and max(first) <= 4 and max(first) - min(first) <= 1
+
+
+def test_one_variant_is_compiled_for_each_length():
+    step = compose(loop_events, [seq_length_warmup(0.5, 4, 16, 4)])
+    fast = pc.compile(step, backend="eager", quiet=True)
+    eager = state = step.init(make_state("20ba"))
+    for _ in range(20):
+        eager, state = step(eager, make_batch()), fast(state, make_batch())
+    assert [variant.batch for variant in fast.variants()] == [f"4x{n} 4x{n}" for n in (4, 8, 12, 16)]
+    torch.testing.assert_close(state.unleased().params, eager.params)
+    for length in (13, 14, 15):  # what batches are cut from makes no variant
+        state = fast(state.replace(timestamp=state.timestamp.replace(batch=4)), make_batch(length))
+        assert len(fast.variants()) == 4
+
+
+def test_too_many_lengths_are_told():
+    step = compose(loop_events, [seq_length_warmup(1.0, 1, 16, 1)])
+    fast = pc.compile(step, backend="eager", quiet=True, max_variants=3)
+    state = step.init(make_state("16ba"))
+    with pytest.raises(pc.VariantLimitError, match="the batch came in 4 forms"):
+        for _ in range(16):
+            state = fast(state, make_batch())
+
+
+def test_a_model_with_its_own_loss_sees_ids_and_labels_cut_alike():
+    batch = make_batch()
+    batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+    state = make_state(loss=losses.model_loss, input_key=None)
+    seen, (start, after) = run(seq_length_warmup(0.5, 5, 16), state, batch, 1)
+    assert torch.equal(seen[0]["labels"], batch["labels"][:, :5])
+    expected = to_module(start)(input_ids=batch["input_ids"][:, :5], labels=batch["labels"][:, :5])["loss"]
+    torch.testing.assert_close(after.loss, expected.detach())
+
+
+def test_pairs_of_tensors_and_other_names_serve():
+    batch = make_batch()
+    pair = (batch["input_ids"], batch["labels"])
+    seen, _ = run(seq_length_warmup(0.5, 5, 16), make_state(input_key=0, target_key=1), pair, 1)
+    assert torch.equal(seen[0][0], pair[0][:, :5]) and torch.equal(seen[0][1], pair[1][:, :5])
+    named = {"features": torch.rand(4, 3), "tokens": pair[0], "y": pair[1]}
+    seen, _ = run(seq_length_warmup(0.5, 5, 16), make_state(input_key="tokens", target_key="y"), named, 1)
+    assert seen[0]["tokens"].shape == (4, 5) and seen[0]["features"] is named["features"]
+
+
+def test_ends_are_preserved_in_a_step():
+    batch = {**make_batch(), "attention_mask": torch.ones(4, 16)}
+    seen, _ = run(seq_length_warmup(0.5, 5, 16, preserve_end_of_sequence=True), make_state(), batch, 1)
+    expected = torch.cat([batch["input_ids"][:, :4], batch["input_ids"][:, -1:]], 1)
+    assert torch.equal(seen[0]["input_ids"], expected)
+
+
+def test_a_run_goes_on_where_it_stood():
+    method = seq_length_warmup(0.8, 2, 16, 2)
+    _, states = run(method, make_state(), make_batch(), 6)
+    _, again = run(method, states[3], make_batch(), 3)
+    assert tree.equal(again[-1].params, states[-1].params)
+
+
+def test_no_warm_up_is_the_plain_step():
+    assert seq_length_warmup(0).match == seq_length_warmup(0.0).match == NEVER
+    step, plain = compose(loop_events, [seq_length_warmup(0, 2, 4)]), compose(loop_events)
+    state, batch = make_state(), make_batch()
+    expected, after = plain(state, batch), step(step.init(state), batch)
+    assert tree.equal((after.params, after.loss, after.metrics), (expected.params, expected.loss, expected.metrics))
+
+
+@pytest.mark.parametrize("inputs", [torch.rand(4, 6), torch.rand(4, 2, 6, 6), torch.ones(4, 6, dtype=torch.bool)])
+def test_inputs_that_are_no_sequences_are_refused(inputs):
+    state = make_state(input_key=0, target_key=1)
+    with pytest.raises(TypeError, match="mine: expected sequences.*came"):
+        run(seq_length_warmup(name="mine"), state, (inputs, torch.zeros(4)), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"duration": -0.1}, ValueError),
+        ({"duration": 1.5}, ValueError),
+        ({"duration": "0.3dur"}, TypeError),
+        ({"min_seq_length": 0}, ValueError),
+        ({"min_seq_length": 8.0}, TypeError),
+        ({"max_seq_length": 4}, ValueError),
+        ({"step_size": 0}, ValueError),
+        ({"truncate": None}, TypeError),
+        ({"preserve_end_of_sequence": 1}, TypeError),
+        ({"preserve_end_of_sequence": True, "truncate": False}, ValueError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        seq_length_warmup(**settings)
+
+
+def test_registry_and_print():
+    assert FACTORIES["seq_length_warmup"] is seq_length_warmup
+    assert seq_length_warmup().events == (Event.AFTER_DATALOADER,) and seq_length_warmup().host
+    assert warmup_length(0.15) == 8 + 64 * 8
+    assert repr(seq_length_warmup(0.5, 64, 512, 64)) == (
+        "seq_length_warmup(duration=0.5, min_seq_length=64, max_seq_length=512, step_size=64, truncate=True, "
+        "preserve_end_of_sequence=False)"
+    )
