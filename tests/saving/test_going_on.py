@@ -142,7 +142,7 @@ def test_a_number_of_microbatches_that_was_found_is_told_to_whom_does_not_take_i
 
 def test_one_of_a_later_version_is_not_called_damaged(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events)
-    fit(step, start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+    fit(step, start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
     index = max(tmp_path.glob("*/index.json"))
     index.write_text(index.read_text().replace('"version": 1', '"version": 2'))
     before = sorted(tmp_path.iterdir())
