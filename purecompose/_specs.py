@@ -1,19 +1,29 @@
 """Calls written as text, such as `mixup(alpha=0.2),label_smoothing`: parsed, never run as code.
 
 A text is a list of names separated by commas, each with or without arguments in parentheses. Arguments are
-literals: numbers, quoted strings, True, False, None, and tuples, lists and dicts of these.
+literals: numbers, quoted strings, True, False, None, and tuples, lists and dicts of these. A time such as `0.1dur`
+needs no quotes.
 """
 
 import ast
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 
-__all__ = ["Call", "SpecError", "build", "describe", "parse", "parse_one"]
+__all__ = ["Call", "SpecError", "build", "check_name", "describe", "did_you_mean", "parse", "parse_one"]
+
+# A string, to be passed over, or a number with a unit, which is nothing in Python: `1e5` and `2j` are not among these.
+_STRING_OR_TIME = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
+    r"(?<![\w.])(?P<time>(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:iter|ep|ba|sp|tok|dur|sec)"
+    r"|(?=\d)(?:\d+h)?(?:\d+m)?(?:\d+s)?)(?![\w.]|\s*=)",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 class SpecError(ValueError):
@@ -87,10 +97,8 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
         Traceback (most recent call last):
         purecompose._specs.SpecError: no number is called 'complx'; did you mean 'complex'? Known: complex
     """
-    factory = factories.get(call.name)
-    if factory is None:
-        hint = _did_you_mean(call.name, factories)
-        raise SpecError(f"no {kind} is called {call.name!r};{hint} Known: {', '.join(sorted(factories))}")
+    check_name(call.name, factories, kind)
+    factory = factories[call.name]
     _check_arguments(call, inspect.signature(factory))
     try:
         return factory(*call.args, **call.kwargs)
@@ -98,6 +106,12 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
         message = str(error)
         named = message if message.startswith(call.name) else f"{call.name}: {message}"
         raise SpecError(named) from error
+
+
+def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
+    """Raises `SpecError` where a name is none of those known, and says which one may have been meant."""
+    if name not in known:
+        raise SpecError(f"no {kind} is called {name!r};{did_you_mean(name, known)} Known: {', '.join(sorted(known))}")
 
 
 def describe(name: str, signature: inspect.Signature) -> str:
@@ -117,7 +131,7 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in call.kwargs:
         if name not in parameters and not takes_any:
-            hint = _did_you_mean(name, parameters)
+            hint = did_you_mean(name, parameters)
             raise SpecError(
                 f"{call.name} has no parameter {name!r};{hint} It has {', '.join(parameters) or 'no parameters'}"
             )
@@ -127,8 +141,14 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
         raise SpecError(f"{call.name}: {error}; it is {describe(call.name, signature)}") from error
 
 
-def _did_you_mean(name: str, known: Mapping[str, Any]) -> str:
-    close = get_close_matches(name, known, n=2)
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What opens a hint where a name is close to one or two of those known, else nothing.
+
+    Example:
+        >>> did_you_mean("mixpu", ["mixup", "sam"])
+        " did you mean 'mixup'?"
+    """
+    close = get_close_matches(str(name), list(known), n=2)
     return f" did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -137,12 +157,37 @@ def _expression(line: str, indent: int) -> ast.expr:
         with warnings.catch_warnings():
             # What Python thinks of an odd escape in a string is no concern of ours.
             warnings.simplefilter("ignore")
-            return ast.parse(line.strip(), mode="eval").body
+            expression = ast.parse(_without_times(line).strip(), mode="eval").body
+            return _Times(_Where(line, indent)).visit(expression)
     except SyntaxError as error:
         column = indent + (error.offset or 1)
-        raise SpecError(f"cannot read {_cut(line)} at column {column}: {error.msg}") from error
+        hint = _HINTS.get(error.msg, "")
+        raise SpecError(f"cannot read {_cut(line)} at column {column}: {error.msg}{hint}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"cannot read {_cut(line)}: {error}") from error
+
+
+_HINTS = {
+    "invalid decimal literal": "; a time is a number and iter, ep, ba, sp, tok, dur or sec, other text wants quotes",
+    "invalid syntax": "; expected names separated by commas, each with or without arguments in parentheses",
+}
+
+
+def _without_times(line: str) -> str:
+    """Names of equal length in place of times that have no quotes, so that columns stay."""
+    return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] else found[0], line)
+
+
+class _Times(ast.NodeTransformer):
+    """Puts times back, as the strings that they stand for."""
+
+    def __init__(self, where: "_Where") -> None:
+        self._where = where
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The time, where one was written there."""
+        found = _STRING_OR_TIME.fullmatch(self._where.text(node))
+        return ast.copy_location(ast.Constant(found[0]), node) if found else node
 
 
 def _cut(line: str) -> str:
@@ -175,7 +220,7 @@ def _literal(node: ast.expr, role: str, where: "_Where") -> Any:
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise SpecError(
             f"{role}{where.text(node)} at column {where.column(node)} is no literal: expected a number, "
-            "a string in quotes, True, False, None, or a tuple, list or dict of these"
+            "a string in quotes, a time such as 5ep, True, False, None, or a tuple, list or dict of these"
         ) from error
 
 

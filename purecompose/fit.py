@@ -134,7 +134,7 @@ def training(
     state = with_memories(state, stoppers)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
-        resumed = _resumed(checkpoints, state, step, resume)
+        resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
         if resumed is not None:
             _check_goes_on(resumed, state, data)
             state = _with_run(resumed.state, state.timestamp.run)
@@ -144,7 +144,7 @@ def training(
                 "give fit a longer duration"
             )
         if keeper is not None:
-            keeper.begin(state, goes_on=resumed is not None and resume == "auto")
+            keeper.begin(state, from_here=resumed if resume == "auto" else None)
         composed = step.step if isinstance(step, CompiledStep) else step
         run = Run(
             step,
@@ -156,7 +156,8 @@ def training(
             keeper,
             budget,
             is_adaptive=microbatches is not None,
-            memory={} if resumed is None else resumed.index.memory,
+            memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
+            metrics={} if resumed is None else resumed.index.metrics,
         )
         yield from run.states(state)
     finally:
@@ -164,14 +165,16 @@ def training(
             keeper.close()
 
 
-def _resumed(checkpoints: Checkpoints | None, like: State, step: Any, how: Path | str | None) -> Resumed | None:
+def _resumed(
+    checkpoints: Checkpoints | None, like: State, step: Any, how: Path | str | None, *, is_adaptive: bool
+) -> Resumed | None:
     if how is None:
         return None
     if how != "auto":
-        return resumed_from(how, like, step)
+        return resumed_from(how, like, step, is_adaptive=is_adaptive)
     if checkpoints is None:
         raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
-    return resumed_from_newest(checkpoints.folder, like, step)
+    return resumed_from_newest(checkpoints.folder, like, step, is_adaptive=is_adaptive)
 
 
 def _check_metrics(

@@ -9,19 +9,33 @@ A module draws its first weights from torch's global generator. `build` gives th
 leaves that generator where it was.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from purecompose._checks import check_number, check_whole
+from purecompose import _specs as specs
+from purecompose._checks import check_flag, check_number, check_whole, shown
 
 
-__all__ = ["MODELS", "ResidualBlock", "build", "cnn", "mlp", "resnet", "resnet8", "resnet20"]
+__all__ = [
+    "MODELS",
+    "ResidualBlock",
+    "build",
+    "check_options",
+    "cnn",
+    "describe",
+    "mlp",
+    "resnet",
+    "resnet8",
+    "resnet20",
+]
 
 # The networks for images halve them at least twice: below four pixels nothing would be left.
 _MIN_IMAGE_SIZE = 4
@@ -38,12 +52,13 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
 
     Raises:
         ValueError: a width below 1 or a dropout outside [0, 1).
+        TypeError: a width that is no int.
 
     Example:
         >>> mlp(64, (128, 32), 10)(torch.zeros(5, 1, 8, 8)).shape
         torch.Size([5, 10])
     """
-    widths = (hidden,) if isinstance(hidden, int) else tuple(hidden)
+    widths = _widths(hidden)
     _check_sizes("mlp", in_features=in_features, num_classes=num_classes)
     _check_sizes("mlp", **{f"hidden[{i}]": width for i, width in enumerate(widths)})
     check_number(dropout, "mlp: dropout", 0, 1, below=True)
@@ -78,6 +93,7 @@ def cnn(
     """
     _check_sizes("cnn", in_channels=in_channels, num_classes=num_classes, width=width)
     check_number(dropout, "cnn: dropout", 0, 1, below=True)
+    check_flag(batch_norm, "cnn: batch_norm")
 
     def stage(channels_in: int, channels_out: int, *, stride: int = 1) -> list[nn.Module]:
         norm = [nn.BatchNorm2d(channels_out)] if batch_norm else []
@@ -192,10 +208,8 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
         >>> sum(p.numel() for p in net.parameters())
         2410
     """
-    if name not in MODELS:
-        close = get_close_matches(str(name), MODELS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"models.build: no model is called {name!r}; known are {', '.join(MODELS)}{hint}")
+    specs.check_name(name, MODELS, "model")
+    check_options(name, options)
     shape = tuple(in_shape)
     _check_sizes("models.build", **{f"in_shape[{i}]": size for i, size in enumerate(shape)})
     # torch.manual_seed would seed the accelerators' generators as well, which no one would set back.
@@ -204,12 +218,45 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
         return MODELS[name](shape, num_classes, **options)
 
 
-def _build_mlp(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
-    hidden = options.pop("hidden", (256, 128))
-    return mlp(math.prod(in_shape), hidden, num_classes, **options)
+def describe(name: str) -> str:
+    """A network of `MODELS` as one types it, with its options and what they are where none is given.
+
+    Example:
+        >>> describe("mlp")
+        'mlp(hidden=(256, 128), dropout=0.0)'
+    """
+    return f"{name}({', '.join(f'{option}={default!r}' for option, default in _options(name).items())})"
+
+
+def _options(name: str) -> Mapping[str, Any]:
+    """The options of a network, with their defaults."""
+    parameters = inspect.signature(MODELS[name]).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+
+def check_options(name: str, given: Iterable[str]) -> None:
+    """Raises `TypeError` where a network of `MODELS` does not have one of the options given; the message shows its own.
+
+    Example:
+        >>> check_options("resnet8", ["widht"])
+        Traceback (most recent call last):
+        TypeError: resnet8 has no option 'widht'; did you mean 'width'? it is resnet8(width=16)
+    """
+    known = _options(name)
+    for option in given:
+        if option not in known:
+            hint = specs.did_you_mean(option, known)
+            raise TypeError(f"{name} has no option {option!r};{hint} it is {describe(name)}")
+
+
+def _build_mlp(
+    in_shape: tuple[int, ...], num_classes: int, *, hidden: int | Sequence[int] = (256, 128), dropout: float = 0.0
+) -> nn.Module:
+    return mlp(math.prod(in_shape), hidden, num_classes, dropout=dropout)
 
 
 def _build_images(make_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @functools.wraps(make_fn)  # its signature shows the options
     def builder(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
         if len(in_shape) != 3 or min(in_shape[1:]) < _MIN_IMAGE_SIZE:
             raise ValueError(
@@ -236,6 +283,14 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
     conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
+
+
+def _widths(hidden: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(hidden, Sequence):
+        return tuple(hidden)
+    if not hasattr(hidden, "__index__"):
+        raise TypeError(f"mlp: hidden: expected an int or a sequence of ints, such as (256, 128), got {shown(hidden)}")
+    return (operator.index(hidden),)
 
 
 def _dropout(probability: float) -> list[nn.Module]:

@@ -7,7 +7,7 @@ taken, signals obeyed, and states handed out.
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from purecompose.evaluation import Evaluator, Observer, run_evaluator
 from purecompose.event import Event
 from purecompose.interrupts import Interrupts
 from purecompose.intervals import has_passed
+from purecompose.lease import SpentStateError
 from purecompose.microbatching import Adaptive
 from purecompose.saving.keeping import Keeper, newest
 from purecompose.state import State
@@ -64,12 +65,14 @@ class Run:
     memory: Mapping[str, Any] = field(default_factory=dict)
     """What earlier parts of the run have left in its checkpoint: `has_begun`, whether the algorithms have seen
     FIT_START, and `microbatches`, the number found by trying."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """What has been measured of the state that the run goes on from."""
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
         self._evaluated: dict[int, int] = {}
         self._is_stopped = False
-        self._metrics: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = dict(self.metrics)
         self._measured_at: Timestamp | None = None
         self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
         self._train: Train = self._adaptive or self.step
@@ -82,16 +85,17 @@ class Run:
         Signals are noted while the run works; in between, in the code of whoever iterates, they act as ever.
         """
         self._is_stopped = is_over(state, self.stoppers)
-        cuts = self._cuts(state)
+        self._measured_at = state.timestamp if self._metrics else None
+        cuts, cut = self._cuts(state), None
         try:
             while True:
                 with self._interrupts if self.keeper is not None else nullcontext():
-                    cut = next(cuts, None)
-                if cut is None:
+                    following = next(cuts, None)
+                if following is None:
                     return
-                yield cut
+                yield (cut := following)
         finally:
-            self._obey_late()
+            self._obey_late(cut)
 
     def _cuts(self, state: State) -> Iterator[State]:
         state = self._begun(state)
@@ -104,10 +108,14 @@ class Run:
                 before, state = cut.timestamp, cut
                 yield cut
         self._save(state)
+        if self.keeper is not None:
+            self.keeper.settle()  # here, where signals are noted: after the last look for one they act at once
         self._obey(state)
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
             self._save(state)  # once more, with what has been measured of it
+            if self.keeper is not None:
+                self.keeper.settle()
         self._obey(state)
         yield end
 
@@ -160,17 +168,22 @@ class Run:
             return
         self._save(state)
         self.keeper.close()
-        path, now = self.keeper.written or (newest(self.keeper.settings.folder), None)
+        path, now = self.keeper.written or (newest(self.keeper.folder), None)
         if now == state.timestamp:
             self._interrupts.obey(f"the run is saved in {path}; resume='auto' goes on from there")
         left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
         self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
 
-    def _obey_late(self) -> None:
-        """Obeys a signal that came after the last look for one."""
-        if self.keeper is not None and self._interrupts.received is not None:
-            self.keeper.close()
-            self._interrupts.obey(f"the newest checkpoint is {newest(self.keeper.settings.folder)}")
+    def _obey_late(self, last: State | None) -> None:
+        """Obeys a signal where no look for one follows: one to a group of processes may end those that read first."""
+        if self.keeper is None or self._interrupts.received is None:
+            return
+        if last is not None:
+            with suppress(SpentStateError):  # the batch at hand has written over it
+                self._obey(last)
+        self.keeper.close()
+        path = newest(self.keeper.folder)
+        self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")
 
     def _save(self, state: State) -> None:
         if self.keeper is None:

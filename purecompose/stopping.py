@@ -86,9 +86,8 @@ class EarlyStopping:
         return f".early_stopping({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """The best value so far, NaN before the first, when it was, and whether the patience is used up."""
-        at = torch.tensor(self._count(now))
-        return {"best": torch.full((), torch.nan), "at": at, "is_over": torch.tensor(False)}
+        """The best value so far, NaN before the first, when it was, and when the metric was last looked at."""
+        return {"best": torch.full((), torch.nan), "at": _counts(now), "last": _counts(now)}
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
         """As in `Stopper`; a value that is NaN is never better, and wears the patience out."""
@@ -96,21 +95,17 @@ class EarlyStopping:
         value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded as the best one was
         gain = best - value if self.mode == "min" else value - best
         is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
-        assert isinstance(self.patience, Time)
-        at = self._count(now) if is_better else int(memory["at"])
         return {
             "best": torch.tensor(value if is_better else best, dtype=torch.float32),
-            "at": torch.tensor(at),
-            "is_over": torch.tensor(self._count(now) - at >= self.patience.value),
+            "at": _counts(now) if is_better else memory["at"],
+            "last": _counts(now),
         }
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
         """Whether the patience was used up at the last evaluation."""
-        return bool(memory["is_over"])
-
-    def _count(self, now: Timestamp) -> int:
         assert isinstance(self.patience, Time)
-        return int(now.get(self.patience.unit))
+        waited = memory["last"] - memory["at"]
+        return int(waited[_UNITS.index(self.patience.unit)]) >= self.patience.value
 
 
 @dataclass(frozen=True)
@@ -141,19 +136,19 @@ class Threshold:
         return f".threshold({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """Whether it has come as far."""
+        """The last value, NaN before the first."""
         del now
-        return {"reached": torch.tensor(False)}
+        return {"last": torch.full((), torch.nan, dtype=torch.float64)}
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
         """As in `Stopper`."""
         del memory, now
-        value = metrics[self.metric]
-        return {"reached": torch.tensor(value <= self.value if self.mode == "min" else value >= self.value)}
+        return {"last": torch.tensor(metrics[self.metric], dtype=torch.float64)}
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Whether it has."""
-        return bool(memory["reached"])
+        """Whether the last value has come as far."""
+        last = memory["last"].item()
+        return last <= self.value if self.mode == "min" else last >= self.value
 
 
 def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
@@ -189,6 +184,14 @@ def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
         stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()})
         for stopper in stoppers
     )
+
+
+# Counted in all units, so that a run may go on with patience in another one.
+_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+
+
+def _counts(now: Timestamp) -> Tensor:
+    return torch.tensor([int(now.get(unit)) for unit in _UNITS])
 
 
 def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:

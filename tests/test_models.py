@@ -143,10 +143,35 @@ def test_build_hands_options_on():
 
 
 def test_unknown_name_lists_the_known_and_the_closest():
-    with pytest.raises(ValueError, match=r"'resnet9'; known are mlp, cnn, resnet8, resnet20; did you mean 'resnet"):
+    with pytest.raises(ValueError, match=r"no model is called 'resnet9'; did you mean 'resnet"):
         models.build("resnet9", in_shape=(1, 8, 8), num_classes=3, seed=0)
-    with pytest.raises(ValueError, match=r"resnet20$"):
+    with pytest.raises(ValueError, match=r"called '\?'; Known: cnn, mlp, resnet20, resnet8$"):
         models.build("?", in_shape=(1, 8, 8), num_classes=3, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("cnn", {"widht": 3}, r"cnn has no option 'widht'; did you mean 'width'\? it is cnn\(width=16, dropout=0.0, "),
+        (
+            "mlp",
+            {"num_classes_": 3},
+            r"mlp has no option 'num_classes_'; it is mlp\(hidden=\(256, 128\), dropout=0.0\)",
+        ),
+        ("resnet8", {"in_channels": 3}, r"resnet8 has no option 'in_channels'; it is resnet8\(width=16\)"),
+    ],
+)
+def test_an_option_that_there_is_not_shows_those_that_there_are(name, options, message):
+    with pytest.raises(TypeError, match=message):
+        models.build(name, in_shape=(1, 8, 8), num_classes=3, seed=0, **options)
+
+
+def test_a_description_holds_the_defaults():
+    assert models.describe("resnet20") == "resnet20(width=16)"
+    described = models.build("mlp", in_shape=(1, 8, 8), num_classes=3, seed=0, hidden=(256, 128), dropout=0.0)
+    plain = models.build("mlp", in_shape=(1, 8, 8), num_classes=3, seed=0)
+    assert models.describe("mlp") == "mlp(hidden=(256, 128), dropout=0.0)"
+    assert torch.equal(flat_weights(described), flat_weights(plain))
 
 
 def test_registry_cannot_be_written_to():
@@ -159,6 +184,9 @@ def test_registry_cannot_be_written_to():
     [
         (lambda: models.mlp(0, 3, 2), r"in_features: .* got 0 \(int\)"),
         (lambda: models.mlp(3, (4, -1), 2), r"hidden\[1\]: .* got -1 \(int\)"),
+        (lambda: models.mlp(3, 2.5, 2), r"mlp: hidden: expected an int or a sequence .* got 2.5 \(float\)"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp(3, "x", 2), r"hidden\[0\]: expected an int >= 1, got 'x' \(str\)"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.cnn(1, 2, batch_norm=1), r"cnn: batch_norm: expected True or False, got 1 \(int\)"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(3, 4, 2, dropout=1.0), r"dropout: .* in \[0, 1\), got 1.0 \(float\)"),
         (lambda: models.cnn(1, True), r"num_classes: .* got True \(bool\)"),
         (lambda: models.cnn(1, 2, dropout=-0.1), r"dropout"),

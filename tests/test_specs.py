@@ -50,6 +50,32 @@ def test_arguments_are_literals_with_their_types() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("0.1dur", ("0.1dur",)),
+        ("[3ep, 10m], {5BA: 1h20m}, .5dur", (["3ep", "10m"], {"5BA": "1h20m"}, ".5dur")),
+        ("1_000sp, 2.tok, 7sec, 1iter", ("1_000sp", "2.tok", "7sec", "1iter")),
+        (r"""'3ep 4ba', 'it\'s 3ep', "3ep' 4ba" """, ("3ep 4ba", "it's 3ep", "3ep' 4ba")),
+        # What Python reads as numbers stays numbers.
+        ("1e5, 2j, 0x1f, 1_0, 0b1, 3.", (1e5, 2j, 31, 10, 1, 3.0)),
+    ],
+)
+def test_times_need_no_quotes(text: str, arguments: tuple[object, ...]) -> None:
+    assert parse_one(f"f({text})") == Call("f", arguments)
+
+
+@given(st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3})?(iter|ep|ba|sp|tok|dur|sec)", fullmatch=True))
+def test_a_time_is_read_the_same_with_and_without_quotes(text: str) -> None:
+    assert parse(f"f({text}, x=({text},))") == parse(f"f('{text}', x=('{text}',))")
+
+
+@pytest.mark.parametrize("text", ["f(\ufb01)", "f(_)", "f(___)", "f(ep)"])
+def test_no_name_is_a_time(text: str) -> None:
+    with pytest.raises(SpecError, match="is no literal"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
     ("text", "part"),
     [
         ("mixup(alpha=x)", "alpha=x at column 13 is no literal"),
@@ -61,7 +87,13 @@ def test_arguments_are_literals_with_their_types() -> None:
         ("alg.mixup()", "got alg.mixup() at column 1"),
         ("mixup, 3", "got 3 at column 8"),
         ("mixup(alpha=0.2", "was never closed"),
-        ("mixup label", "at column"),
+        ("mixup label", "at column 7: invalid syntax; expected names separated by commas"),
+        ("f('é', t=3ep, alpha=x)", "at column 21"),
+        ("cosine(warmup=0.1durr)", "a time is a number and iter, ep, ba, sp, tok, dur or sec"),
+        ("f(-3ep)", "-3ep at column 3 is no literal"),
+        ("0.1dur", "got 0.1dur at column 1"),
+        ("3ep(4)", "got 3ep(4) at column 1"),
+        ("f(3ep=1)", "invalid decimal literal"),
         ("mixup(a=1, a=2)", "mixup: a is given twice"),
         ("a\0b", "null"),
         ("(" * 5000, "cannot read"),

@@ -156,3 +156,23 @@ def test_two_of_one_name_and_populations_are_refused() -> None:
 def test_bad_arguments_are_named(make: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "end"),
+    [
+        (EarlyStopping("eval/loss", "1ep", min_delta=9), EarlyStopping("eval/loss", "50ep", min_delta=9), 24),
+        (EarlyStopping("eval/loss", "1ep", min_delta=9), EarlyStopping("eval/loss", "10ba", min_delta=9), 16),
+        (Threshold("eval/loss", 9.0), Threshold("eval/loss", 1e-9), 24),
+    ],
+)
+def test_a_run_goes_on_where_more_is_allowed_now(first: Any, second: Any, end: int, tmp_path: pathlib.Path) -> None:
+    step, state, data = compose(loop_events), make_state(duration="6ep"), make_batches(4)
+    shared = {"evaluate": Evaluator(data), "checkpoints": Checkpoints(tmp_path)}
+    stopped = fit(step, state, data, stop=first, **shared)
+    assert stopped.timestamp.batch < end
+    resumed = fit(step, state, data, stop=second, resume="auto", **shared)
+    assert (
+        resumed.timestamp.batch == end == fit(step, state, data, stop=second, evaluate=Evaluator(data)).timestamp.batch
+    )
+    assert fit(step, stopped, data, stop=second, evaluate=Evaluator(data)).timestamp.batch == end

@@ -10,12 +10,14 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from purecompose import __version__, _specs as specs
 from purecompose.algorithms import FACTORIES
-from purecompose.cli.settings import FILES, FOLDERS, UsageError, add_settings
+from purecompose.cli.completion import SHELLS, script
+from purecompose.cli.settings import UsageError, add_settings, named, whole
+from purecompose.cli.setup import reported_as
 from purecompose.cli.train import show_plan, train as run_training
 from purecompose.saving import CheckpointError
 
@@ -51,11 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 where a package is missing, a checkpoint cannot be used or `check` finds a law broken, 2
         after a usage error, 130 after an interrupt, 143 after SIGTERM.
     """
-    parser = _make_parser()
-    prog = parser.prog
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser, commands = _make_parser()
+    prog = f"{parser.prog} {words[0]}" if words and words[0] in commands else parser.prog
     try:
-        options = parser.parse_args(argv)
-        prog = f"{prog} {options.command}"
+        options, unknown = parser.parse_known_args(words)
+        if unknown:
+            _refuse(unknown, commands[options.command])
         status = options.act(options)
         sys.stdout.flush()
     except UsageError as error:
@@ -97,7 +101,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help shows the options)")
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoReturn:
+    """Says which option may have been meant."""
+    hint = specs.did_you_mean(unknown[0].partition("=")[0], command._option_string_actions)
+    command.error(f"unrecognized arguments: {' '.join(unknown)}{';' if hint else ''}{hint}")
+
+
+def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and those of its commands."""
     parser = _Parser(
         prog="python -m purecompose",
         description="Trains small networks with speed-up methods that are pure functions.",
@@ -119,7 +130,8 @@ def _make_parser() -> argparse.ArgumentParser:
         ("plot", "draw the curves of one run or several", _of_results("show_plot"), _add_plot_options),
         ("plan", "show which algorithms would act at which events, in what order and why", _plan, _add_plan_options),
         ("algorithms", "list the algorithms, or show the card of one", _list_algorithms, _add_card_options),
-        ("completion", "print what a shell needs to complete these commands", _complete, _add_shell),
+        ("completion", "print what a shell needs to complete `purecompose`", _complete, _add_shell),
+        ("check", "try the laws that every algorithm keeps on one of your own", _check, _add_check_options),
     ):
         command = commands.add_parser(
             name,
@@ -131,11 +143,7 @@ def _make_parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(act=act)
         add_options(command)
-    help_text = "try the laws that every algorithm keeps on one of your own"
-    command = commands.add_parser("check", help=help_text, description=f"{help_text}.", allow_abbrev=False)
-    command.set_defaults(act=_check)
-    _add_check_options(command)
-    return parser
+    return parser, commands.choices
 
 
 _EXAMPLES = {
@@ -148,21 +156,32 @@ examples:
     "evaluate": "example:\n  python -m purecompose evaluate runs/a --checkpoint best --json\n",
     "predict": "example:\n  python -m purecompose predict runs/a --out predictions.csv\n",
     "plot": "example:\n  python -m purecompose plot runs/a runs/b --out curves.png\n",
+    "plan": """\
+examples:
+  python -m purecompose plan --algorithms mixup,cutmix --at 0.6dur
+  python -m purecompose plan runs/a
+  python -m purecompose plan --conflicts --algorithms mixup,label_smoothing
+""",
+    "algorithms": "example:\n  python -m purecompose algorithms mixup\n",
+    "check": """\
+examples:
+  python -m purecompose check my_module:my_algorithm
+  python -m purecompose check "mixup(0.2)" --laws draws_keyed,compiled_agrees
+""",
     "completion": """\
 examples:
   python -m purecompose completion bash > ~/.local/share/bash-completion/completions/purecompose
   python -m purecompose completion zsh > ~/.zfunc/_purecompose
+  python -m purecompose completion fish > ~/.config/fish/completions/purecompose.fish
+
+A shell completes the first word of a line: `purecompose train ...`, the same program as `python -m purecompose`.
+These are the shells that shtab writes for and that were tried.
 """,
 }
 
 
-def _completed(argument: argparse.Action, how: dict[str, str]) -> None:
-    """Lets a shell complete an argument's value; see `completion`."""
-    argument.complete = how  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _add_train_options(command: argparse.ArgumentParser) -> None:
-    _completed(command.add_argument("--out", metavar="FOLDER", help="keep records, checkpoints and a report"), FOLDERS)
+    command.add_argument("--out", type=named, metavar="FOLDER", help="keep records, checkpoints and a report")
     command.add_argument("--resume", action="store_true", help="with --out: go on with the run there, if there is one")
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
     command.add_argument("--quiet", action="store_true", help="print the final table alone")
@@ -170,6 +189,7 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run, whose settings are taken")
     command.add_argument(
         "--at", default="0ba", metavar="TIME", help="the point of the run: 0.6dur, 5ep, ... (the start)"
     )
@@ -183,7 +203,7 @@ def _add_plan_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
-    _completed(command.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints'"), FOLDERS)
+    command.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints'")
     command.add_argument(
         "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (newest)"
     )
@@ -197,21 +217,29 @@ def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
 
 def _add_predict(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
-    _completed(command.add_argument("--out", metavar="FILE", help="a CSV file (standard output)"), FILES)
+    command.add_argument("--out", type=named, metavar="FILE", help="a CSV file (standard output)")
 
 
 def _add_plot_options(command: argparse.ArgumentParser) -> None:
-    _completed(command.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder"), FOLDERS)
-    command.add_argument("--out", default="curves.png", metavar="FILE", help="the picture, *.png or *.svg (curves.png)")
-    command.add_argument("--x", default="batch", choices=("batch", "epoch"), help="what lies along the axis (batch)")
+    command.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    command.add_argument(
+        "--out",
+        default="curves.png",
+        type=named,
+        metavar="FILE",
+        help="the picture, *.png, *.svg or *.pdf (curves.png)",
+    )
+    command.add_argument(
+        "--x", default="batch", choices=("batch", "epoch", "time/seconds"), help="what lies along the axis (batch)"
+    )
 
 
 def _add_card_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", nargs="?", choices=sorted(FACTORIES), metavar="NAME", help="the one to show")
+    command.add_argument("name", nargs="?", metavar="NAME", help="the one to show")
 
 
 def _add_shell(command: argparse.ArgumentParser) -> None:
-    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+    command.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
 def _add_check_options(command: argparse.ArgumentParser) -> None:
@@ -225,8 +253,8 @@ def _add_check_options(command: argparse.ArgumentParser) -> None:
     add("--neutral", metavar="ALGORITHM", help="the same with settings that should change nothing")
     add("--tasks", metavar="LIST", help="names of tasks, separated by commas (all that the algorithm accepts)")
     add("--laws", metavar="LIST", help="names of laws, separated by commas (all that apply)")
-    add("--examples", type=int, default=25, metavar="N", help="cases for each law (25)")
-    add("--seed", type=int, default=0, metavar="N", help="of the cases (0)")
+    add("--examples", type=whole, default=25, metavar="N", help="cases for each law (25)")
+    add("--seed", type=whole, default=0, metavar="N", help="of the cases (0)")
     add("--json", metavar="PATH", help="write the reports there as JSON; - for standard output, instead of tables")
     add("--quiet", action="store_true", help="print one line for each algorithm")
 
@@ -245,13 +273,7 @@ def _of_results(name: str) -> Callable[[argparse.Namespace], None]:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    try:
-        import shtab  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("completion needs shtab; install it with `pip install 'purecompose[cli]'`") from error
-    parser = _make_parser()
-    parser.prog = "purecompose"
-    print(shtab.complete(parser, shell=options.shell))
+    print(script(_make_parser()[0], options.shell))
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -279,6 +301,8 @@ def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace],
 
 def _list_algorithms(options: argparse.Namespace) -> None:
     if options.name is not None:
+        with reported_as("NAME"):
+            specs.check_name(options.name, FACTORIES, "algorithm")
         factory = FACTORIES[options.name]
         print(textwrap.fill(specs.describe(options.name, inspect.signature(factory)), 100))
         print(f"\n{inspect.getdoc(factory)}")

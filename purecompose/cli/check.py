@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 
 from purecompose.cli.resolve import listed, notes_elsewhere, one_line, subject
-from purecompose.cli.settings import UsageError
+from purecompose.cli.settings import UsageError, check_target
 from purecompose.testing.checking import Trials, trials
 from purecompose.testing.report import Report
 from purecompose.testing.shipped import SHIPPED
@@ -27,7 +27,7 @@ def check(options: argparse.Namespace) -> int:
         UsageError: No such module, algorithm, task or law, or an option that cannot be.
     """
     if options.json not in (None, "-"):
-        _check_writable(options.json)
+        check_target("--json", options.json)
     # What an algorithm's module prints must not get between the lines of JSON.
     with notes_elsewhere(), redirect_stdout(sys.stderr) if options.json == "-" else nullcontext():
         prepared = [_prepared(text, neutral, options) for text, neutral in _expanded(options)]
@@ -70,13 +70,6 @@ def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Tr
         )
     except (TypeError, ValueError) as error:
         raise UsageError(one_line(error).replace("check: max_examples", "--examples")) from error
-
-
-def _check_writable(path: str) -> None:
-    """Finds out before the work whether its result can be kept."""
-    target = pathlib.Path(path)
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        raise UsageError(f"--json: {path}: expected a file in a folder that exists, or -")
 
 
 def _reported(prepared: Trials, options: argparse.Namespace) -> Report:

@@ -1,9 +1,10 @@
 """`plan --conflicts`: which algorithms do not commute; imported when it runs, as it needs Hypothesis."""
 
 import argparse
+from pathlib import Path
 
 from purecompose.cli.resolve import listed, notes_elsewhere, subject
-from purecompose.cli.settings import UsageError, chosen
+from purecompose.cli.settings import UsageError, chosen, settings_of
 from purecompose.cli.setup import completed, fixed_arithmetic, reported_as
 from purecompose.testing.conflicts import conflicts
 
@@ -17,7 +18,8 @@ def show_conflicts(options: argparse.Namespace) -> None:
     Raises:
         UsageError: An algorithm that cannot be, or one listed twice.
     """
-    text = options.algorithms if options.algorithms is not None else completed(chosen(options))[0]["algorithms"]
+    found = chosen(options, {} if options.run is None else settings_of(Path(options.run)))
+    text = options.algorithms if options.algorithms is not None else completed(found)[0]["algorithms"]
     entries = [] if text.strip().lower() == "none" else listed(text) or []
     try:
         subjects = [subject(entry) for entry in entries]

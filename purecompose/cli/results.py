@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from purecompose import metrics
-from purecompose.cli.settings import UsageError, read_config
+from purecompose.cli.settings import UsageError, check_target, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
 from purecompose.compilation import CompiledStep
 from purecompose.evaluation import evaluate, predict
@@ -64,6 +64,8 @@ def show_predictions(options: argparse.Namespace) -> None:
         UsageError: There is no such run or checkpoint, or the output cannot be written.
         CheckpointError: The checkpoint cannot be used.
     """
+    if options.out is not None:
+        check_target("--out", options.out)
     settings, data = completed(_settings(options))
     if settings["seeds"] > 1:
         raise UsageError(f"{options.run} trained a population; predictions are those of a single network")
@@ -90,21 +92,20 @@ def show_plot(options: argparse.Namespace) -> None:
     Raises:
         UsageError: A folder that is no run, or a picture that cannot be written.
     """
+    check_target("--out", options.out)
     try:
         runs = [read_run(Path(path)) for path in options.runs]
         draw_curves(runs, Path(options.out), x=options.x)
     except (OSError, ValueError) as error:
-        raise UsageError(" ".join(str(error).split())) from error
+        message = " ".join(str(error).split())
+        raise UsageError(message.removeprefix("read_run: ").removeprefix("draw_curves: ")) from error
     print(f"the curves of {len(runs)} run{'s' * (len(runs) > 1)} in {options.out}")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """The settings of a run, with the data that it is asked about."""
     run, _ = _places(options.run)
-    if not (run / "config.toml").exists():
-        raise UsageError(f"{options.run} is no run's folder: it has no config.toml; train --out FOLDER makes one")
-    found = read_config(run / "config.toml")
-    return {**found, **({} if options.data is None else {"data": options.data})}
+    return {**settings_of(run), **({} if options.data is None else {"data": options.data})}
 
 
 def _trained(options: argparse.Namespace, setup: Setup) -> _Trained:

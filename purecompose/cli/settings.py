@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +14,18 @@ from purecompose.models import MODELS
 
 
 __all__ = [
-    "FILES",
-    "FOLDERS",
     "SETTINGS",
     "Setting",
     "UsageError",
     "add_settings",
+    "check_target",
     "chosen",
     "command_of",
+    "named",
     "read_config",
+    "settings_of",
+    "whole",
+    "with_arguments",
 ]
 
 
@@ -47,10 +50,6 @@ class Setting(NamedTuple):
         return f"--{self.name.replace('_', '-')}"
 
 
-FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-FOLDERS = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/", "tcsh": "d"}
-"""How shells complete names, in the form that shtab reads from an option."""
-
 SETTINGS = {
     setting.name: setting
     for setting in (
@@ -63,7 +62,12 @@ SETTINGS = {
             "names with or without arguments, separated by commas, or none (mixup,label_smoothing,selective_backprop)",
         ),
         Setting("optimizer", str, "CALL", "sgd, adam or adamw: sgd(lr=0.1, momentum=0.9) (by data size)"),
-        Setting("schedule", str, "CALL", "of the learning rate: cosine, linear or constant (by data size)"),
+        Setting(
+            "schedule",
+            str,
+            "CALL",
+            "of the learning rate: cosine, linear or constant: cosine(warmup=0.1dur) (by data size)",
+        ),
         Setting("duration", str, "TIME", "the run's length: 20ep, 500ba or 10000sp (by data size)"),
         Setting("batch_size", int, "N", "examples in a batch (by data size)"),
         Setting("microbatches", str, "N", "slices of a batch, to save memory; auto finds how many it takes (1)", "1"),
@@ -89,9 +93,8 @@ def add_settings(command: argparse.ArgumentParser) -> None:
         if setting.kind is bool:
             group.add_argument(setting.option, action="store_const", const=True, help=setting.help)
         else:
-            group.add_argument(setting.option, type=setting.kind, metavar=setting.metavar, help=setting.help)
-    config = group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here win")
-    config.complete = FILES  # pyright: ignore[reportAttributeAccessIssue]
+            group.add_argument(setting.option, type=_READ[setting.kind], metavar=setting.metavar, help=setting.help)
+    group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here win")
     group.add_argument(
         "--set",
         action="append",
@@ -99,6 +102,18 @@ def add_settings(command: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="one setting, or one argument in it: duration=5ep, optimizer.lr=0.01, mixup.alpha=0.4; wins over all else",
     )
+
+
+def named(text: str) -> str:
+    """A file's or folder's name that an option was given: not the empty text that an unset variable leaves."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, got an empty text")
+    return text
+
+
+def whole(text: str) -> int:
+    """A whole number that an option was given; it is refused in words for users."""
+    return _read(int, text)
 
 
 def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -151,8 +166,38 @@ def with_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def settings_of(run: Path) -> dict[str, Any]:
+    """The settings of a run that has a folder.
+
+    Raises:
+        UsageError: It is no run's folder, or its settings cannot be read.
+    """
+    config = run / "config.toml"
+    if not config.exists():
+        why = "it has no config.toml" if run.exists() else "it is not there"
+        raise UsageError(f"{run} is no run's folder: {why}; train --out FOLDER makes one")
+    return read_config(config, option="")
+
+
+def check_target(option: str, path: str) -> None:
+    """Finds out before the work whether its result can be kept.
+
+    Raises:
+        UsageError: The path is a folder, or in none that is there.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise UsageError(f"{option}: {path} is a folder; expected a file's name")
+    if not target.parent.is_dir():
+        raise UsageError(f"{option}: {path}: there is no folder {target.parent}; make it, or choose another")
+
+
+def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
     """The settings in a TOML file: at its top, or in a table [train].
+
+    Args:
+        path: The file.
+        option: What opens a message about it.
 
     Raises:
         UsageError: It cannot be read, or says what no setting is.
@@ -160,14 +205,14 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--config: {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{option}{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config: {path} is no TOML: {error}") from error
+        raise UsageError(f"{option}{path} is no TOML: {error}") from error
     content = content.get("train", content)
     if not isinstance(content, dict):
-        raise UsageError(f"--config: {path}: expected settings such as duration = '5ep'")
+        raise UsageError(f"{option}{path}: expected settings such as duration = '5ep'")
     pairs = ((name.replace("-", "_"), value) for name, value in content.items())
-    return {name: _checked(name, value, f"--config: {path}") for name, value in pairs}
+    return {name: _checked(name, value, f"{option}{path}") for name, value in pairs}
 
 
 def command_of(settings: Mapping[str, Any], out: Path | None) -> str:
@@ -198,6 +243,14 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_READ: dict[type, Callable[[str], Any]] = {int: whole, float: lambda text: _read(float, text), str: str}
+
+
+def _read(kind: type[Any], text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {_KINDS[kind]}, got {text!r}") from error
 
 
 def _value(text: str) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,10 @@ from purecompose.stopping import EarlyStopping, Stopper
 from purecompose.time import Time, TimeUnit
 
 
-__all__ = ["Setup", "completed", "fixed_arithmetic", "prepare", "reported_as"]
+__all__ = ["OPTIMIZERS", "SCHEDULES", "Setup", "completed", "fixed_arithmetic", "prepare", "reported_as"]
 
-_OPTIMIZERS: dict[str, Callable[..., Any]] = {"adam": optim.adam, "adamw": optim.adamw, "sgd": optim.sgd}
-_SCHEDULES: dict[str, Callable[..., Any]] = {
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"adam": optim.adam, "adamw": optim.adamw, "sgd": optim.sgd}
+SCHEDULES: dict[str, Callable[..., Any]] = {
     "constant": schedule.constant,
     "cosine": schedule.cosine,
     "linear": schedule.linear,
@@ -191,15 +191,15 @@ def fixed_arithmetic(num_threads: int) -> Iterator[None]:
     )
     # cuBLAS reads this when it starts; without it torch warns of matrix products in deterministic mode.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", benchmarked)
         torch.set_num_threads(num_threads)
         torch.backends.cudnn.benchmark = False
+        # Its first call imports for a second. After a Ctrl-C in there it has set nothing, and another call would fail.
         torch.use_deterministic_algorithms(True, warn_only=True)
+        stack.callback(torch.use_deterministic_algorithms, were_deterministic, warn_only=only_warned)
         yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.cudnn.benchmark = benchmarked
-        torch.use_deterministic_algorithms(were_deterministic, warn_only=only_warned)
 
 
 def _step(settings: Mapping[str, Any], batch_size: int) -> Step:
@@ -220,16 +220,18 @@ def _step(settings: Mapping[str, Any], batch_size: int) -> Step:
 def _network(settings: Mapping[str, Any], data: datasets.ImageData, seed: int) -> torch.nn.Module:
     with reported_as("--model"):
         call = specs.parse_one(settings["model"])
+        specs.check_name(call.name, models.MODELS, "model")
         if call.args:
-            raise ValueError(f"{call}: expected options by name, such as cnn(width=8)")
+            raise ValueError(f"{call}: expected options by name; it is {models.describe(call.name)}")
+        models.check_options(call.name, call.kwargs)  # before Python mixes them up with the other arguments of build
         return models.build(call.name, in_shape=data.in_shape, num_classes=data.num_classes, seed=seed, **call.kwargs)
 
 
 def _optimizer(settings: Mapping[str, Any]) -> Any:
     with reported_as("--schedule"):
-        curve = specs.build(specs.parse_one(settings["schedule"]), _SCHEDULES, "schedule")
+        curve = specs.build(specs.parse_one(settings["schedule"]), SCHEDULES, "schedule")
     with reported_as("--optimizer"):
-        plain = specs.build(specs.parse_one(settings["optimizer"]), _OPTIMIZERS, "optimizer")
+        plain = specs.build(specs.parse_one(settings["optimizer"]), OPTIMIZERS, "optimizer")
         return dataclasses.replace(plain, lr=plain.lr * curve)
 
 

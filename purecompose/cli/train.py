@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose.cli.settings import SETTINGS, UsageError, chosen, command_of, read_config
+from purecompose.cli.settings import SETTINGS, UsageError, chosen, command_of, read_config, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare, reported_as
 from purecompose.fit import fit
 from purecompose.observers import History, NaNs, Progress, Stopwatch
@@ -79,13 +79,13 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup,
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Prints which algorithms act at which events at a point of the run.
+    """Prints which algorithms act at which events at a point of the run, one that has a folder or one to come.
 
     Raises:
-        UsageError: An option that cannot be.
+        UsageError: An option that cannot be, or a folder that is no run's.
         ImportError: A package that the data need is missing.
     """
-    settings, data = completed(chosen(options))
+    settings, data = completed(chosen(options, {} if options.run is None else settings_of(Path(options.run))))
     with fixed_arithmetic(settings["threads"]):
         setup = prepare(settings, data)
         with reported_as("--at"):
@@ -115,7 +115,7 @@ def _earlier(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
     if out is None:
         raise UsageError("--resume: say which run, --out FOLDER")
     config = out / "config.toml"
-    return read_config(config) if config.exists() else {}
+    return read_config(config, option="") if config.exists() else {}
 
 
 def _check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
@@ -141,7 +141,9 @@ def _folder(out: Path, settings: Mapping[str, Any], *, is_resumed: bool) -> RunF
         try:
             return RunFolder(out, settings, command=command_of(settings, out), resume=is_resumed)
         except FileExistsError as error:
-            raise ValueError(str(error).replace("resume=True", "--resume").removeprefix("RunFolder: ")) from error
+            raise ValueError(str(error).removeprefix("RunFolder: ").replace("resume=True", "--resume")) from error
+        except OSError as error:
+            raise ValueError(str(error).removeprefix("RunFolder: ")) from error
 
 
 @contextmanager
@@ -175,6 +177,9 @@ def _moved(state: State, at: str, batch_size: int) -> State:
     batches = time.value / batch_size if time.unit is TimeUnit.SAMPLE else run.in_batches(time)
     if batches is None or batches < 0 or run.batches_per_epoch is None:
         raise ValueError(f"{at}: expected a point of the run, such as 0.6dur, 5ep or 100ba")
+    length = None if run.duration is None else run.in_batches(run.duration)
+    if length is not None and batches > length:
+        raise ValueError(f"{at}: the run ends before, after {length:g} batches")
     return state.replace(timestamp=state.timestamp.advance_by(int(batches), batch_size))
 
 

@@ -18,7 +18,7 @@ _NUM_READ = 64
 
 
 def describe_data(data: Any) -> dict[str, str]:
-    """What can be told of data without reading a batch of them.
+    """What can be told of data without reading a batch of them. What cannot be told is left out; nothing is raised.
 
     Args:
         data: Whatever `fit` takes.
@@ -33,15 +33,15 @@ def describe_data(data: Any) -> dict[str, str]:
     if isinstance(data, list | tuple):
         return told
     for name in ("batch_size", "shuffle", "drop_last"):
-        value = getattr(data, name, None)
+        value = _attribute(data, name)
         if isinstance(value, bool | int):
             told[name] = str(value)
     for name in ("inputs", "targets"):
-        if isinstance(value := getattr(data, name, None), Tensor):
-            told[name] = _in_words(value)
+        if (words := _in_words(_attribute(data, name))) is not None:
+            told[name] = words
     if isinstance(data, DataLoader):
         told["sampler"] = type(data.sampler).__qualname__
-    dataset = getattr(data, "dataset", None)
+    dataset = _attribute(data, "dataset")
     if dataset is not None:
         told["dataset"] = type(dataset).__qualname__ + _sized(dataset)
     return told
@@ -58,16 +58,32 @@ def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _in_words(tensor: Tensor) -> str:
-    count = len(tensor)
-    chosen = torch.arange(0, count, max(1, count // _NUM_READ), device=tensor.device)
-    content = repr(fingerprint(tensor.detach()[chosen])).encode()
+# Data are anybody's objects. Whatever goes wrong with describing them, training may go well without.
+
+
+def _attribute(data: Any, name: str) -> Any:
+    try:
+        return getattr(data, name, None)
+    except Exception:
+        return None
+
+
+def _in_words(value: Any) -> str | None:
+    """Dtype, shape and checksum of examples in memory; `None` of anything else by that name."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.ndim:
+        return None
+    try:
+        count = len(value)
+        chosen = torch.arange(0, count, max(1, count // _NUM_READ), device=value.device)
+        content = repr(fingerprint(value.detach()[chosen])).encode()
+    except Exception:  # a tensor of a kind that cannot be read like this
+        return None
     digest = hashlib.blake2b(content, digest_size=6).hexdigest()
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {digest}"
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} {digest}"
 
 
 def _sized(dataset: Any) -> str:
     try:
         return f" of {len(dataset)}"
-    except (TypeError, NotImplementedError):
+    except Exception:
         return ""

@@ -4,11 +4,12 @@ A `DataLoader` without a generator of its own draws by the run's key. Over a map
 stream that follows from (key, epoch), and each batch is read with the global generators seeded from (key, epoch,
 number of the batch). So order and augmentation repeat with any number of workers, and a run goes on in the middle of
 an epoch for the price of the sampler. What cannot be taken apart like this is read from its start, and what has been
-trained on dropped, with a warning.
+trained on dropped, with a warning. Over a stream, an epoch begins with new workers, and with the global generators
+seeded from (key, epoch): what an epoch gives must not depend on those before it.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,13 +22,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from purecompose.data.order import epoch_seed, seed_words
 from purecompose.data.reader import Reader, naming
 from purecompose.data.samples import reads_whole_batches
-from purecompose.data.seeding import SEED_WORDS, Stream, kept_globals, load_numpy, seed_globals
+from purecompose.data.seeding import Stream, kept_globals, load_numpy, seed_globals
 from purecompose.random import salt
 
 
 __all__ = ["SkippingWarning", "draws_globally", "epoch_batches", "keyed_batches", "own_order"]
 
-_SAMPLER, _BATCH, _WORKERS = salt("data sampler"), salt("data batch"), salt("workers")
+_SAMPLER, _BATCH, _WORKERS, _STREAM = (salt(name) for name in ("data sampler", "data batch", "workers", "data stream"))
 
 
 class SkippingWarning(UserWarning):
@@ -92,10 +93,10 @@ def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int =
     """
     key = key.cpu()
     seed = epoch_seed(key, epoch)
-    if isinstance(data.dataset, IterableDataset) or type(data).__iter__ is not DataLoader.__iter__:
-        return _after(start, _streamed(data, seed), data, epoch)
-    load_numpy()
     low, high = key.tolist()
+    load_numpy()
+    if isinstance(data.dataset, IterableDataset) or type(data).__iter__ is not DataLoader.__iter__:
+        return _after(start, _streamed(data, seed_words((low, high), _STREAM, 0, epoch), seed), data, epoch)
     requests = _requests(data, (low, high), epoch, start, seed)
     return _reader(data).read(requests, seed ^ _WORKERS)
 
@@ -187,23 +188,37 @@ def _reader(data: "DataLoader[Any]") -> Reader:
     return reader
 
 
-def _streamed(data: "DataLoader[Any]", seed: int) -> Iterator[Any]:
-    """Whatever the loader gives, with torch's global generator at the epoch's own place while it does."""
-    stream = Stream([0] * SEED_WORDS, seed, torch_only=True)
+def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Iterator[Any]:
+    """Whatever the loader gives, with the global generators at the epoch's own place while it does."""
+    stream = Stream(words, seed, torch_only=False)
     with stream.drawing():
-        # The workers' seed comes from a generator apart: persistent workers draw it in their first epoch only, and
-        # the order must not depend on which that is.
+        # The workers' seed would come from the global generator.
         data.generator = torch.Generator().manual_seed(seed ^ _WORKERS)
+        _let_go(data)
         try:
             batches = iter(data)
         finally:
             data.generator = None
-    while True:
-        with stream.drawing():
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
+            _let_go(data)
+    try:
+        while True:
+            with stream.drawing():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+    finally:
+        # The loader may have told them to stay; see `reader` for why this is not left to the garbage collector.
+        getattr(batches, "_shutdown_workers", lambda: None)()
+        _let_go(data)
+
+
+def _let_go(data: "DataLoader[Any]") -> None:
+    """Makes a loader forget the workers that it would keep for the next epoch.
+
+    Those have generators that have been drawn from, and a data set that no `set_epoch` reaches.
+    """
+    data._iterator = None
 
 
 def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterator[Any]:

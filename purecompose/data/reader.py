@@ -5,6 +5,7 @@ all that the batch depends on, so it does not matter which process reads it, or 
 """
 
 import os
+import signal
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
@@ -123,12 +124,17 @@ class _Requests:
 
 
 class _WorkerInit:
-    """Tells a worker of the data set itself: `get_worker_info` would otherwise lead to the source around it."""
+    """Begins a worker.
+
+    It is told of the data set itself: `get_worker_info` would otherwise lead to the source around it. And it does not
+    hear Ctrl-C, which a terminal sends to all processes: the run's own decides when its readers end.
+    """
 
     def __init__(self, init_fn: Callable[[int], None] | None) -> None:
         self.init_fn = init_fn
 
     def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # which forbids it by the plain way
         if self.init_fn is not None:

@@ -28,7 +28,8 @@ class Records(Recorder):
     Full or read-only disks, or a folder that cannot be made, bring one warning; training goes on.
 
     Args:
-        path: The file, `*.jsonl` or `*.csv`; its folder is made if need be.
+        path: The file, `*.jsonl` or `*.csv`; its folder is made if need be. A relative one is taken from where the
+            process is now.
         every: How often a batch has a record: "10ba", "1ep", "4096sp", ...
         monitors: Functions `(state) -> dict`, or one; see `learning_rate`, `memory` and `speed`.
         group: How many records are written together at most.
@@ -60,7 +61,7 @@ class Records(Recorder):
         group: int = 100,
         seconds: float = 10.0,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # wherever the process goes
         sink = _File(self.path, _format_of(self.path, "Records"))
         super().__init__(sink, every=every, monitors=monitors, group=group, seconds=seconds)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from purecompose._checks import check_flag, shown
 from purecompose.runs.drawing import drawn
-from purecompose.runs.panels import panels_of
+from purecompose.runs.panels import Panel, panels_of
 from purecompose.runs.reading import RunRecords, read_run
 from purecompose.saving.folder import written
 
@@ -27,7 +27,7 @@ def draw_curves(
     """Draws one run, or several to be compared.
 
     There is a panel for the training loss, for each metric of evaluations and of training, for the learning rate and
-    for the throughput, as far as there are such numbers. Of many batches a mean over a fiftieth of them is drawn over
+    for the throughput, as far as there are such numbers. Of many batches a mean over a thirtieth of them is drawn over
     the faint numbers themselves. Populations appear as the median member in a band from the lowest to the highest.
     Numbers that are not finite leave gaps, which the panel mentions.
 
@@ -55,14 +55,19 @@ def draw_curves(
     return target
 
 
-def curves_as_png(run: RunRecords, *, dark: bool) -> bytes:
-    """The curves of one run along its batches, as the bytes of a PNG file. Raises as `draw_curves` does."""
-    return _picture([run], "batch", dark, "png")
+def curves_as_png(run: RunRecords, *, dark: bool, narrow: bool = False) -> bytes:
+    """The curves of one run along its batches, as the bytes of a PNG file; `narrow` is for narrow screens.
+
+    Raises as `draw_curves` does.
+    """
+    return _picture([run], "batch", dark, "png", narrow)
 
 
-def _picture(runs: Sequence[RunRecords], x: str, dark: bool, kind: str) -> bytes:
+def _picture(runs: Sequence[RunRecords], x: str, dark: bool, kind: str, narrow: bool = False) -> bytes:
     buffer = io.BytesIO()
-    drawn(panels_of(runs, x), _names(runs), _breaks(runs, x), x, dark).savefig(buffer, kind)
+    panels = panels_of(runs, x)
+    names = [f"{name}{_members(panels, i)}" for i, name in enumerate(_names(runs))]
+    drawn(panels, names, _breaks(runs, x), x, dark, narrow).savefig(buffer, kind)
     return buffer.getvalue()
 
 
@@ -86,6 +91,12 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
         names = ["/".join(run.path.resolve().parts[-depth:]) for run in runs]
         depth += 1
     return names
+
+
+def _members(panels: Sequence[Panel], run: int) -> str:
+    """What is to be said of a run that is a population."""
+    members = max((one.members for panel in panels for one in panel.series if one.run == run), default=1)
+    return f" (median of {members})" if members > 1 else ""
 
 
 def _breaks(runs: Sequence[RunRecords], x: str) -> list[int]:

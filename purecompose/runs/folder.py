@@ -31,6 +31,7 @@ from purecompose.runs.layout import (
     write_json,
     write_text,
 )
+from purecompose.runs.lock import Lock
 from purecompose.runs.reading import read_json, read_run, read_starts
 from purecompose.runs.report import write_report
 from purecompose.runs.settings import checked_settings, to_toml
@@ -38,6 +39,7 @@ from purecompose.runs.starts import Start
 from purecompose.runs.watch import Watch
 from purecompose.saving import Checkpoints
 from purecompose.saving.description import describe, environment
+from purecompose.saving.folder import clear
 from purecompose.state import State
 from purecompose.time import TimeLike
 
@@ -61,7 +63,10 @@ class RunFolder:
     | `curves.png`, `report.html` | after the run: pictures, and one page with everything |
 
     Each file is written whole or not at all. Once the run has begun, a full disk, a missing matplotlib or a picture
-    that cannot be drawn brings a warning, and everything else is written.
+    that cannot be drawn brings a warning, and everything else is written. Where a run goes on, nothing in its folder
+    changes before its checkpoint has been found to fit.
+
+    One process at a time has the folder, from here to `finish` or `stop`; what a killed one left is taken over.
 
     As a context manager it calls `finish` at the end, and `stop` where an exception ends the run.
 
@@ -75,14 +80,18 @@ class RunFolder:
         every: How often a batch has a record: "10ba", "1ep", ...
 
     Attributes:
-        path: The folder.
+        path: The folder, from the root of the file system.
         goes_on: Whether the folder was that of a run before.
 
     Raises:
         FileExistsError: The folder holds a run, without `resume`; or something else.
+        BlockingIOError: Another process is in the folder.
         NotADirectoryError: The path is a file.
         TypeError, ValueError: A setting or another argument of the wrong kind.
         OSError: The folder cannot be made.
+
+    Warns:
+        RuntimeWarning: The folder was left by a process of another machine or container, which may still be there.
 
     Example:
         >>> import tempfile, torch
@@ -109,7 +118,7 @@ class RunFolder:
         resume: bool = False,
         every: TimeLike | int = "1ba",
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # wherever the process goes
         settings = None if config is None else checked_settings(config, "RunFolder: config")
         self._command = _as_command(command)
         check_flag(resume, "RunFolder: resume")
@@ -117,13 +126,22 @@ class RunFolder:
         self._records = Records(
             self.path / RECORDS, every=every, monitors=[learning_rate(), speed(), memory(), self._clock]
         )
-        self.goes_on = _goes_on(self.path, resume)
+        _goes_on(self.path, resume)  # or is refused, untouched
+        self.path.mkdir(parents=True, exist_ok=True)
         if (earlier := _OPEN.pop(self.path.resolve(), None)) is not None:
             earlier._records.close()  # what it still holds would come in between ours
-        _OPEN[self.path.resolve()] = self
-        self._starts = read_starts(self.path) if self.goes_on else []
+            earlier._lock.release()
+        self._lock = Lock(self.path)
         self._pending: list[Callable[[], None]] = []
-        self._changed = self._write_settings(settings)
+        try:
+            self._lock.take()
+            _OPEN[self.path.resolve()] = self
+            self.goes_on = _goes_on(self.path, resume)  # by now: another process may have been here
+            self._starts = read_starts(self.path) if self.goes_on else []
+            self._changed = self._write_settings(settings)
+        except BaseException:
+            self._lock.release()
+            raise
         self._watch = Watch(self._records, self.path, self._starts, self._new_start)
         self._is_over = False
 
@@ -170,10 +188,14 @@ class RunFolder:
             "algorithms": [repr(algorithm) for algorithm in step.algorithms],
             "duration": None if run.duration is None else str(run.duration),
         }
-        self._watch.note()
+        if not self.goes_on:
+            self._watch.note()
 
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
         """Closes the records and writes result, curves and report. A second call writes them anew.
+
+        Where a run was to go on and has not, because its checkpoint was refused, for instance, the folder stays as it
+        was; but what is given here is added to a result that is there.
 
         Args:
             result: What else belongs to the result, such as `{"checksum": ...}`: names and plain values.
@@ -201,6 +223,15 @@ class RunFolder:
 
     def _end(self, outcome: str, result: Mapping[str, Any] | None) -> None:
         self._is_over = True
+        try:
+            if self._watch.has_begun or not self.goes_on:
+                self._write_end(outcome, result)
+            elif result and (self.path / RESULT).exists():
+                write_json(self.path / RESULT, {**read_json(self.path / RESULT), **result})
+        finally:
+            self._lock.release()
+
+    def _write_end(self, outcome: str, result: Mapping[str, Any] | None) -> None:
         problems: list[str] = []
         with _noted(HISTORY, problems):
             self._watch.end(outcome)
@@ -212,7 +243,7 @@ class RunFolder:
         with _noted(REPORT, problems):
             write_report(self.path, self.path / REPORT, curves=can_draw)
         if problems:
-            warnings.warn(f"{self.path}: {'; '.join(problems)}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{self.path}: {'; '.join(problems)}", RuntimeWarning, stacklevel=4)
 
     def _draw(self) -> None:
         run = read_run(self.path)
@@ -233,7 +264,7 @@ class RunFolder:
     def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
         """Writes what is known before the run; gives what differs from the settings that were there."""
         changed: dict[str, Any] = {}
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._write_when_begun(self._tidy)
         if self.goes_on:
             self._write_when_begun(lambda: (self.path / RESULT).unlink(missing_ok=True))  # of a run that ended earlier
             if settings is not None:
@@ -243,8 +274,13 @@ class RunFolder:
             text = to_toml(settings or {})
             self._write_when_begun(lambda: write_text(self.path / CONFIG, text))  # first: it makes the folder a run's
         if self._command is not None and not (self.goes_on and (self.path / COMMAND).exists()):
-            write_text(self.path / COMMAND, f"{self._command}\n")
+            command = f"{self._command}\n"
+            self._write_when_begun(lambda: write_text(self.path / COMMAND, command))
         return changed
+
+    def _tidy(self) -> None:
+        with suppress(OSError):  # what was half-written when a process was killed does no harm
+            clear(self.path)
 
     def _write_when_begun(self, act: Callable[[], None]) -> None:
         """Writes something down; where the run goes on, not before its checkpoint has been found to fit."""
@@ -254,6 +290,7 @@ class RunFolder:
             act()
 
     def _new_start(self, batch: int, started: str) -> Start:
+        self._lock.take()  # once more, for a run after `finish`
         pending, self._pending = self._pending, []
         for act in pending:
             act()

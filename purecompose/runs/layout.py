@@ -15,6 +15,7 @@ __all__ = [
     "CONFIG",
     "CURVES",
     "HISTORY",
+    "LOCK",
     "PLAN",
     "RECORDS",
     "REPORT",
@@ -27,6 +28,7 @@ __all__ = [
 CONFIG, VERSIONS, PLAN, COMMAND = "config.toml", "versions.json", "plan.txt", "command.txt"
 RECORDS, HISTORY, CHECKPOINTS = "records.jsonl", "history.json", "checkpoints"
 RESULT, CURVES, REPORT = "result.json", "curves.png", "report.html"
+LOCK = ".lock"
 
 
 def write_text(path: Path, text: str) -> None:

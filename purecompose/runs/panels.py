@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 from purecompose.runs.reading import RunRecords
 
 
-__all__ = ["Panel", "Series", "Spread", "check_axis", "panels_of", "series_of", "smooth", "spread"]
+__all__ = [
+    "Panel",
+    "Series",
+    "Spread",
+    "check_axis",
+    "evaluation_columns",
+    "panels_of",
+    "series_of",
+    "smooth",
+    "spread",
+]
 
 _NO_EVALUATION = ("lr", "loss", "speed/", "memory/", "time/seconds")
 
@@ -23,11 +33,24 @@ class Series:
     column: str
     x: list[float]
     y: list[Any]
+    tail: int = 1
+    """How many of the newest numbers tell how it stands: of losses more than one, as a batch's is a matter of luck."""
 
     @property
     def is_population(self) -> bool:
         """Whether it has numbers of several members."""
         return any(isinstance(value, list) for value in self.y)
+
+    @property
+    def members(self) -> int:
+        """How many members it has numbers of."""
+        return max((len(_listed(value)) for value in self.y), default=0)
+
+    @property
+    def last(self) -> Any:
+        """The mean of the newest numbers, those that are finite; of a population for each member. Wants a number."""
+        means = [smooth(one, 2 * len(one))[-1] for one in zip(*map(_listed, self.y[-self.tail :]), strict=False)]
+        return means if self.is_population else means[0]
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
         ValueError: No run has this column.
     """
     check_axis(runs, x)
-    evaluated = list(dict.fromkeys(name for run in runs for name in _evaluation_columns(run.records)))
+    evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
     trained = [name for name in _columns(runs) if name.startswith("train/") and name not in evaluated]
     rates = [name for name in ("speed/samples", "speed/batches") if any(_has(run, name) for run in runs)]
     # Groups of parameters are told apart for one run; for several there would be too many lines.
@@ -88,7 +111,19 @@ def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
         if column in record and not math.isnan(at):
             xs.append(at)
             ys.append(record[column])
-    return Series(index, column, xs, ys)
+    return Series(index, column, xs, ys, _tail(run.records) if column == "loss" else 1)
+
+
+def _tail(records: Sequence[dict[str, Any]]) -> int:
+    """How many of the newest losses tell how training stands: an epoch's, but a quarter of the run's at most.
+
+    Of a run of one epoch the first losses would be in the mean otherwise.
+    """
+    epochs = [record["epoch"] for record in records if "loss" in record]
+    # The record of an epoch's last batch counts the epoch as over.
+    ends = [i for i in range(len(epochs)) if epochs[i] > (epochs[i - 1] if i else 0)]
+    epoch = ends[-1] - (ends[-2] if len(ends) > 1 else -1) if ends else len(epochs)
+    return max(min(epoch, len(epochs) // 4), 1)
 
 
 class Spread(NamedTuple):
@@ -138,8 +173,8 @@ def _columns(runs: Sequence[RunRecords]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for record in run.records for name in record))
 
 
-def _evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """The metrics of evaluations: what stands in records without anything that only batches have."""
+def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The names of the metrics of evaluations: what stands in records without anything that only batches have."""
     for record in records:
         if not any(name.startswith(_NO_EVALUATION) for name in record):
             yield from (name for name in record if "/" in name and not name.startswith("time/"))

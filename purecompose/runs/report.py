@@ -8,9 +8,11 @@ from typing import Any
 
 from purecompose._checks import check_flag
 from purecompose.runs.curves import curves_as_png
+from purecompose.runs.drawing import SMOOTHED_FROM
 from purecompose.runs.layout import write_text
 from purecompose.runs.page import (
     Markup,
+    Pictures,
     duration,
     escaped,
     figure,
@@ -23,6 +25,7 @@ from purecompose.runs.page import (
 )
 from purecompose.runs.reading import RunRecords, read_run
 from purecompose.runs.starts import RUNNING, Start, in_words
+from purecompose.runs.summary import facts_of
 
 
 __all__ = ["write_report"]
@@ -88,41 +91,44 @@ def _summary(run: RunRecords) -> str:
 
 
 def _result(run: RunRecords) -> Markup:
-    metrics = (run.result or {}).get("metrics") or run.last_metrics
-    facts = [(name, number(value, name)) for name, value in _metrics_first(metrics)[:_MOST_TILES]]
-    done = (run.result or {}).get("batches", max((start.until for start in run.starts), default=0))
-    facts += [("batches", number(done)), ("wall-clock time", duration(run.seconds))]
+    facts = facts_of(run)
+    # The last two tell how far the run came.
+    shown, rest = [*facts[:-2][:_MOST_TILES], *facts[-2:]], facts[:-2][_MOST_TILES:]
+    rows = [(one.name, "; ".join(filter(None, (one.value, one.note)))) for one in rest]
     own = {name: value for name, value in (run.result or {}).items() if name not in _KNOWN}
-    rest = _metrics_first(metrics)[_MOST_TILES:]
-    rows = [(name, _shown(value, name)) for name, value in (*rest, *own.items())]
-    return section("Result", tiles(facts), *([table(rows)] if rows else []))
+    rows += [(name, _shown(value, name)) for name, value in own.items()]
+    return section("Result", tiles(shown), *([table(rows)] if rows else []))
 
 
 _KNOWN = ("metrics", "batches", "epochs", "samples", "tokens", "seconds", "evaluation_seconds")
-
-
-def _metrics_first(metrics: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Evaluations before the loss of the last batch, which is a matter of luck."""
-    return sorted(
-        ((name, value) for name, value in metrics.items() if isinstance(value, int | float | list)),
-        key=lambda one: (one[0] == "loss", one[0].startswith("train/")),
-    )
 
 
 def _curves(run: RunRecords) -> Markup:
     if not run.records:
         return _missing("There are no records yet.")
     try:
-        light, dark = (_data_url(curves_as_png(run, dark=is_dark)) for is_dark in (False, True))
+        kinds = [(is_narrow, is_dark) for is_narrow in (False, True) for is_dark in (False, True)]
+        pictures = Pictures(*(_data_url(curves_as_png(run, narrow=narrow, dark=dark)) for narrow, dark in kinds))
     except Exception as error:  # a page without pictures is better than none
         warnings.warn(f"the report of {run.path} has no curves: {error}", RuntimeWarning, stacklevel=3)
         return _missing(f"They could not be drawn: {error}")
-    caption = "Where there are many batches, faint: single ones; bold: their mean over a fiftieth of the run."
-    if any(isinstance(value, list) for value in run.records[0].values()):
-        caption = "Median of the population's members, in a band from the lowest to the highest."
+    return figure(pictures, f"Curves of {run.name}: loss, metrics, learning rate and throughput", _caption(run))
+
+
+def _caption(run: RunRecords) -> str:
+    """What is to be known of the curves."""
+    words = []
+    is_smoothed = sum("loss" in record for record in run.records) >= SMOOTHED_FROM
+    if any(isinstance(value, list) for record in run.records for value in record.values()):
+        band = "Median of the population's members, in a band from the lowest to the highest"
+        words.append(f"{band}, smoothed over about a thirtieth of the run." if is_smoothed else f"{band}.")
+        if any("speed/samples" in record for record in run.records):
+            words.append("The throughput counts a sample once, however many members see it.")
+    elif is_smoothed:
+        words.append("Faint: single batches; bold: means over about a thirtieth of the run.")
     if len(run.starts) > 1:
-        caption += " Dotted: where the run went on."
-    return figure(light, dark, f"Curves of {run.name}: loss, metrics, learning rate and throughput", caption)
+        words.append("Dotted: where the run went on.")
+    return " ".join(words)
 
 
 def _data_url(content: bytes) -> str:
@@ -141,7 +147,7 @@ def _settings(run: RunRecords) -> Markup:
 
 def _trained(run: RunRecords) -> Markup:
     told = run.trained
-    facts = [(words, _shown(told[name])) for name, words in _TRAINED.items() if told.get(name)]
+    facts = [(words, _counted(told[name])) for name, words in _TRAINED.items() if told.get(name)]
     parts = [table(facts)] if facts else []
     if isinstance(told.get("model"), list):
         parts.append(preformatted("\n".join(map(str, told["model"]))))
@@ -202,7 +208,9 @@ def _checkpoints(run: RunRecords) -> Markup:
         )
         for one in run.checkpoints
     ]
-    return section("Checkpoints", table(rows, ["folder", "epoch", "batch", "size", "last evaluation"]))
+    is_population = any(isinstance(value, list) for one in run.checkpoints for value in one.metrics.values())
+    last = "last evaluation: median (range)" if is_population else "last evaluation"
+    return section("Checkpoints", table(rows, ["folder", "epoch", "batch", "size", last]))
 
 
 def _versions(run: RunRecords) -> Markup:
@@ -218,6 +226,10 @@ def _command(run: RunRecords) -> Markup:
 
 def _missing(words: str) -> Markup:
     return Markup(f'<p class="faint">{escaped(words)}</p>')
+
+
+def _counted(value: Any) -> str:
+    return number(value) if isinstance(value, int) else _shown(value)
 
 
 def _shown(value: Any, name: str = "") -> str:

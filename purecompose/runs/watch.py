@@ -47,6 +47,11 @@ class Watch:
         self._has_warned = False
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a run has been seen."""
+        return self._start is not None
+
+    @property
     def seconds(self) -> float:
         """Wall-clock time from the run's first batch, without what was trained in vain before it went on."""
         return self._seconds_before + self._stopwatch.seconds

@@ -12,7 +12,7 @@ from torch import Tensor
 from purecompose._warnings import warn
 from purecompose.context import Static
 from purecompose.saving import folder
-from purecompose.saving.description import describe, differences, environment, missing_required
+from purecompose.saving.description import describe, differences, environment, missing_required, overruled_hparams
 from purecompose.saving.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.saving.index import Index, time_from_plain, time_to_plain
 from purecompose.saving.leaves import Spec, filled, leaves_of, mismatches, spec_of, stored
@@ -97,7 +97,7 @@ def save(state: State, path: Path | str, *, step: Any = None) -> Path:
     return Path(path)
 
 
-def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True) -> State:
+def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
     """The state in a folder, as `save` wrote it, after comparing every byte with its checksum.
 
     Nothing in the files is run: they are numbers and JSON.
@@ -109,6 +109,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         step: The step that is to go on with it, for comparing settings.
         strict: Raise where something does not fit. Otherwise what fits is taken over, the rest stays as it is in
             `like`, and a warning says what it was.
+        is_adaptive: Whether the number of microbatches is found by trying, so that another one is no difference.
 
     Returns:
         The state. Its timestamp is the saved one.
@@ -129,7 +130,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")
     try:
         index = folder.read_index(path)
-        check_fits(path, index, like, step, strict=strict)
+        check_fits(path, index, like, step, strict=strict, is_adaptive=is_adaptive)
         return restored(path, index, like)
     except DamagedError as error:
         older = _whole_before(path)
@@ -176,11 +177,13 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State
     return filled(like, static, tensors, specs, index.values)
 
 
-def check_fits(path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True) -> None:
+def check_fits(
+    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, is_adaptive: bool = False
+) -> None:
     """Compares a checkpoint's index with what is there; see `load`."""
     now = describe(like, step)
-    told = differences(index.description, now)
-    if "microbatches" in index.memory:  # found by trying, and about to be taken over
+    told = [*differences(index.description, now), *overruled_hparams(index.description, like)]
+    if is_adaptive:
         told = [line for line in told if not line.startswith("microbatches:")]
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     misfits = mismatches(like, specs, index.values)

@@ -11,10 +11,11 @@ import torch
 
 from purecompose._version import __version__
 from purecompose.algorithm import Trait
+from purecompose.schedule import Hparam, collect
 from purecompose.state import State
 
 
-__all__ = ["describe", "differences", "environment", "missing_required"]
+__all__ = ["describe", "differences", "environment", "missing_required", "overruled_hparams"]
 
 _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -34,6 +35,7 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
         "target_key": _words(context.target_key),
         "frozen": sorted(context.frozen),
         "initialised": list(context.initialised),
+        "hparams": {hparam.name: hparam.default for hparam in collect((context.optimizer, _settings(step)), Hparam)},
     }
     if step is None:
         return words
@@ -81,10 +83,27 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
+    """Where the template wants another value of a named scalar than the run began with; one line for each."""
+    lines = []
+    for name, value in like.hparams.items():
+        began = saved.get("hparams", {}).get(name)
+        if began is not None and value.ndim == 0 and value != torch.tensor(began, dtype=value.dtype):
+            lines.append(
+                f"hparam {name!r}: {value.item():g} here is not taken over, the checkpoint's value holds: it is a part "
+                "of the state; load it, and replace its hparams"
+            )
+    return lines
+
+
 def missing_required(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The algorithms that must be there to load a checkpoint, and are not."""
     present = now.get("algorithms", now["initialised"])
     return [f"{name}: changed the model of the checkpoint" for name in saved.get("required", ()) if name not in present]
+
+
+def _settings(step: Any) -> list[dict[str, Any]]:
+    return [] if step is None else [dict(algorithm.config) for algorithm in step.algorithms]
 
 
 def _cut(step: Any) -> str:

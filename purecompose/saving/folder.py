@@ -19,6 +19,7 @@ from torch import Tensor
 
 from purecompose.saving.errors import CheckpointError, DamagedError
 from purecompose.saving.index import Index, from_json, to_json
+from purecompose.saving.process import is_alive, token
 from purecompose.time import Timestamp
 
 
@@ -96,7 +97,7 @@ def replaced(target: Path) -> Iterator[Path]:
             old.rename(target)
         shutil.rmtree(new, ignore_errors=True)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
 
 
 @contextlib.contextmanager
@@ -196,13 +197,13 @@ def clear(folder: Path) -> None:
     """Clears away what processes left that are no more; what they were about to replace comes back."""
     for path in sorted(folder.glob(".*")):
         left = _HIDDEN.fullmatch(path.name)
-        if left is None or not path.is_dir() or _is_alive(int(left["pid"])):
+        if left is None or is_alive(int(left["pid"]), left["token"]):
             continue
         target = path.with_name(left["name"])
-        if left["kind"] == _OLD and not target.exists():
+        if left["kind"] == _OLD and not os.path.lexists(target):
             path.rename(target)
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _delete(path)
 
 
 def put_aside(path: Path) -> None:
@@ -212,10 +213,15 @@ def put_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; out of sight first, so that nobody finds half of one."""
+    """Deletes a checkpoint; out of sight first, so that nobody finds half of one.
+
+    One that holds a file of somebody else's stays, for that would be lost.
+    """
+    if not _is_ours_alone(path):
+        return
     hidden = _hidden(path, _WRITING)
     path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden)
 
 
 def digest(file: Path) -> dict[str, Any]:
@@ -238,30 +244,34 @@ def library() -> Any:
 
 
 _NAME = re.compile(r"ep\d{4,}-ba\d{8,}")
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}(?P<kind>\.writing|\.old)")
+_HIDDEN = re.compile(
+    r"\.(?P<name>.+)\.(?P<pid>\d+)-((?P<token>[0-9a-f]{8})-)?[0-9a-f]{8}(?P<kind>\.writing|\.old)", re.DOTALL
+)
 
 
 def _hidden(target: Path, kind: str) -> Path:
     """A name beside a target that says whose it is and for what; nobody else takes it."""
-    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}{kind}")
+    return target.with_name(f".{target.name}.{os.getpid()}-{token()}-{secrets.token_hex(4)}{kind}")
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True
+def _delete(path: Path) -> None:
+    """Deletes a folder, a file, or a link to one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _check_replaceable(target: Path) -> None:
     """Raises where something stands that is no checkpoint: it would be lost."""
-    if target.is_dir() and {path.name for path in target.iterdir()} <= {_INDEX, _TENSORS}:
-        return
-    if os.path.lexists(target):
+    if os.path.lexists(target) and not _is_ours_alone(target):
         raise FileExistsError(f"{target} is no checkpoint, and would be lost: choose another name")
+
+
+def _is_ours_alone(path: Path) -> bool:
+    """Whether this is a checkpoint's folder, with nothing else in it."""
+    return path.is_dir() and {file.name for file in path.iterdir()} <= {_INDEX, _TENSORS}
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

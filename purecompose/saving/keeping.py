@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,31 +102,42 @@ class Resumed:
     path: Path
 
 
-def resumed_from(path: Path | str, like: State, step: Any) -> Resumed:
+def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
     """What a run goes on from, by a checkpoint's folder; see `load` for the template.
+
+    Args:
+        path: The checkpoint.
+        like: The template.
+        step: What is to train it.
+        is_adaptive: Whether the run takes over a number of microbatches that was found by trying.
 
     Raises:
         FileNotFoundError, DamagedError, MismatchError, CheckpointError: See `load`.
     """
-    state = load(path, like, step=step)
+    state = load(path, like, step=step, is_adaptive=is_adaptive)
     return Resumed(state, disk.read_index(Path(path)), Path(path))
 
 
-def resumed_from_newest(folder: Path | str, like: State, step: Any) -> Resumed | None:
+def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
     """What a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
 
-    Damaged ones are put aside, under names that say so: the run will write those batches anew.
+    Damaged ones are put aside, under names that say so: the run will write those batches anew. For the arguments see
+    `resumed_from`.
 
     Raises:
         MismatchError: It is of another model, optimizer or set of algorithms.
         DamagedError: There are none but damaged ones.
+        CheckpointError: A later version of the library wrote one of them.
     """
     with contextlib.suppress(OSError):  # a folder that can be read is enough
         disk.clear(Path(folder))
     found, damaged = disk.all_in(Path(folder))
+    for error in damaged.values():
+        if not isinstance(error, DamagedError):
+            raise error  # not damaged, but none that this version can judge
     for one in found:
         try:
-            check_fits(one.path, one.index, like, step)
+            check_fits(one.path, one.index, like, step, is_adaptive=is_adaptive)
             resumed = Resumed(restored(one.path, one.index, like), one.index, one.path)
         except DamagedError as error:
             damaged[one.path] = error
@@ -145,14 +156,15 @@ class Keeper:
     """Keeps a run's checkpoints; one for each call of `fit`.
 
     Attributes:
-        settings: Where, when and how many.
+        settings: When and how many.
+        folder: Where, wherever the process goes meanwhile.
         written: The newest one that this run has written, and its time.
     """
 
     def __init__(self, settings: Checkpoints) -> None:
         self.settings = settings
         self.written: tuple[Path, Timestamp] | None = None
-        self._folder = Path(settings.folder)
+        self.folder = Path(settings.folder).absolute()
         self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
         self._waiting: _Waiting | None = None
         self._has_passed_over = False
@@ -161,12 +173,12 @@ class Keeper:
         self._last: tuple[Timestamp, Any] | None = None
         self._best: float | None = None
 
-    def begin(self, state: State, *, goes_on: bool = False) -> None:
+    def begin(self, state: State, *, from_here: Resumed | None = None) -> None:
         """Finds out before the run whether it can be saved, and whether another run's checkpoints are there.
 
         Args:
             state: Where the run starts.
-            goes_on: Whether it goes on from the newest one there.
+            from_here: The checkpoint in this folder that it goes on from, if it does.
 
         Raises:
             TypeError: The state holds what no checkpoint can.
@@ -175,20 +187,20 @@ class Keeper:
         """
         leaves_of(state)
         disk.library()
-        found, _ = disk.all_in(self._folder)
+        found, _ = disk.all_in(self.folder)
         later = [one for one in found if one.index.batch > state.timestamp.batch]
-        if later and not goes_on:
+        if later and from_here is None:
             raise FileExistsError(
-                f"{self._folder} holds checkpoints of a run that has come further ({later[0].path.name}): go on from "
+                f"{self.folder} holds checkpoints of a run that has come further ({later[0].path.name}): go on from "
                 "there with resume='auto', or give this run a folder of its own"
             )
-        self._best = max(
-            (r for one in found if (r := _rating(one.index.metrics, self.settings)) is not None), default=None
-        )
+        self._best = self._best_of(found)
+        if from_here is not None and from_here.state.timestamp == state.timestamp:
+            self._last = state.timestamp, from_here.index.metrics  # it is there, and what was measured of it with it
         try:
-            disk.clear(self._folder)
+            disk.clear(self.folder)
         except OSError as error:
-            self._problems.append(f"{self._folder} cannot be tidied: {_words(error)}")
+            self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
 
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
         """Whether it is time for one, after what happened between two times, or worth one, by what was measured."""
@@ -215,7 +227,7 @@ class Keeper:
             return
         self._last, self._written_at = (now, metrics), time.monotonic()
         self._best = _rating(metrics, self.settings) if is_best else self._best
-        target = self._folder / disk.name_at(now)
+        target = self.folder / disk.name_at(now)
         try:
             taken = snapshot(state, step, metrics=metrics, memory=memory)
         except TypeError as error:  # a method has put something into the metrics
@@ -224,8 +236,14 @@ class Keeper:
             self._hand_over(_Task(taken, target, now), is_best)
         self._tell()
 
+    def settle(self) -> None:
+        """Waits until everything so far is written."""
+        if self._waiting is not None:
+            wait([self._waiting.future])  # the thread takes them in their order
+        self._tell()
+
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written, and ends the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         self._tell()
@@ -239,12 +257,12 @@ class Keeper:
     def _enqueue(self, task: "_Task", is_best: bool) -> None:
         assert self._pool is not None
         if self._waiting is not None and not self._waiting.is_best and self._waiting.future.cancel():
-            if not self._has_passed_over:
+            if not self._has_passed_over and self._waiting.batch != task.now.batch:
                 self._problems.append(
                     f"the checkpoint of batch {self._waiting.batch} was passed over, as others may be: writing takes "
                     f"longer than the time between checkpoints ({self.settings.every})"
                 )
-            self._has_passed_over = True
+            self._has_passed_over |= self._waiting.batch != task.now.batch
         self._waiting = _Waiting(self._pool.submit(self._write, task), task.now.batch, is_best)
 
     def _write(self, task: "_Task") -> None:
@@ -256,16 +274,22 @@ class Keeper:
             return
         self.written = task.target, task.now
         try:
-            found, _ = disk.all_in(self._folder)
+            found, _ = disk.all_in(self.folder)
             for one in surplus(found, self.settings):
                 if one.path != task.target:
                     disk.remove(one.path)
         except Exception as error:
-            self._problems.append(f"{self._folder}: older checkpoints could not be removed: {_words(error)}")
+            self._problems.append(f"{self.folder}: older checkpoints could not be removed: {_words(error)}")
 
     def _failed(self, problem: str) -> None:
         self._problems.append(problem)
         self._last = None  # the same state may be tried again
+        with contextlib.suppress(OSError):
+            self._best = self._best_of(disk.all_in(self.folder)[0])  # what was not written is not the best one
+
+    def _best_of(self, found: Iterable[disk.Found]) -> float | None:
+        ratings = [_rating(one.index.metrics, self.settings) for one in found]
+        return max((rating for rating in ratings if rating is not None), default=None)
 
     def _is_best(self, metrics: Mapping[str, Any]) -> bool:
         rating = _rating(metrics, self.settings)

@@ -127,7 +127,7 @@ def test_json(here, capsys) -> None:
         ("cli_algorithms:good --examples 0", "--examples: expected an int >= 1, got 0"),
         ("cli_algorithms:good --neutral cli_algorithms:god", "has no attribute 'god'"),
         ("cli_algorithms:good mixup(0.2) --neutral mixup(0)", "--neutral: goes with one algorithm, got 2"),
-        ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: expected a file"),
+        ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: there is no folder nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(here, capsys, arguments, expected) -> None:

@@ -134,7 +134,10 @@ def test_predictions_are_written(run: Run) -> None:
     assert sum(row["class"] == row["target"] for row in rows) / 360 == pytest.approx(told["accuracy"])
     assert run("predict", "a")[1].splitlines()[1].startswith("0,")
     status, _, err = run("predict", "a", "--out", "nowhere/p.csv")
-    assert status == 2 and "cannot be written" in err
+    assert status == 2 and "--out: nowhere/p.csv: there is no folder nowhere; make it" in err
+    pathlib.Path("folder.csv").mkdir()
+    status, _, err = run("predict", "a", "--out", "folder.csv")
+    assert status == 2 and "--out: folder.csv is a folder; expected a file's name" in err
 
 
 def test_populations_train_from_the_shell(run: Run) -> None:
@@ -160,8 +163,25 @@ def test_runs_are_drawn_into_one_picture(run: Run) -> None:
     status, out, _ = run("plot", "a", "b", "--out", "both.png", "--x", "epoch")
     assert status == 0 and "the curves of 2 runs in both.png" in out
     assert pathlib.Path("both.png").read_bytes().startswith(b"\x89PNG")
-    status, _, err = run("plot", "nowhere")
-    assert status == 2 and "nowhere" in err
+    for arguments, said in [
+        (("nowhere",), "plot: error: there is no folder nowhere"),
+        (("a", "--out", "some/new/both.png"), "--out: some/new/both.png: there is no folder some/new; make it"),
+        (("a", "--out", "both.txt"), "error: expected a file name that ends in .png"),
+    ]:
+        status, _, err = run("plot", *arguments)
+        assert status == 2 and said in err, err
+    assert not pathlib.Path("some").exists()
+
+
+def test_a_run_shows_its_plan(run: Run) -> None:
+    run("train", *SMALL, "--algorithms", "label_smoothing(smoothing=0.3)", "--out", "a")
+    status, out, _ = run("plan", "a", "--at", "1ep")
+    assert status == 0 and out == run("plan", "--config", "a/config.toml", "--at", "1ep")[1]
+    assert "label_smoothing" in out and "mixup" not in out
+    assert "mixup" in run("plan", "a", "--algorithms", "mixup")[1]
+    pathlib.Path("a/config.toml").write_text("seed = ")
+    status, _, err = run("plan", "a")
+    assert status == 2 and "plan: error: a/config.toml is no TOML" in err
 
 
 def test_a_run_stops_early(run: Run) -> None:
@@ -180,14 +200,11 @@ def test_compiled_and_in_half_precision(run: Run) -> None:
     assert status == 2 and "expected a number of slices, or auto" in err
 
 
-def test_cards_and_completion(run: Run) -> None:
+def test_cards(run: Run) -> None:
     status, out, _ = run("algorithms", "mixup")
     assert status == 0 and out.startswith("mixup(alpha=0.2") and "Beta distribution" in out
     status, _, err = run("algorithms", "mixpu")
     assert status == 2 and "mixup" in err
-    for shell in ("bash", "zsh"):
-        status, out, _ = run("completion", shell)
-        assert status == 0 and "--checkpoint-every" in out and "purecompose" in out
 
 
 def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:

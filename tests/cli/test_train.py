@@ -106,6 +106,12 @@ def test_plans_differ_along_the_run(capsys) -> None:
     assert run(capsys, "plan", "--at", "24ep") == run(capsys, "plan", "--at", f"{24 * 22 * 64}sp")
 
 
+def test_times_in_calls_need_no_quotes(capsys) -> None:
+    arguments = ("train", "--duration", "3ba", "--quiet", "--model", "mlp", "--schedule")
+    plain, quoted = (run(capsys, *arguments, call) for call in ("cosine(warmup=1ba)", "cosine(warmup='1ba')"))
+    assert found_checksum(plain) == found_checksum(quoted)
+
+
 def test_algorithms_are_listed_with_parameters(capsys) -> None:
     out = run(capsys, "algorithms")
     assert "mixup(alpha=0.2, *," in out
@@ -121,8 +127,12 @@ def test_algorithms_are_listed_with_parameters(capsys) -> None:
         (["train", "--algorithms", "mixup(alpha=-1)"], "--algorithms: mixup"),
         (["train", "--data", "digit"], "--data: "),
         (["train", "--model", "cn"], "did you mean 'cnn'?"),
-        (["train", "--model", "cnn(widht=3)"], "--model: cnn() got an unexpected keyword argument"),
-        (["train", "--model", "mlp(3)"], "options by name"),
+        (["train", "--model", "cnn(widht=3)"], "--model: cnn has no option 'widht'; did you mean 'width'? it is cnn("),
+        (["train", "--model", "mlp(num_classes=3)"], "--model: mlp has no option 'num_classes'; it is mlp(hidden="),
+        (["train", "--model", "mlp(hidden=2.5)"], "--model: mlp: hidden: expected an int or a sequence of ints"),
+        (["train", "--model", "cnn(batch_norm=3)"], "--model: cnn: batch_norm: expected True or False, got 3"),
+        (["train", "--schedule", "cosine(warmup=0.1durr)"], "--schedule: cannot read"),
+        (["train", "--model", "mlp(3)"], "options by name; it is mlp(hidden=(256, 128), dropout=0.0)"),
         (["train", "--optimizer", "sgd"], "--optimizer: sgd: missing a required argument: 'lr'"),
         (["train", "--optimizer", "adam(lr=-1)"], "--optimizer: adam: lr"),
         (["train", "--schedule", "cosine(warmup='90ep')"], "--schedule: warmup=90ep is longer"),
@@ -134,11 +144,19 @@ def test_algorithms_are_listed_with_parameters(capsys) -> None:
         (["train", "--microbatches", "65"], "65 slices of a batch of 64"),
         (["train", "--seed", "-1"], "--seed: "),
         (["train", "--seed", str(2**64)], "--seed: "),
-        (["train", "--seed", "x"], "invalid int value"),
+        (["train", "--seed", "x"], "train: error: argument --seed: expected a whole number, got 'x'"),
+        (["train", "--validation", "x"], "argument --validation: expected a number, got 'x'"),
+        (["train", "--out", ""], "argument --out: expected a name, got an empty text"),
+        (["train", "--data", "digit", "--resume"], "--resume: say which run"),
         (["train", "--threads", "0"], "--threads: "),
         (["train", "--device", "bogus"], "--device: 'bogus'"),
         (["plan", "--at", "3tok"], "--at: 3tok"),
-        (["train", "--durration", "1ep"], "unrecognized arguments"),
+        (["plan", "--at", "2dur"], "--at: 2dur: the run ends before, after 880 batches"),
+        (["plan", "nowhere"], "plan: error: nowhere is no run's folder: it is not there; train --out"),
+        (["train", "--durration", "1ep"], "arguments: --durration 1ep; did you mean '--duration' or"),
+        (["train", "somewhere"], "train: error: unrecognized arguments: somewhere"),
+        (["algorithms", "mixpu"], "no algorithm is called 'mixpu'; did you mean 'mixup'?"),
+        (["plot"], "plot: error: the following arguments are required: RUN"),
         (["trian"], "invalid choice"),
         ([], "COMMAND"),
     ],
@@ -165,6 +183,18 @@ def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch) -> None:
     monkeypatch.setattr("purecompose.cli.train.fit", interrupted)
     assert main(["train", "--quiet"]) == 130
     assert capsys.readouterr().err == "python -m purecompose train: interrupted\n"
+
+
+def test_an_interrupt_while_torch_imports_is_one_line_as_well(capsys, monkeypatch) -> None:
+    raised: list[BaseException] = [AttributeError("half imported"), KeyboardInterrupt()]
+
+    def importing(*_: object, **__: object) -> None:
+        raise raised.pop()
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", importing)
+    assert main(["train", "--quiet", "--threads", "2"]) == 130
+    assert capsys.readouterr().err == "python -m purecompose train: interrupted\n"
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])

@@ -2,6 +2,8 @@
 
 import pathlib
 import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,3 +75,56 @@ def test_going_on_with_other_data_warns(tmp_path: pathlib.Path) -> None:
         fit(step, start, dealt(), duration="2ep", checkpoints=settings, resume="auto")
     with pytest.warns(CheckpointWarning, match="other data: data: inputs: float32"):
         fit(step, start, dealt(inputs=-INPUTS), duration="3ep", checkpoints=settings, resume="auto")
+
+
+class Odd:
+    """Data whose attributes mean something else, or nothing at all."""
+
+    inputs = torch.tensor(3)  # a number, not examples
+    targets = torch.eye(5).to_sparse()
+
+    def epoch(self, key: torch.Tensor, epoch: int, start: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        return dealt().epoch(key, epoch, start)
+
+    @property
+    def batch_size(self) -> int:
+        raise RuntimeError("not opened")
+
+    @property
+    def dataset(self) -> "Unopened":
+        return Unopened()
+
+
+class Unopened:
+    def __len__(self) -> int:
+        raise RuntimeError("not opened")
+
+
+class Unreadable(torch.Tensor):
+    def __getitem__(self, index: object) -> torch.Tensor:
+        raise RuntimeError("not here")
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        Odd.inputs,
+        Odd.targets,
+        torch.zeros(5, 2).as_subclass(Unreadable),
+    ],
+    ids=["a number", "sparse", "unreadable"],
+)
+def test_what_cannot_be_described_is_left_out(inputs: torch.Tensor) -> None:
+    odd = Odd()
+    odd.inputs = inputs
+    assert describe_data(odd) == {"kind": "Odd", "dataset": "Unopened"}
+
+
+def test_odd_data_are_trained_on(tmp_path: pathlib.Path) -> None:
+    start, settings = make_state(make_mlp()), Checkpoints(tmp_path)
+    fit(compose(loop_events), start, Odd(), duration="1ep", checkpoints=settings)
+    assert fit(compose(loop_events), start, Odd(), duration="8ba", checkpoints=settings, resume="auto")
+
+
+def test_no_examples_are_described_too() -> None:
+    assert "inputs" in describe_data(SimpleNamespace(inputs=torch.zeros(0, 3)))

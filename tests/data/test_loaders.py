@@ -1,6 +1,7 @@
 """Loaders without a generator draw by the run's key; the global generator and loaders with their own are left alone."""
 
 import gc
+import multiprocessing
 import random
 import weakref
 from itertools import islice
@@ -353,3 +354,67 @@ def test_streams_of_unknown_length():
 def test_a_break_after_some_batches_draws_no_more_than_they_need():
     taken = list(islice(keyed_batches(shuffled(), KEY, 0), 2))
     assert_same(taken, list(keyed_batches(shuffled(), KEY, 0))[:2])
+
+
+# Streams
+
+
+class Shuffling(IterableDataset):
+    """Draws from all three generators, and shuffles by the epoch that it is told of."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(12).tolist()
+        random.shuffle(order)
+        worker = torch.utils.data.get_worker_info()
+        for number in order if worker is None else order[worker.id :: worker.num_workers]:
+            yield torch.tensor([number, self.epoch, random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class Owned(DataLoader):
+    """A loader with an iteration of its own, over the one it inherits."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield 2 * batch
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Owned])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_an_epoch_of_a_stream_does_not_depend_on_those_before_it(kind, options):
+    loader = kind(Shuffling(), 4, **options)
+    first, second = (list(epoch_batches(loader, KEY, epoch)) for epoch in (0, 1))
+    random.seed(5)
+    np.random.seed(5)
+    anew = kind(Shuffling(), 4, **options)
+    assert_same(list(epoch_batches(anew, KEY, 1)), second)
+    assert_same(list(epoch_batches(anew, KEY, 0)), first)
+    factor = 2 if kind is Owned else 1
+    assert {row[1].item() for batch in second for row in batch} == {factor}
+    assert not torch.equal(torch.cat(first)[:, 2:], torch.cat(second)[:, 2:])
+
+
+def test_streams_leave_python_and_numpy_as_they_were():
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    list(keyed_batches(DataLoader(Shuffling(), 4), KEY, 0))
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_workers_of_a_stream_end_with_its_epoch():
+    loader = DataLoader(Shuffling(), 4, num_workers=1, persistent_workers=True)
+    batches = keyed_batches(loader, KEY, 0)
+    next(batches)
+    assert multiprocessing.active_children()
+    del batches
+    assert not multiprocessing.active_children()
+    list(keyed_batches(loader, KEY, 0))
+    assert not multiprocessing.active_children()

@@ -89,3 +89,14 @@ def test_it_changes_nothing(tmp_path: Path) -> None:
 def test_numbers_are_checked_when_it_is_built(name: str, value: float) -> None:
     with pytest.raises((TypeError, ValueError), match=f"Profile: {name}"):
         Profile("traces", **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_relative_folder_stays_where_it_was_wherever_the_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    observer = Profile("traces", active=1)
+    monkeypatch.chdir("elsewhere")
+    run("4ba", observer)
+    assert len(list((tmp_path / "traces").iterdir())) == 1

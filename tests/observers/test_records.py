@@ -283,3 +283,16 @@ def test_the_suffix_says_which_form(tmp_path: Path) -> None:
         read_records(tmp_path / "run.txt")
     with pytest.raises(FileNotFoundError):
         read_records(tmp_path / "run.csv")
+
+
+def test_a_relative_file_stays_where_it_was_wherever_the_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Records("run.jsonl", group=1) as records:
+        records(Event.BATCH_END, at(make_state(), 1))
+        monkeypatch.chdir("elsewhere")
+        records(Event.BATCH_END, at(make_state(), 2))
+    assert len(read_records(tmp_path / "run.jsonl")) == 2
+    assert list((tmp_path / "elsewhere").iterdir()) == []

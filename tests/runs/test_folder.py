@@ -11,7 +11,20 @@ import pytest
 import torch
 from run_helpers import STEP, make_batches, make_state, train, uninterrupted
 
-from purecompose import Algorithm, Event, compose, fit, loop_events, population, stack_states, tree
+from purecompose import (
+    Algorithm,
+    Event,
+    MismatchError,
+    State,
+    compose,
+    fit,
+    loop_events,
+    losses,
+    optim,
+    population,
+    stack_states,
+    tree,
+)
 from purecompose.observers import read_records
 from purecompose.runs import RunFolder, folder as folder_module, read_run
 
@@ -252,3 +265,56 @@ def test_a_folder_that_was_left_open_writes_nothing_between_the_records_of_the_n
         left._records.close()
     batches = [record["batch"] for record in read_run(tmp_path / "run").records]
     assert batches == sorted(batches)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG) as run:
+        train(run)
+    (tmp_path / "command.txt").unlink()
+    before = contents(tmp_path)
+    net = torch.nn.Linear(4, 3, bias=False)
+    other = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="9ep")
+    with pytest.raises(MismatchError), RunFolder(tmp_path, {"lr": 7.0}, command="other", resume=True) as run:
+        run.begin(STEP, other)
+        fit(STEP, other, make_batches(), observers=run.observer, checkpoints=run.checkpoints(), resume=run.resume)
+    assert contents(tmp_path) == before
+    RunFolder(tmp_path, resume=True).finish()
+    assert contents(tmp_path) == before
+    RunFolder(tmp_path, resume=True).finish({"checksum": "abc"})
+    found = read_run(tmp_path).result
+    assert found is not None and (found["batches"], found["checksum"]) == (12, "abc")
+    assert contents(tmp_path) == before | {"result.json": (tmp_path / "result.json").read_bytes()}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_stays_in_its_folder_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def leave(event: Event, state: Any) -> None:
+        if event is Event.EPOCH_END:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+
+    with RunFolder("run") as run:
+        run.begin(STEP, make_state())
+        kept = run.checkpoints(background=False)
+        fit(STEP, make_state(), make_batches(), observers=[run.observer, leave], checkpoints=kept)
+    assert run.path == tmp_path / "run"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    found = read_run(tmp_path / "run")
+    assert found.result is not None and len(found.records) == 12 and found.checkpoints[0].batch == 12
+
+
+def test_what_was_half_written_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    RunFolder(tmp_path).stop("enough")
+    left = tmp_path / ".history.json.99999999-00000000.writing"
+    left.write_text("half")
+    run = RunFolder(tmp_path, resume=True)
+    assert left.exists()  # it has not begun
+    train(run, until=1)
+    assert not left.exists()

@@ -73,3 +73,33 @@ def test_the_spread_of_a_population_is_that_of_its_finite_members(members: list[
         assert found.median == [pytest.approx(statistics.median(finite))]
     else:
         assert math.isnan(found.low[0]) and math.isnan(found.median[0]) and math.isnan(found.high[0])
+
+
+@pytest.mark.parametrize(
+    ("count", "tail"),
+    [
+        (0, 1),
+        (3, 1),  # no epoch is over yet
+        (10, 2),  # of one epoch a quarter, for it holds the first losses as well
+        (40, 10),
+        (45, 10),  # in the middle of the fifth
+        (400, 10),
+    ],
+)
+def test_how_training_stands_is_told_by_an_epoch_at_most(count: int, tail: int) -> None:
+    series = series_of(made_up(count=count), 0, "loss", "batch")
+    assert series.tail == tail
+    if count:
+        assert series.last == pytest.approx(statistics.fmean(series.y[-tail:]))
+
+
+def test_the_last_number_of_a_population_is_by_member_over_what_is_finite() -> None:
+    run = made_up(members=2, batch_40={"loss": [math.nan, 7.0]})
+    series = series_of(run, 0, "loss", "batch")
+    first, second = zip(*series.y[-10:], strict=True)
+    assert series.members == 2
+    assert series.last == [pytest.approx(statistics.fmean(first[:-1])), pytest.approx(statistics.fmean(second))]
+
+
+def test_a_metric_is_told_by_its_last_number() -> None:
+    assert series_of(made_up(), 0, "eval/accuracy", "batch").last == 1.0

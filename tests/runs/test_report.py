@@ -6,11 +6,11 @@ import pytest
 from run_helpers import at, made_up
 
 from purecompose.runs import write_report
-from purecompose.runs.page import duration, number
+from purecompose.runs.page import breakable, duration, number
 
 
 HOSTILE = "</pre><script>alert('x')</script><img src=\"http://evil.test/a.png\" onerror='alert(1)'>&amp;\x00\x1b[31m"
-VOID = {"meta", "link", "img", "source", "br"}
+VOID = {"meta", "link", "img", "source", "br", "wbr"}
 
 
 class Checker(html.parser.HTMLParser):
@@ -58,7 +58,7 @@ def test_the_report_tells_everything(tmp_path: Path) -> None:
     )
     page = parsed(write_report(run, tmp_path / "report.html"))
     for words in (
-        *("made-up", "finished", "98.76 %", "0.5", "f00", "lr", "0.25", "model.width", "16", run.plan),
+        *("made-up", "finished", "98.76%", "0.8255", "f00", "lr", "0.25", "model.width", "16", run.plan),
         *("python train.py --seed 3", "2.99", "mixup(alpha=0.2)", "Linear(4, 3)", "1 min 15 s", "seed: 0 → 1"),
         *("went on at batch 20", "0.5405 batches / s", "killed"),
     ):
@@ -82,7 +82,7 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     page = parsed(write_report(run, tmp_path / "report.html", curves=False))
     plain = parsed(write_report(made_up(), tmp_path / "plain.html", curves=False))
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags} | {"pre", "table", "tr", "th", "td"} | {
-        *("thead", "tbody")
+        *("thead", "tbody", "wbr")
     }
     assert not any(
         name.startswith("on") or "evil" in str(value) for _, attrs in page.tags for name, value in attrs.items()
@@ -116,6 +116,34 @@ def test_curves_that_cannot_be_drawn_leave_a_page(tmp_path: Path, monkeypatch: p
     assert "could not be drawn: too large" in parsed(path).text
 
 
+def test_the_caption_tells_what_is_in_the_curves_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("purecompose.runs.report.curves_as_png", lambda run, **_: b"")
+    captions = []
+    for run in (made_up(), made_up(count=80, starts=(at(0), at(12))), made_up(count=80, members=3)):
+        checker = parsed(write_report(run, tmp_path / "report.html"))
+        captions.append(checker.text.partition("Curves")[2].partition("Settings")[0].split("\n"))
+    plain, long, population = (" ".join(filter(None, lines)) for lines in captions)
+    assert plain == ""
+    assert (
+        long == "Faint: single batches; bold: means over about a thirtieth of the run. Dotted: where the run went on."
+    )
+    assert population.startswith("Median of the population's members") and population.endswith("thirtieth of the run.")
+
+
+def test_lines_may_end_between_words_and_not_within_numbers() -> None:
+    assert breakable("checkpoint_every", "_") == "checkpoint_<wbr>every"
+    assert breakable("sgd(lr=0.1,momentum=0.9,(1,2))") == "sgd(<wbr>lr=0.1,<wbr>momentum=0.9,(1,2))"
+    assert breakable("a,<b>") == "a,&lt;b&gt;"
+
+
+def test_counts_have_commas_and_settings_are_as_they_were_given(tmp_path: Path) -> None:
+    run = made_up(config={"seed": 123456}, trained={"weights": 61050})
+    text = parsed(write_report(run, tmp_path / "report.html", curves=False)).text
+    assert "61,050" in text and "123456" in text
+
+
 def test_a_folder_is_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_report(tmp_path / "nowhere", tmp_path / "report.html")
@@ -125,7 +153,7 @@ def test_a_folder_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "name", "words"),
     [
-        (0.98765, "eval/accuracy", "98.77 %"),
+        (0.98765, "eval/accuracy", "98.77%"),
         (98.7, "eval/accuracy", "98.7"),
         (0.98765, "eval/loss", "0.9877"),
         (12345, "", "12,345"),

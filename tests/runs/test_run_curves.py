@@ -16,8 +16,8 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 NAN = {"loss": math.nan}
 
 
-def figure_of(*runs: RunRecords, x: str = "batch") -> Any:
-    drawing = drawn(panels_of(runs, x), [run.name for run in runs], [], x, dark=False)
+def figure_of(*runs: RunRecords, x: str = "batch", narrow: bool = False) -> Any:
+    drawing = drawn(panels_of(runs, x), [run.name for run in runs], [], x, dark=False, narrow=narrow)
     return drawing._figure
 
 
@@ -64,7 +64,68 @@ def test_whatever_a_run_holds_is_drawn(run: RunRecords) -> None:
 def test_numbers_that_are_not_finite_are_told() -> None:
     axes = figure_of(made_up(batch_3=NAN, batch_4=NAN)).axes[0]
     assert axes.get_title("right") == "2 of 40 not finite, the first at 3"
-    assert figure_of(made_up()).axes[0].get_title("right").startswith("last 0.7")
+
+
+def test_a_panel_says_what_its_number_is_of() -> None:
+    def remarks(run: RunRecords) -> list[str]:
+        return [axes.get_title("right") for axes in figure_of(run).axes]
+
+    lower: dict[str, Any] = {
+        "batch_40": {"eval/accuracy": 0.5, "train/accuracy": 0.9},
+        "batch_39": {"train/accuracy": 1.0},
+    }
+    mean = sum(2 * math.exp(-i / 40) for i in range(31, 41)) / 10
+    assert remarks(made_up(**lower)) == [
+        f"mean of the last 10: {mean:.4g}",
+        "last 100.00%, best 100.00%",
+        "last 90.00%",  # of single batches the best is a matter of luck
+        *("", ""),
+    ]
+    assert remarks(made_up(members=3))[:2] == [
+        f"median of 3, mean of the last 10: {mean + 1:.4g}",
+        "median of 3: last 66.67%, best 66.67%",
+    ]
+
+
+def test_a_remark_for_which_there_is_no_room_stands_below_the_title() -> None:
+    (axes,) = (one for one in figure_of(made_up(members=3), narrow=True).axes if "accuracy" in one.get_title("left"))
+    assert axes.get_title("right") == ""
+    assert [text.get_text() for text in axes.texts] == ["median of 3: last 66.67%, best 66.67%"]
+    figure = axes.figure
+    figure.draw_without_rendering()
+    box, title = axes.texts[0].get_window_extent(), axes.title.get_window_extent()
+    left = axes._left_title.get_window_extent()  # matplotlib has no public way to the title at the left
+    assert box.y1 <= left.y0 and box.x1 <= figure.bbox.x1 and title.width == 0
+
+
+def test_for_narrow_screens_panels_stand_below_each_other() -> None:
+    run = made_up()
+    width, height = size_of(curves_as_png(run, dark=False, narrow=True))
+    assert height > 2 * width >= 2 * 600
+    assert len({axes.get_position().x0 for axes in figure_of(run, narrow=True).axes}) == 1
+
+
+def test_a_population_is_named_one_in_the_legend(tmp_path: Path) -> None:
+    text = draw_curves([made_up("plain"), made_up("eight", members=8)], tmp_path / "both.svg").read_text()
+    assert "<!-- plain -->" in text and "<!-- eight (median of 8) -->" in text
+
+
+def test_numbers_along_an_axis_have_one_unit_and_counts_are_whole() -> None:
+    speeds: dict[str, Any] = {f"batch_{i}": {"speed/samples": 12000.0 + i} for i in range(1, 4)}
+    axes = figure_of(made_up(count=3, **speeds)).axes[-1]
+    shown = [axes.yaxis.get_major_formatter()(tick) for tick in axes.get_yticks()]
+    assert shown[0] == "0" and len(shown) >= 4 and all(one.endswith("k") for one in shown[1:])
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_schedules_that_are_the_same_are_all_seen() -> None:
+    (axes,) = (
+        one
+        for one in figure_of(made_up("a"), made_up("b"), made_up("c", batch_1={"lr": 0.5})).axes
+        if one.get_title("left") == "learning rate"
+    )
+    first, second, other = (line.get_linewidth() for line in axes.get_lines())
+    assert first > second + 1 and second == other
 
 
 def test_a_population_is_a_median_in_a_band() -> None:
@@ -85,7 +146,7 @@ def test_many_batches_are_smoothed_over_the_faint_ones() -> None:
 def test_of_very_many_batches_the_mean_is_drawn_at_some() -> None:
     faint, bold = figure_of(made_up(count=6100)).axes[0].get_lines()
     assert list(bold.get_xdata()) == list(faint.get_xdata())[::3]
-    assert bold.get_ydata()[600] == pytest.approx(faint.get_ydata()[1800 - 61 : 1800 + 62].mean())
+    assert bold.get_ydata()[600] == pytest.approx(faint.get_ydata()[1800 - 101 : 1800 + 102].mean())
 
 
 def test_runs_share_axes_and_a_legend_with_their_names_as_they_are() -> None:

@@ -16,7 +16,7 @@ from helpers import assert_same, changing, counter, make_batches, make_mlp, make
 
 import purecompose as pc
 from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
-from purecompose.saving import folder as disk, newest
+from purecompose.saving import folder as disk, newest, process
 from purecompose.saving.index import Index
 from purecompose.saving.keeping import Keeper, surplus
 
@@ -241,7 +241,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: pathlib.Path) -> N
     whose = f"{int(dead.stdout)}-00000000"
     shutil.copytree(last, tmp_path / f".{last.name}.{whose}.writing")
     last.rename(tmp_path / f".{last.name}.{whose}.old")  # killed between two renamings
-    alive = tmp_path / f".{last.name}.{os.getpid()}-00000000.writing"
+    alive = tmp_path / f".{last.name}.{os.getpid()}-{process.token()}-00000000.writing"
     alive.mkdir()
     (tmp_path / ".notes.old").mkdir()  # somebody's own
     assert pc.saving.read_index(last).batch == 12  # brought back by whoever asks for it
