@@ -168,7 +168,7 @@ def test_bad_arguments_are_named(make: Any, said: str) -> None:
 )
 def test_a_run_goes_on_where_more_is_allowed_now(first: Any, second: Any, end: int, tmp_path: pathlib.Path) -> None:
     step, state, data = compose(loop_events), make_state(duration="6ep"), make_batches(4)
-    shared = {"evaluate": Evaluator(data), "checkpoints": Checkpoints(tmp_path)}
+    shared = {"evaluate": Evaluator(data), "checkpoints": Checkpoints(tmp_path, background=False)}
     stopped = fit(step, state, data, stop=first, **shared)
     assert stopped.timestamp.batch < end
     resumed = fit(step, state, data, stop=second, resume="auto", **shared)
