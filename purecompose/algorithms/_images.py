@@ -7,7 +7,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._checks import shown
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_can_write, check_scalar, given_keys
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
@@ -22,6 +22,8 @@ def check_severity(severity: Any, where: str) -> None:
     """Raises a `TypeError` or `ValueError` unless it is a scalar in [0, 10]; a tensor's value is not checked."""
     if not isinstance(severity, Tensor):
         check_scalar(severity, where, 0, 10, hint="0 changes nothing, 10 is the strongest")
+    elif severity.ndim:
+        raise ValueError(f"{where}: expected one number, 0-d, got shape {tuple(severity.shape)}")
 
 
 def check_images(name: str, inputs: Any) -> None:
@@ -69,5 +71,6 @@ def image_method(
         name,
         NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
         apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
         config={setting: value for setting, value in {**config, **keys}.items() if value is not None},
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random
 from purecompose._checks import check_flag, check_number
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_can_write, check_reads_targets, check_scalar, given_keys
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
@@ -105,5 +105,6 @@ def mixing_method(
         name,
         NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
         apply,
+        runs_after=(Trait.AUGMENTS_EXAMPLES,),
         config={"alpha": alpha, **shown, **keys},
     )

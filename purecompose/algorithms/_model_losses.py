@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -60,9 +61,11 @@ def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Ten
     labels = labels[..., loss_fn.shift :] if loss_fn.shift else labels
     counted = labels != loss_fn.ignore_index
     if not is_whole:
+        if own.shape == _labels(loss_fn, batch).shape != labels.shape:
+            own = own[..., : -loss_fn.shift]  # one for each input; those of the last ones have no label
         if own.shape != labels.shape:
             return own.flatten(1).mean(1)
-        return _row_means(own * counted, counted)
+        return _row_means(own, counted)
     logits = _member(outputs, "logits").float()
     if loss_fn.shift:
         logits = logits[..., : -loss_fn.shift, :]
@@ -74,7 +77,8 @@ def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Ten
 
 def _row_means(token_losses: Tensor, counted: Tensor) -> Tensor:
     num = len(token_losses)
-    return token_losses.reshape(num, -1).sum(1) / counted.reshape(num, -1).sum(1).clamp(min=1)
+    # Chosen, not multiplied: what does not count may be infinite.
+    return torch.where(counted, token_losses, 0).reshape(num, -1).sum(1) / counted.reshape(num, -1).sum(1).clamp(min=1)
 
 
 def _labels(loss_fn: ModelLoss, batch: Any) -> Tensor:

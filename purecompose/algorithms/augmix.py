@@ -94,8 +94,9 @@ def augmix_batch(
     def augmented(stored: Tensor, scale: Scale) -> Tensor:
         num = len(stored)
         chains = _chains(rng, stored, scale, primitives, severity, depth, width)
-        gammas = random.gamma(rng.named("weights"), alpha, (num, width)).to(stored.device)
-        weights = gammas / gammas.sum(1, keepdim=True)
+        # In float64: for a small alpha most of them are too small for float32, and would count alike.
+        gammas = random.gamma(rng.named("weights"), alpha, (num, width), dtype=torch.float64).to(stored.device)
+        weights = (gammas / gammas.sum(1, keepdim=True)).float()
         share = random.beta(rng.named("share"), alpha, alpha, (num,)).to(stored.device)
         levels = scale.opened(stored)
         mixture = sum(
@@ -206,20 +207,25 @@ def _chains(
 ) -> list[Tensor]:
     """The ends of the chains: for each of them a tensor like `stored`."""
     num = len(stored)
+    # One chain's images after the other's. Operations and depths are drawn apart, so that what happens to an image in
+    # one chain says nothing about the others.
     chains = stored.repeat(width, *[1] * (stored.ndim - 1))
     if depth > 0:
         for step in range(depth):
-            chains = one_operation_each(rng.named(step), chains, scale, primitives, severity)
+            chains = one_operation_each(rng.named(step), chains, scale, primitives, severity, num_groups=width)
         return list(chains.split(num))
-    # Those that end after 1, 2 and 3 operations; in each step the ones that go on are the rest.
-    lists, places = assigned(rng.named("depth"), len(chains), _MAX_DEPTH, stored.device)
-    going, ended = chains.index_select(0, torch.cat(lists)), []
-    for step, ending in enumerate(lists):
-        if len(going):
-            going = one_operation_each(rng.named(step), going, scale, primitives, severity)
-        ended.append(going[: len(ending)])
-        going = going[len(ending) :]
-    return list(torch.cat(ended).index_select(0, places).split(num))
+    drawn = [assigned(rng.named("depth").named(chain), num, _MAX_DEPTH, stored.device) for chain in range(width)]
+    starts = torch.stack([torch.cat(lists) + chain * num for chain, (lists, _) in enumerate(drawn)])
+    # (width, images, ...), of each chain those first that end after one operation, then after two and three.
+    going, ended = chains.index_select(0, starts.flatten()).unflatten(0, starts.shape), []
+    capacity = starts.shape[1] // _MAX_DEPTH
+    for step in range(_MAX_DEPTH):
+        flat = one_operation_each(rng.named(step), going.flatten(0, 1), scale, primitives, severity, num_groups=width)
+        going = flat.unflatten(0, going.shape[:2])
+        ended.append(going[:, :capacity])
+        going = going[:, capacity:]
+    ends = torch.cat(ended, 1)
+    return [ends[chain].index_select(0, places) for chain, (_, places) in enumerate(drawn)]
 
 
 def _check_shape(depth: int, width: int, where: str) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._checks import check_flag, check_number, shown
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_can_write, given_keys
 from purecompose.algorithms._images import check_images
 from purecompose.event import Event
@@ -202,6 +202,7 @@ def colout(
         name,
         NEVER if p_row == 0 and p_col == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
         apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
         config={**settings, **keys},
     )
 

@@ -38,6 +38,7 @@ from purecompose._device import sent
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._images import check_images
 from purecompose.algorithms._mixing import draw_share, for_examples, mixing_method, needed_rng
+from purecompose.images.sizes import whole_part
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 from purecompose.targets import Mixture
@@ -170,7 +171,7 @@ def cutmix_box(
             check_number(length, "cutmix: length", 0, 1, hint=_LENGTH_HINT)
     starts, stops = [], []
     for name, size in (("row", height), ("column", width)):
-        side: Any = (size * ratio).to(torch.int64) if isinstance(ratio, Tensor) else int(size * ratio)
+        side: Any = (size * ratio).to(torch.int64) if isinstance(ratio, Tensor) else whole_part(ratio, size)
         low, high = (-((side + 1) // 2), size + side // 2) if uniform_sampling else (0, size)
         centre = random.randint(for_examples(rng.named(name), num), () if num is None else (num,), low, high)
         # A drawn box reaches equally far to both sides; one of a given length is as long as was asked for.

@@ -103,7 +103,7 @@ def cutout_batch(
         if key is None:
             raise TypeError("cutout_batch: expected a key where centers are left out, got None")
         centers = _drawn(as_rng(key, "cutout_batch"), (num_sets, num_holes), half, (height, width), uniform_sampling)
-    is_hole = _holes(centers.to(images.device), half, height, width)
+    is_hole = _holes(centers.to(images.device, torch.int64), half, height, width)
     return _filled(images, is_hole if images.ndim == 4 else is_hole.squeeze(0), fill)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._checks import check_flag, check_number, check_whole, shown
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_can_write, given_keys
 from purecompose.algorithms._images import check_images
 from purecompose.algorithms._reports import reported
@@ -47,6 +47,7 @@ from purecompose.time.units import snapped
 __all__ = ["progressive_resizing", "progressive_scale", "resize_batch"]
 
 _MODES = ("resize", "crop")
+_LEAST_SCALE = 1e-9  # gives the smallest size, as 0 is to
 _INTERPOLATIONS = ("bilinear", "nearest")
 
 
@@ -216,7 +217,7 @@ def progressive_resizing(
         check_images(name, images)
         elapsed = state.timestamp.elapsed()
         assert elapsed is not None, "the predicate has asked for a duration"
-        scale = progressive_scale(elapsed, **schedule)
+        scale = max(progressive_scale(elapsed, **schedule), _LEAST_SCALE)
         masks = batches.get(state.batch, own_target) if resize_targets else None
         images, masks = resize_batch(state.rng(name), images, masks, scale, mode=mode, **sizes)
         batch = batches.put(state.batch, own_input, images)
@@ -232,6 +233,7 @@ def progressive_resizing(
         NEVER if is_neutral else on(Event.INIT) | growing,
         apply,
         host=True,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
         config={"mode": mode, **schedule, **sizes, **keys},
     )
 

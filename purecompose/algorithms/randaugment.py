@@ -52,8 +52,8 @@ def randaugment_batch(
         severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
         depth: How many operations each image gets, one after the other; 0 is the identity.
         augmentation_set: "all", "safe" or "original" (see `purecompose.images.SETS`), or names of operations.
-        value_range: The values of black and white, numbers or one for each channel. By default 0 and 255 for uint8,
-            and for floats the least and greatest value of each channel in the batch.
+        value_range: The values of black and white of floats, numbers or one for each channel; by default the least and
+            greatest value of each channel in the batch. Bytes always go from 0 to 255.
 
     Returns:
         Shape and dtype of `images`.
@@ -156,7 +156,13 @@ def randaugment_transform(
 
 
 def one_operation_each(
-    rng: random.Rng, stored: Tensor, scale: Scale, primitives: Sequence[Primitive], severity: float | Tensor
+    rng: random.Rng,
+    stored: Tensor,
+    scale: Scale,
+    primitives: Sequence[Primitive],
+    severity: float | Tensor,
+    *,
+    num_groups: int = 1,
 ) -> Tensor:
     """Each image after one of the operations, drawn for it with a strength of its own.
 
@@ -166,6 +172,7 @@ def one_operation_each(
         scale: The images' scale.
         primitives: What is drawn from, each with the same chance.
         severity: In [0, 10].
+        num_groups: Groups of equal size, one after the other, whose operations are drawn apart.
     """
     num, _, height, width = stored.shape
     shares = random.uniform(rng.named("share"), num).to(stored.device)
@@ -178,4 +185,5 @@ def one_operation_each(
 
         return applied
 
-    return treated(rng.named("choice"), stored, [treatment(primitive) for primitive in primitives])
+    treatments = [treatment(primitive) for primitive in primitives]
+    return treated(rng.named("choice"), stored, treatments, num_groups=num_groups)

@@ -46,6 +46,7 @@ from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_per_example, given_keys
 from purecompose.algorithms._model_losses import check_labelled, check_outputs, model_losses
 from purecompose.event import Event
+from purecompose.images.sizes import whole_part
 from purecompose.predicate import NEVER, Predicate, between, every, on
 from purecompose.random.keys import as_rng
 from purecompose.state import State
@@ -286,7 +287,7 @@ def _shrunk(inputs: Any, scale_factor: float) -> Any:
 
 
 def _num_kept(num: int, keep: float) -> int:
-    return max(1, int(keep * num))
+    return max(1, whole_part(keep, num))
 
 
 def _check_images(inputs: Any, scale_factor: float) -> None:

@@ -7,6 +7,7 @@ treatment all shapes are known before anything is drawn, and no image is treated
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,27 +44,43 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
     return lists, (owner * capacity + place // num_treatments).to(device)
 
 
-def treated(rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
+def treated(
+    rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]], *, num_groups: int = 1
+) -> Tensor:
     """Each image after one of the treatments.
 
     Args:
         rng: The place of the draws.
         images: (N, ...), N at least 1.
         treatments: Functions `(images (n, ...), their indices (n,)) -> images (n, ...)`.
+        num_groups: Groups of equal size, one after the other, which are assigned apart: what an image of one group gets
+            says nothing about another group.
     """
-    lists, places = assigned(rng, len(images), len(treatments), images.device)
-    if _can_read(places):
-        lists, places = _trimmed(lists, places)
-    results = [
-        treatment(images.index_select(0, chosen), chosen)
-        for treatment, chosen in zip(treatments, lists, strict=True)
-        if len(chosen)
-    ]
+    num_lists, size = len(treatments) * num_groups, len(images) // num_groups
+    lists: list[Any] = [None] * num_lists
+    places = []
+    for group in range(num_groups):
+        own, found_at = assigned(rng.named(group), size, len(treatments), images.device)
+        capacity = len(own[0])
+        for treatment, chosen in enumerate(own):
+            lists[treatment * num_groups + group] = chosen + group * size
+        places.append(found_at // capacity * (capacity * num_groups) + group * capacity + found_at % capacity)
+    lists, places = _trimmed(lists, torch.cat(places))
+    results = []
+    for number, treatment in enumerate(treatments):
+        chosen = torch.cat(lists[number * num_groups : (number + 1) * num_groups])
+        if len(chosen):
+            results.append(treatment(images.index_select(0, chosen), chosen))
     return torch.cat(results).index_select(0, places)
 
 
 def _trimmed(lists: list[Tensor], places: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The same without images in places that nobody looks at: most of them, where one image is treated alone."""
+    """The same without images in places that nobody looks at, where numbers can be read.
+
+    One image alone has a place in the list of every treatment.
+    """
+    if not _can_read(places):
+        return lists, places
     capacity = len(lists[0])
     owner, turn = places // capacity, places % capacity
     counts = owner.bincount(minlength=len(lists))

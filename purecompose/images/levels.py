@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import is_number, shown
+from purecompose._device import sent
 
 
 __all__ = ["Scale", "ValueRange", "check_value_range", "on_levels"]
@@ -39,22 +40,32 @@ class Scale(NamedTuple):
 
         Args:
             images: (..., C, H, W), uint8 or floating.
-            value_range: By default 0 and 255 for uint8, and for floats the least and the greatest value that each
-                channel has in the batch, so that normalised images need not say how they were normalised.
+            value_range: Of floats; bytes always go from 0 to 255. By default the least and the greatest value that
+                each channel has in the batch, so that normalised images need not say how they were normalised.
         """
         if images.dtype == torch.uint8:
             return cls(0.0, WHITE, True)
         if value_range is None:
-            flat = images.detach().movedim(-3, 0).flatten(1)
-            return cls(flat.amin(1).view(-1, 1, 1), flat.amax(1).view(-1, 1, 1), False)
+            flat = _wide(images.detach()).movedim(-3, 0).flatten(1)
+            # One pixel that is NaN must not turn the others into NaN.
+            is_finite = flat.isfinite()
+            low, high = (
+                torch.where(is_finite, flat, torch.inf).amin(1),
+                torch.where(is_finite, flat, -torch.inf).amax(1),
+            )
+            return cls(low.view(-1, 1, 1), high.view(-1, 1, 1), False)
         low, high = (_bound(bound, images) for bound in value_range)
+        if isinstance(low, Tensor) != isinstance(high, Tensor):
+            low, high = (
+                bound if isinstance(bound, Tensor) else images.new_full((1, 1, 1), bound) for bound in (low, high)
+            )
         return cls(low, high, False)
 
     def stored(self, images: Tensor) -> Tensor:
         """The levels in the form that is kept between operations: uint8 where they are whole, else floats."""
         if self.is_whole:
             return images
-        wide = images if images.dtype == torch.float64 else images.float()
+        wide = _wide(images)
         return ((wide - self.low) * (WHITE / self._extent(wide))).clamp(0, WHITE)
 
     def opened(self, stored: Tensor) -> Tensor:
@@ -70,7 +81,7 @@ class Scale(NamedTuple):
         if self.is_whole:
             return stored
         values = stored * (self._extent(stored) / WHITE) + self.low
-        return torch.where(stored == before, images, values.to(images.dtype))
+        return torch.where(stored == before, images, values.clamp(self.low, self.high).to(images.dtype))
 
     def _extent(self, like: Tensor) -> float | Tensor:
         extent: Any = self.high - self.low  # pyright: ignore[reportOperatorIssue]
@@ -128,9 +139,13 @@ def check_value_range(value_range: Any, where: str, channels: int | None = None)
         raise ValueError(f"{where}: expected black below white, got {shown(value_range)}")
 
 
+def _wide(images: Tensor) -> Tensor:
+    return images if images.dtype == torch.float64 else images.float()
+
+
 def _bound(bound: Bound, images: Tensor) -> float | Tensor:
     if isinstance(bound, tuple | list):
-        return torch.tensor(bound, dtype=torch.float32, device=images.device).view(-1, 1, 1)
+        return sent(bound, torch.float32, images.device).view(-1, 1, 1)
     return float(bound)
 
 

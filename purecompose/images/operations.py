@@ -1,8 +1,8 @@
 """The operations on images: those on grey levels, for images of any scale and with numbers or tensors as amounts.
 
 In all of them `images` are (N, C, H, W) or one image (C, H, W), uint8 or floating; an amount is a number, 0-d, or (N,),
-one for each image; and `value_range` says which values are black and white, numbers or one for each channel. By default
-these are 0 and 255 for uint8, and for floats the least and greatest value that a channel has among the images given.
+one for each image; and `value_range` says which values of floats are black and white, numbers or one for each channel,
+by default the least and greatest value that a channel has among the images given. Bytes always go from 0 to 255.
 Results have the shape and dtype of `images`. A tensor's values are not checked.
 
 They raise `TypeError` for other dtypes and `ValueError` for other shapes and numbers out of range.

@@ -131,6 +131,8 @@ def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
         raise TypeError(f"{where}: expected a set's name or a sequence of operations' names, got {given!r:.80}")
     found = []
     for member in given:
+        if not isinstance(member, Primitive | str):
+            raise TypeError(f"{where}: expected names of operations, got {member!r:.80} ({type(member).__name__})")
         if not isinstance(member, Primitive) and member not in PRIMITIVES:
             raise ValueError(f"{where}: no operation is called {member!r}; there are {', '.join(PRIMITIVES)}")
         found.append(member if isinstance(member, Primitive) else PRIMITIVES[member])

@@ -15,10 +15,15 @@ from purecompose._checks import shown
 
 __all__ = ["SampleTransform", "as_tensor", "like_before"]
 
-_COLOURS = dict.fromkeys(("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"), torch.uint8)
-# Pixels that name something, or are measured on a scale that nobody knows: they can be moved, not changed. No sums are
-# made of the 16 bits, so their sign does not matter.
-_MOVABLE = {**_COLOURS, "P": torch.uint8, "I;16": torch.int16, "I": torch.int32, "F": torch.float32}
+_COLOURS = {"L": torch.uint8, "RGB": torch.uint8}
+# Pixels that name something, have parts that are no light, or are measured on a scale that nobody knows: they can be
+# moved, not changed. No sums are made of the 16 bits, so their sign does not matter.
+_MOVABLE = {
+    **dict.fromkeys(("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "P"), torch.uint8),
+    "I;16": torch.int16,
+    "I": torch.int32,
+    "F": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class SampleTransform:
         Args:
             sample: As the data set has it.
             rng: Where the randomness comes from: a key, as `data.loader(..., rng="key")` gives it, or a generator; with
-                `None` torch's global one, which loaders seed for each sample.
+                `None` torch's global one, which loaders seed for each sample. Different methods draw different numbers
+                from one `Rng`; one that is applied twice wants `rng.named(...)` for the second time.
 
         Raises:
             TypeError: No image, or no source of randomness.
@@ -74,14 +80,26 @@ class SampleTransform:
         opened = as_tensor(image, is_moved=self.takes_target)
         target = None if not self.takes_target or target_key is None else batches.get(sample, target_key)
         if target is None:
-            return batches.put(sample, key, like_before(self.core(_key_from(rng), opened), image))
+            return batches.put(sample, key, like_before(self.core(self._key(rng), opened), image))
         opened_target = tree.map(_opened, target)
-        changed, changed_target = self.core(_key_from(rng), opened, opened_target)
+        changed, changed_target = self.core(self._key(rng), opened, opened_target)
         sample = batches.put(sample, key, like_before(changed, image))
         if changed_target is opened_target:
             return sample
         assert target_key is not None
         return batches.put(sample, target_key, tree.map(like_before, changed_target, target))
+
+    def _key(self, rng: Any) -> Tensor:
+        """A key of this sample and this function: two transforms may be given one source."""
+        if isinstance(rng, Tensor):
+            return rng
+        if isinstance(rng, random.Rng):
+            # In draws about a whole batch, such as orders, an example's number has no part, so it goes into the key.
+            core = getattr(self.core, "func", self.core)
+            return random.bits(rng.named(getattr(core, "__qualname__", "transform")), (2,))
+        if rng is None or isinstance(rng, torch.Generator):
+            return torch.randint(0, 2**32, (2,), dtype=torch.int64, generator=rng)
+        raise TypeError(f"expected a key, a torch.Generator or None, got {shown(rng)}; use data.loader(..., rng='key')")
 
 
 def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
@@ -128,14 +146,3 @@ def _is_pil(image: Any) -> bool:
 
 def _opened(target: Any) -> Any:
     return as_tensor(target, is_moved=True) if _is_pil(target) else target
-
-
-def _key_from(rng: Any) -> Tensor | random.Rng:
-    if isinstance(rng, random.Rng) and rng.example != 0:
-        # A key of the sample's own: draws about a whole batch, such as orders, do not look at an example's number.
-        return random.bits(rng.named("sample"), (2,))
-    if isinstance(rng, random.Rng | Tensor):
-        return rng
-    if rng is None or isinstance(rng, torch.Generator):
-        return torch.randint(0, 2**32, (2,), dtype=torch.int64, generator=rng)
-    raise TypeError(f"expected a key, a torch.Generator or None, got {shown(rng)}; use data.loader(..., rng='key')")

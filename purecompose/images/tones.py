@@ -25,7 +25,7 @@ def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
 
 def equalize(levels: Tensor, amount: Tensor) -> Tensor:
     """Gives each channel a histogram as flat as can be; an amount of 0 leaves it, any other does all of it."""
-    index = levels.round().to(torch.int64).flatten(2)
+    index = levels.nan_to_num().round().to(torch.int64).flatten(2)  # NaN would count as no level at all, and crash
     counts = levels.new_zeros((*levels.shape[:2], 256)).scatter_add(2, index, torch.ones_like(levels).flatten(2))
     # In whole numbers, as Pillow does: the brightest level in use has no part in the width of a step.
     total = index.shape[2] - counts.gather(2, index.amax(2, keepdim=True))

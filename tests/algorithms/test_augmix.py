@@ -44,8 +44,8 @@ def test_it_is_the_mixture_of_the_chains(seed: int, depth: int, width: int, alph
     batch, rng = make_images(5), random.Rng(random.key(seed))
     chains = batch.repeat(width, 1, 1, 1)
     for step in range(depth):
-        chains = one_operation_each(rng.named(step), chains, Scale.of(batch), SETS["all"], 3.0)
-    gammas = random.gamma(rng.named("weights"), alpha, (5, width)).double()
+        chains = one_operation_each(rng.named(step), chains, Scale.of(batch), SETS["all"], 3.0, num_groups=width)
+    gammas = random.gamma(rng.named("weights"), alpha, (5, width), dtype=torch.float64)
     shares = random.beta(rng.named("share"), alpha, alpha, (5,)).double()
     expected = torch.empty(batch.shape, dtype=torch.float64)
     for i in range(5):
@@ -85,10 +85,10 @@ def test_constant_images_stay_constant(seed: int, width: int) -> None:
 def test_random_depths_are_one_two_or_three_and_spread_evenly(seed: int, width: int) -> None:
     batch = torch.zeros(7, 1, 2, 2, dtype=torch.uint8)
     chains = _chains(random.Rng(random.key(seed)), batch, Scale.of(batch), (COUNT,), 3.0, -1, width)
-    depths = torch.stack(chains)[:, :, 0, 0, 0].flatten()
-    counts = depths.bincount(minlength=4)
-    assert counts[0] == 0 and counts.sum() == 7 * width == counts[1:].sum()
-    assert counts[1:].max() - counts[1:].min() <= 1
+    for depths in torch.stack(chains)[:, :, 0, 0, 0]:
+        counts = depths.bincount(minlength=4)
+        assert counts[0] == 0 and counts[1:].sum() == 7
+        assert counts[1:].max() - counts[1:].min() <= 1
 
 
 def test_each_chain_may_have_any_depth() -> None:
@@ -101,6 +101,23 @@ def test_each_chain_may_have_any_depth() -> None:
     )
     for chain in drawn.flatten(1).unbind(1):
         assert (chain.bincount(minlength=4)[1:] - 300).abs().max() < 60
+    # The chains of one image have nothing to do with each other: all nine pairs of depths are as frequent.
+    first, second = drawn.flatten(1)[:, 0].long(), drawn.flatten(1)[:, 2].long()
+    pairs = ((first - 1) * 3 + second - 1).bincount(minlength=9)
+    assert (pairs - 100).abs().max() < 40
+
+
+def test_the_chains_of_one_image_draw_operations_apart() -> None:
+    marks = tuple(
+        Primitive(str(mark), lambda levels, amount, mark=mark: torch.full_like(levels, mark), lambda s: s.share)
+        for mark in range(4)
+    )
+    image = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
+    scale, num_equal = Scale.of(image), 0
+    for seed in range(400):
+        one, two = _chains(random.Rng(random.key(seed)), image, scale, marks, 3.0, 1, 2)
+        num_equal += int(one.item() == two.item())
+    assert 70 < num_equal < 130
 
 
 @given(SEEDS)

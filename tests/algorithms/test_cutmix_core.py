@@ -304,3 +304,11 @@ def test_what_cannot_be_cut_is_refused():
 
 def test_the_cores_are_in_functional():
     assert functional.cutmix_batch is cutmix_batch and functional.cutmix_box is cutmix_box
+
+
+@given(st.integers(1, 100))
+def test_a_length_in_hundredths_is_whole_pixels_of_a_hundred(share: int) -> None:
+    top, left, bottom, right = cutmix_box(random.key(0), 10_000, 100, length=share / 100).tolist()
+    assert bottom - top <= share * 100 and right - left <= share
+    inside = cutmix_batch(random.key(share), torch.zeros(2, 1, 3, 100), torch.tensor([0, 1]), length=share / 100)[1]
+    assert isinstance(inside, Mixture)

@@ -334,3 +334,10 @@ def test_a_step_refuses_what_is_no_image_and_keys_that_only_read():
         step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))
     with pytest.raises(TypeError, match="input_key=.*can only read"):
         cutout(input_key=lambda batch: batch[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_narrow_centers_do_not_wrap(dtype: torch.dtype) -> None:
+    centers = torch.tensor([[100, 0]], dtype=dtype)
+    covered = cutout_batch(None, torch.ones(1, 300, 300), length=0.5, centers=centers)
+    assert (covered == 0).sum() == 150 * 75 + 25 * 75 - 25 * 75

@@ -179,3 +179,13 @@ def test_registry_and_print():
         "progressive_resizing(mode='crop', initial_scale=0.25, finetune_fraction=0.2, delay_fraction=0.5, "
         "size_increment=4, resize_targets=False, interpolation='bilinear', input_key='x')"
     )
+
+
+def test_a_scale_of_zero_starts_with_the_smallest_size():
+    sizes = []
+    spy = Algorithm("spy", on(Event.BEFORE_FORWARD), lambda event, state: sizes.append(state.inputs.shape[2:]) or state)
+    step = compose(loop_events, [progressive_resizing(initial_scale=0), spy])
+    state = step.init(make_state())
+    for _ in range(9):
+        state = step(state, (torch.randn(2, 3, 16, 16), torch.tensor([0, 1])))
+    assert sizes[0] == (4, 4) and sizes[-1] == (16, 16) and sizes == sorted(sizes)

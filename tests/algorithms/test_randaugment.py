@@ -1,5 +1,6 @@
 """RandAugment: the core, its strengths against the formulas, the factory."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from purecompose import Algorithm, State, compose, images, loop_events, losses, optim, random
-from purecompose.algorithms import randaugment
+from purecompose.algorithms import colout, cutmix, randaugment
 from purecompose.algorithms.randaugment import one_operation_each
 from purecompose.functional import randaugment_batch
 from purecompose.images import PRIMITIVES, SETS, Primitive, Strength
@@ -127,8 +128,8 @@ def test_the_drawn_operation_is_applied_with_the_drawn_strength(seed: int) -> No
     batch, rng = make_images(7), random.Rng(random.key(seed))
     step = rng.named(0)
     shares, coins = random.uniform(step.named("share"), 7), random.bernoulli(step.named("coin"), 0.5, 7)
-    order = random.permutation(step.named("choice").named("order"), 7)
-    first, _ = random.permutation(step.named("choice").named("treatments"), 2).tolist()
+    order = random.permutation(step.named("choice").named(0).named("order"), 7)
+    first, _ = random.permutation(step.named("choice").named(0).named("treatments"), 2).tolist()
     expected = batch.clone()
     for place, image in enumerate(order.tolist()):
         amount = int(shares[image] * 9 * 30 / 10) * (1 if coins[image] else -1)
@@ -234,3 +235,33 @@ def test_images_are_found_by_name_and_others_are_refused() -> None:
     assert loss is not None and torch.isfinite(loss)
     with pytest.raises(TypeError, match=r"randaugment: expected images, one tensor \(N, C, H, W\), came"):
         after_a_step(randaugment(input_key="label"), state, batch)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_images_are_changed_one_by_one_before_they_are_mixed(order: tuple[int, ...]) -> None:
+    methods = [randaugment(), cutmix(1.0), colout()]
+    plan = compose(loop_events, [methods[i] for i in order]).plan(make_state())
+    assert plan.order("after_dataloader")[-1] == "cutmix"
+
+
+@pytest.mark.parametrize("names", ["all", ("equalize",)])
+def test_a_pixel_that_is_nan_harms_its_own_image_alone(names: Any) -> None:
+    batch = make_images(4, dtype=torch.float32)
+    batch[1, 0, 2, 2] = torch.nan
+    for seed in range(5):
+        changed = randaugment_batch(random.key(seed), batch, augmentation_set=names)
+        assert changed[[0, 2, 3]].isfinite().all()
+
+
+@given(SEEDS)
+def test_half_precision_stays_in_the_range_of_the_batch(seed: int) -> None:
+    batch = (make_images(dtype=torch.float32) * 3.3 - 0.7).bfloat16()
+    changed = randaugment_batch(random.key(seed), batch)
+    assert changed.min() >= batch.min() and changed.max() <= batch.max()
+
+
+def test_odd_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="severity: expected one number"):
+        randaugment_batch(random.key(0), make_images(), severity=torch.ones(12))
+    with pytest.raises(TypeError, match="names of operations"):
+        randaugment(augmentation_set=[["rotate"]])  # pyright: ignore[reportArgumentType]

@@ -296,3 +296,12 @@ def test_tokens_cannot_be_shrunk():
     step = compose(loop_events, [selective_backprop(scale_factor=0.5)])
     with pytest.raises(ValueError, match="shrinks images.*use scale_factor=1"):
         step(step.init(own_loss_state()), texts(make_batch()))
+
+
+@pytest.mark.parametrize("ignored", [0.0, torch.inf])
+def test_token_losses_beside_every_input_leave_out_what_has_no_label(ignored):
+    loss_fn = losses.ModelLoss(labels="labels", shift=1)
+    labels = torch.tensor([[5, 1, -100, -100], [5, 1, 2, 3]])
+    own = torch.tensor([[3.0, ignored, ignored, ignored], [2.0, 2.0, 2.0, ignored]])
+    rows = model_losses("sb", loss_fn, {"loss": own}, {"labels": labels})
+    assert rows.tolist() == [3.0, 2.0]

@@ -70,7 +70,7 @@ def size_after(name: str) -> tuple[int, int]:
     ("name", "mode"),
     [
         *[(name, mode) for name in TRANSFORMS for mode in ("L", "RGB")],
-        *[(name, mode) for name in ("colout", "cutout") for mode in ("LA", "RGBA", "CMYK", "YCbCr", "HSV")],
+        *[(name, mode) for name in ("colout",) for mode in ("LA", "RGBA", "CMYK", "YCbCr", "HSV")],
     ],
 )
 def test_a_pil_image_stays_one_of_its_mode(name, mode):
@@ -106,7 +106,7 @@ def test_a_pil_image_and_its_tensor_become_the_same(name, mode):
     assert torch.equal(as_tensor(changed), expected)
 
 
-@given(st.sampled_from(["L", "RGB", "RGBA"]), st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
+@given(st.sampled_from(["L", "RGB"]), st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
 def test_images_and_tensors_are_two_forms_of_one_thing(mode, height, width, seed):
     image = make_pil(mode, height, width, seed)
     tensor = as_tensor(image)
@@ -194,7 +194,8 @@ def test_masks_of_any_kind_go_along_and_others_stay():
 def test_the_same_source_gives_the_same_and_others_differ(name):
     transform, image = TRANSFORMS[name], make_pixels()
     by_key = [transform(image, random.key(seed)) for seed in range(6)]
-    assert torch.equal(by_key[0], transform(image, random.Rng(random.key(0))))
+    by_rng = [transform(image, random.Rng(random.key(0), example=example)) for example in range(6)]
+    assert torch.equal(by_rng[2], transform(image, random.Rng(random.key(0), example=2)))
     by_generator = [transform(image, torch.Generator().manual_seed(seed)) for seed in range(6)]
     assert torch.equal(by_generator[3], transform(image, torch.Generator().manual_seed(3)))
     with torch.random.fork_rng():
@@ -202,7 +203,7 @@ def test_the_same_source_gives_the_same_and_others_differ(name):
         by_global = [transform(image) for _ in range(6)]
         torch.manual_seed(1)
         assert torch.equal(transform(image), by_global[0])
-    for results in (by_key, by_generator, by_global):
+    for results in (by_key, by_rng, by_generator, by_global):
         assert len({tuple(result.flatten().tolist()) for result in results}) > 3
 
 
@@ -308,3 +309,13 @@ def test_what_is_no_image_or_no_source_is_refused():
         transform(make_pil(), 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="has no member 'picture'"):
         cutout_transform(input_key="picture")({"image": make_pil()}, KEY)
+
+
+def test_two_methods_draw_apart_from_one_source():
+    share_of_equal = 0
+    one = randaugment_transform(depth=1, augmentation_set=("brightness",))
+    two = augmix_transform(depth=1, width=1, augmentation_set=("brightness",))
+    for example in range(20):
+        rng = random.Rng(random.key(0), example=example)
+        share_of_equal += int(torch.equal(one._key(rng), two._key(rng)))  # pyright: ignore[reportArgumentType]
+    assert share_of_equal == 0
