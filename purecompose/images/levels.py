@@ -143,10 +143,9 @@ def _wide(images: Tensor) -> Tensor:
     return images if images.dtype == torch.float64 else images.float()
 
 
-def _bound(bound: Bound, images: Tensor) -> float | Tensor:
-    if isinstance(bound, tuple | list):
-        return sent(bound, torch.float32, images.device).view(-1, 1, 1)
-    return float(bound)
+def _bound(bound: Bound, images: Tensor) -> Tensor:
+    values = bound if isinstance(bound, tuple | list) else (bound,)
+    return sent(values, torch.float32, images.device).view(-1, 1, 1)
 
 
 def _check_images(images: Any, where: str) -> None:
