@@ -81,7 +81,8 @@ class Scale(NamedTuple):
         if self.is_whole:
             return stored
         values = stored * (self._extent(stored) / WHITE) + self.low
-        return torch.where(stored == before, images, values.clamp(self.low, self.high).to(images.dtype))
+        bounds: Any = (self.low, self.high)
+        return torch.where(stored == before, images, values.clamp(*bounds).to(images.dtype))
 
     def _extent(self, like: Tensor) -> float | Tensor:
         extent: Any = self.high - self.low  # pyright: ignore[reportOperatorIssue]
