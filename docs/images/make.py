@@ -2,7 +2,8 @@
 
     python docs/images/make.py [NAME ...]
 
-The photographs come with scikit-learn. Writes NAME.jpg beside this file.
+The photographs come with scikit-learn. Writes NAME.jpg beside this file. What a picture shows, and with
+which settings, stands on the method's card: change both together.
 """
 
 import pathlib
@@ -25,7 +26,7 @@ Shown = list[Tensor]
 
 
 def photographs() -> Tensor:
-    """A flower and a roof, uint8 (2, 3, SIDE, SIDE)."""
+    """A flower and a pavilion, uint8 (2, 3, SIDE, SIDE)."""
     found = []
     for name, left in (("flower.jpg", 130), ("china.jpg", 60)):
         image = Image.fromarray(load_sample_image(name)).crop((left, 0, left + 427, 427)).resize((SIDE, SIDE))
