@@ -1,5 +1,6 @@
 """What the pages in docs/ print is what runs, and what they link to is there."""
 
+import inspect
 import pathlib
 import re
 from typing import Any
@@ -13,6 +14,14 @@ from purecompose.algorithms import FACTORIES
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CARD_HEADS = [
+    "When to use it",
+    "Settings",
+    "Together with other methods",
+    "Cost",
+    "What differs from Composer",
+    "Source",
+]
 CARDS = {page.stem: page for page in (ROOT / "docs" / "algorithms").glob("*.md")}
 
 
@@ -133,6 +142,15 @@ def test_every_method_has_a_card_and_a_row() -> None:
     assert set(CARDS) == set(FACTORIES)
     table = (ROOT / "docs" / "algorithms.md").read_text()
     assert [name for name in CARDS if f"(algorithms/{name}.md)" not in table] == []
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_cards_have_one_form_and_all_settings(name: str) -> None:
+    text = CARDS[name].read_text()
+    heads = re.findall(r"^## (.*)$", text, re.M)
+    assert heads == [head for head in CARD_HEADS if head in heads] and "Cost" in heads
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text, re.M)
+    assert sorted(re.findall(r"\w+", " ".join(rows))) == sorted(inspect.signature(FACTORIES[name]).parameters)
 
 
 @pytest.mark.parametrize("name", CARDS)
