@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses
+from purecompose import batch as batches, losses, random
 from purecompose._checks import check_number
+from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Product, Schedule, collect, number
 
 
@@ -19,6 +20,7 @@ __all__ = [
     "check_reads_targets",
     "check_scalar",
     "given_keys",
+    "needed_rng",
 ]
 
 
@@ -81,7 +83,7 @@ def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
             continue
         if isinstance(result, Tensor) and result.ndim == 0:
             raise TypeError(
-                f'expected a loss that gives losses per example for reduction="none", came {loss_fn!r}, which takes '
+                f'expected a loss that gives losses per example for reduction="none", got {loss_fn!r}, which takes '
                 "the argument and returns a scalar all the same; let it return one loss for each example"
             )
 
@@ -90,7 +92,14 @@ def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
     """Raises a `TypeError` for a loss that the model computes itself: changed targets would not reach it."""
     if isinstance(loss_fn, losses.ModelLoss):
         raise TypeError(
-            f"{name}: expected a loss of outputs and targets, came {loss_fn!r}, which the model computes "
+            f"{name}: expected a loss of outputs and targets, got {loss_fn!r}, which the model computes "
             f"from its own labels, so that {name} would change nothing; give State.create a loss such as "
             f"losses.cross_entropy, or leave out {name}"
         )
+
+
+def needed_rng(key: Tensor | random.Rng | None, core: str, when: str) -> random.Rng:
+    """The key as a place of draws; a `TypeError` where there is none, and says when there has to be one."""
+    if key is None:
+        raise TypeError(f"{core}: expected a key {when}, got None")
+    return as_rng(key, core)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose._checks import check_number, check_whole
+from purecompose._checks import check_number, check_whole, shown
 from purecompose.random.keys import as_rng
 
 
@@ -108,11 +108,22 @@ def gyro_drop(
         inputs: (N, ...), floating.
         p: 0 gives the inputs.
 
+    Returns:
+        Shape and dtype of `inputs`.
+
+    Raises:
+        TypeError: Inputs that are no floating tensor, no key, or a setting of the wrong kind.
+        ValueError: Inputs without rows, or a setting out of range.
+
     Example:
         >>> from purecompose.random import key
         >>> gyro_drop(key(0), torch.ones(2, 4), tau=2).unique()
         tensor([0., 2.])
     """
+    if not isinstance(inputs, Tensor) or not (inputs.is_floating_point() or inputs.is_complex()):
+        raise TypeError(f"gyro_drop: inputs: expected a tensor (N, ...) of floats, got {shown(inputs)}")
+    if not inputs.ndim:
+        raise ValueError("gyro_drop: inputs: expected (N, ...), a row for each example, got a 0-d tensor")
     shape = tuple(inputs.shape)
     mask = gyro_dropout_mask(
         key, shape, p=p, sigma=sigma, tau=tau, period=period, groups=groups, feature_dim=feature_dim
@@ -172,7 +183,7 @@ def check_bank(where: str, sigma: int, tau: int) -> None:
     check_whole(tau, f"{where}: tau", 1, hint="it is the number of masks that share a batch")
     if tau > sigma:
         raise ValueError(
-            f"{where}: expected tau <= sigma, came tau={tau}, sigma={sigma}: a batch cannot have more different masks "
+            f"{where}: expected tau <= sigma, got tau={tau}, sigma={sigma}: a batch cannot have more different masks "
             "than there are; enlarge the bank"
         )
 

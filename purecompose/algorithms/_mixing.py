@@ -13,19 +13,11 @@ from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_can_write, check_reads_targets, check_scalar, given_keys
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
-from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 from purecompose.state import State
 
 
-__all__ = ["draw_share", "for_examples", "mixing_method", "needed_rng"]
-
-
-def needed_rng(key: Tensor | random.Rng | None, core: str, unless: str) -> random.Rng:
-    """The key as a place of draws; a `TypeError` where there is none."""
-    if key is None:
-        raise TypeError(f"{core}: expected a key where {unless} are left out, came None")
-    return as_rng(key, core)
+__all__ = ["draw_share", "for_examples", "mixing_method"]
 
 
 def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: str, hint: str) -> float | Tensor:

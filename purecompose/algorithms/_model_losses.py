@@ -18,7 +18,7 @@ def check_labelled(name: str, loss_fn: ModelLoss) -> None:
     """Raises a `TypeError` where nothing says which labels the model's loss is of."""
     if loss_fn.labels is None:
         raise TypeError(
-            f"{name}: expected a loss that gives losses per example, came {loss_fn!r}, one number for a whole batch; "
+            f"{name}: expected a loss that gives losses per example, got {loss_fn!r}, one number for a whole batch; "
             "name the labels, as in losses.ModelLoss(labels='labels', shift=1) for a causal language model (shift=0 "
             "where logits and labels stand side by side), and they come from the outputs' logits; or use a loss of "
             "outputs and targets, such as losses.cross_entropy"
@@ -38,7 +38,7 @@ def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> No
         came = f"{tree.describe(logits)} there" if isinstance(logits, Tensor) else "none"
         raise ValueError(
             f"{name}: the model's own loss is one number, so losses per example come from the outputs' logits: "
-            f"expected a tensor (N, ..., C) called 'logits' for labels {tree.describe(labels)}, came "
+            f"expected a tensor (N, ..., C) called 'logits' for labels {tree.describe(labels)}, got "
             f"{type(outputs).__name__} with {came}; let forward return them, or a loss for each example, or use a loss "
             "of outputs and targets"
         )
@@ -84,7 +84,7 @@ def _row_means(token_losses: Tensor, counted: Tensor) -> Tensor:
 def _labels(loss_fn: ModelLoss, batch: Any) -> Tensor:
     labels = batches.get(batch, loss_fn.labels)  # pyright: ignore[reportArgumentType] - see check_labelled
     if not isinstance(labels, Tensor):
-        raise TypeError(f"{loss_fn!r}: expected a tensor of labels in the batch, came {type(labels).__name__}")
+        raise TypeError(f"{loss_fn!r}: expected a tensor of labels in the batch, got {type(labels).__name__}")
     return labels
 
 

@@ -31,8 +31,7 @@ from purecompose import batch as batches, random
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import check_scalar
-from purecompose.algorithms._images import check_severity, image_method
-from purecompose.algorithms.randaugment import one_operation_each
+from purecompose.algorithms._images import check_severity, image_method, one_operation_each
 from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
 from purecompose.images.assignment import assigned
 from purecompose.images.samples import SampleTransform
@@ -150,19 +149,19 @@ def augmix(
     _check_alpha(alpha, "augmix: alpha")
     chosen_primitives(augmentation_set, "augmix: augmentation_set")
     check_value_range(value_range, "augmix: value_range")
-    settings = {"depth": depth, "width": width, "augmentation_set": augmentation_set, "value_range": value_range}
+    settings = {
+        "severity": severity,
+        "depth": depth,
+        "width": width,
+        "alpha": alpha,
+        "augmentation_set": augmentation_set,
+        "value_range": value_range,
+    }
     return image_method(
         name,
-        partial(augmix_batch, **settings),
-        {"severity": severity, "alpha": alpha},
-        {
-            "severity": severity,
-            "depth": depth,
-            "width": width,
-            "alpha": alpha,
-            "augmentation_set": augmentation_set,
-            "value_range": value_range,
-        },
+        augmix_batch,
+        settings,
+        scalars=("severity", "alpha"),
         is_neutral=severity == 0,
         input_key=input_key,
     )
@@ -188,12 +187,13 @@ def augmix_transform(
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
 
     Raises:
-        TypeError, ValueError: As `augmix`.
+        TypeError, ValueError: As `augmix`. Of a sample: floats outside of the range.
     """
     augmix(severity, depth, width, alpha, augmentation_set, value_range=value_range)
     settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
-    core = partial(augmix_batch, **settings, augmentation_set=augmentation_set, value_range=value_range or (0.0, 1.0))
-    return SampleTransform(core, input_key)
+    value_range = value_range or (0.0, 1.0)
+    core = partial(augmix_batch, **settings, augmentation_set=augmentation_set, value_range=value_range)
+    return SampleTransform(core, input_key, value_range=value_range)
 
 
 def _chains(

@@ -21,28 +21,22 @@ Source: Cory Stephenson, MosaicML, 2021; there is no paper.
 """
 
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._checks import check_flag, check_number, shown
-from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._checks import check_can_write, given_keys
-from purecompose.algorithms._images import check_images
-from purecompose.event import Event
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._images import TakesTargets, check_takes_targets, image_method, map_targets
 from purecompose.images.samples import SampleTransform
 from purecompose.images.sizes import check_image_tensor, whole_part
-from purecompose.predicate import NEVER, on
 from purecompose.random.keys import as_rng
-from purecompose.state import State
 from purecompose.targets import Mixture
 
 
 __all__ = ["colout", "colout_batch", "colout_transform"]
-
-ResizeTarget = bool | Literal["auto"]
 
 _HINT = "it is the share of rows or columns to drop; 0.15 is common"
 
@@ -56,7 +50,7 @@ def colout_batch(
     p_row: float = 0.15,
     p_col: float = 0.15,
     per_example: bool = False,
-    resize_target: ResizeTarget = "auto",
+    resize_target: TakesTargets = "auto",
 ) -> Tensor: ...
 @overload
 def colout_batch(
@@ -67,7 +61,7 @@ def colout_batch(
     p_row: float = 0.15,
     p_col: float = 0.15,
     per_example: bool = False,
-    resize_target: ResizeTarget = "auto",
+    resize_target: TakesTargets = "auto",
 ) -> tuple[Tensor, Any]: ...
 def colout_batch(
     key: Tensor | random.Rng,
@@ -77,7 +71,7 @@ def colout_batch(
     p_row: float = 0.15,
     p_col: float = 0.15,
     per_example: bool = False,
-    resize_target: ResizeTarget = "auto",
+    resize_target: TakesTargets = "auto",
 ) -> Any:
     """Drop random rows and columns of images.
 
@@ -107,38 +101,12 @@ def colout_batch(
         tensor([[[ 4,  5,  6],
                  [12, 13, 14]]])
     """
-    check_image_tensor(inputs, "colout_batch: inputs")
-    _check_settings(p_row, p_col, per_example, resize_target, "colout_batch")
-    rng, shape = as_rng(key, "colout_batch"), inputs.shape
-    num_sets = shape[0] if per_example and inputs.ndim == 4 else None
-    rows = _kept(rng.named("rows"), num_sets, shape[-2], p_row, inputs.device)
-    columns = _kept(rng.named("columns"), num_sets, shape[-1], p_col, inputs.device)
-
-    def shrunk(images: Tensor) -> Tensor:
-        return _selected(_selected(images, rows, -2), columns, -1)
-
-    def is_resized(target: Tensor) -> bool:
-        if resize_target == "auto":
-            return target.ndim > 2 and target.shape[-2:] == shape[-2:]
-        return resize_target
-
-    def resized(target: Tensor) -> Tensor:
-        if not is_resized(target):
-            return target
-        _check_size(target, shape, num_sets)
-        return shrunk(target)
-
-    if targets is None:
-        if resize_target is True:
-            raise ValueError("colout_batch: resize_target=True, but there are no targets; pass them, or leave it out")
-        return shrunk(inputs)
-    terms = targets.targets if isinstance(targets, Mixture) else batches.tensors(targets)
-    if resize_target is True and not terms:
-        raise TypeError(f"colout_batch: resize_target=True: expected a tensor as target, got {shown(targets)}")
-    if not any(map(is_resized, terms)):
-        return shrunk(inputs), targets  # the object that it is
-    is_mixture = isinstance(targets, Mixture)
-    return shrunk(inputs), targets.map(resized) if is_mixture else batches.map_tensors(resized, targets)
+    if targets is None and resize_target is True:
+        raise ValueError("colout_batch: resize_target=True, but there are no targets; pass them, or leave it out")
+    shrunk, resized = _shrunk(
+        key, inputs, targets, p_row=p_row, p_col=p_col, per_example=per_example, resize_target=resize_target
+    )
+    return shrunk if targets is None else (shrunk, resized)
 
 
 def colout(
@@ -146,7 +114,7 @@ def colout(
     p_col: float = 0.15,
     *,
     per_example: bool = False,
-    resize_target: ResizeTarget = "auto",
+    resize_target: TakesTargets = "auto",
     name: str = "colout",
     input_key: batches.Key | None = None,
     target_key: batches.Key | None = None,
@@ -175,35 +143,15 @@ def colout(
         never
     """
     _check_settings(p_row, p_col, per_example, resize_target, "colout")
-    # With "auto" a target that can only be read is fine as long as it stays what it is.
-    writes = ("input_key", "target_key") if resize_target is True else ("input_key",)
-    keys = given_keys(writes=writes, input_key=input_key, target_key=target_key)
     settings = {"p_row": p_row, "p_col": p_col, "per_example": per_example, "resize_target": resize_target}
-
-    def apply(event: Event, state: State) -> State:
-        own_input = keys.get("input_key", state.context.input_key)
-        own_target = keys.get("target_key", state.context.target_key)
-        if event is Event.INIT:
-            check_can_write(own_input, "input_key")
-            if resize_target is True:
-                check_can_write(own_target, "target_key")
-            return state
-        images = batches.get(state.batch, own_input)
-        check_images(name, images)
-        targets = None if resize_target is False else batches.get(state.batch, own_target)
-        if targets is None:
-            shrunk, resized = colout_batch(state.rng(name), images, **settings), None
-        else:
-            shrunk, resized = colout_batch(state.rng(name), images, targets, **settings)
-        batch = batches.put(state.batch, own_input, shrunk)
-        return state.replace(batch=batch if resized is targets else batches.put(batch, own_target, resized))
-
-    return Algorithm(
+    return image_method(
         name,
-        NEVER if p_row == 0 and p_col == 0 else on(Event.INIT, Event.AFTER_DATALOADER),
-        apply,
-        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
-        config={**settings, **keys},
+        _shrunk,
+        settings,
+        is_neutral=p_row == 0 and p_col == 0,
+        takes_targets=resize_target,
+        input_key=input_key,
+        target_key=target_key,
     )
 
 
@@ -211,7 +159,7 @@ def colout_transform(
     p_row: float = 0.15,
     p_col: float = 0.15,
     *,
-    resize_target: ResizeTarget = "auto",
+    resize_target: TakesTargets = "auto",
     input_key: batches.Key | None = None,
     target_key: batches.Key | None = None,
 ) -> SampleTransform:
@@ -234,11 +182,40 @@ def colout_transform(
     return SampleTransform(core, input_key, takes_target=resize_target is not False, target_key=target_key)
 
 
+def _shrunk(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: Any,
+    *,
+    p_row: float,
+    p_col: float,
+    per_example: bool,
+    resize_target: TakesTargets,
+) -> tuple[Tensor, Any]:
+    """`colout_batch`, always with targets."""
+    check_image_tensor(inputs, "colout_batch: inputs")
+    _check_settings(p_row, p_col, per_example, resize_target, "colout_batch")
+    rng, shape = as_rng(key, "colout_batch"), inputs.shape
+    num_sets = shape[0] if per_example and inputs.ndim == 4 else None
+    rows = _kept(rng.named("rows"), num_sets, shape[-2], p_row, inputs.device)
+    columns = _kept(rng.named("columns"), num_sets, shape[-1], p_col, inputs.device)
+
+    def shrunk(images: Tensor) -> Tensor:
+        return _selected(_selected(images, rows, -2), columns, -1)
+
+    def resized(target: Tensor) -> Tensor:
+        _check_size(target, shape, num_sets)
+        return shrunk(target)
+
+    if resize_target is True and not isinstance(targets, Mixture) and not batches.tensors(targets):
+        raise TypeError(f"colout_batch: resize_target=True: expected a tensor as target, got {shown(targets)}")
+    return shrunk(inputs), map_targets(resized, targets, inputs, resize_target)
+
+
 def _kept(rng: random.Rng, num_sets: int | None, size: int, p: float, device: torch.device) -> Tensor | None:
     """The places that stay, ascending, (K,) or (N, K); `None` for all.
 
-    Drawn as `random.permutation` does it, which ignores an `Rng`'s example: samples of a data set would all lose the
-    same rows.
+    Drawn as `random.permutation` does it, but with an order for each of N images at once.
     """
     count = max(1, whole_part(1 - p, size))
     if count >= size:
@@ -278,6 +255,4 @@ def _check_settings(p_row: Any, p_col: Any, per_example: Any, resize_target: Any
     check_number(p_row, f"{where}: p_row", 0, 1, hint=_HINT)
     check_number(p_col, f"{where}: p_col", 0, 1, hint=_HINT)
     check_flag(per_example, f"{where}: per_example")
-    if not isinstance(resize_target, bool) and resize_target != "auto":
-        error = ValueError if isinstance(resize_target, str) else TypeError
-        raise error(f"{where}: resize_target: expected True, False or 'auto', got {shown(resize_target)}")
+    check_takes_targets(resize_target, f"{where}: resize_target")

@@ -36,8 +36,9 @@ from purecompose import batch as batches, random
 from purecompose._checks import check_number, check_whole, shown
 from purecompose._device import sent
 from purecompose.algorithm import Algorithm
-from purecompose.algorithms._images import check_images
-from purecompose.algorithms._mixing import draw_share, for_examples, mixing_method, needed_rng
+from purecompose.algorithms._checks import needed_rng
+from purecompose.algorithms._images import are_maps, check_images
+from purecompose.algorithms._mixing import draw_share, for_examples, mixing_method
 from purecompose.images.sizes import whole_part
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
@@ -119,7 +120,7 @@ def cutmix_batch(
     inside = (rows.unsqueeze(-1) & columns.unsqueeze(-2)).reshape(-1, height, width)
     # The targets first: they refuse partners that do not fit, with a message about shapes.
     mixture = Mixture.of(targets)
-    if _are_maps(mixture.targets[0], inputs):
+    if are_maps(mixture.targets[0], inputs):
         mixture = _pasted_maps(mixture, partners, inside, interpolate_loss)
     else:
         area = rows.sum(-1) * columns.sum(-1)
@@ -230,7 +231,7 @@ def cutmix(
 
 
 def _rng(key: Tensor | random.Rng | None) -> random.Rng:
-    return needed_rng(key, "cutmix_batch", "bbox or indices")
+    return needed_rng(key, "cutmix_batch", "where bbox or indices are left out")
 
 
 def _checked_boxes(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
@@ -253,10 +254,6 @@ def _between(bounds: Tensor, size: int) -> Tensor:
     """Bool, (..., size): the positions from bounds[..., 0] to before bounds[..., 1]."""
     place = torch.arange(size, device=bounds.device)
     return (place >= bounds[..., :1]) & (place < bounds[..., 1:])
-
-
-def _are_maps(targets: Tensor, images: Tensor) -> bool:
-    return targets.ndim > 2 and targets.shape[-2:] == images.shape[-2:]
 
 
 def _pasted_maps(mixture: Mixture, partners: Tensor, inside: Tensor, interpolate_loss: bool) -> Mixture:

@@ -32,10 +32,10 @@ from purecompose import batch as batches, random
 from purecompose._checks import check_flag, check_number, check_whole, is_number, shown
 from purecompose._device import sent
 from purecompose.algorithm import Algorithm
+from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._images import image_method
 from purecompose.images.samples import SampleTransform
 from purecompose.images.sizes import check_image_tensor, whole_part
-from purecompose.random.keys import as_rng
 
 
 __all__ = ["cutout", "cutout_batch", "cutout_transform"]
@@ -100,9 +100,8 @@ def cutout_batch(
     if centers is None:
         if num_holes == 0:
             return images
-        if key is None:
-            raise TypeError("cutout_batch: expected a key where centers are left out, got None")
-        centers = _drawn(as_rng(key, "cutout_batch"), (num_sets, num_holes), half, (height, width), uniform_sampling)
+        rng = needed_rng(key, "cutout_batch", "where centers are left out")
+        centers = _drawn(rng, (num_sets, num_holes), half, (height, width), uniform_sampling)
     is_hole = _holes(centers.to(images.device, torch.int64), half, height, width)
     return _filled(images, is_hole if images.ndim == 4 else is_hole.squeeze(0), fill)
 
@@ -146,9 +145,7 @@ def cutout(
         "per_example": per_example,
         "fill": fill,
     }
-    return image_method(
-        name, partial(cutout_batch, **settings), {}, settings, is_neutral=num_holes == 0, input_key=input_key
-    )
+    return image_method(name, cutout_batch, settings, is_neutral=num_holes == 0, input_key=input_key)
 
 
 def cutout_transform(

@@ -61,8 +61,27 @@ __all__ = [
 ]
 
 _BUFFER = "gyro_dropout_place"
-# What stands where in the buffer; the first two are the key.
-_PERIOD, _FIRST, _SIZE, _TOTAL = 2, 3, 4, 5
+
+
+class _Place(NamedTuple):
+    """What stands in the buffer, int64 (6,): where in the run, and in the batch, a forward pass is."""
+
+    key: Tensor  # two words
+    period: int | Tensor = 0
+    first: int | Tensor = 0  # of a microbatch, the first row's number in the batch
+    size: int | Tensor = 0  # of a microbatch, its number of rows; 0 where the batch is whole
+    total: int | Tensor = 0  # the batch's number of rows; 0 where it is not known
+
+    @classmethod
+    def read(cls, buffer: Tensor) -> "_Place":
+        return cls(buffer[:2], *buffer[2:].unbind())
+
+    def written(self) -> Tensor:
+        rest = [
+            value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.int64, device=self.key.device)
+            for value in self[1:]
+        ]
+        return torch.cat([self.key, torch.stack(rest)])
 
 
 class GyroDropout(nn.Module):
@@ -90,11 +109,11 @@ class GyroDropout(nn.Module):
         """Drops elements in training."""
         if not self.training:
             return input
-        place = self.get_buffer(_BUFFER)
-        rng = random.Rng(place[:2], draw=self.draw)
+        place = _Place.read(self.get_buffer(_BUFFER))
+        rng = random.Rng(place.key, draw=self.draw)
         groups = _groups(place, input.shape[0], self.tau)
         mask = chosen_masks(
-            rng, tuple(input.shape), self.p, self.sigma, self.tau, place[_PERIOD], groups, self.feature_dim
+            rng, tuple(input.shape), self.p, self.sigma, self.tau, place.period, groups, self.feature_dim
         )
         return dropped(input, mask.to(input.device), self.p)
 
@@ -167,7 +186,7 @@ def gyro_dropout(
             return state
         remembered = GyroDropoutState(torch.full((), length, dtype=torch.int64, device=state.device))
         period = torch.zeros((), dtype=torch.int64, device=state.device)
-        return _placed(state, _row(state.key, period)).replace(slots={**state.slots, name: remembered})
+        return _placed(state, _Place(state.key, period)).replace(slots={**state.slots, name: remembered})
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -178,15 +197,11 @@ def gyro_dropout(
         if event is Event.BATCH_START:
             assert state.clock is not None
             period = state.clock.batch // state.slots[name].period_length
-            return _placed(state, _row(state.key, period, total=state.num_examples))
+            return _placed(state, _Place(state.key, period, total=state.num_examples))
         if state.first_example is None:
             return state
-        place = state.buffers[places[0]]
-        if event is Event.BEFORE_FORWARD:
-            slice_of = (state.first_example, state.num_examples)
-        else:
-            slice_of = (0, 0)
-        return _placed(state, _row(place[:2], place[_PERIOD], *slice_of, total=place[_TOTAL]))
+        first, size = (state.first_example, state.num_examples) if event is Event.BEFORE_FORWARD else (0, 0)
+        return _placed(state, _Place.read(state.buffers[places[0]])._replace(first=first, size=size))
 
     events = on(Event.INIT, Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
     config = {"p": p, "sigma": sigma, "tau": tau, "feature_dim": feature_dim}
@@ -199,32 +214,23 @@ def gyro_dropout(
     )
 
 
-def _groups(place: Tensor, num: int, tau: int) -> Tensor:
+def _groups(place: _Place, num: int, tau: int) -> Tensor:
     """The group of each of a tensor's rows, of which every example may have several."""
-    rows = torch.arange(num, device=place.device)
-    first, size, total = place[_FIRST], place[_SIZE], place[_TOTAL].clamp(min=1)
-    is_slice = size > 0
+    rows = torch.arange(num, device=place.key.device)
+    first, size, known = (torch.as_tensor(number) for number in (place.first, place.size, place.total))
+    total, is_slice = known.clamp(min=1), size > 0
     examples = first + rows * torch.where(is_slice, size, total) // max(num, 1)
     # A pass over other rows than the step's batch (another size, before the first step) groups what it is given.
-    is_known = is_slice | ((place[_TOTAL] > 0) & (num % total == 0))
+    is_known = is_slice | ((known > 0) & (num % total == 0))
     return torch.where(is_known, examples * tau // total, rows * tau // max(num, 1)).clamp(max=tau - 1)
-
-
-def _row(key: Tensor, period: Tensor, first: int | Tensor = 0, size: int = 0, *, total: int | Tensor = 0) -> Tensor:
-    """The buffer's content."""
-    rest = [
-        value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.int64, device=key.device)
-        for value in (period, first, size, total)
-    ]
-    return torch.cat([key, torch.stack(rest)])
 
 
 def _places(state: State) -> list[str]:
     return [name for name in state.model.buffer_names if name.rpartition(".")[2] == _BUFFER]
 
 
-def _placed(state: State, row: Tensor) -> State:
-    return state.replace(buffers={**state.buffers, **dict.fromkeys(_places(state), row)})
+def _placed(state: State, place: _Place) -> State:
+    return state.replace(buffers={**state.buffers, **dict.fromkeys(_places(state), place.written())})
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -238,7 +244,7 @@ def _period_length(name: str, state: State, sigma: int, tau: int) -> int:
     if run.total_batches is None:
         raise ValueError(
             f"{name}: expected a run whose length in batches is known, which decides how long a choice of masks stays, "
-            f"came duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration in "
+            f"got duration={run.duration}, batches_per_epoch={run.batches_per_epoch}; give State.create a duration in "
             "batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
         )
     return gyro_dropout_period(run.total_batches, sigma, tau)

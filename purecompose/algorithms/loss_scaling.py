@@ -170,7 +170,7 @@ def _initialised(state: State, name: str, init_scale: float) -> State:
 def _scaled(state: State, name: str) -> State:
     if not isinstance(state.optimizer, Guarded):
         raise RuntimeError(
-            f"{name}: expected the optimizer that INIT has put in place, which skips steps that overflow, came "
+            f"{name}: expected the optimizer that INIT has put in place, which skips steps that overflow, got "
             f"{state.optimizer!r}: replace it before step.init, or by optim.guarded.Guarded(...) around the new one"
         )
     own, loss = state.slots[name], state.loss

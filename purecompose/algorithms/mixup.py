@@ -28,7 +28,8 @@ from torch import Tensor
 from purecompose import batch as batches, random, tree
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm
-from purecompose.algorithms._mixing import draw_share, mixing_method, needed_rng
+from purecompose.algorithms._checks import needed_rng
+from purecompose.algorithms._mixing import draw_share, mixing_method
 from purecompose.schedule import Scalar
 from purecompose.targets import Mixture, per_row
 
@@ -151,7 +152,7 @@ def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor, num: in
 
 
 def _rng(key: Tensor | random.Rng | None) -> random.Rng:
-    return needed_rng(key, "mixup_batch", "mixing or indices")
+    return needed_rng(key, "mixup_batch", "where mixing or indices are left out")
 
 
 def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def _check_inputs(inputs: Any) -> None:
     if not isinstance(inputs, Tensor) or not inputs.ndim:
         came = "a 0-d tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise TypeError(
-            f"mixup mixes one tensor (N, ...) of inputs, came {came}; name it inside the batch by input_key, "
+            f"mixup mixes one tensor (N, ...) of inputs, got {came}; name it inside the batch by input_key, "
             "an index, a key or an accessor, and for tokens mix their embeddings inside the model"
         )
 

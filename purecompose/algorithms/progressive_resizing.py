@@ -30,15 +30,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_flag, check_number, check_whole, shown
+from purecompose._checks import check_number, check_whole, shown
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._checks import check_can_write, given_keys
-from purecompose.algorithms._images import check_images
+from purecompose.algorithms._checks import given_keys, needed_rng
+from purecompose.algorithms._images import (
+    TakesTargets,
+    check_images,
+    check_takes_targets,
+    map_targets,
+    with_images,
+)
 from purecompose.algorithms._reports import reported
 from purecompose.event import Event
 from purecompose.images.sizes import whole_part
 from purecompose.predicate import NEVER, before, on
-from purecompose.random.keys import as_rng
 from purecompose.state import State
 from purecompose.targets import Mixture
 from purecompose.time.units import snapped
@@ -57,7 +62,7 @@ def progressive_scale(
     """The scale of images at a point of a run; see `progressive_resizing` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
         initial_scale: At the start.
         finetune_fraction: Of the run, at its end, at full scale.
         delay_fraction: Of the run, at its start, at the initial scale.
@@ -72,6 +77,7 @@ def progressive_scale(
         >>> [round(progressive_scale(elapsed), 2) for elapsed in (0, 0.5, 0.6, 0.65, 0.8, 1)]
         [0.5, 0.5, 0.67, 0.75, 1.0, 1.0]
     """
+    check_number(elapsed, "progressive_scale: elapsed", 0, hint="it is the share of the run that is over")
     _check_schedule("progressive_scale", initial_scale, finetune_fraction, delay_fraction)
     if elapsed >= 1 - finetune_fraction:
         return 1.0
@@ -89,7 +95,7 @@ def resize_batch(
     scale_factor: float,
     *,
     mode: str = "resize",
-    resize_targets: bool = False,
+    resize_targets: TakesTargets = "auto",
     interpolation: str = "bilinear",
     size_increment: int | None = None,
 ) -> tuple[Tensor, Any]:
@@ -98,12 +104,13 @@ def resize_batch(
     Args:
         key: A random key; may be `None` with mode "resize", which draws nothing.
         inputs: Images (N, C, H, W).
-        targets: Anything; with `resize_targets` masks, (N, H, W) or (N, C, H, W) of any dtype, or a `Mixture` of such.
-            They may have a height and width of their own.
+        targets: Anything. Masks are tensors (N, H, W) or (N, C, H, W) of any dtype, or a `Mixture` of such.
         scale_factor: The scale of both sides, above 0, a number. From 1 on nothing is done.
         mode: "resize" for the whole image, made smaller; "crop" for a window, drawn uniformly among all that lie
             within the image, the same one for the whole batch.
-        resize_targets: Resize targets by the same factors, or crop the same window.
+        resize_targets: Whether targets are masks, resized by the same factors or cropped to the same window; "auto"
+            takes those for masks that have more than two dimensions and in the last two the images' size. With `True`
+            all are, also those with a height and width of their own.
         interpolation: "bilinear", antialiased, or "nearest", for images; masks take the nearest pixel.
         size_increment: A side becomes the multiple of it that is nearest to side * scale_factor, at least one and at
             most the side; where not even one fits, and by default, side * scale_factor rounded down, at least 1.
@@ -118,7 +125,7 @@ def resize_batch(
 
     Example:
         >>> inputs, masks = torch.rand(8, 3, 32, 32), torch.zeros(8, 32, 32, dtype=torch.int64)
-        >>> small, small_masks = resize_batch(None, inputs, masks, 0.7, resize_targets=True, size_increment=4)
+        >>> small, small_masks = resize_batch(None, inputs, masks, 0.7, size_increment=4)
         >>> small.shape, small_masks.shape
         (torch.Size([8, 3, 24, 24]), torch.Size([8, 24, 24]))
     """
@@ -129,7 +136,8 @@ def resize_batch(
     check_images("resize_batch", inputs)
     old = (inputs.shape[-2], inputs.shape[-1])
     new = tuple(_new_side(side, scale_factor, size_increment) for side in old)
-    masks = _masks(targets) if resize_targets else []
+    if resize_targets is True:
+        _check_masks(targets)
     if new == old:
         return inputs, targets
 
@@ -146,9 +154,7 @@ def resize_batch(
             return _nearest(masks, _same_share(masks, old, new))
 
         changed = _nearest(inputs, new) if interpolation == "nearest" else _bilinear(inputs, new)
-    if not masks:
-        return changed, targets
-    return changed, targets.map(on_masks) if isinstance(targets, Mixture) else on_masks(targets)
+    return changed, map_targets(on_masks, targets, inputs, resize_targets)
 
 
 def progressive_resizing(
@@ -158,7 +164,7 @@ def progressive_resizing(
     delay_fraction: float = 0.5,
     size_increment: int = 4,
     *,
-    resize_targets: bool = False,
+    resize_targets: TakesTargets = "auto",
     interpolation: str = "bilinear",
     name: str = "progressive_resizing",
     input_key: batches.Key | None = None,
@@ -177,7 +183,8 @@ def progressive_resizing(
             most 1.
         size_increment: Sides become multiples of it, pixels, where one fits. A greater one means fewer sizes, each
             of which is compiled for itself in a compiled step.
-        resize_targets: Do the same to targets that are masks (N, H, W) or (N, C, H, W).
+        resize_targets: Whether the target is a mask (N, H, W) or (N, C, H, W), which changes as its images do; "auto":
+            if it has more than two dimensions and the last two are the images'. With `False` it is not read.
         interpolation: "bilinear", antialiased, or "nearest", of images; see `resize_batch`.
         name: Names its draws and metrics.
         input_key: Names the batch's images; by default the state's own input.
@@ -196,7 +203,7 @@ def progressive_resizing(
     _check_choices("progressive_resizing", mode, resize_targets, interpolation)
     _check_schedule("progressive_resizing", initial_scale, finetune_fraction, delay_fraction)
     check_whole(size_increment, "progressive_resizing: size_increment", 1, hint="sides are multiples of it, in pixels")
-    written = ("input_key", "target_key") if resize_targets else ("input_key",)
+    written = ("input_key", "target_key") if resize_targets is True else ("input_key",)
     keys = given_keys(writes=written, input_key=input_key, target_key=target_key)
     schedule = {
         "initial_scale": initial_scale,
@@ -206,25 +213,18 @@ def progressive_resizing(
     sizes = {"size_increment": size_increment, "resize_targets": resize_targets, "interpolation": interpolation}
 
     def apply(event: Event, state: State) -> State:
-        own_input = keys.get("input_key", state.context.input_key)
-        own_target = keys.get("target_key", state.context.target_key)
-        if event is Event.INIT:
-            check_can_write(own_input, "input_key")
-            if resize_targets:
-                check_can_write(own_target, "target_key")
-            return state
-        images = batches.get(state.batch, own_input)
-        check_images(name, images)
-        elapsed = state.timestamp.elapsed()
-        assert elapsed is not None, "the predicate has asked for a duration"
-        scale = max(progressive_scale(elapsed, **schedule), _LEAST_SCALE)
-        masks = batches.get(state.batch, own_target) if resize_targets else None
-        images, masks = resize_batch(state.rng(name), images, masks, scale, mode=mode, **sizes)
-        batch = batches.put(state.batch, own_input, images)
-        if resize_targets:
-            batch = batches.put(batch, own_target, masks)
-        facts = {"height": images.shape[-2], "width": images.shape[-1], "scale_factor": scale}
-        return reported(state.replace(batch=batch), name, facts)
+        facts: dict[str, float] = {}
+
+        def resized(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:
+            elapsed = state.timestamp.elapsed()
+            assert elapsed is not None, "the predicate has asked for a duration"
+            scale = max(progressive_scale(elapsed, **schedule), _LEAST_SCALE)
+            images, targets = resize_batch(rng, images, targets, scale, mode=mode, **sizes)
+            facts.update(height=images.shape[-2], width=images.shape[-1], scale_factor=scale)
+            return images, targets
+
+        state = with_images(event, state, name, resized, keys, resize_targets)
+        return reported(state, name, facts) if facts else state
 
     is_neutral = initial_scale == 1 or finetune_fraction == 1
     growing = on(Event.AFTER_DATALOADER) & before(1 - finetune_fraction)
@@ -243,7 +243,7 @@ def _check_choices(where: str, mode: Any, resize_targets: Any, interpolation: An
         if not isinstance(value, str) or value not in known:
             expected = " or ".join(map(repr, known))
             raise ValueError(f"{where}: {role}: expected {expected}, got {shown(value)}")
-    check_flag(resize_targets, f"{where}: resize_targets")
+    check_takes_targets(resize_targets, f"{where}: resize_targets")
 
 
 def _check_schedule(where: str, initial_scale: float, finetune_fraction: float, delay_fraction: float) -> None:
@@ -271,9 +271,8 @@ def _same_share(masks: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> tu
     return tuple(max(1, (2 * side * small + full) // (2 * full)) for side, full, small in sides)
 
 
-def _masks(targets: Any) -> list[Tensor]:
-    masks = list(targets.targets) if isinstance(targets, Mixture) else [targets]
-    for mask in masks:
+def _check_masks(targets: Any) -> None:
+    for mask in targets.targets if isinstance(targets, Mixture) else [targets]:
         if not isinstance(mask, Tensor):
             raise TypeError(
                 "resize_targets=True: expected masks, a tensor (N, H, W) or (N, C, H, W), got "
@@ -282,16 +281,13 @@ def _masks(targets: Any) -> list[Tensor]:
         if mask.ndim < 3:
             raise ValueError(
                 f"resize_targets=True: expected masks (N, H, W) or (N, C, H, W), got {shown(mask)}, which has no "
-                "height and width; leave resize_targets=False for targets of whole images"
+                "height and width; leave resize_targets out for targets of whole images"
             )
-    return masks
 
 
 def _drawn_corner(key: Tensor | random.Rng | None, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The window's first row and column, 0-d int64."""
-    if key is None:
-        raise TypeError("resize_batch: mode='crop' draws the window's place: expected a key, got None")
-    rng = as_rng(key, "resize_batch")
+    rng = needed_rng(key, "resize_batch", "for mode='crop', which draws the window's place")
     top, left = (
         random.randint(rng.named(role), (), 0, full - small + 1)
         for role, full, small in zip(("top", "left"), old, new, strict=True)

@@ -16,7 +16,7 @@ References:
     Reduced Search Space. CVPR Workshops 2020. https://arxiv.org/abs/1909.13719
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -24,15 +24,14 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
-from purecompose.algorithms._images import check_severity, image_method
-from purecompose.images import Primitive, Scale, Strength, ValueRange, check_value_range, chosen_primitives, on_levels
-from purecompose.images.assignment import treated
+from purecompose.algorithms._images import check_severity, image_method, one_operation_each
+from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
 from purecompose.images.samples import SampleTransform
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 
 
-__all__ = ["one_operation_each", "randaugment", "randaugment_batch", "randaugment_transform"]
+__all__ = ["randaugment", "randaugment_batch", "randaugment_transform"]
 
 
 def randaugment_batch(
@@ -116,12 +115,17 @@ def randaugment(
     check_whole(depth, "randaugment: depth", 0)
     chosen_primitives(augmentation_set, "randaugment: augmentation_set")
     check_value_range(value_range, "randaugment: value_range")
-    settings = {"depth": depth, "augmentation_set": augmentation_set, "value_range": value_range}
+    settings = {
+        "severity": severity,
+        "depth": depth,
+        "augmentation_set": augmentation_set,
+        "value_range": value_range,
+    }
     return image_method(
         name,
-        partial(randaugment_batch, **settings),
-        {"severity": severity},
-        {"severity": severity, **settings},
+        randaugment_batch,
+        settings,
+        scalars=("severity",),
         is_neutral=depth == 0 or severity == 0,
         input_key=input_key,
     )
@@ -139,7 +143,8 @@ def randaugment_transform(
 
     Args:
         severity, depth, augmentation_set: See `randaugment`.
-        value_range: As there; by default (0, 1) for floats, since one image does not show the range of all.
+        value_range: As there; by default (0, 1) for floats, since one image does not show the range of all. Floats
+            outside are refused, as those of normalised images: put it before the normalisation, or give their range.
         input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
             its first member.
 
@@ -147,43 +152,10 @@ def randaugment_transform(
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
 
     Raises:
-        TypeError, ValueError: As `randaugment`.
+        TypeError, ValueError: As `randaugment`. Of a sample: floats outside of the range.
     """
     randaugment(severity, depth, augmentation_set, value_range=value_range)
     settings = {"severity": severity, "depth": depth, "augmentation_set": augmentation_set}
-    core = partial(randaugment_batch, **settings, value_range=value_range or (0.0, 1.0))
-    return SampleTransform(core, input_key)
-
-
-def one_operation_each(
-    rng: random.Rng,
-    stored: Tensor,
-    scale: Scale,
-    primitives: Sequence[Primitive],
-    severity: float | Tensor,
-    *,
-    num_groups: int = 1,
-) -> Tensor:
-    """Each image after one of the operations, drawn for it with a strength of its own.
-
-    Args:
-        rng: The place of the draws.
-        stored: Levels (N, C, H, W), N at least 1, in the form that the scale stores.
-        scale: The images' scale.
-        primitives: What is drawn from, each with the same chance.
-        severity: In [0, 10].
-        num_groups: Groups of equal size, one after the other, whose operations are drawn apart.
-    """
-    num, _, height, width = stored.shape
-    shares = random.uniform(rng.named("share"), num).to(stored.device)
-    coins = random.bernoulli(rng.named("coin"), 0.5, num).to(stored.device)
-
-    def treatment(primitive: Primitive) -> Callable[[Tensor, Tensor], Tensor]:
-        def applied(some: Tensor, index: Tensor) -> Tensor:
-            strength = Strength(severity, shares.index_select(0, index), coins.index_select(0, index), height, width)
-            return scale.settled(primitive(scale.opened(some), strength))
-
-        return applied
-
-    treatments = [treatment(primitive) for primitive in primitives]
-    return treated(rng.named("choice"), stored, treatments, num_groups=num_groups)
+    value_range = value_range or (0.0, 1.0)
+    core = partial(randaugment_batch, **settings, value_range=value_range)
+    return SampleTransform(core, input_key, value_range=value_range)

@@ -83,7 +83,7 @@ def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: fl
     _check_keep("choose_by_loss: keep", keep)
     if example_losses.ndim != 1 or not len(example_losses):
         raise ValueError(
-            f"choose_by_loss: expected one loss for each example, (N,), came shape "
+            f"choose_by_loss: expected one loss for each example, (N,), got shape "
             f"{tuple(example_losses.shape)}; reduce over all other dims, as losses.per_example does"
         )
     num = len(example_losses)
@@ -240,7 +240,7 @@ def selective_backprop(
         num = batches.num_examples(state.batch, own_key)
         if len(ranking_losses) != num:
             raise ValueError(
-                f"{name}: expected one loss for each of the batch's {num} examples, came {len(ranking_losses)}; name "
+                f"{name}: expected one loss for each of the batch's {num} examples, got {len(ranking_losses)}; name "
                 "a member with one row for each by input_key="
             )
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
@@ -304,7 +304,7 @@ def _check_window(start: float, end: float, interrupt: int) -> None:
     check_number(start, "selective_backprop: start", 0, 1, hint=hint)
     check_number(end, "selective_backprop: end", 0, 1, hint=hint)
     if start >= end:
-        raise ValueError(f"selective_backprop: expected start < end, came start={start}, end={end}; {hint}")
+        raise ValueError(f"selective_backprop: expected start < end, got start={start}, end={end}; {hint}")
     if not isinstance(interrupt, int) or isinstance(interrupt, bool):
         raise TypeError(
             f"selective_backprop: interrupt={interrupt!r} ({type(interrupt).__name__}): expected an int, "

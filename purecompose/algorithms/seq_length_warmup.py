@@ -66,7 +66,7 @@ def warmup_length(
     """The length of sequences at a point of a run; see `seq_length_warmup` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
         duration: The warm-up's share of the run; 0 for none.
         min_seq_length: The length at the start, tokens.
         max_seq_length: The length at the end of the warm-up and after it.
@@ -82,6 +82,7 @@ def warmup_length(
         >>> [warmup_length(elapsed / 10, max_seq_length=32, step_size=8) for elapsed in range(5)]
         [8, 16, 24, 32, 32]
     """
+    check_number(elapsed, "warmup_length: elapsed", 0, hint="it is the share of the run that is over")
     _check_ramp("warmup_length", duration, min_seq_length, max_seq_length, step_size)
     num_steps = -(-(max_seq_length - min_seq_length) // step_size)
     # Snapped, so that the third of three steps is made at the warm-up's end, though 0.1 / 0.3 * 3 may be less than 1.
@@ -283,7 +284,7 @@ def _last_positions(batch: Any, num: int, length: int) -> Tensor:
         came = tree.describe(mask) if isinstance(mask, Tensor) else f"{type(mask).__name__} in {type(batch).__name__}"
         raise ValueError(
             f"preserve_end_of_sequence=True: expected an attention_mask ({num}, {length}), which says where rows end, "
-            f"came {came}; put one into the batch, a mapping, or leave preserve_end_of_sequence=False"
+            f"got {came}; put one into the batch, a mapping, or leave preserve_end_of_sequence=False"
         )
     # Not the mask's sum, which is the end only where padding stands on the right.
     return (torch.arange(length, device=mask.device) * (mask != 0)).amax(1)
@@ -314,7 +315,7 @@ def _in_rows(batch: Any, num: int, current: int, length: int) -> Any:
             return tensor
         if len(dims) != 1 or tensor.shape[0] != num:
             raise ValueError(
-                f"truncate=False: expected all tensors to have a position for each of {num}x{current} tokens, came "
+                f"truncate=False: expected all tensors to have a position for each of {num}x{current} tokens, got "
                 f"{tree.describe(tensor)}; leave it out of the batch, or use truncate=True"
             )
         tokens = tensor.movedim(dims[0], 1).flatten(0, 1)

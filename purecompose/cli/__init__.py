@@ -1,7 +1,7 @@
 """The command line: `python -m purecompose train`, `evaluate`, `predict`, `plot`, `plan`, `check` and `algorithms`.
 
-A usage error prints one line to standard error and gives the exit status 2; a missing package gives 1, and so does a
-law that `check` finds broken.
+A usage error prints one line to standard error and gives the exit status 2; a missing package gives 1, and so do an
+error in a step of `train` and a law that `check` finds broken.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from purecompose.algorithms import FACTORIES
 from purecompose.cli.completion import SHELLS, script
 from purecompose.cli.settings import UsageError, add_settings, named, whole
 from purecompose.cli.setup import reported_as
-from purecompose.cli.train import show_plan, train as run_training
+from purecompose.cli.train import RunError, show_plan, train as run_training
 from purecompose.saving import CheckpointError
 
 
@@ -38,8 +38,8 @@ examples:
   python -m purecompose algorithms mixup
   python -m purecompose check my_module:my_algorithm
 
-exit status: 0; 1 where a package is missing, a checkpoint cannot be used or a law is broken; 2 after a usage error;
-130 after Ctrl-C and 143 after SIGTERM, with the run saved where it has a folder.
+exit status: 0; 1 where a package is missing, a step fails, a checkpoint cannot be used or a law is broken; 2 after a
+usage error; 130 after Ctrl-C and 143 after SIGTERM, with the run saved where it has a folder.
 """
 
 
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; by default those of the process.
 
     Returns:
-        The exit status: 0, 1 where a package is missing, a checkpoint cannot be used or `check` finds a law broken, 2
-        after a usage error, 130 after an interrupt, 143 after SIGTERM.
+        The exit status: 0, 1 where a package is missing, a step fails, a checkpoint cannot be used or `check` finds a
+        law broken, 2 after a usage error, 130 after an interrupt, 143 after SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _make_parser()
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    except (CheckpointError, FloatingPointError) as error:
+    except (CheckpointError, FloatingPointError, RunError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
@@ -185,6 +185,9 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--resume", action="store_true", help="with --out: go on with the run there, if there is one")
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
     command.add_argument("--quiet", action="store_true", help="print the final table alone")
+    command.add_argument(
+        "--traceback", action="store_true", help="show where in the code a step has failed, not one line alone"
+    )
     add_settings(command)
 
 

@@ -6,7 +6,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,16 @@ from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare, r
 from purecompose.fit import fit
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.runs import RunFolder
-from purecompose.saving import Checkpoints, MismatchError
+from purecompose.saving import CheckpointError, Checkpoints, MismatchError
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
 
 
-__all__ = ["checksum", "show_plan", "train"]
+__all__ = ["RunError", "checksum", "show_plan", "train"]
+
+
+class RunError(Exception):
+    """What has stopped a run, in one line."""
 
 
 def train(options: argparse.Namespace) -> None:
@@ -32,6 +36,7 @@ def train(options: argparse.Namespace) -> None:
     Raises:
         UsageError: An option that cannot be.
         ImportError: A package that the data or the display needs is missing.
+        RunError: A step has failed; with `--traceback` what it raised itself.
     """
     out = None if options.out is None else Path(options.out)
     earlier = _earlier(out, is_asked=options.resume)
@@ -42,7 +47,8 @@ def train(options: argparse.Namespace) -> None:
         if options.plan:
             print(setup.step.plan(setup.state, next(iter(setup.train_data))))
             return
-        with _plain_warnings(), _told_as_settings(settings, earlier, out):
+        told = nullcontext() if options.traceback else _told_in_one_line(setup)
+        with _plain_warnings(), told, _told_as_settings(settings, earlier, out):
             _run(options, settings, setup, out)
 
 
@@ -168,6 +174,23 @@ def _told_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], o
             f"{out} cannot go on with other settings:{''.join(lines)}\nleave them out, or choose another --out",
             error.differences,
         ) from error
+
+
+@contextmanager
+def _told_in_one_line(setup: Setup) -> Iterator[None]:
+    """Says what was raised and in which algorithm or stage; what the command line reports by itself passes."""
+    try:
+        yield
+    except (UsageError, ImportError, OSError, CheckpointError, FloatingPointError):
+        raise
+    except Exception as error:
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+        shape = ", ".join(str(size) for size in next(iter(setup.train_data))[0].shape[1:])
+        if any(note.startswith("in the stage forward") and f"{shape}]" not in note for note in notes):
+            notes.append(f"the network was made for inputs [{shape}], which a method has changed")
+        text = f"{type(error).__name__}: {error}".partition("\n\n")[0]
+        parts = [" ".join(part.split()) for part in (text, *notes)]
+        raise RunError(f"{'; '.join(parts)} (--traceback shows where in the code)") from error
 
 
 def _moved(state: State, at: str, batch_size: int) -> State:

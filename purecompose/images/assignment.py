@@ -16,7 +16,7 @@ from purecompose import random
 from purecompose._functorch import is_fake, is_transforming
 
 
-__all__ = ["assigned", "treated"]
+__all__ = ["assigned", "can_read", "treated"]
 
 
 def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -79,7 +79,7 @@ def _trimmed(lists: list[Tensor], places: Tensor) -> tuple[list[Tensor], Tensor]
 
     One image alone has a place in the list of every treatment.
     """
-    if not _can_read(places):
+    if not can_read(places):
         return lists, places
     capacity = len(lists[0])
     owner, turn = places // capacity, places % capacity
@@ -89,7 +89,7 @@ def _trimmed(lists: list[Tensor], places: Tensor) -> tuple[list[Tensor], Tensor]
     return trimmed, starts[owner] + turn
 
 
-def _can_read(tensor: Tensor) -> bool:
+def can_read(tensor: Tensor) -> bool:
     """Whether numbers are there to be read, and reading them waits for no device."""
     is_tracing = torch.compiler.is_compiling() or is_transforming() or is_fake(tensor)
     return not is_tracing and tensor.device.type == "cpu" and type(tensor) is Tensor

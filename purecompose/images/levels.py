@@ -10,11 +10,13 @@ from torch import Tensor
 
 from purecompose._checks import is_number, shown
 from purecompose._device import sent
+from purecompose.images.sizes import check_image_tensor
 
 
-__all__ = ["Scale", "ValueRange", "check_value_range", "on_levels"]
+__all__ = ["Scale", "ValueRange", "check_in_range", "check_value_range", "on_levels"]
 
 WHITE = 255.0
+_SLACK = 1e-3  # of the range: what rounding in half precision may add, far less than a level
 
 Bound: TypeAlias = "float | tuple[float, ...]"
 ValueRange: TypeAlias = "tuple[Bound, Bound] | None"
@@ -109,7 +111,7 @@ def on_levels(
         TypeError: No tensor, or of another dtype.
         ValueError: Another number of dimensions.
     """
-    _check_images(images, f"{where}: {like}")
+    check_image_tensor(images, f"{where}: {like}", has_levels=True)
     check_value_range(value_range, f"{where}: value_range", images.shape[-3])
     batch = images if images.ndim == 4 else images.unsqueeze(0)
     if not batch.numel():
@@ -140,6 +142,24 @@ def check_value_range(value_range: Any, where: str, channels: int | None = None)
         raise ValueError(f"{where}: expected black below white, got {shown(value_range)}")
 
 
+def check_in_range(images: Tensor, value_range: ValueRange, where: str) -> None:
+    """Raises a `ValueError` for floats (..., C, H, W) beyond black or white, whose values are read; NaN is nowhere.
+
+    What is beyond would be cut off, and of normalised images that is most.
+    """
+    if value_range is None or not images.numel():
+        return
+    low, high = (_bound(bound, images) for bound in value_range)
+    wide, slack = _wide(images.detach()), _SLACK * (high - low)
+    if not ((wide < low - slack) | (wide > high + slack)).any():
+        return
+    finite = wide[~wide.isnan()]
+    raise ValueError(
+        f"{where}: expected floats from black to white, value_range={value_range}, got values from "
+        f"{finite.min().item():.4g} to {finite.max().item():.4g}; put it before Normalize, or give value_range="
+    )
+
+
 def _wide(images: Tensor) -> Tensor:
     return images if images.dtype == torch.float64 else images.float()
 
@@ -147,12 +167,3 @@ def _wide(images: Tensor) -> Tensor:
 def _bound(bound: Bound, images: Tensor) -> Tensor:
     values = bound if isinstance(bound, tuple | list) else (bound,)
     return sent(values, torch.float32, images.device).view(-1, 1, 1)
-
-
-def _check_images(images: Any, where: str) -> None:
-    if not isinstance(images, Tensor):
-        raise TypeError(f"{where}: expected a tensor, got {shown(images)}")
-    if images.dtype != torch.uint8 and not images.is_floating_point():
-        raise TypeError(f"{where}: expected uint8 or a floating dtype, got {images.dtype}; use images.to(torch.uint8)")
-    if images.ndim not in (3, 4):
-        raise ValueError(f"{where}: expected (N, C, H, W) or (C, H, W), got shape {tuple(images.shape)}")

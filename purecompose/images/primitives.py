@@ -124,6 +124,8 @@ def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
         ValueError: An unknown name, or no primitive at all.
     """
     if isinstance(given, str):
+        if given in PRIMITIVES:
+            raise ValueError(f"{where}={given!r}: that is one operation, not a set of them: say ({given!r},)")
         if given not in SETS:
             raise ValueError(f"{where}={given!r}: expected {', '.join(map(repr, SETS))}, or names of operations")
         return SETS[given]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from purecompose import batch as batches, random, tree
 from purecompose._checks import shown
+from purecompose.images.assignment import can_read
+from purecompose.images.levels import ValueRange, check_in_range
 
 
 __all__ = ["SampleTransform", "as_tensor", "like_before"]
@@ -39,6 +41,8 @@ class SampleTransform:
             (C, H, W) and come back as images; such a core gets any mode of whole bytes, palettes and depths included.
         target_key: Names that target; by default the second member of a tuple or list. Where there is none, the core
             is given the image alone.
+        value_range: The values of black and white of floats, numbers or one for each channel; values outside are
+            refused. By default any will do.
 
     Example:
         >>> from purecompose.images import rotate
@@ -52,6 +56,7 @@ class SampleTransform:
     input_key: batches.Key | None = None
     takes_target: bool = False
     target_key: batches.Key | None = None
+    value_range: ValueRange = None
 
     def __post_init__(self) -> None:
         for role in ("input_key", "target_key"):
@@ -69,6 +74,7 @@ class SampleTransform:
 
         Raises:
             TypeError: No image, or no source of randomness.
+            ValueError: Floats outside of the range; only where they are on a CPU, and nothing is traced.
         """
         is_sequence = isinstance(sample, tuple | list)
         key, target_key = self.input_key, self.target_key
@@ -78,6 +84,8 @@ class SampleTransform:
             target_key = 1
         image = batches.get(sample, key)
         opened = as_tensor(image, is_moved=self.takes_target)
+        if opened.is_floating_point() and can_read(opened):
+            check_in_range(opened, self.value_range, self._name().replace("_batch", "_transform"))
         target = None if not self.takes_target or target_key is None else batches.get(sample, target_key)
         if target is None:
             return batches.put(sample, key, like_before(self.core(self._key(rng), opened), image))
@@ -95,11 +103,14 @@ class SampleTransform:
             return rng
         if isinstance(rng, random.Rng):
             # In draws about a whole batch, such as orders, an example's number has no part, so it goes into the key.
-            core = getattr(self.core, "func", self.core)
-            return random.bits(rng.named(getattr(core, "__qualname__", "transform")), (2,))
+            return random.bits(rng.named(self._name()), (2,))
         if rng is None or isinstance(rng, torch.Generator):
             return torch.randint(0, 2**32, (2,), dtype=torch.int64, generator=rng)
         raise TypeError(f"expected a key, a torch.Generator or None, got {shown(rng)}; use data.loader(..., rng='key')")
+
+    def _name(self) -> str:
+        core = getattr(self.core, "func", self.core)
+        return getattr(core, "__qualname__", "transform")
 
 
 def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
@@ -118,8 +129,10 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
         raise TypeError(f"expected an image, a PIL one or a tensor (C, H, W), got {shown(image)}; name it by input_key")
     modes = _MOVABLE if is_moved else _COLOURS
     if image.mode not in modes:
+        # Of one bit each, pixels are black and white or a mask's 0 and 1: colours would change what a mask says.
+        mode = "L" if image.mode == "1" else "RGB"
         raise TypeError(
-            f"expected a PIL image of mode {', '.join(modes)}, got {image.mode!r}; use image.convert('RGB')"
+            f"expected a PIL image of mode {', '.join(modes)}, got {image.mode!r}; use image.convert('{mode}')"
         )
     width, height = image.size
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=modes[image.mode])

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from purecompose._checks import shown
@@ -24,9 +25,17 @@ def whole_part(share: float, size: int) -> int:
     return math.floor((share + _ROUNDING) * size)
 
 
-def check_image_tensor(images: Any, where: str) -> None:
-    """Raises a `TypeError` for what is no tensor, a `ValueError` unless it is (N, C, H, W) or (C, H, W)."""
+def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:
+    """Raises a `TypeError` for what is no tensor, a `ValueError` unless it is (N, C, H, W) or (C, H, W).
+
+    Args:
+        images: What came.
+        where: Opens messages.
+        has_levels: Whether its values have to be levels, of uint8 or a floating dtype; else a `TypeError`, too.
+    """
     if not isinstance(images, Tensor):
         raise TypeError(f"{where}: expected a tensor of images, got {shown(images)}")
+    if has_levels and images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"{where}: expected uint8 or a floating dtype, got {images.dtype}; use images.to(torch.uint8)")
     if images.ndim not in (3, 4):
         raise ValueError(f"{where}: expected (N, C, H, W) or (C, H, W), got shape {tuple(images.shape)}")

@@ -1,13 +1,20 @@
-"""What the methods' tests share: a small classifier's state and its batches, made from seeds."""
+"""What the methods' tests share: small classifiers' states and batches, made from seeds, and a step that looks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from purecompose import losses
+from purecompose.algorithm import Algorithm
+from purecompose.compose import compose
+from purecompose.event import Event
+from purecompose.loop import loop_events
 from purecompose.optim import sgd
+from purecompose.predicate import on
 from purecompose.state import State
+from purecompose.testing.tasks import TASKS
 
 
 LR = 0.3
@@ -31,3 +38,26 @@ def make_batch(kind: str = "index", num: int = 10) -> tuple[Tensor, Tensor]:
     if kind == "index":
         return inputs, torch.randint(0, 4, (num,), generator=generator)
     return inputs, torch.softmax(torch.randn(num, 4, generator=generator), dim=1)
+
+
+def make_image_state(**options: Any) -> State:
+    """Of the testing suite's network for images; two epochs of four batches."""
+    return TASKS["images"].make_state(0, duration="8ba", batches_per_epoch=4, **options)
+
+
+def make_images(num: int = 12, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Random levels (num, channels, size, size), of a floating dtype from 0 to 1."""
+    pixels = torch.randint(0, 256, (num, channels, size, size), generator=torch.Generator().manual_seed(num))
+    return pixels.to(torch.uint8) if dtype == torch.uint8 else (pixels / 255).to(dtype)
+
+
+def spy(seen: list[Any], *events: str | Event) -> Algorithm:
+    """Writes down the batches that pass by."""
+    return Algorithm("spy", on(*events), lambda _, state: seen.append(state.batch) or state)
+
+
+def one_step(algorithms: Algorithm | Sequence[Algorithm], state: State, batch: Any, **settings: Any) -> State:
+    """The state after INIT and one batch."""
+    chosen = [algorithms] if isinstance(algorithms, Algorithm) else algorithms
+    step = compose(loop_events, chosen, **settings)
+    return step(step.init(state), batch)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor, nn
+from method_helpers import make_images
+from torch import nn
 
 from purecompose import State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import augmix
@@ -21,11 +22,6 @@ SEEDS = st.integers(0, 2**64 - 1)
 KEEP = Primitive("keep", lambda levels, amount: levels, lambda strength: strength.share)
 COUNT = Primitive("count", lambda levels, amount: levels + 1, lambda strength: strength.share)
 """Adds a level: the result tells how many operations there were."""
-
-
-def make_images(num: int = 9, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.uint8) -> Tensor:
-    pixels = torch.randint(0, 256, (num, channels, size, size), generator=torch.Generator().manual_seed(num))
-    return pixels.to(torch.uint8) if dtype == torch.uint8 else (pixels / 255).to(dtype)
 
 
 @given(SEEDS, st.floats(0, 10), st.sampled_from([-1, 1, 2]), st.integers(1, 4), st.floats(0.05, 5))
@@ -151,7 +147,7 @@ def test_a_step_trains_on_what_the_core_makes_of_its_key() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
     state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), key=5, duration="9ba")
-    batch = make_images(dtype=torch.float32), torch.arange(9) % 3
+    batch = make_images(dtype=torch.float32), torch.arange(12) % 3
     changed = augmix_batch(state.rng("augmix"), batch[0], severity=5, width=2)
     step = compose(loop_events, [augmix(5, width=2)])
     by_method, by_hand = step(step.init(state), batch), compose(loop_events)(state, (changed, batch[1]))

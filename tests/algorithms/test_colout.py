@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from method_helpers import make_image_state, spy
 from scipy import stats
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -40,14 +41,6 @@ def exact_count(p: float, size: int) -> int:
 def kept(image: Tensor) -> tuple[list[int], list[int]]:
     """The rows and columns that an image of places (H', W') shows."""
     return (image[:, 0] // 1000).tolist(), (image[0] % 1000).tolist()
-
-
-def spy(seen: list[Any], *events: Event) -> Algorithm:
-    return Algorithm("spy", on(*events), lambda _, state: seen.append(state.batch) or state)
-
-
-def make_state(**options: Any) -> State:
-    return TASKS["images"].make_state(0, duration="8ba", batches_per_epoch=4, **options)
 
 
 # The core
@@ -240,7 +233,7 @@ def test_labels_are_shared_members_named_and_what_came_is_left_alone():
     names = {"input_key": "x", "target_key": "y"}
     for algorithm in (colout(0.2, 0.4), colout(0.2, 0.4, target_key=["y", "depth"]), colout(resize_target=False)):
         step = compose(loop_events, [algorithm, spy(seen, Event.BATCH_START)])
-        step(step.init(make_state(**names)), batch)
+        step(step.init(make_image_state(**names)), batch)
     assert tree.equal(batch, kept_before)
     assert [one["x"].shape for one in seen] == [(4, 2, 4, 3), (4, 2, 4, 3), (4, 2, 5, 5)]
     assert [one["depth"].shape for one in seen] == [(4, 6, 6), (4, 4, 3), (4, 6, 6)]
@@ -250,9 +243,9 @@ def test_labels_are_shared_members_named_and_what_came_is_left_alone():
 
 def test_evaluation_sees_whole_images():
     step = compose(loop_events, [colout(0.5, 0.5)])
-    state = step.init(make_state())
+    state = step.init(make_image_state())
     data = [TASKS["images"].make_batch(seed, 4) for seed in range(2)]
-    assert tree.equal(evaluate(state, data), evaluate(make_state(), data))
+    assert tree.equal(evaluate(state, data), evaluate(make_image_state(), data))
 
 
 def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
@@ -260,14 +253,14 @@ def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
     images, labels = TASKS["images"].make_batch(0, 4)
     read = {"target_key": lambda batch: batch[1]}
     step = compose(loop_events, [colout(0.5, 0.5), spy(seen, Event.BATCH_START)])
-    step(step.init(make_state(**read)), (images, labels))
+    step(step.init(make_image_state(**read)), (images, labels))
     assert seen[-1][0].shape == (4, 2, 3, 3)
     own = Algorithm("own_loss", on(Event.BATCH_START), lambda _, state: state.replace(batch=(state.inputs, labels)))
     step = compose(loop_events, [colout(0.5, 0.5), own, spy(seen, Event.BATCH_START)])
-    step(step.init(make_state()), (images, None))
+    step(step.init(make_image_state()), (images, None))
     assert seen[-1][0].shape == (4, 2, 3, 3)
     with pytest.raises(TypeError, match="target_key=.*can only read"):
-        compose(loop_events, [colout(resize_target=True)]).init(make_state(**read))
+        compose(loop_events, [colout(resize_target=True)]).init(make_image_state(**read))
 
 
 def test_neutral_settings_never_match():
@@ -335,7 +328,7 @@ def test_a_step_names_what_does_not_fit():
         step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))
     step = compose(loop_events, [colout(resize_target=True)])
     with pytest.raises(ValueError, match="got shape .*4,") as caught:
-        step(step.init(make_state()), TASKS["images"].make_batch(0, 4))
+        step(step.init(make_image_state()), TASKS["images"].make_batch(0, 4))
     assert any("colout at" in note for note in caught.value.__notes__)
     with pytest.raises(TypeError, match="input_key=.*can only read"):
         colout(input_key=lambda batch: batch[0])

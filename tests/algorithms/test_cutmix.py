@@ -6,26 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_state
+from method_helpers import LR, make_state, one_step, spy
 from torch import nn
 
 from purecompose import losses, random, tree
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.cutmix import cutmix, cutmix_batch
 from purecompose.algorithms.selective_backprop import selective_backprop
 from purecompose.compose import compose
 from purecompose.event import Event
 from purecompose.loop import loop_events
-from purecompose.predicate import NEVER, on
+from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
 from purecompose.state import State, to_module
 from purecompose.targets import Mixture
-
-
-def spy(seen, *events):
-    """Writes down the batches that pass by."""
-    return Algorithm("spy", on(*events), lambda event, state: seen.append(state.batch) or state)
 
 
 def image_state(net: nn.Module | None = None, **settings: Any) -> State:
@@ -52,11 +46,6 @@ def by_hand(state, batch, **settings):
     grads = torch.autograd.grad(loss, list(net.parameters()))
     moved = {n: (p - LR * g).detach() for (n, p), g in zip(net.named_parameters(), grads, strict=True)}
     return loss.detach(), moved
-
-
-def one_step(algorithm, state, batch, **settings):
-    step = compose(loop_events, [algorithm], **settings)
-    return step(step.init(state), batch)
 
 
 @pytest.mark.parametrize("kind", ["index", "soft"])

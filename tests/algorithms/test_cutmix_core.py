@@ -288,9 +288,9 @@ def test_what_cannot_be_cut_is_refused():
     key = random.key(0)
     with pytest.raises(TypeError, match=r"expected images, one tensor \(N, C, H, W\), came float32\[2, 3\]"):
         cutmix_batch(key, torch.zeros(2, 3), targets)
-    with pytest.raises(TypeError, match="where bbox or indices are left out, came None"):
+    with pytest.raises(TypeError, match="where bbox or indices are left out, got None"):
         cutmix_batch(None, images, targets, bbox=(0, 0, 1, 1))
-    with pytest.raises(TypeError, match="where bbox or indices are left out, came None"):
+    with pytest.raises(TypeError, match="where bbox or indices are left out, got None"):
         cutmix_batch(None, images, targets, indices=targets)
     with pytest.raises(TypeError, match="came list"):
         cutmix_batch(key, images, [0, 1])  # pyright: ignore[reportArgumentType]

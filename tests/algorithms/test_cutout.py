@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from method_helpers import make_image_state, spy
 from scipy import stats
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purecompose import Algorithm, State, compose, loop_events, random, tree
+from purecompose import Algorithm, compose, loop_events, random, tree
 from purecompose.algorithms import FACTORIES, cutout
 from purecompose.event import Event
 from purecompose.functional import cutout_batch
@@ -44,14 +45,6 @@ def by_hand(images: Tensor, centers: Any, half: int, fill: float = 0.0) -> Tenso
 def covered(seed: int, height: int, width: int, **settings: Any) -> Tensor:
     """Which pixels of a single image are covered, bool (H, W)."""
     return cutout_batch(random.key(seed), ones(1, height, width), **settings)[0] == 0
-
-
-def make_state(**options: Any) -> State:
-    return TASKS["images"].make_state(0, duration="8ba", batches_per_epoch=4, **options)
-
-
-def spy(seen: list[Any], *events: Event) -> Algorithm:
-    return Algorithm("spy", on(*events), lambda _, state: seen.append(state.batch) or state)
 
 
 # The core
@@ -238,16 +231,16 @@ def test_a_step_trains_on_what_the_core_returns():
     seen: list[Any] = []
     settings = {"num_holes": 2, "length": 0.7, "per_example": True, "fill": (0.5, -1.0)}
     step = compose(loop_events, [cutout(**settings), spy(seen, Event.BATCH_START)])
-    state = step.init(make_state())
+    state = step.init(make_image_state())
     batch = TASKS["images"].make_batch(0, 6)
     kept = tree.map(torch.clone, batch)
     after = step(state, batch)
     expected = cutout_batch(state.rng("cutout"), batch[0], **settings)
     assert torch.equal(seen[0][0], expected) and seen[0][1] is batch[1]
     assert tree.equal(batch, kept)
-    plain = compose(loop_events, [])(make_state(), (expected, batch[1]))
+    plain = compose(loop_events, [])(make_image_state(), (expected, batch[1]))
     assert tree.equal(after.params, plain.params)
-    assert not tree.equal(after.params, compose(loop_events, [])(make_state(), batch).params)
+    assert not tree.equal(after.params, compose(loop_events, [])(make_image_state(), batch).params)
 
 
 def test_batches_and_names_draw_anew_and_bytes_stay_bytes():
@@ -258,7 +251,7 @@ def test_batches_and_names_draw_anew_and_bytes_stay_bytes():
     )
     for name in ("cutout", "another"):
         step = compose(loop_events, [cutout(name=name), spy(seen, Event.BATCH_START), to_floats])
-        state = step.init(make_state())
+        state = step.init(make_image_state())
         for _ in range(3):
             state = step(state, (images, torch.arange(4) % 3))
     assert {batch[0].dtype for batch in seen} == {torch.uint8}

@@ -211,3 +211,12 @@ def test_bad_keys_and_lengths_are_refused():
         gyro_dropout_period(0)
     with pytest.raises(ValueError, match="tau <= sigma"):
         gyro_dropout_period(100, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [([1, 2], TypeError), (torch.ones(3, 2, dtype=torch.int64), TypeError), (torch.tensor(1.0), ValueError)],
+)
+def test_inputs_that_cannot_be_dropped_are_refused(inputs, error):
+    with pytest.raises(error, match="gyro_drop: inputs: expected"):
+        gyro_drop(random.key(0), inputs)

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_batch, make_state
+from method_helpers import LR, make_batch, make_state, one_step
 
 from purecompose import losses, random, tree
 from purecompose.algorithm import Algorithm
@@ -23,11 +23,6 @@ SMOOTHINGS = [0.0, 0.1, 0.5, 0.9, 1.0]
 def spy(seen, *events):
     """Writes down the targets that pass by, and whether there is a slot."""
     return Algorithm("spy", on(*events), lambda event, state: seen.append((event, state.targets)) or state)
-
-
-def one_step(algorithms, state, batch, **settings):
-    step = compose(loop_events, algorithms, **settings)
-    return step(step.init(state), batch)
 
 
 def hand_loss(state, batch, smoothing):

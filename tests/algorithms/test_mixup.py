@@ -4,18 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_batch, make_state
+from method_helpers import LR, make_batch, make_state, spy
 from scipy import stats
 
 from purecompose import losses, random, tree
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.label_smoothing import label_smoothing
 from purecompose.algorithms.mixup import mixup, mixup_batch
 from purecompose.compose import compose
 from purecompose.event import Event
 from purecompose.loop import loop_events
-from purecompose.predicate import NEVER, on
+from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
 from purecompose.state import to_module
 from purecompose.targets import Mixture
@@ -23,11 +22,6 @@ from purecompose.targets import Mixture
 
 SHAPES = st.tuples(st.integers(2, 9), st.integers(1, 4)) | st.tuples(st.integers(2, 9), *[st.integers(1, 3)] * 3)
 SEEDS = st.integers(0, 2**64 - 1)
-
-
-def spy(seen, *events):
-    """Writes down the batches that pass by."""
-    return Algorithm("spy", on(*events), lambda event, state: seen.append(state.batch) or state)
 
 
 def drawn_by(state, name="mixup", alpha=0.2, num=10):
@@ -318,11 +312,11 @@ def test_bad_arguments_of_the_core_are_refused():
         mixup_batch(key, inputs, targets, mixing=1.5)
     with pytest.raises(ValueError, match="permutation of shape"):
         mixup_batch(key, inputs, targets, indices=torch.arange(3))
-    with pytest.raises(TypeError, match="came None"):
+    with pytest.raises(TypeError, match="got None"):
         mixup_batch(None, inputs, targets, mixing=0.5)
     with pytest.raises(TypeError, match="expected a key"):
         mixup_batch(torch.zeros(2), inputs, targets)
-    with pytest.raises(TypeError, match="came dict; name it .* by input_key"):
+    with pytest.raises(TypeError, match="got dict; name it .* by input_key"):
         mixup_batch(key, {"image": inputs}, targets)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="0-d"):
         mixup_batch(key, torch.tensor(1.0), targets)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -6,6 +8,7 @@ import purecompose as pc
 from purecompose import random, tree
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
+from purecompose.algorithms.colout import colout
 from purecompose.algorithms.progressive_resizing import progressive_resizing
 from purecompose.compose import compose
 from purecompose.event import Event
@@ -113,13 +116,35 @@ def test_masks_in_a_step_and_members_by_key():
     )
     seen = []
     spy = Algorithm("spy", on("before_train_batch"), lambda event, s: seen.append(s.batch) or s)
-    method = progressive_resizing("crop", resize_targets=True)
-    for named in (method, progressive_resizing("crop", resize_targets=True, input_key="x", target_key="y")):
+    methods = [progressive_resizing("crop", resize_targets=True), progressive_resizing("crop")]
+    for named in (*methods, progressive_resizing("crop", resize_targets=True, input_key="x", target_key="y")):
         step = compose(loop_events, [named, spy], microbatches=2)
         loss = step(step.init(state), batch).loss
         assert loss is not None and torch.isfinite(loss)
         assert seen[-1]["x"].shape == (4, 3, 8, 8) and seen[-1]["y"].shape == (4, 8, 8)
         assert seen[-1]["other"] is images and batch["x"] is images
+
+
+@pytest.mark.parametrize("method", [progressive_resizing("crop", 0.5), colout(0.5, 0.5)])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_model_that_computes_its_own_loss_needs_no_target(method, named):
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 2, 1)
+
+        def forward(self, x):
+            return {"loss": self.conv(x).square().mean()}
+
+    settings: dict[str, Any] = {"input_key": "x"} if named else {}
+    state = State.create(Energy(), loss=pc.losses.ModelLoss(), optimizer=sgd(0.1), key=0, duration="4ba", **settings)
+    images, _ = make_batch(8, 8)
+    seen = []
+    spy = Algorithm("spy", on("before_train_batch"), lambda event, s: seen.append(s.inputs) or s)
+    step = compose(loop_events, [method, spy])
+    step(step.init(state), {"x": images} if named else images)
+    # No row of the images is taken for a mask.
+    assert seen[0].shape == (4, 3, 4, 4) and all(torch.isin(seen[0][row], images[row]).all() for row in range(4))
 
 
 def test_members_of_a_population_cut_their_own_windows():
@@ -156,6 +181,7 @@ def test_neutral_settings_never_match(settings):
         ({"size_increment": 0}, ValueError),
         ({"size_increment": 2.5}, TypeError),
         ({"resize_targets": 1}, TypeError),
+        ({"resize_targets": "masks"}, ValueError),
         ({"interpolation": "cubic"}, ValueError),
         ({"input_key": len}, TypeError),
     ],
@@ -177,7 +203,7 @@ def test_registry_and_print():
     assert FACTORIES["progressive_resizing"] is progressive_resizing
     assert repr(progressive_resizing("crop", 0.25, input_key="x")) == (
         "progressive_resizing(mode='crop', initial_scale=0.25, finetune_fraction=0.2, delay_fraction=0.5, "
-        "size_increment=4, resize_targets=False, interpolation='bilinear', input_key='x')"
+        "size_increment=4, resize_targets='auto', interpolation='bilinear', input_key='x')"
     )
 
 

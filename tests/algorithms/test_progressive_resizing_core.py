@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from scipy import stats
 
-from purecompose import random
+from purecompose import random, tree
 from purecompose.algorithms.progressive_resizing import progressive_scale, resize_batch
 from purecompose.targets import Mixture
 
@@ -219,12 +219,27 @@ def test_masks_are_resized_to_the_nearest_and_mixtures_term_by_term():
     assert torch.equal(mixed.targets[1], expected.flip(0)) and torch.equal(mixed.weights[1], mixture.weights[1])
 
 
+def test_by_default_targets_of_the_images_size_are_masks():
+    images = torch.rand(2, 3, 8, 12)
+    masks, dense = torch.randint(0, 5, (2, 8, 12)), torch.rand(2, 4, 8, 12)
+    labels, other = torch.arange(2), torch.randint(0, 5, (2, 4, 12))
+    for targets in (masks, dense, Mixture.of(masks).mixed_with(torch.tensor([1, 0]), 0.25)):
+        auto = resize_batch(None, images, targets, 0.5)[1]
+        asked = resize_batch(None, images, targets, 0.5, resize_targets=True)[1]
+        assert tree.equal(auto, asked) and not tree.equal(auto, targets)
+        assert resize_batch(None, images, targets, 0.5, resize_targets=False)[1] is targets
+    for targets in (labels, other, None, {"label": labels, "name": "x"}, [other]):
+        assert resize_batch(None, images, targets, 0.5)[1] is targets
+    both = resize_batch(None, images, {"mask": masks, "label": labels}, 0.5)[1]
+    assert both["mask"].shape == (2, 4, 6) and both["label"] is labels
+
+
 # Errors
 
 
 def test_bad_arguments_of_the_core_are_refused():
     images = torch.rand(2, 3, 8, 8)
-    with pytest.raises(TypeError, match="expected a key, got None"):
+    with pytest.raises(TypeError, match="expected a key for mode='crop', .*got None"):
         resize_batch(None, images, None, 0.5, mode="crop")
     with pytest.raises(ValueError, match="scale_factor"):
         resize_batch(KEY, images, None, 0)
@@ -236,3 +251,10 @@ def test_bad_arguments_of_the_core_are_refused():
         resize_batch(KEY, images, torch.arange(2), 0.5, resize_targets=True)
     with pytest.raises(ValueError, match="mode: expected 'resize' or 'crop', got 'pad'"):
         resize_batch(KEY, images, None, 2, mode="pad")
+
+
+@pytest.mark.parametrize(("elapsed", "error"), [(-0.5, ValueError), ("half", TypeError), (float("nan"), ValueError)])
+def test_a_point_of_the_run_is_a_number_from_0(elapsed, error):
+    with pytest.raises(error, match="progressive_scale: elapsed"):
+        progressive_scale(elapsed)
+    assert progressive_scale(1.5) == progressive_scale(1)  # training may go on

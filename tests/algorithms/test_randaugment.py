@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from method_helpers import make_images
 from scipy import stats
-from torch import Tensor, nn
+from torch import nn
 
 from purecompose import Algorithm, State, compose, images, loop_events, losses, optim, random
 from purecompose.algorithms import colout, cutmix, randaugment
@@ -20,11 +21,6 @@ from purecompose.schedule import hparam, linear
 
 SEEDS = st.integers(0, 2**64 - 1)
 NAMES = sorted(PRIMITIVES)
-
-
-def make_images(num: int = 12, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.uint8) -> Tensor:
-    pixels = torch.randint(0, 256, (num, channels, size, size), generator=torch.Generator().manual_seed(num))
-    return pixels.to(torch.uint8) if dtype == torch.uint8 else (pixels / 255).to(dtype)
 
 
 def strength(severity: float, share: float, is_up: bool, side: int = 30) -> Strength:
@@ -174,6 +170,7 @@ def test_vmap_gives_what_a_loop_gives(seed: int) -> None:
         ({"depth": -1}, ValueError, "depth"),
         ({"depth": 1.5}, TypeError, "depth"),
         ({"augmentation_set": "most"}, ValueError, "'all', 'safe', 'original'"),
+        ({"augmentation_set": "rotate"}, ValueError, r"one operation.*say \('rotate',\)"),
         ({"augmentation_set": ()}, ValueError, "one operation or more"),
         ({"augmentation_set": ("rotate", "turn")}, ValueError, "no operation is called 'turn'"),
         ({"augmentation_set": 3}, TypeError, "augmentation_set"),

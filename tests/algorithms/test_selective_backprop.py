@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_batch, make_state
+from method_helpers import LR, make_batch, make_state, one_step, spy
 from torch import nn
 
 from purecompose import losses, random, tree
@@ -30,16 +30,6 @@ from purecompose.targets import Mixture
 
 def always(**settings: Any) -> Algorithm:
     return selective_backprop(**{"start": 0.0, "end": 1.0, "interrupt": 0, **settings})
-
-
-def spy(seen, *events):
-    """Writes down the batches that pass by."""
-    return Algorithm("spy", on(*events), lambda event, state: seen.append(state.batch) or state)
-
-
-def one_step(algorithms, state, batch, **settings):
-    step = compose(loop_events, algorithms, **settings)
-    return step(step.init(state), batch)
 
 
 def selected(algorithm, state, batch):
@@ -378,7 +368,7 @@ def test_losses_that_are_not_one_for_each_example_of_the_batch_are_refused():
     batch = {"views": inputs, "y": targets[:5]}
     state = make_state(net, input_key="views", target_key="y")
     apply = always().apply
-    with pytest.raises(ValueError, match="each of the batch's 10 examples, came 5"):
+    with pytest.raises(ValueError, match="each of the batch's 10 examples, got 5"):
         apply(Event.AFTER_DATALOADER, state.replace(batch=batch))
 
 

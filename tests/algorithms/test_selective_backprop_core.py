@@ -155,9 +155,9 @@ def test_truth_table_of_the_schedule(start, end, interrupt, elapsed, batch, expe
 
 def test_bad_arguments_are_refused():
     inputs, targets = torch.zeros(10, 6), torch.arange(10) % 4
-    with pytest.raises(ValueError, match=r"came shape \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"got shape \(3, 2\)"):
         choose_by_loss(random.key(0), torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"came shape \(0,\)"):
+    with pytest.raises(ValueError, match=r"got shape \(0,\)"):
         choose_by_loss(random.key(0), torch.zeros(0))
     with pytest.raises(ValueError, match="keep: .* got 0"):
         choose_by_loss(random.key(0), torch.zeros(3), keep=0)

@@ -263,16 +263,16 @@ def test_no_row_comes_twice_and_all_members_stay_together(seed, num):
 
 def test_a_models_own_loss_without_labels_is_refused_at_init():
     step = compose(loop_events, [selective_backprop()])
-    with pytest.raises(TypeError, match=r"losses per example, came ModelLoss.*labels='labels', shift=1"):
+    with pytest.raises(TypeError, match=r"losses per example, got ModelLoss.*labels='labels', shift=1"):
         step.init(make_state(TinyGPT(), loss=losses.model_loss))
 
 
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (lambda loss, logits: {"loss": loss}, r"'logits' for labels int64\[8, 6\], came dict with none"),
-        (lambda loss, logits: as_dict(loss, logits[:, 1:]), r"came dict with float32\[8, 5, 7\] there"),
-        (lambda loss, logits: Output(loss, logits.transpose(1, 2)), r"came Output with float32\[8, 7, 6\] there"),
+        (lambda loss, logits: {"loss": loss}, r"'logits' for labels int64\[8, 6\], got dict with none"),
+        (lambda loss, logits: as_dict(loss, logits[:, 1:]), r"got dict with float32\[8, 5, 7\] there"),
+        (lambda loss, logits: Output(loss, logits.transpose(1, 2)), r"got Output with float32\[8, 7, 6\] there"),
     ],
 )
 def test_outputs_without_fitting_logits_are_refused_in_the_first_step(output, words):
@@ -288,7 +288,7 @@ def test_labels_that_the_batch_lacks_or_that_are_none_are_refused_in_the_first_s
     batch = texts(make_batch())
     with pytest.raises(KeyError, match="no member 'labels'"):
         step(state, {name: value for name, value in batch.items() if name != "labels"})
-    with pytest.raises(TypeError, match="a tensor of labels in the batch, came list"):
+    with pytest.raises(TypeError, match="a tensor of labels in the batch, got list"):
         model_losses("test", losses.ModelLoss(labels="labels"), {"logits": torch.zeros(2, 3)}, {"labels": [0, 1]})
 
 

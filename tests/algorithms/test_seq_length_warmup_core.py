@@ -264,3 +264,10 @@ def test_bad_arguments_are_refused():
     for batch in (ids, {"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones(2, 1, 6, 6)}):
         with pytest.raises(ValueError, match=r"expected an attention_mask \(2, 6\)"):
             set_batch_sequence_length(batch, 2, preserve_end_of_sequence=True)
+
+
+@pytest.mark.parametrize(("elapsed", "error"), [(-0.5, ValueError), ("half", TypeError), (float("nan"), ValueError)])
+def test_a_point_of_the_run_is_a_number_from_0(elapsed, error):
+    with pytest.raises(error, match="warmup_length: elapsed"):
+        warmup_length(elapsed)
+    assert warmup_length(1.5) == warmup_length(1)  # training may go on

@@ -176,6 +176,41 @@ def test_a_missing_package_is_one_line_and_status_1(capsys, monkeypatch) -> None
     assert "pip install 'purecompose[cli]'" in capsys.readouterr().err
 
 
+FAILING = {
+    "seq_length_warmup": (
+        "TypeError: seq_length_warmup: expected sequences",
+        "; in seq_length_warmup at Event.AFTER_DATALOADER (--traceback",
+    ),
+    "progressive_resizing": (
+        "RuntimeError: mat1 and mat2",
+        "[64, 1, 4, 4], int64[64]); the network was made for inputs [1, 8, 8], which a method has changed (--",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", FAILING)
+def test_an_error_in_a_step_is_one_line_and_status_1(capsys, method: str) -> None:
+    arguments = ["train", "--quiet", "--model", "mlp", "--duration", "2ba", "--algorithms", method]
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    start, part = FAILING[method]
+    assert captured.err.startswith(f"python -m purecompose train: error: {start}") and part in captured.err
+    with pytest.raises(Exception, match=start.partition(": ")[2]) as caught:
+        main([*arguments, "--traceback"])
+    assert type(caught.value).__name__ == start.partition(":")[0]
+
+
+def test_several_lines_of_an_error_become_one(capsys, monkeypatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise ValueError("one\n  two\n\nand much more")
+
+    monkeypatch.setattr("purecompose.cli.train.fit", failing)
+    assert main(["train", "--quiet"]) == 1
+    expected = "python -m purecompose train: error: ValueError: one two (--traceback shows where in the code)\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

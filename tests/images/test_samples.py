@@ -303,12 +303,39 @@ def test_what_is_no_image_or_no_source_is_refused():
     for mode in ("1", "P", "I", "F"):
         with pytest.raises(TypeError, match=f"expected a PIL image of mode L, .*got '{mode}'"):
             transform(Image.new(mode, (4, 4)), KEY)
-    with pytest.raises(TypeError, match="got '1'"):
+    with pytest.raises(TypeError, match=r"got 'P'; use image.convert\('RGB'\)"):
+        transform(Image.new("P", (4, 4)), KEY)
+    with pytest.raises(TypeError, match=r"got '1'; use image.convert\('L'\)"):
         colout_transform()((make_pil(), Image.new("1", (15, 20))), KEY)
     with pytest.raises(TypeError, match=r"expected a key, a torch.Generator or None, got 3 \(int\)"):
         transform(make_pil(), 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="has no member 'picture'"):
         cutout_transform(input_key="picture")({"image": make_pil()}, KEY)
+
+
+@pytest.mark.parametrize("make", [augmix_transform, randaugment_transform])
+def test_floats_out_of_range_are_refused_and_not_cut_off(make):
+    image = make_pixels() / 255
+    normalised = (image - 0.5) / 0.25
+    with pytest.raises(ValueError, match=rf"{make.__name__}: .*got values from -2 to .*; put it before Normalize, or"):
+        make()(normalised, KEY)
+    with pytest.raises(ValueError, match="value_range="):
+        make()((make_pixels().float(), 3), KEY)
+    with pytest.raises(ValueError, match="to inf"):
+        make()(torch.where(image == image.max(), torch.inf, image), KEY)
+    assert make(value_range=(-2, 2))(normalised, KEY).shape == image.shape
+    # For each channel, with what half precision rounds away, and with pixels that are not there.
+    bounds = ((0.0, 1.0, 2.0), (1.0, 2.0, 3.0))
+    shifted = image + torch.arange(3.0).view(3, 1, 1)
+    assert make(value_range=bounds)(shifted.half(), KEY).dtype == torch.float16
+    with pytest.raises(ValueError, match="got values from"):
+        make(value_range=bounds)(shifted.flip(0), KEY)
+    with_nan = torch.where(image == image.max(), torch.nan, image)
+    assert make()(with_nan, KEY).isfinite().any()
+    assert make()(torch.zeros(3, 0, 4), KEY).shape == (3, 0, 4)
+    # Pixels are moved or covered whatever they are.
+    for transform in (colout_transform(), cutout_transform()):
+        transform(normalised, KEY)
 
 
 def test_two_methods_draw_apart_from_one_source():

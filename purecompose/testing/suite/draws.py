@@ -42,7 +42,7 @@ _Seen = dict[_Draw, Event]
     "the same all through the run, draw at INIT and keep in state.slots[name]",
     exempt=never_acts,
     is_about_option=True,
-    idle="it draws nothing",
+    idle="it draws nothing at its events (what the network's own layers draw in a forward pass is not seen)",
 )
 def draws_keyed(subject: Subject, case: Case) -> bool:
     """Takes down from which words the algorithm draws: in runs with two keys, in several batches, beside others.
