@@ -208,14 +208,23 @@ def _mix(state: Any, word: int) -> Any:
 
 
 @lru_cache(maxsize=4096, typed=True)  # typed: True is no name, and equals 1
-def _name_word(name: str | int) -> int:
-    """A name as a word; small numbers are spread one-to-one so that siblings stay apart."""
+def _hashed(name: str | int) -> int:
     if isinstance(name, str):
         return int.from_bytes(blake2s(name.encode(), digest_size=4).digest(), "little")
     number = check_whole(name, "name of a draw")
     if 0 <= number <= WORD:
         return _mix(0x9E3779B9, number)
-    return _name_word(f"int {number}")
+    return _hashed(f"int {number}")
+
+
+def _name_word(name: str | int) -> int:
+    """A name as a word; small numbers are spread one-to-one so that siblings stay apart."""
+    return _hashed(name)
+
+
+# For torch.compile around a function that draws: it cannot trace a hash, and need not, as names are constants. The public
+# `torch.compiler.assume_constant_result` sets this mark too, but imports the compiler for it.
+_name_word._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 _SPLIT, _FOLD_IN = salt("split"), salt("fold_in")

@@ -262,3 +262,14 @@ def test_odd_settings_are_named() -> None:
         randaugment_batch(random.key(0), make_images(), severity=torch.ones(12))
     with pytest.raises(TypeError, match="names of operations"):
         randaugment(augmentation_set=[["rotate"]])  # pyright: ignore[reportArgumentType]
+
+
+def test_the_core_compiles_whole_in_a_loop_of_ones_own() -> None:
+    batch, names = make_images(6), ("rotate", "equalize", "sharpness")
+
+    def changed(key: Tensor) -> Tensor:
+        return randaugment_batch(key, batch, depth=1, augmentation_set=names)
+
+    compiled = torch.compile(changed, fullgraph=True, backend="eager")
+    for seed in (0, 1):
+        assert torch.equal(compiled(random.key(seed)), changed(random.key(seed)))
