@@ -222,8 +222,8 @@ def _name_word(name: str | int) -> int:
     return _hashed(name)
 
 
-# For torch.compile around a function that draws: it cannot trace a hash, and need not, as names are constants. The public
-# `torch.compiler.assume_constant_result` sets this mark too, but imports the compiler for it.
+# For torch.compile around a function that draws: it cannot trace a hash, and need not, as names are constants. What is
+# public, `torch.compiler.assume_constant_result`, sets this mark too, but imports the compiler for it.
 _name_word._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -267,7 +267,7 @@ def test_odd_settings_are_named() -> None:
 def test_the_core_compiles_whole_in_a_loop_of_ones_own() -> None:
     batch, names = make_images(6), ("rotate", "equalize", "sharpness")
 
-    def changed(key: Tensor) -> Tensor:
+    def changed(key: torch.Tensor) -> torch.Tensor:
         return randaugment_batch(key, batch, depth=1, augmentation_set=names)
 
     compiled = torch.compile(changed, fullgraph=True, backend="eager")
