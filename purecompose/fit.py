@@ -75,18 +75,8 @@ def fit(
         FileExistsError: The folder of `checkpoints` holds those of a run that has come further, without `resume`.
         MismatchError, DamagedError: The checkpoint does not fit, or is not whole; see `load`.
     """
-    for last in training(
-        step,
-        state,
-        data,
-        duration=duration,
-        evaluate=evaluate,
-        observers=observers,
-        stop=stop,
-        checkpoints=checkpoints,
-        resume=resume,
-        microbatches=microbatches,
-    ):
+    settings = (duration, evaluate, observers, stop, checkpoints, resume, microbatches)
+    for last in _training(step, state, data, *settings, is_held=True):
         state = last
     return state
 
@@ -119,6 +109,25 @@ def training(
         >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
         [1, 2, 3, 3]
     """
+    settings = (duration, evaluate, observers, stop, checkpoints, resume, microbatches)
+    yield from _training(step, state, data, *settings, is_held=False)
+
+
+def _training(
+    step: Step | CompiledStep,
+    state: State,
+    data: Any,
+    duration: Time | str | None,
+    evaluate: Evaluator | Iterable[Evaluator] | None,
+    observers: Observer | Iterable[Observer],
+    stop: Stopper | Iterable[Stopper],
+    checkpoints: Checkpoints | None,
+    resume: Path | str | None,
+    microbatches: str | None,
+    *,
+    is_held: bool,
+) -> Iterator[State]:
+    """See `training`; `is_held` where nothing of anybody's happens between two batches."""
     _check_arguments(step, state)
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
@@ -159,7 +168,7 @@ def training(
             memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
             metrics={} if resumed is None else resumed.index.metrics,
         )
-        yield from run.states(state)
+        yield from run.states(state, is_held=is_held)
     finally:
         if keeper is not None:
             keeper.close()

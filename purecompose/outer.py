@@ -79,21 +79,24 @@ class Run:
         self._interrupts = Interrupts()
         self._described_data = {} if self.keeper is None else describe_data(self.data)
 
-    def states(self, state: State) -> Iterator[State]:
+    def states(self, state: State, *, is_held: bool = False) -> Iterator[State]:
         """The states between batches, and at last the one that the run ends with.
 
-        Signals are noted while the run works; in between, in the code of whoever iterates, they act as ever.
+        Signals are noted while the run works. In between, in the code of whoever iterates, they act as ever, unless
+        nothing happens there: then they are noted all through (`is_held`).
         """
         self._is_stopped = is_over(state, self.stoppers)
         self._measured_at = state.timestamp if self._metrics else None
         cuts, cut = self._cuts(state), None
+        noted = nullcontext() if self.keeper is None else self._interrupts
         try:
-            while True:
-                with self._interrupts if self.keeper is not None else nullcontext():
-                    following = next(cuts, None)
-                if following is None:
-                    return
-                yield (cut := following)
+            with noted if is_held else nullcontext():
+                while True:
+                    with nullcontext() if is_held else noted:
+                        following = next(cuts, None)
+                    if following is None:
+                        return
+                    yield (cut := following)
         finally:
             self._obey_late(cut)
 

@@ -12,6 +12,7 @@ from helpers import assert_same, counter, make_batches, make_mlp, make_state, no
 
 import purecompose as pc
 from purecompose import Checkpoints, Event, State, compose, fit, loop_events
+from purecompose.fit import _training
 from purecompose.outer import Run
 
 
@@ -152,3 +153,14 @@ def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
         fit(step(), start(), BATCHES, duration="1ep", checkpoints=Checkpoints(tmp_path))
     assert looks[-3:] == [4, 4, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["ep0001-ba00000004"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_in_fit_a_signal_between_two_batches_is_noted_as_well(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path, every="1ep")
+    states = _training(step(), start(), BATCHES, None, (), (), (), settings, None, None, is_held=True)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        for state in states:  # as fit iterates
+            if state.timestamp.batch == 2:
+                signal.raise_signal(number)
+    assert [path.name for path in tmp_path.iterdir()] == ["ep0000-ba00000003"]
