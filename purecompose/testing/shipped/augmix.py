@@ -27,7 +27,11 @@ def settings(kind: str) -> st.SearchStrategy[dict[str, Any]]:
 
 ROW = Row(
     "augmix",
-    examples=("augmix(3, width=2)", "augmix(5, 1, 2, augmentation_set=('rotate', 'color'))"),
+    # Few operations: RandAugment's examples have them all, and each is compiled for every step of a chain.
+    examples=(
+        "augmix(3, width=2, augmentation_set=('rotate', 'equalize', 'color'))",
+        "augmix(5, 1, 2, augmentation_set=('shear_x', 'brightness'))",
+    ),
     neutral="augmix(0)",
     tasks=("images",),
     settings=settings,
