@@ -77,6 +77,7 @@ class Run:
         self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
         self._train: Train = self._adaptive or self.step
         self._interrupts = Interrupts()
+        self._unsaved: State | None = None
         self._described_data = {} if self.keeper is None else describe_data(self.data)
 
     def states(self, state: State, *, is_held: bool = False) -> Iterator[State]:
@@ -87,7 +88,7 @@ class Run:
         """
         self._is_stopped = is_over(state, self.stoppers)
         self._measured_at = state.timestamp if self._metrics else None
-        cuts, cut = self._cuts(state), None
+        cuts = self._cuts(state)
         noted = nullcontext() if self.keeper is None else self._interrupts
         try:
             with noted if is_held else nullcontext():
@@ -96,9 +97,9 @@ class Run:
                         following = next(cuts, None)
                     if following is None:
                         return
-                    yield (cut := following)
+                    yield following
         finally:
-            self._obey_late(cut)
+            self._obey_late()
 
     def _cuts(self, state: State) -> Iterator[State]:
         state = self._begun(state)
@@ -109,11 +110,13 @@ class Run:
                     self._save(cut)
                 self._obey(cut)
                 before, state = cut.timestamp, cut
+                self._unsaved = cut
                 yield cut
         self._save(state)
         if self.keeper is not None:
             self.keeper.settle()  # here, where signals are noted: after the last look for one they act at once
         self._obey(state)
+        self._unsaved = None  # what FIT_END makes of it is no checkpoint, from which a longer run could go on
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
             self._save(state)  # once more, with what has been measured of it
@@ -177,13 +180,13 @@ class Run:
         left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
         self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
 
-    def _obey_late(self, last: State | None) -> None:
+    def _obey_late(self) -> None:
         """Obeys a signal where no look for one follows: one to a group of processes may end those that read first."""
         if self.keeper is None or self._interrupts.received is None:
             return
-        if last is not None:
+        if self._unsaved is not None:
             with suppress(SpentStateError):  # the batch at hand has written over it
-                self._obey(last)
+                self._obey(self._unsaved)
         self.keeper.close()
         path = newest(self.keeper.folder)
         self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")

@@ -148,9 +148,17 @@ def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
         if looks.count(4) == 3:  # the last batch, the end, and what was measured there
             signal.raise_signal(number)
 
+    def halved(event: Event, state: State) -> State:
+        return state.replace(params={name: value * 0.5 for name, value in state.params.items()})
+
+    at_the_end = compose(loop_events, [pc.Algorithm("halved", pc.on(Event.FIT_END), halved)])
+    last = [*pc.training(at_the_end, start(), BATCHES, duration="1ep")][-2]
     monkeypatch.setattr(Run, "_obey", late)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit(step(), start(), BATCHES, duration="1ep", checkpoints=Checkpoints(tmp_path))
+        evaluator = pc.Evaluator(BATCHES[:1], interval="9ep")  # so at the end alone
+        fit(at_the_end, start(), BATCHES, duration="1ep", evaluate=evaluator, checkpoints=Checkpoints(tmp_path))
+    saved = pc.load(tmp_path / "ep0001-ba00000004", last, step=at_the_end)
+    assert pc.tree.equal(saved.params, last.params)  # not what FIT_END made of it
     assert looks[-3:] == [4, 4, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["ep0001-ba00000004"]
 
