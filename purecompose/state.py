@@ -8,7 +8,7 @@ out, so that states of different times and seeds map, stack and subtract.
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,6 @@ from purecompose.time import RunLength, Time, Timestamp
 
 
 __all__ = ["State", "check_single", "to_module"]
-
-T = TypeVar("T")
 
 
 def _nothing() -> Any:

@@ -231,11 +231,9 @@ def selective_backprop(
             # New buffers are dropped, so that BatchNorm's statistics see each batch once.
             return state.run_model(scaled, train=True, rng_name=f"{name}.forward")[0]
 
-        def example_losses(outputs: Any, targets: Any) -> Tensor:
-            if own_loss is None:
-                return losses.per_example(loss_fn, outputs, targets)
-            return model_losses(name, own_loss, outputs, state.batch)
-
+        example_losses = partial(losses.per_example, loss_fn)
+        if own_loss is not None:
+            example_losses = partial(_own_losses, name, own_loss, state.batch)
         ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
         num = batches.num_examples(state.batch, own_key)
         if len(ranking_losses) != num:
@@ -254,6 +252,11 @@ def selective_backprop(
         traits=frozenset({Trait.SELECTS_EXAMPLES}),
         config={"start": start, "end": end, "keep": keep, **settings},
     )
+
+
+def _own_losses(name: str, loss_fn: losses.ModelLoss, batch: Any, outputs: Any, targets: Any) -> Tensor:
+    del targets  # the loss names its labels itself
+    return model_losses(name, loss_fn, outputs, batch)
 
 
 def _match(start: float, end: float, interrupt: int) -> Predicate:
