@@ -79,7 +79,7 @@ class CrossEntropy:
             return F.cross_entropy(outputs, indices, ignore_index=self.ignore_index, reduction=reduction)
         if outputs.ndim < 2:
             raise ValueError(
-                f"expected outputs (N, C, ...), came shape {tuple(outputs.shape)}; keep the batch dim "
+                f"expected outputs (N, C, ...), got shape {tuple(outputs.shape)}; keep the batch dim "
                 "(`outputs.unsqueeze(0)`), or use binary_cross_entropy for one logit per example"
             )
         if not targets.dtype.is_floating_point:
@@ -118,7 +118,7 @@ class MeanSquaredError:
         if outputs.shape != targets.shape:
             # torch broadcasts (N, 1) against (N,) to (N, N), with a warning at most.
             raise ValueError(
-                f"expected targets of the outputs' shape {tuple(outputs.shape)}, came "
+                f"expected targets of the outputs' shape {tuple(outputs.shape)}, got "
                 f"{tuple(targets.shape)}; reshape one of them (`targets.unsqueeze(1)` for outputs (N, 1))"
             )
         return F.mse_loss(outputs, targets, reduction=reduction)
@@ -190,7 +190,7 @@ class ModelLoss:
         loss = outputs.get(self.key) if isinstance(outputs, Mapping) else getattr(outputs, self.key, None)
         if not isinstance(loss, Tensor):
             raise ValueError(
-                f"expected outputs that carry the model's loss as {self.key!r}, came "
+                f"expected outputs that carry the model's loss as {self.key!r}, got "
                 f"{type(outputs).__name__} with {type(loss).__name__} there; let forward return it (many "
                 "models do so only when given the labels), or use another loss, such as losses.cross_entropy"
             )
@@ -209,7 +209,7 @@ class ModelLoss:
             return num_examples(outputs, None) if batch is None else batches.num_examples(batch)
         labels = batches.get(batch, self.labels)
         if not isinstance(labels, Tensor):
-            raise TypeError(f"{self!r}: expected a tensor of labels in the batch, came {type(labels).__name__}")
+            raise TypeError(f"{self!r}: expected a tensor of labels in the batch, got {type(labels).__name__}")
         return (labels[..., self.shift :] != self.ignore_index).sum()
 
 
@@ -227,13 +227,13 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise TypeError(
-            f'expected a loss, a callable (outputs, targets, reduction="mean"), came {loss_fn!r} '
+            f'expected a loss, a callable (outputs, targets, reduction="mean"), got {loss_fn!r} '
             f"({type(loss_fn).__name__}); use losses.cross_entropy, torch.nn.functional.cross_entropy, or an "
             "instance where this is a class"
         )
     if per_example and (isinstance(loss_fn, ModelLoss) or not _takes_reduction(loss_fn)):
         raise TypeError(
-            f'expected a loss that gives losses per example for reduction="none", came {loss_fn!r}, which '
+            f'expected a loss that gives losses per example for reduction="none", got {loss_fn!r}, which '
             "does not; use one of purecompose.losses, a function such as torch.nn.functional.cross_entropy "
             "(in place of torch.nn.CrossEntropyLoss()), or give yours a `reduction` parameter"
         )
@@ -354,7 +354,7 @@ def _check_rows(loss_fn: object, losses: Tensor, outputs: Any, targets: Any) -> 
     expected = num_examples(outputs, targets)
     if losses.ndim == 0 or losses.shape[0] != expected:
         raise ValueError(
-            f'expected one loss for each of {expected} examples from {loss_fn!r} with reduction="none", came '
+            f'expected one loss for each of {expected} examples from {loss_fn!r} with reduction="none", got '
             f'shape {tuple(losses.shape)}; keep the batch dim first and reduce nothing for "none"'
         )
 
@@ -379,5 +379,5 @@ def _reduce(losses: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'expected reduction "mean", "sum" or "none", came {reduction!r}; choose one of them')
+        raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}; choose one of them')
     return losses.mean() if reduction == "mean" else losses.sum()

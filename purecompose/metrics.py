@@ -101,7 +101,7 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
         0.5
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"top_k: expected k as an int of at least 1, came k={k!r} ({type(k).__name__})")
+        raise ValueError(f"top_k: expected k as an int of at least 1, got k={k!r} ({type(k).__name__})")
 
     def init(device: Device = None) -> Mean:
         return Mean(_zero(torch.int64, device), _zero(torch.int64, device))
@@ -110,7 +110,7 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
         classes, counted = _classes(outputs, targets, ignore_index)
         if outputs.shape[1] < max(2, k):
             raise ValueError(
-                f"top_k: expected outputs (N, C, ...) with at least {max(2, k)} classes, came shape "
+                f"top_k: expected outputs (N, C, ...) with at least {max(2, k)} classes, got shape "
                 f"{tuple(outputs.shape)}; for one logit per example use a function: "
                 "`lambda outputs, targets: (outputs > 0) == targets`"
             )
@@ -168,7 +168,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
         1.5
     """
     if not callable(fn) or isinstance(fn, type):
-        raise TypeError(f"expected a function (outputs, targets) -> tensor, came {fn!r} ({type(fn).__name__})")
+        raise TypeError(f"expected a function (outputs, targets) -> tensor, got {fn!r} ({type(fn).__name__})")
 
     def update(acc: Mean, outputs: Any, targets: Any) -> Mean:
         if isinstance(targets, Mixture):
@@ -195,12 +195,12 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
         return from_torchmetrics(value)
     if hasattr(value, "compute") and hasattr(value, "reset"):
         raise TypeError(
-            f"expected a metric without state of its own, came {type(value).__name__}, which accumulates "
+            f"expected a metric without state of its own, got {type(value).__name__}, which accumulates "
             "inside; use its functional form, one of torchmetrics, or write a Metric"
         )
     if not callable(value) or isinstance(value, type):
         raise TypeError(
-            "expected a Metric or a function (outputs, targets) -> value per example, came "
+            "expected a Metric or a function (outputs, targets) -> value per example, got "
             f"{value!r} ({type(value).__name__}); see purecompose.metrics"
         )
     is_loss = isinstance(value, ModelLoss) or hasattr(value, "counted") or hasattr(value, "num_terms")
@@ -224,7 +224,7 @@ def from_torchmetrics(metric: Any) -> Metric:
     if isinstance(metric, type) or not all(
         hasattr(metric, name) for name in ("metric_state", "higher_is_better", "compute")
     ):
-        raise TypeError(f"expected a metric of torchmetrics, came {metric!r:.80}; of a collection, give the members")
+        raise TypeError(f"expected a metric of torchmetrics, got {metric!r:.80}; of a collection, give the members")
     inside = [member for member in metric.modules() if member is not metric and hasattr(member, "metric_state")]
     if inside or not metric.metric_state:
         raise TypeError(
@@ -303,11 +303,11 @@ def _classes(outputs: Tensor, targets: Tensor | Mixture, ignore_index: int) -> t
 def _check_values(fn: object, values: object, count: int) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(
-            f"expected a tensor from the metric {fn!r}, came {type(values).__name__}; return a 0-d tensor, "
+            f"expected a tensor from the metric {fn!r}, got {type(values).__name__}; return a 0-d tensor, "
             "or one value for each example (a Python number would wait for the device)"
         )
     if values.ndim and values.shape[0] != count:
         raise ValueError(
-            f"expected a 0-d tensor or {count} rows, one per example, from the metric {fn!r}, came shape "
+            f"expected a 0-d tensor or {count} rows, one per example, from the metric {fn!r}, got shape "
             f"{tuple(values.shape)}; keep the batch dim first or average over it"
         )

@@ -34,7 +34,7 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         raise TypeError(
-            f"expected outputs and targets as tensors, came {type(outputs).__name__} and "
+            f"expected outputs and targets as tensors, got {type(outputs).__name__} and "
             f"{type(targets).__name__}; let the loss or the model's forward pick the tensor out (as in "
             "`outputs.logits`), or use losses.model_loss where the model computes its own loss"
         )
@@ -44,7 +44,7 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
         raise ValueError(_misfit(outputs, targets))
     if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
         raise ValueError(
-            f"class indices need an integer dtype, came {targets.dtype} of shape {tuple(targets.shape)} "
+            f"class indices need an integer dtype, got {targets.dtype} of shape {tuple(targets.shape)} "
             f"for outputs of shape {tuple(outputs.shape)}; for indices use `targets.long()`, for values to "
             "regress give targets the outputs' shape (`targets.unsqueeze(1)`)"
         )
@@ -74,7 +74,7 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
     """
     if not has_index_targets(outputs, targets):
         raise ValueError(
-            f"expected class indices with one dim less than the outputs, came shape {tuple(targets.shape)}, "
+            f"expected class indices with one dim less than the outputs, got shape {tuple(targets.shape)}, "
             "the outputs' own; such targets are dense already and can be used as they are"
         )
     return _scatter_classes(targets, torch.ones_like(targets, dtype=wide_dtype(outputs)), outputs, ignore_index)
@@ -92,7 +92,7 @@ def num_examples(outputs: Any, targets: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.shape[0]
     raise ValueError(
-        f"expected a tensor with a batch dim, came targets ({type(targets).__name__}) and outputs "
+        f"expected a tensor with a batch dim, got targets ({type(targets).__name__}) and outputs "
         f"({type(outputs).__name__}) without one; give the loss a method num_terms(outputs, targets)"
     )
 
@@ -139,7 +139,7 @@ class Mixture:
         if not isinstance(targets, Tensor) or targets.ndim == 0:
             came = "a 0-d tensor" if isinstance(targets, Tensor) else type(targets).__name__
             raise TypeError(
-                f"expected targets as a tensor with a leading batch dim, came {came}; "
+                f"expected targets as a tensor with a leading batch dim, got {came}; "
                 "name the target inside the batch by its index, key or accessor"
             )
         return cls((targets,), (targets.new_ones(targets.shape[0], dtype=wide_dtype(targets)),))
@@ -187,7 +187,7 @@ class Mixture:
         for targets in self.targets:
             if targets.ndim < 3 or targets.shape[-2:] != inside.shape[1:]:
                 raise ValueError(
-                    f"expected targets (N, ..., {inside.shape[1]}, {inside.shape[2]}) for a region of that size, came "
+                    f"expected targets (N, ..., {inside.shape[1]}, {inside.shape[2]}) for a region of that size, got "
                     f"shape {tuple(targets.shape)}; mix targets of other shapes with `mixed_with`"
                 )
         partners = [(targets[permutation], weight[permutation]) for targets, weight in self._terms]
@@ -228,7 +228,7 @@ class Mixture:
         if permutation.shape != batch or weight_shape not in ((), batch):
             raise ValueError(
                 f"expected a permutation of shape {tuple(batch)} and a weight of shape () or {tuple(batch)}, "
-                f"came {tuple(permutation.shape)} and {tuple(weight_shape)}; draw them for the whole batch"
+                f"got {tuple(permutation.shape)} and {tuple(weight_shape)}; draw them for the whole batch"
             )
 
 
@@ -250,7 +250,7 @@ def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_in
     if outputs.shape[1] < 2:
         # With one logit per example, class 0 would become the target 1 and nothing would say so.
         raise ValueError(
-            f"class indices need at least two classes, came outputs of shape {tuple(outputs.shape)}; for one "
+            f"class indices need at least two classes, got outputs of shape {tuple(outputs.shape)}; for one "
             "logit per example give targets of the outputs' shape (`targets.unsqueeze(1).float()`)"
         )
     ignored = targets < 0
@@ -270,6 +270,6 @@ def _misfit(outputs: Tensor, targets: Tensor) -> str:
     elif outputs.ndim < 2:
         hint = "outputs need a batch dim and a class dim (`outputs.unsqueeze(0)`)"
     return (
-        "expected class indices (N, ...) or dense targets (N, C, ...) for outputs (N, C, ...), came targets "
+        "expected class indices (N, ...) or dense targets (N, C, ...) for outputs (N, C, ...), got targets "
         f"of shape {tuple(targets.shape)} for outputs of shape {tuple(outputs.shape)}; {hint}"
     )

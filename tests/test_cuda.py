@@ -121,7 +121,7 @@ SHIPPED_ROWS = [
 
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("text", "task"), SHIPPED_ROWS)
 def test_shipped_algorithms_do_not_wait(text: str, task: str, microbatches: int, device: str, watch: Watch) -> None:
     chosen = TASKS[task]
@@ -145,7 +145,7 @@ def test_a_clock_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("task", ["vectors", "images"])
+@pytest.mark.parametrize("task", ["vectors", pytest.param("images", marks=pytest.mark.slow)])
 def test_all_together_do_not_wait(task: str, optimizer: str, device: str, watch: Watch) -> None:
     chosen = TASKS[task]
     state = chosen.make_state(0, optimizer=OPTIMIZERS[optimizer], duration="4ba", batches_per_epoch=4)

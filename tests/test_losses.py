@@ -160,7 +160,7 @@ def test_model_loss_says_what_it_cannot_do():
     scalar = {"loss": torch.tensor(2.0), "logits": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match="per example"):
         per_example(model_loss, scalar, None)
-    with pytest.raises(ValueError, match="'loss', came dict with NoneType"):
+    with pytest.raises(ValueError, match="'loss', got dict with NoneType"):
         model_loss({"logits": torch.zeros(2, 3)}, None)
     with pytest.raises(ValueError, match="reduction"):
         model_loss({"loss": torch.zeros(2)}, None, reduction="max")
@@ -365,7 +365,7 @@ def test_a_model_loss_counts_labels():
             ModelLoss(shift=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="labels=1.5"):
         ModelLoss(labels=1.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="expected a tensor of labels.*came list"):
+    with pytest.raises(TypeError, match="expected a tensor of labels.*got list"):
         num_terms(ModelLoss(labels="labels"), None, {"labels": [1, 2], "x": torch.zeros(2)})
 
 

@@ -129,7 +129,7 @@ def test_a_function_that_returns_something_else_is_told():
     with pytest.raises(ValueError, match=r"4 rows.*\(3,\)"):
         metric = from_function(lambda outputs, targets: torch.zeros(3))
         metric.update(metric.init(), outputs, targets)
-    with pytest.raises(TypeError, match="came float"):
+    with pytest.raises(TypeError, match="got float"):
         metric = from_function(lambda outputs, targets: 1.0)  # pyright: ignore[reportArgumentType]
         metric.update(metric.init(), outputs, targets)
 

@@ -68,7 +68,7 @@ def test_misfits_say_what_came_and_what_to_do(outputs, targets, says):
 
 
 def test_outputs_that_are_no_tensor_are_a_type_error():
-    with pytest.raises(TypeError, match="came dict and Tensor"):
+    with pytest.raises(TypeError, match="got dict and Tensor"):
         has_index_targets({"logits": torch.zeros(4, 3)}, torch.zeros(4))  # pyright: ignore[reportArgumentType]
 
 
@@ -177,7 +177,7 @@ def test_of_keeps_mixtures_and_refuses_what_has_no_batch():
 
 def test_wrong_shapes_of_permutation_and_weight_are_named():
     mixture = Mixture.of(torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"came \(3,\) and \(\)"):
+    with pytest.raises(ValueError, match=r"got \(3,\) and \(\)"):
         mixture.mixed_with(torch.arange(3), 0.5)
     with pytest.raises(ValueError, match=r"\(2, 1\)"):
         mixture.mixed_with(torch.arange(2), torch.zeros(2, 1))
@@ -213,7 +213,7 @@ def test_pasting_keeps_what_becomes_of_losses_and_refuses_other_shapes():
     masks, inside = torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(1, 3, 4, dtype=torch.bool)
     mixture, order = Mixture.of(masks).mixed_with(torch.tensor([1, 0]), 0.5, True), torch.tensor([1, 0])
     assert mixture.pasted(order, inside).interpolate_loss
-    with pytest.raises(ValueError, match=r"came \(3,\) and \(\)"):
+    with pytest.raises(ValueError, match=r"got \(3,\) and \(\)"):
         mixture.pasted(torch.arange(3), inside)
     for shape in ((2,), (2, 4), (2, 4, 3)):
         with pytest.raises(ValueError, match=r"expected targets \(N, ..., 3, 4\)"):

@@ -46,7 +46,7 @@ def check_images(name: str, inputs: Any) -> None:
     if not isinstance(inputs, Tensor) or inputs.ndim != 4:
         came = tree.describe(inputs) if isinstance(inputs, Tensor) else shown(inputs)
         raise TypeError(
-            f"{name}: expected images, one tensor (N, C, H, W), came {came}; name them inside the "
+            f"{name}: expected images, one tensor (N, C, H, W), got {came}; name them inside the "
             "batch by input_key, an index, a key or an accessor"
         )
 

@@ -33,7 +33,7 @@ from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import check_scalar
 from purecompose.algorithms._images import check_severity, image_method, one_operation_each
 from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
-from purecompose.images.assignment import assigned
+from purecompose.images.assignment import assigned, can_read
 from purecompose.images.samples import SampleTransform
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
@@ -43,6 +43,7 @@ from purecompose.targets import per_row
 __all__ = ["augmix", "augmix_batch", "augmix_transform"]
 
 _MAX_DEPTH = 3
+_PIECE = 2**18  # values that are mixed at a time, where nothing is compiled: their floats stay in the cache
 _DEPTH_HINT = "-1 draws 1, 2 or 3 for each chain"
 _ALPHA_HINT = "1 draws shares uniformly"
 
@@ -95,17 +96,12 @@ def augmix_batch(
         chains = _chains(rng, stored, scale, primitives, severity, depth, width)
         # In float64: for a small alpha most of them are too small for float32, and would count alike.
         gammas = random.gamma(rng.named("weights"), alpha, (num, width), dtype=torch.float64).to(stored.device)
-        weights = (gammas / gammas.sum(1, keepdim=True)).float()
-        share = random.beta(rng.named("share"), alpha, alpha, (num,)).to(stored.device)
-        levels = scale.opened(stored)
-        mixture = sum(
-            (per_row(weights[:, i], levels) * scale.opened(chain) for i, chain in enumerate(chains)),
-            start=torch.zeros_like(levels),
-        )
-        # Where the operations have left a pixel alone, so does the mixture, whatever the weights add up to.
-        is_same = torch.stack([chain == stored for chain in chains]).all(0)
-        blended = torch.lerp(levels, mixture, per_row(share, levels).to(levels.dtype)).clamp(0, 255)
-        return torch.where(is_same, stored, scale.settled(blended))
+        share = random.beta(rng.named("share"), alpha, alpha, (num, 1)).to(stored.device)
+        weights = share * gammas / gammas.sum(1, keepdim=True)
+        # A few images at a time: of the whole batch, floats of each step would pass through memory.
+        size = max(1, _PIECE // stored[0].numel()) if can_read(stored) else num
+        pieces = zip(stored.split(size), weights.split(size), *(chain.split(size) for chain in chains), strict=True)
+        return torch.cat([_mixed(scale, *piece) for piece in pieces])
 
     return on_levels(images, augmented, value_range, "augmix_batch")
 
@@ -226,6 +222,16 @@ def _chains(
         going = going[:, capacity:]
     ends = torch.cat(ended, 1)
     return [ends[chain].index_select(0, places) for chain, (_, places) in enumerate(drawn)]
+
+
+def _mixed(scale: Scale, stored: Tensor, weights: Tensor, *chains: Tensor) -> Tensor:
+    """Images and their chains' ends, weighted by (N, width)."""
+    levels = mixed = scale.opened(stored)
+    # From the image towards each chain, not a sum of parts: a pixel that no operation has changed stays as it is,
+    # whatever the weights add up to.
+    for chain, weight in zip(chains, weights.to(levels.dtype).unbind(1), strict=True):
+        mixed = torch.addcmul(mixed, per_row(weight, levels), scale.opened(chain) - levels)
+    return scale.settled(mixed.clamp(0, 255))
 
 
 def _check_shape(depth: int, width: int, where: str) -> None:

@@ -244,7 +244,7 @@ def _checked(tensor: Any, where: str) -> Tensor:
         return tensor
     came = tree.describe(tensor) if is_tensor else "no tensor with two dims or more"
     raise TypeError(
-        f"{where}: expected sequences, token ids as integers (N, L) or embeddings as floats (N, L, D), came {came}; "
+        f"{where}: expected sequences, token ids as integers (N, L) or embeddings as floats (N, L, D), got {came}; "
         "name them inside the batch by State.create(input_key=...), or call them input_ids in a mapping"
     )
 

@@ -65,28 +65,29 @@ def treated(
         for treatment, chosen in enumerate(own):
             lists[treatment * num_groups + group] = chosen + group * size
         places.append(found_at // capacity * (capacity * num_groups) + group * capacity + found_at % capacity)
-    lists, places = _trimmed(lists, torch.cat(places))
-    results = []
+    homes = _homes(torch.cat(places), len(lists) * len(lists[0])).split(len(lists[0]))
+    together: Any = None
     for number, treatment in enumerate(treatments):
-        chosen = torch.cat(lists[number * num_groups : (number + 1) * num_groups])
+        own = slice(number * num_groups, (number + 1) * num_groups)
+        chosen, home = torch.cat(lists[own]), torch.cat(homes[own])
+        if can_read(home):
+            chosen = home = chosen[home < len(images)]
         if len(chosen):
-            results.append(treatment(images.index_select(0, chosen), chosen))
-    return torch.cat(results).index_select(0, places)
+            changed = treatment(images.index_select(0, chosen), chosen)
+            # Into its rows at once, so that a compiled step makes it there; no one else has this tensor yet. It has a
+            # row more, for what nobody looks at.
+            together = changed.new_empty((len(images) + 1, *changed.shape[1:])) if together is None else together
+            together.index_put_((home,), changed)
+    return together[: len(images)]
 
 
-def _trimmed(lists: list[Tensor], places: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The same without images in places that nobody looks at, where numbers can be read.
+def _homes(places: Tensor, length: int) -> Tensor:
+    """For each place in the lists the image whose result is wanted from it, (length,); for none, the number of images.
 
     One image alone has a place in the list of every treatment.
     """
-    if not can_read(places):
-        return lists, places
-    capacity = len(lists[0])
-    owner, turn = places // capacity, places % capacity
-    counts = owner.bincount(minlength=len(lists))
-    starts = counts.cumsum(0) - counts
-    trimmed = [chosen[:count] for chosen, count in zip(lists, counts.tolist(), strict=True)]
-    return trimmed, starts[owner] + turn
+    num = len(places)
+    return places.new_full((length,), num).scatter(0, places, torch.arange(num, device=places.device))
 
 
 def can_read(tensor: Tensor) -> bool:

@@ -8,9 +8,9 @@ linearly.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from purecompose.images.sampling import sampled
 from purecompose.targets import per_row
 
 
@@ -62,10 +62,10 @@ def _middles(levels: Tensor) -> tuple[Tensor, Tensor]:
 def _sampled(levels: Tensor, from_x: Tensor, from_y: Tensor, amount: Tensor) -> Tensor:
     """The levels at positions (N, H, W); an amount of 0 leaves an image as it is."""
     height, width = levels.shape[2:]
-    grid = torch.stack((from_x * (2 / width) - 1, from_y * (2 / height) - 1), -1)
-    moved = F.grid_sample(levels, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    # Two planes, not pairs: loops over planes use vector instructions.
+    grid = torch.stack((from_x * (2 / width) - 1, from_y * (2 / height) - 1), 1).permute(0, 2, 3, 1)
     is_inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    moved = torch.where(is_inside.unsqueeze(1), moved, 0)
+    moved = sampled(levels, grid) * is_inside.unsqueeze(1)
     return torch.where(per_row(amount, levels) != 0, moved, levels)
 
 
@@ -76,4 +76,4 @@ def _shifted(levels: Tensor, pixels: Tensor, dim: int) -> Tensor:
     shape[dim] = length
     source = source.view(shape)
     moved = levels.gather(dim, source.clamp(0, length - 1).expand_as(levels))
-    return torch.where((source >= 0) & (source < length), moved, 0)
+    return moved * ((source >= 0) & (source < length))

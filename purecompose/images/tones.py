@@ -5,7 +5,6 @@ to within one level.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose.targets import per_row
@@ -19,14 +18,15 @@ _LUMA = (19595.0, 38470.0, 7471.0)  # of 65536: BT.601, as Pillow has it
 def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
     """Stretches each channel to the whole scale; an amount of 0 leaves it, any other does all of it."""
     low, high = levels.amin((2, 3), keepdim=True), levels.amax((2, 3), keepdim=True)
-    stretched = (levels - low) * (255 / torch.where(high > low, high - low, 1))
-    return torch.where((high > low) & (per_row(amount, levels) != 0), stretched, levels)
+    is_changed = (high > low) & (per_row(amount, levels) != 0)
+    return (levels - torch.where(is_changed, low, 0)) * torch.where(is_changed, 255 / (high - low), 1)
 
 
 def equalize(levels: Tensor, amount: Tensor) -> Tensor:
     """Gives each channel a histogram as flat as can be; an amount of 0 leaves it, any other does all of it."""
-    index = levels.nan_to_num().round().to(torch.int64).flatten(2)  # NaN would count as no level at all, and crash
-    counts = levels.new_zeros((*levels.shape[:2], 256)).scatter_add(2, index, torch.ones_like(levels).flatten(2))
+    # NaN is no index; as a whole number it is one out of range. Loops on a CPU gather fastest by 32 bits.
+    index = levels.round().to(torch.int32).clamp(0, 255).flatten(2)
+    counts = levels.new_zeros((*levels.shape[:2], 256)).scatter_add(2, index, levels.new_ones(()).expand(index.shape))
     # In whole numbers, as Pillow does: the brightest level in use has no part in the width of a step.
     total = index.shape[2] - counts.gather(2, index.amax(2, keepdim=True))
     step = (total / 255).floor()
@@ -65,21 +65,14 @@ def saturation(levels: Tensor, factor: Tensor) -> Tensor:
 
 def sharpness(levels: Tensor, factor: Tensor) -> Tensor:
     """Away from a smoothed image by a factor: 0 gives that one, 1 the image. The outermost pixels stay."""
-    height, width = levels.shape[2:]
-    if min(height, width) < 3:
+    if min(levels.shape[2:]) < 3:
         return levels
     rows = levels[..., :-2] + levels[..., 1:-1] + levels[..., 2:]
     sums = rows[..., :-2, :] + rows[..., 1:-1, :] + rows[..., 2:, :]
     inner = levels[..., 1:-1, 1:-1]
     smooth = ((sums + 4 * inner) / 13).round()
-    return torch.where(_is_inner(levels), _blended(F.pad(smooth, (1, 1, 1, 1)), levels, factor), levels)
-
-
-def _is_inner(levels: Tensor) -> Tensor:
-    height, width = levels.shape[2:]
-    row = torch.arange(height, device=levels.device).view(-1, 1)
-    column = torch.arange(width, device=levels.device)
-    return (row > 0) & (row < height - 1) & (column > 0) & (column < width - 1)
+    middle = torch.cat((levels[..., 1:-1, :1], _blended(smooth, inner, factor), levels[..., 1:-1, -1:]), 3)
+    return torch.cat((levels[..., :1, :], middle, levels[..., -1:, :]), 2)
 
 
 def _blended(origin: Tensor, levels: Tensor, factor: Tensor) -> Tensor:

@@ -324,7 +324,7 @@ def test_bad_arguments_of_the_core_are_refused():
 
 def test_a_step_names_what_does_not_fit():
     step = compose(loop_events, [colout(name="mine")])
-    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), came float32\[4, 4\]"):
+    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[4, 4\]"):
         step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))
     step = compose(loop_events, [colout(resize_target=True)])
     with pytest.raises(ValueError, match="got shape .*4,") as caught:

@@ -226,5 +226,5 @@ def test_losses_that_cannot_follow_are_refused_at_init():
 
 def test_a_step_refuses_what_is_no_image():
     step = compose(loop_events, [cutmix(name="mine")])
-    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), came float32\[8, 72\]"):
+    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[8, 72\]"):
         step(step.init(image_state()), (torch.zeros(8, 72), torch.zeros(8, dtype=torch.long)))

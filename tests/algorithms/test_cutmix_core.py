@@ -286,13 +286,13 @@ def test_bad_arguments_are_refused(settings, error, says):
 def test_what_cannot_be_cut_is_refused():
     images, targets, masks = torch.zeros(2, 1, 3, 3), torch.arange(2), torch.zeros(2, 3, 3, dtype=torch.long)
     key = random.key(0)
-    with pytest.raises(TypeError, match=r"expected images, one tensor \(N, C, H, W\), came float32\[2, 3\]"):
+    with pytest.raises(TypeError, match=r"expected images, one tensor \(N, C, H, W\), got float32\[2, 3\]"):
         cutmix_batch(key, torch.zeros(2, 3), targets)
     with pytest.raises(TypeError, match="where bbox or indices are left out, got None"):
         cutmix_batch(None, images, targets, bbox=(0, 0, 1, 1))
     with pytest.raises(TypeError, match="where bbox or indices are left out, got None"):
         cutmix_batch(None, images, targets, indices=targets)
-    with pytest.raises(TypeError, match="came list"):
+    with pytest.raises(TypeError, match="got list"):
         cutmix_batch(key, images, [0, 1])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="permutation of shape"):
         cutmix_batch(key, images, torch.arange(3))

@@ -323,7 +323,7 @@ def test_bad_arguments_of_the_core_are_refused():
 
 def test_a_step_refuses_what_is_no_image_and_keys_that_only_read():
     step = compose(loop_events, [cutout(name="mine")])
-    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), came float32\[4, 4\]"):
+    with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[4, 4\]"):
         step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))
     with pytest.raises(TypeError, match="input_key=.*can only read"):
         cutout(input_key=lambda batch: batch[0])

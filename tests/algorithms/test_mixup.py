@@ -320,7 +320,7 @@ def test_bad_arguments_of_the_core_are_refused():
         mixup_batch(key, {"image": inputs}, targets)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="0-d"):
         mixup_batch(key, torch.tensor(1.0), targets)
-    with pytest.raises(TypeError, match="came list"):
+    with pytest.raises(TypeError, match="got list"):
         mixup_batch(key, inputs, [1, 2])  # pyright: ignore[reportArgumentType]
 
 

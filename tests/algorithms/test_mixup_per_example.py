@@ -115,7 +115,7 @@ def test_settings_print_and_are_checked():
     assert repr(mixup(1.0, per_example=True)) == "mixup(alpha=1.0, interpolate_loss=False, per_example=True)"
     with pytest.raises(TypeError, match="mixup: per_example: expected True or False, got 1"):
         mixup(per_example=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"came \(10,\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"got \(10,\) and \(3,\)"):
         mixup_batch(random.key(0), *make_batch(), mixing=torch.rand(3))
 
 

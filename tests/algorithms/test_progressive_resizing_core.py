@@ -243,7 +243,7 @@ def test_bad_arguments_of_the_core_are_refused():
         resize_batch(None, images, None, 0.5, mode="crop")
     with pytest.raises(ValueError, match="scale_factor"):
         resize_batch(KEY, images, None, 0)
-    with pytest.raises(TypeError, match=r"expected images.*came float32\[8, 8\]"):
+    with pytest.raises(TypeError, match=r"expected images.*got float32\[8, 8\]"):
         resize_batch(KEY, images[0, 0], None, 0.5)
     with pytest.raises(TypeError, match="expected masks.*NoneType"):
         resize_batch(KEY, images, None, 0.5, resize_targets=True)

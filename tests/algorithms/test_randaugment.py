@@ -230,7 +230,7 @@ def test_images_are_found_by_name_and_others_are_refused() -> None:
     batch = {"image": images_of_bytes.float(), "label": torch.arange(12) % 3}
     loss = after_a_step(randaugment(), state, batch).loss
     assert loss is not None and torch.isfinite(loss)
-    with pytest.raises(TypeError, match=r"randaugment: expected images, one tensor \(N, C, H, W\), came"):
+    with pytest.raises(TypeError, match=r"randaugment: expected images, one tensor \(N, C, H, W\), got"):
         after_a_step(randaugment(input_key="label"), state, batch)
 
 

@@ -188,7 +188,7 @@ def test_no_warm_up_is_the_plain_step():
 @pytest.mark.parametrize("inputs", [torch.rand(4, 6), torch.rand(4, 2, 6, 6), torch.ones(4, 6, dtype=torch.bool)])
 def test_inputs_that_are_no_sequences_are_refused(inputs):
     state = make_state(input_key=0, target_key=1)
-    with pytest.raises(TypeError, match="mine: expected sequences.*came"):
+    with pytest.raises(TypeError, match="mine: expected sequences.*got"):
         run(seq_length_warmup(name="mine"), state, (inputs, torch.zeros(4)), 1)
 
 

@@ -19,9 +19,9 @@ EXAMPLES = [(row, source) for row in SHIPPED.values() for source in row.examples
 
 # What comes of a task that an algorithm does not accept; methods on images all say the same.
 REFUSALS = {("mixup", "tokens"): (TypeError, r"the inputs are int64\[4, 5\], as token ids are")}
-NO_SEQUENCES = (TypeError, r"expected sequences, token ids as integers .* came float32\[4, ")
+NO_SEQUENCES = (TypeError, r"expected sequences, token ids as integers .* got float32\[4, ")
 REFUSALS |= {("seq_length_warmup", name): NO_SEQUENCES for name in TASKS if name != "tokens"}
-NO_IMAGES = (TypeError, r"expected images, one tensor \(N, C, H, W\), came (float32|int64)\[4, ")
+NO_IMAGES = (TypeError, r"expected images, one tensor \(N, C, H, W\), got (float32|int64)\[4, ")
 
 
 def loss_after_a_step(algorithm, case):
