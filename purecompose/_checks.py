@@ -11,7 +11,17 @@ from typing import Any
 from torch import Tensor
 
 
-__all__ = ["check_flag", "check_number", "check_whole", "is_number", "shown"]
+__all__ = ["check_flag", "check_number", "check_whole", "frozen", "is_number", "shown"]
+
+
+def frozen(setting: Any) -> Any:
+    """A setting that nobody changes afterwards: lists, and those inside of them, as tuples.
+
+    Example:
+        >>> frozen([0.0, [1, 2]])
+        (0.0, (1, 2))
+    """
+    return tuple(map(frozen, setting)) if isinstance(setting, list | tuple) else setting
 
 
 def check_flag(value: Any, where: str) -> bool:

@@ -33,8 +33,8 @@ def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
         tensor([1., 2.], dtype=torch.float64)
     """
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=dtype)
-    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.tensor(numbers, dtype=dtype, device="cpu")
+    host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=device.type != "mps")
 
 

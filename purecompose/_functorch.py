@@ -6,13 +6,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+    TransformType,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-__all__ = ["is_fake", "is_transforming", "plainly"]
+__all__ = ["is_fake", "is_transforming", "only_maps", "plainly"]
 
 
 def is_transforming() -> bool:
@@ -20,8 +24,16 @@ def is_transforming() -> bool:
     return peek_interpreter_stack() is not None
 
 
+@torch.compiler.assume_constant_result  # torch.compile asks while it traces, with the transforms around it
+def only_maps() -> bool:
+    """Whether there is no transform around the caller but `vmap`."""
+    return all(level.key() is TransformType.Vmap for level in retrieve_all_functorch_interpreters())
+
+
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a form and no numbers, as while a step is traced."""
+    """Whether a tensor has a form and no numbers, as while a step is traced, inside of transforms as well."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return isinstance(tensor, FakeTensor)
 
 

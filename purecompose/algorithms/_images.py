@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._checks import shown
+from purecompose._checks import frozen, shown
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_can_write, check_scalar, given_keys
 from purecompose.event import Event
@@ -136,6 +136,7 @@ def image_method(
     """
     writes = ("input_key", "target_key") if takes_targets is True else ("input_key",)
     keys = given_keys(writes=writes, **given)
+    settings = {setting: frozen(value) for setting, value in settings.items()}
 
     def apply(event: Event, state: State) -> State:
         def with_settings(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:
@@ -181,7 +182,8 @@ def one_operation_each(
     def treatment(primitive: Primitive) -> Callable[[Tensor, Tensor], Tensor]:
         def applied(some: Tensor, index: Tensor) -> Tensor:
             strength = Strength(severity, shares.index_select(0, index), coins.index_select(0, index), height, width)
-            return scale.settled(primitive(scale.opened(some), strength))
+            levels = scale.opened(some)
+            return scale.settled(primitive(levels, strength).to(levels.dtype))
 
         return applied
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_whole
+from purecompose._checks import check_whole, frozen
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import check_scalar
 from purecompose.algorithms._images import check_severity, image_method, one_operation_each
@@ -186,9 +186,9 @@ def augmix_transform(
         TypeError, ValueError: As `augmix`. Of a sample: floats outside of the range.
     """
     augmix(severity, depth, width, alpha, augmentation_set, value_range=value_range)
+    value_range = frozen(value_range) or (0.0, 1.0)
     settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
-    value_range = value_range or (0.0, 1.0)
-    core = partial(augmix_batch, **settings, augmentation_set=augmentation_set, value_range=value_range)
+    core = partial(augmix_batch, **settings, augmentation_set=frozen(augmentation_set), value_range=value_range)
     return SampleTransform(core, input_key, value_range=value_range)
 
 

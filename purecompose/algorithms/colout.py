@@ -77,7 +77,7 @@ def colout_batch(
 
     Args:
         key: A random key.
-        inputs: (N, C, H, W), or one image (C, H, W), of any dtype.
+        inputs: (N, C, H, W), or one image (C, H, W), of any dtype (with `per_example` none of torch's uint16 to 64).
         targets: A tensor, a `Mixture`, whose terms are treated alike, or a tree of tensors.
         p_row: The share of rows to drop, in [0, 1]; one stays at least.
         p_col: The share of columns.

@@ -71,8 +71,8 @@ def cutmix_batch(
         inputs: (N, C, H, W), of any dtype, which stays.
         targets: (N, ...), indices or dense, or a `Mixture`. Those with more than two dims, of which the last two are
             H and W, are maps: class indices (N, H, W) or dense (N, C, H, W).
-        length: The box's sides as a share of the image's, int(length * H) and int(length * W) before it is clipped,
-            in place of a draw from alpha; a number in [0, 1], or 0-d, whose value is not checked.
+        length: The box's sides as a share of the image's, the whole part of length * H and length * W before it
+            is clipped, in place of a draw from alpha; a number in [0, 1], or 0-d, whose value is not checked.
         alpha: Both parameters of the Beta distribution that the box's share of the area comes from, at least 0; 0 does
             not mix. A tensor's value (0-d) is not checked.
         bbox: The box itself, in place of draws: (top, left, bottom, right), the first two inside and the last two
@@ -165,14 +165,16 @@ def cutmix_box(
     rng = as_rng(key, "cutmix_box")
     if length is None:
         share = draw_share(rng.named("area"), alpha, num, "cutmix: alpha", _ALPHA_HINT)
-        ratio = torch.sqrt(share) if isinstance(share, Tensor) else math.sqrt(share)
+        ratio: Any = torch.sqrt(share) if isinstance(share, Tensor) else math.sqrt(share)
+    elif isinstance(length, Tensor):
+        ratio = length if length.is_floating_point() else length.float()
     else:
-        ratio = length
-        if not isinstance(length, Tensor):
-            check_number(length, "cutmix: length", 0, 1, hint=_LENGTH_HINT)
+        ratio = check_number(length, "cutmix: length", 0, 1, hint=_LENGTH_HINT)
     starts, stops = [], []
     for name, size in (("row", height), ("column", width)):
-        side: Any = (size * ratio).to(torch.int64) if isinstance(ratio, Tensor) else whole_part(ratio, size)
+        # Of a length that was asked for, rounding takes no pixel away; of one that was drawn it matters to nobody.
+        drawn = length is None and isinstance(ratio, Tensor)
+        side: Any = (size * ratio).to(torch.int64) if drawn else whole_part(ratio, size)
         low, high = (-((side + 1) // 2), size + side // 2) if uniform_sampling else (0, size)
         centre = random.randint(for_examples(rng.named(name), num), () if num is None else (num,), low, high)
         # A drawn box reaches equally far to both sides; one of a given length is as long as was asked for.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_flag, check_number, check_whole, is_number, shown
+from purecompose._checks import check_flag, check_number, check_whole, frozen, is_number, shown
 from purecompose._device import sent
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import needed_rng
@@ -171,7 +171,7 @@ def cutout_transform(
         TypeError, ValueError: As `cutout`.
     """
     _check_settings(num_holes, length, uniform_sampling, False, fill, "cutout_transform")
-    settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": fill}
+    settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": frozen(fill)}
     return SampleTransform(partial(cutout_batch, **settings), input_key)
 
 
@@ -204,9 +204,8 @@ def _in_reach(middles: Tensor, half: int, size: int) -> Tensor:
 
 def _filled(images: Tensor, is_hole: Tensor, fill: Fill) -> Tensor:
     if isinstance(fill, Sequence):
-        values = sent(fill, images.dtype, images.device).view(-1, 1, 1)
-        return torch.where(is_hole, values, images)
-    return images.masked_fill(is_hole, fill)
+        return torch.where(is_hole, sent(fill, images.dtype, images.device).view(-1, 1, 1), images)
+    return torch.where(is_hole, images.new_full((), fill), images)
 
 
 def _check_settings(num_holes: Any, length: Any, uniform_sampling: Any, per_example: Any, fill: Any, at: str) -> None:

@@ -156,7 +156,7 @@ def _rng(key: Tensor | random.Rng | None) -> random.Rng:
 
 
 def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
-    floating = inputs if inputs.is_floating_point() else inputs.to(torch.get_default_dtype())
+    floating = inputs if inputs.is_floating_point() or inputs.is_complex() else inputs.to(torch.get_default_dtype())
     # Half precision would round the share differently than the targets' weights have it.
     wide = floating.float() if floating.element_size() < 4 else floating
     share: Any = mixing

@@ -119,7 +119,7 @@ def resize_batch(
         Inputs and targets, of the same dtypes; the very same objects where the size stays what it is.
 
     Raises:
-        TypeError: Inputs that are not one tensor (N, C, H, W), masks that are no tensors, no key for a crop, or a
+        TypeError: Inputs that are not one real tensor (N, C, H, W), masks that are no tensors, no key for a crop, or a
             setting of the wrong kind.
         ValueError: A setting out of range, or masks without height and width.
 
@@ -134,6 +134,8 @@ def resize_batch(
     if size_increment is not None:
         check_whole(size_increment, "resize_batch: size_increment", 1)
     check_images("resize_batch", inputs)
+    if inputs.is_complex():
+        raise TypeError(f"resize_batch: expected real images, got {inputs.dtype}; resize their parts")
     old = (inputs.shape[-2], inputs.shape[-1])
     new = tuple(_new_side(side, scale_factor, size_increment) for side in old)
     if resize_targets is True:
@@ -320,6 +322,7 @@ def _bilinear(images: Tensor, size: tuple[int, ...]) -> Tensor:
         # On a CPU torch (2.13) makes every row of a result of width 1 the first one.
         return _bilinear(images.mT, size[::-1]).mT
     # torch has no antialiasing for half precision, and for bytes a way of its own to round on each device.
-    wide = images if images.dtype in (torch.float32, torch.float64) else images.float()
+    is_wide = images.dtype in (torch.float64, torch.int32, torch.int64)
+    wide = images.double() if is_wide else images.float()
     smaller = F.interpolate(wide, size, mode="bilinear", align_corners=False, antialias=True)
     return (smaller if images.is_floating_point() else smaller.round()).to(images.dtype)

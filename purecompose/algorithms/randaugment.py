@@ -22,7 +22,7 @@ from functools import partial
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_whole
+from purecompose._checks import check_whole, frozen
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._images import check_severity, image_method, one_operation_each
 from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
@@ -155,7 +155,7 @@ def randaugment_transform(
         TypeError, ValueError: As `randaugment`. Of a sample: floats outside of the range.
     """
     randaugment(severity, depth, augmentation_set, value_range=value_range)
-    settings = {"severity": severity, "depth": depth, "augmentation_set": augmentation_set}
-    value_range = value_range or (0.0, 1.0)
+    value_range = frozen(value_range) or (0.0, 1.0)
+    settings = {"severity": severity, "depth": depth, "augmentation_set": frozen(augmentation_set)}
     core = partial(randaugment_batch, **settings, value_range=value_range)
     return SampleTransform(core, input_key, value_range=value_range)

@@ -284,7 +284,7 @@ def _shrunk(inputs: Any, scale_factor: float) -> Any:
         return inputs
     _check_images(inputs, scale_factor)
     floating = inputs if inputs.is_floating_point() else inputs.float()
-    size = [max(1, int(length * scale_factor)) for length in inputs.shape[2:]]
+    size = [max(1, whole_part(scale_factor, length)) for length in inputs.shape[2:]]
     shrunk = F.interpolate(floating, size, mode=_MODES[inputs.ndim], align_corners=False)
     return shrunk if inputs.is_floating_point() else shrunk.round().to(inputs.dtype)
 

@@ -95,17 +95,17 @@ def set_batch_sequence_length(
 ) -> Any:
     """Shorten the sequences of a batch.
 
-    A mapping's "input_ids", or else the first tensor with two dims or more, says how long the sequences are now: token
-    ids, integers (N, L), or embeddings, floats (N, L, D).
+    A mapping's "input_ids" or "inputs_embeds", or else the first tensor with two dims or more, says how long the
+    sequences are now: token ids, integers (N, L), or embeddings, floats (N, L, D).
 
     Args:
         batch: A mapping, a tuple, a tensor, or any other batch.
         length: The new length, at least 1. Not less than the present one, nothing is done.
         truncate: Keep the first `length` positions of whatever has the sequences' length: ids, masks and labels (N, L),
-            dense labels (N, C, L), and attention masks (N, L, L) or (N, ..., L, L) in both dims, of which floating
-            (N, L, L) are taken for embeddings. All else stays. If False, all tokens are written one after the other,
-            example by example, and cut into rows of the new length: more examples than before, where a row may begin
-            in one example and end in the next. Fewer than `length` tokens at the end are dropped.
+            dense labels (N, C, L), and attention masks (L, L), (N, L, L) or (N, ..., L, L) in both dims, of which
+            floating (N, L, L) are taken for embeddings. All else stays. If False, all tokens are written one after the
+            other, example by example, and cut into rows of the new length: more examples than before, where a row may
+            begin in one example and end in the next. Fewer than `length` tokens at the end are dropped.
         preserve_end_of_sequence: When truncating, what stood at a row's last valid position (the last one that
             "attention_mask" has) comes to the last position that is kept, in every tensor with a row for each example.
             Rows that are shorter stay as they are.
@@ -231,9 +231,9 @@ def _elapsed(state: State) -> float:
 
 def _sequences(batch: Any, where: str) -> Tensor:
     """What says how long a batch's sequences are."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if isinstance(ids, Tensor):
-        return _checked(ids, where)
+    for name in ("input_ids", "inputs_embeds") if isinstance(batch, Mapping) else ():
+        if isinstance(batch.get(name), Tensor):
+            return _checked(batch[name], where)
     found = (tensor for tensor in batches.tensors(batch) if tensor.ndim > 1)
     return _checked(next(found, None), where)
 
@@ -258,7 +258,7 @@ def _shortened(batch: Any, sequences: Tensor, length: int, truncate: bool, prese
     ends = _last_positions(batch, num, current) if preserve else None
 
     def cut(tensor: Tensor) -> Tensor:
-        dims = _dims_of_length(tensor, current)
+        dims = _dims_of_length(tensor, num, current)
         shorter = tensor
         for dim in dims:
             shorter = shorter.narrow(dim, 0, length)
@@ -270,9 +270,10 @@ def _shortened(batch: Any, sequences: Tensor, length: int, truncate: bool, prese
     return batches.map_tensors(cut, batch)
 
 
-def _dims_of_length(tensor: Tensor, length: int) -> list[int]:
-    """The dims along which a tensor goes with the sequence; the first dim is the examples'."""
-    dims = [dim for dim in range(1, tensor.ndim) if tensor.shape[dim] == length]
+def _dims_of_length(tensor: Tensor, num: int, length: int) -> list[int]:
+    """The dims along which a tensor goes with the sequence; the first dim is the examples', but in a common (L, L)."""
+    is_common = tensor.shape == (length, length) and num != length
+    dims = [dim for dim in range(0 if is_common else 1, tensor.ndim) if tensor.shape[dim] == length]
     # Floats (N, L, L) are embeddings that are as wide as the sequence is long.
     return dims[:1] if tensor.is_floating_point() and tensor.ndim == 3 else dims
 
@@ -310,7 +311,7 @@ def _in_rows(batch: Any, num: int, current: int, length: int) -> Any:
         )
 
     def written(tensor: Tensor) -> Tensor:
-        dims = _dims_of_length(tensor, current)
+        dims = _dims_of_length(tensor, num, current)
         if not tensor.ndim:
             return tensor
         if len(dims) != 1 or tensor.shape[0] != num:

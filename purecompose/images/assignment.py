@@ -66,19 +66,27 @@ def treated(
             lists[treatment * num_groups + group] = chosen + group * size
         places.append(found_at // capacity * (capacity * num_groups) + group * capacity + found_at % capacity)
     homes = _homes(torch.cat(places), len(lists) * len(lists[0])).split(len(lists[0]))
-    together: Any = None
+    num, together = len(images), None
     for number, treatment in enumerate(treatments):
         own = slice(number * num_groups, (number + 1) * num_groups)
         chosen, home = torch.cat(lists[own]), torch.cat(homes[own])
         if can_read(home):
-            chosen = home = chosen[home < len(images)]
-        if len(chosen):
-            changed = treatment(images.index_select(0, chosen), chosen)
-            # Into its rows at once, so that a compiled step makes it there; no one else has this tensor yet. It has a
-            # row more, for what nobody looks at.
-            together = changed.new_empty((len(images) + 1, *changed.shape[1:])) if together is None else together
-            together.index_put_((home,), changed)
-    return together[: len(images)]
+            chosen = home = chosen[home < num]
+        if not len(chosen):
+            continue
+        changed = treatment(images.index_select(0, chosen), chosen)
+        if together is None:
+            # A row more takes what nobody looks at, where numbers cannot be read.
+            together = changed.new_empty((num + (not can_read(home)), *changed.shape[1:]))
+        # Into its rows at once, so that a compiled step makes it there.
+        together = _put(together, home, changed)
+    assert together is not None
+    return together if len(together) == num else together[:num].clone()  # in memory of its own size
+
+
+def _put(together: Tensor, home: Tensor, changed: Tensor) -> Tensor:
+    # In place, since no one else has this tensor yet; traced and mapped without, which Inductor makes in place again.
+    return together.index_put((home,), changed) if _is_traced(home) else together.index_put_((home,), changed)
 
 
 def _homes(places: Tensor, length: int) -> Tensor:
@@ -92,5 +100,8 @@ def _homes(places: Tensor, length: int) -> Tensor:
 
 def can_read(tensor: Tensor) -> bool:
     """Whether numbers are there to be read, and reading them waits for no device."""
-    is_tracing = torch.compiler.is_compiling() or is_transforming() or is_fake(tensor)
-    return not is_tracing and tensor.device.type == "cpu" and type(tensor) is Tensor
+    return not _is_traced(tensor) and tensor.device.type == "cpu" and type(tensor) is Tensor
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or is_transforming() or is_fake(tensor)

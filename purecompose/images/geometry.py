@@ -8,6 +8,7 @@ linearly.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose.images.sampling import sampled
@@ -15,6 +16,8 @@ from purecompose.targets import per_row
 
 
 __all__ = ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"]
+
+_FAR = 3.0  # in a grid's units, in which an image reaches from -1 to 1: no pixel of it is near
 
 
 def rotate(levels: Tensor, degrees: Tensor) -> Tensor:
@@ -62,10 +65,12 @@ def _middles(levels: Tensor) -> tuple[Tensor, Tensor]:
 def _sampled(levels: Tensor, from_x: Tensor, from_y: Tensor, amount: Tensor) -> Tensor:
     """The levels at positions (N, H, W); an amount of 0 leaves an image as it is."""
     height, width = levels.shape[2:]
-    # Two planes, not pairs: loops over planes use vector instructions.
-    grid = torch.stack((from_x * (2 / width) - 1, from_y * (2 / height) - 1), 1).permute(0, 2, 3, 1)
     is_inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    moved = sampled(levels, grid) * is_inside.unsqueeze(1)
+    # Up to half a pixel from the edge it counts alone; what is outside looks where there is nothing.
+    x = torch.where(is_inside, from_x.clamp(0.5, width - 0.5) * (2 / width) - 1, _FAR)
+    y = from_y.clamp(0.5, height - 0.5) * (2 / height) - 1
+    # Two planes, not pairs: loops over planes use vector instructions.
+    moved = sampled(levels, torch.stack((x, y), 1).permute(0, 2, 3, 1))
     return torch.where(per_row(amount, levels) != 0, moved, levels)
 
 
@@ -75,5 +80,7 @@ def _shifted(levels: Tensor, pixels: Tensor, dim: int) -> Tensor:
     shape = [len(levels), 1, 1, 1]
     shape[dim] = length
     source = source.view(shape)
-    moved = levels.gather(dim, source.clamp(0, length - 1).expand_as(levels))
-    return moved * ((source >= 0) & (source < length))
+    # What is outside comes from a row of zeros behind the others.
+    source = torch.where((source >= 0) & (source < length), source, length)
+    padded = F.pad(levels, (0, 1) if dim == 3 else (0, 0, 0, 1))
+    return padded.gather(dim, source.expand_as(levels))

@@ -105,7 +105,7 @@ class SampleTransform:
             # In draws about a whole batch, such as orders, an example's number has no part, so it goes into the key.
             return random.bits(rng.named(self._name()), (2,))
         if rng is None or isinstance(rng, torch.Generator):
-            return torch.randint(0, 2**32, (2,), dtype=torch.int64, generator=rng)
+            return torch.randint(0, 2**32, (2,), dtype=torch.int64, generator=rng, device="cpu")
         raise TypeError(f"expected a key, a torch.Generator or None, got {shown(rng)}; use data.loader(..., rng='key')")
 
     def _name(self) -> str:

@@ -1,4 +1,4 @@
-"""Bilinear sampling by torch's own kernel, in compiled steps on a CPU too.
+"""Bilinear sampling by torch's own kernel, in steps compiled for a CPU too.
 
 Inductor takes `grid_sample` apart into loops of its own. On a GPU they fuse with what is around them; on a CPU they
 take about five times as long as the kernel, which gathers with vector instructions. There it is called as it is, as
@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose._functorch import is_fake
+from purecompose._functorch import is_fake, only_maps
 
 
 __all__ = ["sampled"]
 
 
 def sampled(levels: Tensor, grid: Tensor) -> Tensor:
-    """Levels at positions between pixels; beyond the edge those of the edge.
+    """Levels at positions between pixels, where it is black around the image.
 
     Args:
         levels: (N, C, H, W), floating.
@@ -27,12 +27,15 @@ def sampled(levels: Tensor, grid: Tensor) -> Tensor:
     Returns:
         (N, C, K, L).
     """
-    is_tracing = torch.compiler.is_compiling() or is_fake(levels)
-    return _operator(levels, grid) if is_tracing and levels.device.type == "cpu" else _kernel(levels, grid)
+    is_traced = torch.compiler.is_compiling() or is_fake(levels) or is_fake(grid)
+    # For values alone: gradients of all kinds are torch's own.
+    needs_grad = torch.is_grad_enabled() and (levels.requires_grad or grid.requires_grad)
+    is_forward = not needs_grad and only_maps()
+    return (_operator if is_traced and is_forward and levels.device.type == "cpu" else _kernel)(levels, grid)
 
 
 def _kernel(levels: Tensor, grid: Tensor) -> Tensor:
-    return F.grid_sample(levels, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return F.grid_sample(levels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 @torch.library.custom_op("purecompose::sampled", mutates_args=())
@@ -43,19 +46,6 @@ def _operator(levels: Tensor, grid: Tensor) -> Tensor:
 @_operator.register_fake
 def _(levels: Tensor, grid: Tensor) -> Tensor:
     return levels.new_empty((*levels.shape[:2], *grid.shape[1:3]))
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    bilinear, border, needed = 0, 1, ctx.needs_input_grad
-    found = torch.ops.aten.grid_sampler_2d_backward(grad, *ctx.saved_tensors, bilinear, border, False, needed)
-    return tuple(value if is_needed else None for value, is_needed in zip(found, needed, strict=True))
-
-
-_operator.register_autograd(_gradients, setup_context=_keep)
 
 
 @_operator.register_vmap

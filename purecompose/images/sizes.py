@@ -1,7 +1,8 @@
 """The form of images whatever their dtype, and parts of their sides."""
 
 import math
-from typing import Any
+import sys
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -11,18 +12,33 @@ from purecompose._checks import shown
 
 __all__ = ["check_image_tensor", "whole_part"]
 
-# Three roundings, of a decimal share, of 1 - share and of the product, add up to less than this share of a side.
-_ROUNDING = 4e-16
+# Three roundings, of a decimal share, of 1 - share and of the product, add up to less than this many times the distance
+# between numbers.
+_ROUNDINGS = 2
 
 
-def whole_part(share: float, size: int) -> int:
+@overload
+def whole_part(share: float, size: int) -> int: ...
+@overload
+def whole_part(share: Tensor, size: int) -> Tensor: ...
+def whole_part(share: float | Tensor, size: int) -> int | Tensor:
     """The whole part of `share * size`, where rounding alone does not take a whole pixel away.
+
+    Args:
+        share: A number, or a floating tensor, which has been rounded to its dtype.
+        size: How many pixels there are.
+
+    Returns:
+        An int, or a tensor of the same shape, int64.
 
     Example:
         >>> whole_part(1 - 0.9, 10), int((1 - 0.9) * 10)
         (1, 0)
     """
-    return math.floor((share + _ROUNDING) * size)
+    if isinstance(share, Tensor):
+        slack = _ROUNDINGS * torch.finfo(share.dtype).eps
+        return ((share.double() + slack) * size).floor().to(torch.int64)
+    return math.floor((share + _ROUNDINGS * sys.float_info.epsilon) * size)
 
 
 def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:

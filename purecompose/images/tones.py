@@ -19,7 +19,8 @@ def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
     """Stretches each channel to the whole scale; an amount of 0 leaves it, any other does all of it."""
     low, high = levels.amin((2, 3), keepdim=True), levels.amax((2, 3), keepdim=True)
     is_changed = (high > low) & (per_row(amount, levels) != 0)
-    return (levels - torch.where(is_changed, low, 0)) * torch.where(is_changed, 255 / (high - low), 1)
+    extent = torch.where(is_changed, high - low, 255)  # nowhere 0, whose gradient would be NaN
+    return (levels - torch.where(is_changed, low, 0)) * (255 / extent)
 
 
 def equalize(levels: Tensor, amount: Tensor) -> Tensor:

@@ -70,6 +70,30 @@ def test_one_chain_lies_between_the_image_and_its_end(seed: int) -> None:
     assert (got >= low).all() and (got <= high).all()
 
 
+@given(SEEDS, st.integers(1, 3), st.sampled_from([torch.float16, torch.float32, torch.float64]))
+def test_floats_stay_in_their_range_and_between_the_image_and_the_end_of_its_chain(
+    seed: int, depth: int, dtype: torch.dtype
+) -> None:
+    batch, rng = make_images(dtype=dtype), random.Rng(random.key(seed))
+    scale = Scale.of(batch, (0.0, 1.0))
+    chain = scale.stored(batch)
+    for step in range(depth):
+        chain = one_operation_each(rng.named(step), chain, scale, SETS["original"], 7.0)
+    end = chain / 255
+    settings = {"severity": 7, "width": 1, "augmentation_set": "original", "value_range": (0, 1)}
+    changed = augmix_batch(rng, batch, depth=depth, **settings)
+    assert changed.dtype == dtype and changed.min() >= 0 and changed.max() <= 1
+    slack = 2 * torch.finfo(dtype).eps + 1e-6
+    assert (changed >= torch.minimum(batch.to(end), end) - slack).all()
+    assert (changed <= torch.maximum(batch.to(end), end) + slack).all()
+
+
+def test_with_no_share_of_the_chains_it_is_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purecompose.random.beta", lambda rng, a, b, shape: torch.zeros(shape))
+    for dtype in (torch.uint8, torch.float32):
+        assert torch.equal(augmix_batch(random.key(0), make_images(dtype=dtype), severity=10), make_images(dtype=dtype))
+
+
 @given(SEEDS, st.integers(1, 3))
 def test_constant_images_stay_constant(seed: int, width: int) -> None:
     batch = torch.full((6, 3, 8, 8), 90, dtype=torch.uint8)

@@ -98,8 +98,16 @@ def test_length_is_the_side(seed, height, width, length, uniform_sampling):
     assert torch.equal(boxes, given_by_tensor)
     for box in boxes.tolist():
         for start, stop, size in ((box[0], box[2], height), (box[1], box[3], width)):
-            side = int(length * size)
+            side = int(length * size + 1e-14)  # rounding alone takes no pixel away
             assert stop - start == side or (stop - start < side and (start == 0 or stop == size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize(("length", "size", "side"), [(0.53, 100, 53), (0.29, 100, 29), (1 - 0.9, 10, 1), (0.3, 10, 3)])
+def test_rounding_takes_no_pixel_of_a_decimal_length_away(length, size, side, dtype):
+    for given_as in (length, torch.tensor(length, dtype=dtype)):
+        boxes = cutmix_box(random.key(0), size, size, length=given_as, num=50)
+        assert (boxes[:, 2] - boxes[:, 0]).max() == side
 
 
 def test_half_the_length_is_a_quarter_of_the_area():

@@ -62,6 +62,14 @@ def test_values_from_indices_and_from_one_hot(smoothing, num_classes, rest):
         assert torch.equal(smoothed.argmax(1), indices)
 
 
+@given(st.floats(0, 0.99), st.integers(2, 6), st.integers(0, 99))
+def test_the_order_of_soft_targets_stays(smoothing, num_classes, seed):
+    rank = torch.rand(5, num_classes, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    soft = (rank + 1.0) / (rank + 1.0).sum(1, keepdim=True)
+    smoothed = smooth_labels(torch.zeros(5, num_classes), soft, smoothing)
+    assert torch.equal(smoothed.argmax(1), soft.argmax(1)) and torch.equal(smoothed.argsort(1), soft.argsort(1))
+
+
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(2, 6))
 def test_smoothing_twice_is_smoothing_once_with_more(first, second, num_classes):
     logits, targets = torch.zeros(num_classes, num_classes), torch.arange(num_classes)

@@ -390,3 +390,11 @@ def test_the_states_own_keys_that_can_only_read_are_refused_at_init(role):
     keys: dict[str, Any] = {role: read_first}
     with pytest.raises(TypeError, match=f"{role}=.*can only read"):
         compose(loop_events, [mixup()]).init(make_state(**keys))
+
+
+def test_complex_inputs_keep_both_parts():
+    inputs = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    same, _ = mixup_batch(None, inputs, torch.arange(4), mixing=0.0, indices=torch.arange(4).flip(0))
+    assert torch.equal(same, inputs)
+    mixed, _ = mixup_batch(None, inputs, torch.arange(4), mixing=0.25, indices=torch.arange(4).flip(0))
+    torch.testing.assert_close(mixed, 0.75 * inputs + 0.25 * inputs.flip(0))

@@ -258,3 +258,11 @@ def test_a_point_of_the_run_is_a_number_from_0(elapsed, error):
     with pytest.raises(error, match="progressive_scale: elapsed"):
         progressive_scale(elapsed)
     assert progressive_scale(1.5) == progressive_scale(1)  # training may go on
+
+
+def test_whole_numbers_of_32_bits_keep_their_value_and_complex_ones_are_refused():
+    inputs = torch.full((1, 1, 8, 8), 2**24 + 1, dtype=torch.int32)
+    small, _ = resize_batch(None, inputs, None, 0.5, resize_targets=False)
+    assert small.dtype == torch.int32 and (small == 2**24 + 1).all()
+    with pytest.raises(TypeError, match="expected real images"):
+        resize_batch(None, torch.zeros(1, 1, 8, 8, dtype=torch.complex64), None, 0.5, resize_targets=False)

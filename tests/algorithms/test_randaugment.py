@@ -100,6 +100,15 @@ def test_floats_stay_in_their_range(seed: int, dtype: torch.dtype) -> None:
     assert changed.min() >= batch.min() - 1e-2 and changed.max() <= batch.max() + 1e-2
 
 
+@given(SEEDS, st.floats(0, 10))
+def test_the_original_set_changes_images_and_stays_in_their_range(seed: int, severity: float) -> None:
+    batch = make_images(dtype=torch.float32)
+    settings = {"severity": severity, "augmentation_set": "original", "value_range": (0.0, 1.0)}
+    changed = randaugment_batch(random.key(seed), batch, **settings)
+    assert changed.shape == batch.shape and 0 <= changed.min() and changed.max() <= 1
+    assert severity < 1 or not torch.equal(changed, batch)
+
+
 @given(SEEDS, st.integers(0, 10))
 def test_no_operation_and_no_severity_keep_every_bit(seed: int, severity: int) -> None:
     for batch in (make_images(), make_images(dtype=torch.float32) * 2.7 - 0.3):

@@ -271,3 +271,18 @@ def test_a_point_of_the_run_is_a_number_from_0(elapsed, error):
     with pytest.raises(error, match="warmup_length: elapsed"):
         warmup_length(elapsed)
     assert warmup_length(1.5) == warmup_length(1)  # training may go on
+
+
+def test_a_mask_that_all_examples_share_is_cut_on_both_sides():
+    ids, mask = torch.arange(12).view(2, 6), torch.ones(6, 6, dtype=torch.bool).tril()
+    cut = set_batch_sequence_length({"input_ids": ids, "causal": mask}, 4)
+    assert torch.equal(cut["causal"], mask[:4, :4])
+    # As many examples as positions: a row for each.
+    square = set_batch_sequence_length({"input_ids": torch.arange(36).view(6, 6), "labels": mask}, 4)
+    assert torch.equal(square["labels"], mask[:, :4])
+
+
+def test_embeddings_are_found_behind_a_mask():
+    batch = {"attention_mask": torch.ones(2, 6, dtype=torch.bool), "inputs_embeds": torch.ones(2, 6, 5)}
+    cut = set_batch_sequence_length(batch, 4)
+    assert cut["inputs_embeds"].shape == (2, 4, 5) and cut["attention_mask"].shape == (2, 4)

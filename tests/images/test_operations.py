@@ -97,6 +97,33 @@ def test_vmap_gives_what_a_loop_gives(called: tuple[str, float | None], seed: in
     assert torch.equal(mapped, torch.stack([call(name, batch, amount) for batch in batches]))
 
 
+@pytest.mark.parametrize("name", sorted(AMOUNTS))
+@pytest.mark.parametrize("fill", ["constant channel", "black", "white", "one pixel"])
+def test_gradients_are_finite_where_nothing_varies(name: str, fill: str) -> None:
+    batch = make_images(0, (2, 3, 1, 1) if fill == "one pixel" else (2, 3, 5, 4), torch.float32)
+    if fill == "constant channel":
+        batch[:, 1] = 0.5
+    elif fill != "one pixel":
+        batch[:] = float(fill == "white")
+    batch.requires_grad_()
+    changed = call(name, batch, (AMOUNTS[name][1] or [None])[0], value_range=(0.0, 1.0))
+    if changed.requires_grad:
+        (gradient,) = torch.autograd.grad(changed.sum(), batch)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "amount"), [("translate_x", -3), ("translate_y", 2), ("shear_x", 2.0), ("shear_y", -2.0), ("rotate", 45.0)]
+)
+def test_what_comes_into_view_is_black_beside_pixels_that_are_not_there(name: str, amount: float) -> None:
+    batch = torch.ones(1, 1, 6, 6)
+    is_black = call(name, batch, amount, value_range=(0.0, 1.0)) == 0
+    frame = torch.ones(6, 6, dtype=torch.bool)
+    frame[1:-1, 1:-1] = False
+    batch[..., frame] = torch.nan
+    assert is_black.any() and (call(name, batch, amount, value_range=(0.0, 1.0))[is_black] == 0).all()
+
+
 @given(st.sampled_from(["translate_x", "translate_y"]), st.integers(-9, 9), st.integers(0, 99))
 def test_translations_move_pixels_as_they_are(name: str, pixels: int, seed: int) -> None:
     batch = make_images(seed, (2, 3, 7, 7), torch.float32) + 0.001
