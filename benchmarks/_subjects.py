@@ -29,10 +29,12 @@ class Subject(NamedTuple):
     targets: Tensor
 
 
-def mlp() -> Subject:
-    """An MLP 64-128-128-10 and a batch of 64."""
+def mlp(dropout: float = 0.0) -> Subject:
+    """An MLP 64-128-128-10, with dropout behind its hidden layers where that is not 0, and a batch of 64."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    drop = [nn.Dropout(dropout)] if dropout else []
+    layers = [nn.Linear(64, 128), nn.ReLU(), *drop, nn.Linear(128, 128), nn.ReLU(), *drop, nn.Linear(128, 10)]
+    net = nn.Sequential(*layers)
     return Subject(net, torch.randn(64, 64), torch.randint(10, (64,)))
 
 
