@@ -173,8 +173,8 @@ def cutmix_box(
     starts, stops = [], []
     for name, size in (("row", height), ("column", width)):
         # Of a length that was asked for, rounding takes no pixel away; of one that was drawn it matters to nobody.
-        drawn = length is None and isinstance(ratio, Tensor)
-        side: Any = (size * ratio).to(torch.int64) if drawn else whole_part(ratio, size)
+        is_drawn = length is None and isinstance(ratio, Tensor)
+        side: Any = (size * ratio).to(torch.int64) if is_drawn else whole_part(ratio, size)
         low, high = (-((side + 1) // 2), size + side // 2) if uniform_sampling else (0, size)
         centre = random.randint(for_examples(rng.named(name), num), () if num is None else (num,), low, high)
         # A drawn box reaches equally far to both sides; one of a given length is as long as was asked for.

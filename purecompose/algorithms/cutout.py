@@ -62,7 +62,7 @@ def cutout_batch(
 
     Args:
         key: A random key; may be `None` where `centers` are given.
-        images: (N, C, H, W), or one image (C, H, W), of any dtype.
+        images: (N, C, H, W), or one image (C, H, W), of any dtype (uint16 from torch 2.13 on).
         num_holes: How many holes, which may overlap; 0 is the identity.
         length: The side of a hole as a share of the shorter side, in (0, 1]. Of less than two pixels nothing is left.
         uniform_sampling: Cover each pixel with the same chance, instead of those near the border less often.
