@@ -19,6 +19,7 @@ from purecompose import (
     runs,
     saving,
     schedule,
+    surgery,
     tree,
 )
 from purecompose._version import __version__
@@ -164,6 +165,7 @@ __all__ = [
     "sort_to_back",
     "sort_to_front",
     "stack_states",
+    "surgery",
     "to_module",
     "traced",
     "training",

@@ -1,4 +1,4 @@
-"""What a GPU has to be told: numbers, without waiting for it, and how exactly it multiplies."""
+"""What devices have to be told: numbers, without waiting; how exactly they multiply; where modules are built."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "sent"]
+__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "building", "sent"]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of the forward pass, of the precisions under which it runs under autocast."""
@@ -20,6 +20,15 @@ _AS_IT_IS = nullcontext()
 _BACKENDS: Any = torch.backends  # pyright knows few of its members
 _ON_CUDA = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn)
 _ALL = (*_ON_CUDA, _BACKENDS.mkldnn.matmul)
+
+
+@contextmanager
+def building(seed: int) -> Iterator[None]:
+    """A scope in which modules are built on the CPU, with first weights from a seed; torch's generators stay put."""
+    # torch.manual_seed would seed the accelerators' generators as well, which no one would set back.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -125,12 +125,12 @@ class Model:
         return f"Model({type(self.module).__name__}, {len(self.param_names)} parameters)"
 
 
-def from_module(module: nn.Module) -> Parts:
+def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
     """Takes a module apart into architecture and tensors; the module itself stays as it was.
 
     The skeleton trains in the mode the module is in: single modules put to `eval()` stay so. A module that is
     in evaluation mode as a whole, with all its parts (as pretrained ones come), is taken to train in training
-    mode.
+    mode. The tensors are copies, or with `is_shared` others on the same memory.
 
     Raises:
         TypeError: `module` is not a plain `nn.Module`, or cannot be copied.
@@ -153,11 +153,11 @@ def from_module(module: nn.Module) -> Parts:
         if id(tensor) in names:
             continue
         _check_tensor(tensor, name)
-        if kind == "__dict__":
+        if kind == "__dict__" and not is_shared:
             warnings.warn(f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer", stacklevel=3)
         names[id(tensor)] = name
         twins[id(tensor)] = _meta_twin(tensor)
-        parts[kind == "_parameters"][name] = tensor.detach().clone()
+        parts[kind == "_parameters"][name] = tensor.detach() if is_shared else tensor.detach().clone()
         if kind == "_parameters" and not tensor.requires_grad:
             frozen.add(name)
     _check_functions(module, names)

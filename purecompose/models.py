@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from purecompose import _specs as specs
 from purecompose._checks import check_flag, check_number, check_whole, shown
+from purecompose._device import building
 
 
 __all__ = [
@@ -55,6 +55,7 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
         TypeError: a width that is no int.
 
     Example:
+        >>> import torch
         >>> mlp(64, (128, 32), 10)(torch.zeros(5, 1, 8, 8)).shape
         torch.Size([5, 10])
     """
@@ -88,6 +89,7 @@ def cnn(
         ValueError: a size below 1 or a dropout outside [0, 1).
 
     Example:
+        >>> import torch
         >>> cnn(1, 10, width=8)(torch.zeros(5, 1, 28, 28)).shape
         torch.Size([5, 10])
     """
@@ -156,6 +158,7 @@ def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -
         ValueError: a depth that is not 6 n + 2 with n >= 1, or a size below 1.
 
     Example:
+        >>> import torch
         >>> resnet(8, 3, 10, width=4)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
 
@@ -212,9 +215,7 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
     check_options(name, options)
     shape = tuple(in_shape)
     _check_sizes("models.build", **{f"in_shape[{i}]": size for i, size in enumerate(shape)})
-    # torch.manual_seed would seed the accelerators' generators as well, which no one would set back.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
+    with building(seed):
         return MODELS[name](shape, num_classes, **options)
 
 

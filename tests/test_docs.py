@@ -127,6 +127,14 @@ def test_half_precision() -> None:
     assert run_page("precision.md")["state"].metrics["skipped"].item() == 0
 
 
+def test_the_page_on_surgery(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("surgery.md")
+    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "surgery.md").read_text()
+    step = names["pc"].compose(names["pc"].loop_events, [names["method"]])
+    once = step.init(names["state"])
+    assert "0.2.weight" in once.params and step.init(once).params.keys() == once.params.keys()
+
+
 def test_the_page_on_data(capsys: pytest.CaptureFixture[str]) -> None:
     run_page("data.md")
     assert capsys.readouterr().out == "3 True\nTrue\n8\n"

@@ -66,8 +66,10 @@ class Skeleton:
                 raise RuntimeError(f"forward removed the buffer {name!r}, which the state holds") from None
         return found
 
-    def filled_copy(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
-        """A module of its own with copies of these tensors.
+    def filled_copy(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_shared: bool = False
+    ) -> nn.Module:
+        """A module of its own with copies of these tensors, or with `is_shared` on their memory.
 
         Raises:
             KeyError: A tensor of the architecture is missing.
@@ -77,10 +79,10 @@ class Skeleton:
             for name, container, key in self._param_slots:
                 twin = container[key]
                 if id(twin) not in memo:
-                    value = params[name].detach().clone()
+                    value = params[name].detach() if is_shared else params[name].detach().clone()
                     memo[id(twin)] = nn.Parameter(value, requires_grad=twin.requires_grad)
             for name, container, key in self._buffer_slots:
-                memo[id(container[key])] = buffers[name].detach().clone()
+                memo[id(container[key])] = buffers[name].detach() if is_shared else buffers[name].detach().clone()
             return copy.deepcopy(self.module, memo)
 
     def blank_copy(self) -> nn.Module:

@@ -1,0 +1,264 @@
+"""Surgery: what is kept is the very tensor, what is made depends on the key alone, and nothing old is touched."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from purecompose import (
+    Algorithm,
+    Event,
+    State,
+    compose,
+    loop_events,
+    losses,
+    models,
+    on,
+    optim,
+    population,
+    random,
+    stack_states,
+    surgery,
+    to_module,
+    tree,
+)
+from purecompose.saving import load, save
+from purecompose.surgery import Site
+
+
+class Wrapped(nn.Module):
+    """A module behind a layer of its own, for what a rule puts in."""
+
+    def __init__(self, inner: nn.Module, features: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Linear(features, features, bias=False)
+        self.register_buffer("seen", torch.ones(features))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale(self.inner(inputs))
+
+
+def wrap(module: nn.Linear, site: Site) -> nn.Module:
+    del site
+    return Wrapped(module, module.out_features)
+
+
+RULES: dict[type[nn.Module], surgery.Rule] = {nn.Linear: wrap}
+OPTIMIZERS = {
+    "sgd": optim.sgd(0.1, momentum=0.9),
+    "adam": optim.adam(0.01, amsgrad=True),
+    "groups": optim.adamw(0.01, groups={"*.bias": {"weight_decay": 0.0}}),
+}
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def make_state(net: nn.Module | None = None, *, optimizer: Any = OPTIMIZERS["sgd"], key: int = 0) -> State:
+    return State.create(net or make_net(), loss=losses.cross_entropy, optimizer=optimizer, key=key, duration="8ba")
+
+
+def make_batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
+
+
+def trained(state: State, num: int = 2) -> State:
+    step = compose(loop_events)
+    state = step.init(state)
+    for seed in range(num):
+        state = step(state, make_batch(seed))
+    return state
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_is_kept_is_the_same_tensor_with_the_optimizers_memory_of_it(optimizer: Any) -> None:
+    before = trained(make_state(optimizer=optimizer))
+    after, report = surgery.operate(before, RULES, name="wrap")
+    assert report.replaced == ("0", "3") and report.dropped == ()
+    assert report.made == ("0.scale.weight", "3.scale.weight", "0.seen", "3.seen")
+    assert report.kept["0.inner.weight"] == "0.weight" and report.kept["1.weight"] == "1.weight"
+    for new, old in report.kept.items():
+        assert {**after.params, **after.buffers}[new] is {**before.params, **before.buffers}[old]
+    for slot, values in after.opt_state.items():
+        assert list(values) == [name for name in after.params if name in values]
+        for name, value in values.items():
+            if name in report.kept:
+                assert value is before.opt_state[slot][report.kept[name]]
+            else:
+                fresh = optimizer.init({**after.params})[slot][name]
+                assert torch.equal(value, fresh)
+    assert "0.weight -> 0.inner.weight" in str(report) and "0.scale.weight" in str(report)
+    assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
+
+
+def test_the_old_state_is_what_it_was() -> None:
+    before = trained(make_state())
+    copied, model = before.copy(), before.model
+    net = copy.deepcopy(before.model.module)
+    surgery.operate(before, {nn.Linear: wrap, nn.ReLU: lambda module, site: nn.GELU()}, name="any")
+    assert all(torch.equal(one, other) for one, other in zip(tree.leaves(before), tree.leaves(copied), strict=True))
+    assert before.model is model and str(model.module) == str(net)
+
+
+def test_new_weights_depend_on_the_key_and_the_place_alone() -> None:
+    state, torch_state = make_state(), torch.get_rng_state()
+    first, _ = surgery.operate(state, RULES, name="wrap")
+    again, _ = surgery.operate(state, RULES, name="wrap")
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert all(torch.equal(first.params[name], again.params[name]) for name in first.params)
+    assert first.model == again.model
+
+    def last(module: nn.Linear, site: Site) -> nn.Module | None:
+        return wrap(module, site) if site.index == 1 else None
+
+    alone, report = surgery.operate(state, {nn.Linear: last}, name="wrap")
+    assert report.replaced == ("3",)
+    assert torch.equal(alone.params["3.scale.weight"], first.params["3.scale.weight"])
+    for other in (surgery.operate(make_state(key=1), RULES, name="wrap"), surgery.operate(state, RULES, name="other")):
+        assert not torch.equal(other[0].params["3.scale.weight"], first.params["3.scale.weight"])
+
+
+def test_a_second_time_changes_nothing_where_it_is_known_to_be_done() -> None:
+    once, _ = surgery.operate(make_state(), RULES, name="wrap")
+    twice, report = surgery.operate(once, RULES, name="wrap", done=(Wrapped,))
+    assert twice is once and report.replaced == ()
+
+
+def test_nothing_to_replace_is_a_warning_that_says_what_was_looked_for() -> None:
+    with pytest.warns(UserWarning, match="looked for Conv2d to replace, and found none in a network of Batch"):
+        after, report = surgery.operate(state := make_state(), {nn.Conv2d: wrap}, name="wrap")
+    assert after is state and not report.replaced
+    with pytest.warns(UserWarning, match="looked for Linear"):
+        surgery.operate(state, {nn.Linear: lambda module, site: None}, name="wrap")
+
+
+def test_shared_modules_stay_shared_and_ties_stay_ties() -> None:
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(4, 4))
+    net[3].weight = shared.weight
+    before = make_state(net)
+    after, report = surgery.operate(before, RULES, name="wrap")
+    assert report.replaced == ("0", "3")
+    module: Any = to_module(after)
+    assert module[0] is module[2] and module[0].inner.weight is module[3].inner.weight
+    assert [name for name in after.params if name.endswith("inner.weight")] == ["0.inner.weight"]
+
+
+def test_dropped_parameters_go_with_their_memory() -> None:
+    before = trained(make_state())
+    after, report = surgery.operate(before, {nn.BatchNorm1d: lambda module, site: nn.LayerNorm(6)}, name="norm")
+    assert report.made == ("1.weight", "1.bias") and set(report.dropped) == {
+        "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"
+    }  # fmt: skip
+    assert after.params["1.weight"] is not before.params["1.weight"]
+    assert not after.buffers and (after.opt_state["momentum"]["1.weight"] == 0).all()
+
+
+def test_frozen_parameters_stay_frozen_under_their_new_names() -> None:
+    net = make_net()
+    net[0].weight.requires_grad_(False)
+    after, _ = surgery.operate(make_state(net), RULES, name="wrap")
+    assert after.context.frozen == {"0.inner.weight"}
+    stepped = trained(after)
+    assert torch.equal(stepped.params["0.inner.weight"], after.params["0.inner.weight"])
+
+
+def test_flags_dtypes_and_the_whole_network() -> None:
+    net = make_net().double()
+    net[1].eval()
+    rules = {nn.BatchNorm1d: lambda module, site: nn.BatchNorm1d(6), nn.Linear: wrap}
+    after, _ = surgery.operate(make_state(net), rules, name="flags")
+    flags = {name: module.training for name, module in after.model.module.named_children()}
+    assert flags == {"0": True, "1": False, "2": True, "3": True}
+    assert {param.dtype for param in after.params.values()} == {torch.float64}
+    whole, report = surgery.operate(make_state(), {nn.Sequential: lambda module, site: nn.Linear(4, 3)}, name="whole")
+    assert report.replaced == ("",) and list(whole.params) == ["weight", "bias"] and len(report.dropped) == 9
+    assert trained(whole).timestamp.batch == 2
+
+
+def test_each_module_is_visited_once_parents_first_with_its_place() -> None:
+    seen: list[tuple[str, int, Any]] = []
+
+    def look(module: nn.Module, site: Site) -> None:
+        seen.append((site.name, site.index, type(site.parent).__name__))
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    net = nn.Sequential(block, block, nn.Linear(4, 3))
+    with pytest.warns(UserWarning, match="changed nothing"):
+        surgery.operate(make_state(net), {nn.Module: look}, name="look")
+    assert seen == [
+        ("", 0, "NoneType"), ("0", 1, "Sequential"), ("0.0", 2, "Sequential"), ("0.1", 3, "Sequential"),
+        ("2", 4, "Sequential"),
+    ]  # fmt: skip
+
+
+def test_rules_that_cannot_be_followed_are_refused() -> None:
+    def writes(module: nn.Linear, site: Site) -> None:
+        with torch.no_grad():
+            module.weight.zero_()
+
+    state = make_state()
+    with pytest.raises(RuntimeError, match="wrote into '0.weight'"):
+        surgery.operate(state, {nn.Linear: writes}, name="any")
+    inner = lambda module, site: wrap(module, site) if site.parent else None  # noqa: E731
+    with pytest.raises(ValueError, match="two rules replace '0'"):
+        surgery.operate(make_state(), {nn.Linear: wrap, nn.Module: inner}, name="any")
+    number: Any = lambda module, site: 3  # noqa: E731
+    with pytest.raises(TypeError, match=r"rule for '0' returned 3 \(int\), not a module"):
+        surgery.operate(make_state(), {nn.Linear: number}, name="any")
+    parts = make_state()
+    with pytest.raises(TypeError, match="expected the optimizer"):
+        surgery.replace(parts.model, RULES, parts.params, parts.buffers, key=parts.key, opt_state=parts.opt_state)
+
+
+def test_without_an_optimizer_there_are_tensors_alone() -> None:
+    state = make_state()
+    result = surgery.replace(state.model, RULES, state.params, state.buffers, key=random.key(3))
+    assert result.opt_state is None and set(result.params) == {*state.params, *result.report.made} - {
+        "0.weight", "0.bias", "3.weight", "3.bias", "0.seen", "3.seen"
+    } | {"0.inner.weight", "0.inner.bias", "3.inner.weight", "3.inner.bias"}  # fmt: skip
+
+
+def test_members_of_a_population_have_surgery_each_with_its_own_key() -> None:
+    method = Algorithm("wrap", on(Event.INIT), lambda event, state: surgery.operate(state, RULES, name="wrap")[0])
+    pop = population(compose(loop_events, [method]), 2)
+    states = pop.init(stack_states([make_state(key=0), make_state(key=1)]))
+    alone, _ = surgery.operate(make_state(key=1), RULES, name="wrap")
+    assert states.params["0.scale.weight"].shape == (2, 6, 6)
+    assert torch.equal(states.params["0.scale.weight"][1], alone.params["0.scale.weight"])
+    assert pop(states, make_batch()).params["0.scale.weight"].shape == (2, 6, 6)
+
+
+def test_a_checkpoint_holds_the_new_network(tmp_path: Any) -> None:
+    state = trained(surgery.operate(make_state(), RULES, name="wrap")[0])
+    save(state, tmp_path / "state")
+    template, _ = surgery.operate(make_state(key=9), RULES, name="wrap")
+    loaded = load(tmp_path / "state", template)
+    assert all(torch.equal(loaded.params[name], state.params[name]) for name in state.params)
+
+
+def test_kept_weights_and_their_memory_are_not_allocated_anew() -> None:
+    net = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 2))
+    state = make_state(net, optimizer=OPTIMIZERS["adam"])
+
+    def last(module: nn.Linear, site: Site) -> nn.Module | None:
+        return wrap(module, site) if site.index == 1 else None
+
+    with torch.profiler.profile(profile_memory=True) as profile:
+        surgery.operate(state, {nn.Linear: last}, name="wrap")
+    sizes = [event.cpu_memory_usage for event in profile.events() or ()]
+    assert 0 < max(sizes) < 500 * 500
+
+
+def test_networks_of_the_library_take_it() -> None:
+    for name in models.MODELS:
+        net = models.build(name, in_shape=(3, 16, 16), num_classes=3, seed=0)
+        after, report = surgery.operate(make_state(net), {nn.ReLU: lambda module, site: nn.SiLU()}, name="act")
+        assert report.replaced and not report.dropped and not report.made
+        assert not any(isinstance(module, nn.ReLU) for module in after.model.module.modules())
