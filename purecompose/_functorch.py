@@ -24,10 +24,13 @@ def is_transforming() -> bool:
     return peek_interpreter_stack() is not None
 
 
-@torch.compiler.assume_constant_result  # torch.compile asks while it traces, with the transforms around it
 def only_maps() -> bool:
     """Whether there is no transform around the caller but `vmap`."""
     return all(level.key() is TransformType.Vmap for level in retrieve_all_functorch_interpreters())
+
+
+# torch.compile asks while it traces, with the transforms around it. The public way to say so imports the compiler.
+only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -151,7 +151,8 @@ def replace(
     params, buffers = settled(parts.params), settled(parts.buffers)
     if opt_state is not None:
         opt_state = _carried(optimizer, opt_state, params, kept)
-    gone = tuple(name for name in given if name not in set(kept.values()))
+    stayed = set(kept.values())
+    gone = tuple(name for name in given if name not in stayed)
     made = tuple(name for name in (*params, *buffers) if name not in kept)
     report = Report(tuple(site.name for site, _, _ in found), kept, gone, made)
     return Surgery(parts.model, params, buffers, parts.frozen, opt_state, report)

@@ -3,6 +3,8 @@
 import ast
 import pathlib
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -94,3 +96,10 @@ def test_an_import_that_goes_up_is_found(room: str, source: str, expected: str) 
 
 def test_imports_inside_a_package_are_free() -> None:
     assert complaints("optim", "from purecompose.optim.lists import add\nfrom purecompose.schedule import number") == []
+
+
+def test_the_package_imports_no_compiler() -> None:
+    """Which takes two seconds: only a step that is compiled needs it."""
+    code = "import sys, purecompose; print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
