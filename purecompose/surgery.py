@@ -33,7 +33,7 @@ from purecompose.random.keys import as_rng
 from purecompose.state import State
 
 
-__all__ = ["Report", "Rule", "Site", "Surgery", "operate", "replace"]
+__all__ = ["Report", "Rule", "Rules", "Site", "Surgery", "operate", "replace"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Site:
 
 Rule: TypeAlias = Callable[[Any, Site], nn.Module | None]
 """`(module, site) -> the module in its place`, or `None` to leave it."""
+
+Rules: TypeAlias = Mapping[type[nn.Module], Rule | None]
+"""A rule by the type of module, subclasses included. `None` for types whose modules are left alone, with all that they
+hold, as results of an earlier surgery of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Surgery(NamedTuple):
 
 def replace(
     model: Model,
-    rules: Mapping[type[nn.Module], Rule],
+    rules: Rules,
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     *,
@@ -96,7 +100,6 @@ def replace(
     frozen: Iterable[str] = (),
     optimizer: Any = None,
     opt_state: Any = None,
-    done: tuple[type[nn.Module], ...] = (),
 ) -> Surgery:
     """Puts other modules into a network.
 
@@ -115,7 +118,6 @@ def replace(
         frozen: Names of the parameters that do not train.
         optimizer: The optimizer whose state is given.
         opt_state: Its state; `None` where there is none yet.
-        done: Types of modules whose insides are left alone, as results of an earlier surgery of the same kind.
 
     Raises:
         TypeError: A rule returned something other than a module or `None`; no optimizer for a state.
@@ -123,7 +125,7 @@ def replace(
         RuntimeError: A rule wrote into a tensor of the network.
 
     Warns:
-        UserWarning: No module was replaced, and there is none of the types in `done`.
+        UserWarning: No module was replaced, and there is none of the types to be left alone.
     """
     if opt_state is not None and optimizer is None:
         raise TypeError("surgery.replace: expected the optimizer of opt_state, got None; give both or neither")
@@ -133,11 +135,11 @@ def replace(
     for name in frozen:
         root.get_parameter(name).requires_grad_(False)
     old_names = _names(root)
-    found = list(_replacements(root, rules, done, as_rng(key, "surgery.replace")))
+    found = list(_replacements(root, rules, as_rng(key, "surgery.replace")))
     for name, version in versions.items():
         if given[name]._version != version:
             raise RuntimeError(f"surgery.replace: a rule wrote into {name!r}; give the new module a tensor of its own")
-    if not found and not any(isinstance(module, done) for module in root.modules()):
+    if not found and not any(isinstance(module, _left_alone(rules)) for module in root.modules()):
         _warn_of_nothing(root, rules)
     root = _with_replacements(root, found)
     kept = {new: old_names[key] for key, new in _names(root).items() if key in old_names}
@@ -158,14 +160,12 @@ def replace(
     return Surgery(parts.model, params, buffers, parts.frozen, opt_state, report)
 
 
-def operate(
-    state: State, rules: Mapping[type[nn.Module], Rule], *, name: str, done: tuple[type[nn.Module], ...] = ()
-) -> tuple[State, Report]:
+def operate(state: State, rules: Rules, *, name: str) -> tuple[State, Report]:
     """`replace` on a state's network, with its optimizer's state; new parameters are drawn with the run's key.
 
     Args:
         state: A state, of a run that has begun or not.
-        rules, done: As in `replace`.
+        rules: As in `replace`.
         name: Names the draws.
 
     Raises:
@@ -183,7 +183,6 @@ def operate(
         frozen=state.context.frozen,
         optimizer=state.optimizer,
         opt_state=state.opt_state,
-        done=done,
     )
     fields = after._asdict()
     report = fields.pop("report")
@@ -193,10 +192,12 @@ def operate(
 _Found: TypeAlias = tuple[Site, nn.Module, nn.Module]  # where, what was there, what comes
 
 
-def _replacements(
-    root: nn.Module, rules: Mapping[type[nn.Module], Rule], done: tuple[type[nn.Module], ...], rng: random.Rng
-) -> Iterator[_Found]:
-    counts = dict.fromkeys(rules, 0)
+def _left_alone(rules: Rules) -> tuple[type[nn.Module], ...]:
+    return tuple(kind for kind, rule in rules.items() if rule is None)
+
+
+def _replacements(root: nn.Module, rules: Rules, rng: random.Rng) -> Iterator[_Found]:
+    counts, done = dict.fromkeys(rules, 0), _left_alone(rules)
     seen: set[int] = set()
 
     def visited(module: nn.Module, name: str, parent: nn.Module | None) -> Iterator[_Found]:
@@ -205,7 +206,7 @@ def _replacements(
         seen.add(id(module))
         new = None
         for kind, rule in rules.items():
-            if not isinstance(module, kind):
+            if rule is None or not isinstance(module, kind):
                 continue
             site = Site(name, counts[kind], parent)
             counts[kind] += 1
@@ -286,7 +287,7 @@ def _carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept:
     return carried(fresh, opt_state)
 
 
-def _warn_of_nothing(root: nn.Module, rules: Mapping[type[nn.Module], Rule]) -> None:
-    wanted = " or ".join(kind.__name__ for kind in rules) or "nothing"
+def _warn_of_nothing(root: nn.Module, rules: Rules) -> None:
+    wanted = " or ".join(kind.__name__ for kind, rule in rules.items() if rule is not None) or "nothing"
     there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
     warn(f"surgery.replace changed nothing: it looked for {wanted} to replace, and found none in a network of {there}")

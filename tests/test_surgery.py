@@ -126,7 +126,7 @@ def test_new_weights_depend_on_the_key_and_the_place_alone() -> None:
 
 def test_a_second_time_changes_nothing_where_it_is_known_to_be_done() -> None:
     once, _ = surgery.operate(make_state(), RULES, name="wrap")
-    twice, report = surgery.operate(once, RULES, name="wrap", done=(Wrapped,))
+    twice, report = surgery.operate(once, {**RULES, Wrapped: None}, name="wrap")
     assert twice is once and report.replaced == ()
 
 

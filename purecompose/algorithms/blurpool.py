@@ -1,0 +1,93 @@
+"""BlurPool: smooths before places are skipped, so that a shifted image gives a shifted answer.
+
+With the filter k = (1, 2, 1) x (1, 2, 1) / 16, applied to each channel with zeros around the image:
+
+    a convolution of stride s     conv_s(k * x)              blur_first
+                                  every s-th of k * conv_1(x)   otherwise, as in the paper
+    a max pooling of stride s     every s-th of k * max_1(x)
+
+A convolution is replaced if it skips places and has at least `min_channels` input channels; a max pooling if it skips
+places. Weights are kept.
+
+Events: INIT. Reads and replaces: the model, its parameters' names and the optimizer's state.
+
+What differs from the original: the order of the paper keeps the weights' names, too; a pooling of stride 1, which skips
+nothing, stays as it is, and so does one that returns indices; `ceil_mode` gives the shape that it gives without
+smoothing; padding modes are kept; the filter is no buffer.
+
+References:
+    Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
+"""
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose._checks import check_flag, check_whole
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers.blur import BlurConv2d, BlurMaxPool2d
+
+
+__all__ = ["blurpool"]
+
+
+def blurpool(
+    replace_convs: bool = True,
+    replace_maxpools: bool = True,
+    blur_first: bool = True,
+    *,
+    min_channels: int = 16,
+    name: str = "blurpool",
+) -> Algorithm:
+    """Smooths before strided convolutions and max poolings; see `purecompose.algorithms.blurpool`.
+
+    Args:
+        replace_convs: Whether strided convolutions are replaced.
+        replace_maxpools: Whether strided max poolings are replaced.
+        blur_first: Whether a convolution's input is smoothed, at little cost, or its output before places are skipped,
+            as in the paper, which takes the product of the strides times as long.
+        min_channels: The fewest input channels of a convolution that is replaced: 16 leaves the image itself alone.
+        name: Names it.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or nothing to replace.
+
+    Warns:
+        UserWarning: At INIT: the network has no such layers.
+
+    Example:
+        >>> blurpool()
+        blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=16)
+    """
+    check_flag(replace_convs, "blurpool: replace_convs")
+    check_flag(replace_maxpools, "blurpool: replace_maxpools")
+    check_flag(blur_first, "blurpool: blur_first")
+    check_whole(min_channels, "blurpool: min_channels", 1)
+    if not replace_convs and not replace_maxpools:
+        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_strided = max(module.stride) > 1 and module.in_channels >= min_channels
+        return BlurConv2d(module, blur_first) if is_strided else None
+
+    def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        stride = module.stride if isinstance(module.stride, tuple) else (module.stride,)
+        if max(stride) == 1 or module.return_indices:
+            return None
+        window = module.kernel_size, module.stride, module.padding, module.dilation
+        return BlurMaxPool2d(*window, ceil_mode=module.ceil_mode)
+
+    rules: dict[type[nn.Module], surgery.Rule] = {}
+    if replace_convs:
+        rules[nn.Conv2d] = conv
+    if replace_maxpools:
+        rules[nn.MaxPool2d] = maxpool
+    settings = {
+        "replace_convs": replace_convs,
+        "replace_maxpools": replace_maxpools,
+        "blur_first": blur_first,
+        "min_channels": min_channels,
+    }
+    return surgery_method(name, rules, settings, done=(BlurConv2d, BlurMaxPool2d))

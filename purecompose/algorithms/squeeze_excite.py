@@ -1,0 +1,59 @@
+"""Squeeze-and-excitation: weighs a convolution's channels by what all of them have on average.
+
+With the convolution's output U (N, C, H, W) and a hidden width k:
+
+    z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a        W1: k x C, W2: C x k, no biases
+
+Convolutions with at least `min_channels` channels in and out get one. Their own weights are kept.
+
+Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
+
+What differs from the original: a hidden width has at least one unit, and a network without such a convolution is warned
+about.
+
+References:
+    Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
+    https://arxiv.org/abs/1709.01507
+"""
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose._checks import check_number, check_whole
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers.squeeze_excite import SqueezeExciteConv2d
+
+
+__all__ = ["squeeze_excite"]
+
+
+def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name: str = "squeeze_excite") -> Algorithm:
+    """Adds attention over channels behind wide convolutions; see `purecompose.algorithms.squeeze_excite`.
+
+    Args:
+        latent_channels: The hidden width, a number of at least 1, or below 1 a share of the convolution's output
+            channels. The authors' advice is 64 or more.
+        min_channels: The fewest channels, in and out, of a convolution that gets one.
+        name: Names it and the draws of its weights.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Warns:
+        UserWarning: At INIT: the network has no such convolutions.
+
+    Example:
+        >>> squeeze_excite(0.125)
+        squeeze_excite(latent_channels=0.125, min_channels=128)
+    """
+    check_number(latent_channels, "squeeze_excite: latent_channels", 0, above=True)
+    check_whole(min_channels, "squeeze_excite: min_channels", 1)
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_wide = min(module.in_channels, module.out_channels) >= min_channels
+        return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
+
+    settings = {"latent_channels": latent_channels, "min_channels": min_channels}
+    return surgery_method(name, {nn.Conv2d: conv}, settings, done=(SqueezeExciteConv2d,))

@@ -1,0 +1,54 @@
+"""Batch normalisation by the statistics of parts of the batch.
+
+References:
+    Elad Hoffer, Itay Hubara, Daniel Soudry: Train longer, generalize better. NeurIPS 2017.
+    https://arxiv.org/abs/1705.08741
+    Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020. https://arxiv.org/abs/2007.08554
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+__all__ = ["GhostBatchNorm"]
+
+
+class GhostBatchNorm(nn.Module):
+    """A batch normalisation that takes a batch in ceil(B / g) parts of equal size, or with one example less.
+
+    In training each part has statistics of its own, and the running ones take a step with momentum / parts for each. In
+    evaluation it is the batch normalisation that it holds.
+
+    Attributes:
+        batchnorm: The layer that was given, of any number of dimensions.
+        ghost_batch_size: g, the greatest number of examples that are normalised together.
+
+    Raises:
+        ValueError: A layer with `momentum=None`: its running statistics are means over all batches, not steps.
+    """
+
+    def __init__(self, batchnorm: _BatchNorm, ghost_batch_size: int = 32) -> None:
+        super().__init__()
+        if batchnorm.momentum is None:
+            raise ValueError("GhostBatchNorm: expected a batch normalisation with a momentum, got momentum=None")
+        self.batchnorm, self.ghost_batch_size = batchnorm, ghost_batch_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The shape of the input."""
+        norm, num_parts = self.batchnorm, -(-input.shape[0] // self.ghost_batch_size)
+        has_own = norm.training or norm.running_mean is None
+        if not has_own or num_parts < 2:
+            return norm(input)
+        norm._check_input_dim(input)
+        if norm.training and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(num_parts)
+        running = (norm.running_mean, norm.running_var) if norm.training else (None, None)
+        step = norm.momentum / num_parts
+        parts = input.tensor_split(num_parts)
+        return torch.cat([F.batch_norm(part, *running, norm.weight, norm.bias, True, step, norm.eps) for part in parts])
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"ghost_batch_size={self.ghost_batch_size}"

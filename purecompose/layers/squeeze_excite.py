@@ -1,0 +1,56 @@
+"""Channels weighted by what all of them have on average.
+
+    z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a
+
+References:
+    Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
+    https://arxiv.org/abs/1709.01507
+"""
+
+from torch import Tensor, nn
+
+
+__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "latent_size"]
+
+
+def latent_size(latent: float, full: int) -> int:
+    """A width given as a number, or below 1 as a share of the full one; at least 1."""
+    return max(1, int(latent if latent >= 1 else latent * full))
+
+
+class SqueezeExcite2d(nn.Module):
+    """Weighs the channels of (N, C, H, W).
+
+    Args:
+        num_features: C.
+        latent_channels: How wide the layer between is: a number of at least 1, or a share of C.
+    """
+
+    def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
+        super().__init__()
+        width = latent_size(latent_channels, num_features)
+        self.squeeze = nn.Linear(num_features, width, bias=False)
+        self.excite = nn.Linear(width, num_features, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The shape of the input."""
+        attention = self.excite(self.squeeze(input.mean((2, 3))).relu()).sigmoid()
+        return input * attention.unsqueeze(-1).unsqueeze(-1)
+
+
+class SqueezeExciteConv2d(nn.Module):
+    """A convolution, and a `SqueezeExcite2d` behind it.
+
+    Attributes:
+        conv: The convolution that was given.
+        se: The attention.
+    """
+
+    def __init__(self, conv: nn.Conv2d, latent_channels: float = 0.125) -> None:
+        super().__init__()
+        self.conv = conv
+        self.se = SqueezeExcite2d(conv.out_channels, latent_channels)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the convolution gives, weighted."""
+        return self.se(self.conv(input))
