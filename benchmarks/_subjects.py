@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, losses, models, optim
+from purecompose import Algorithm, State, algorithms as alg, compose, layers, loop_events, losses, models, optim
 
 
 LR, MOMENTUM = 0.01, 0.9
@@ -33,8 +33,8 @@ def mlp(dropout: float = 0.0) -> Subject:
     """An MLP 64-128-128-10, with dropout behind its hidden layers where that is not 0, and a batch of 64."""
     torch.manual_seed(0)
     drop = [nn.Dropout(dropout)] if dropout else []
-    layers = [nn.Linear(64, 128), nn.ReLU(), *drop, nn.Linear(128, 128), nn.ReLU(), *drop, nn.Linear(128, 10)]
-    net = nn.Sequential(*layers)
+    modules = [nn.Linear(64, 128), nn.ReLU(), *drop, nn.Linear(128, 128), nn.ReLU(), *drop, nn.Linear(128, 10)]
+    net = nn.Sequential(*modules)
     return Subject(net, torch.randn(64, 64), torch.randint(10, (64,)))
 
 
@@ -46,6 +46,19 @@ def resnet8() -> Subject:
 def cnn() -> Subject:
     """Four convolutions with BatchNorm and a batch of 64 images of 16x16."""
     return _images(models.build("cnn", in_shape=(3, 16, 16), num_classes=10, seed=0, width=8), 16)
+
+
+def resnet20() -> Subject:
+    """A ResNet-20 and a batch of 64 images of 16x16."""
+    return _images(models.build("resnet20", in_shape=(3, 16, 16), num_classes=10, seed=0), 16)
+
+
+def gpt() -> Subject:
+    """A GPT of two blocks, of width 128, and a batch of 16 sequences of 64 tokens."""
+    net = models.build("gpt", in_shape=(64,), num_classes=64, seed=0, depth=2)
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (16, 65))
+    return Subject(layers.ClassesSecond(net), tokens[:, :-1], tokens[:, 1:])
 
 
 def _images(net: nn.Module, size: int) -> Subject:
@@ -61,7 +74,7 @@ def methods() -> list[Algorithm]:
     return [alg.mixup(alpha=0.2), alg.label_smoothing(0.1)]
 
 
-def new_state(subject: Subject) -> State:
+def new_state(subject: Subject, **options: Any) -> State:
     """The state at the start of a long run: SGD with momentum."""
     return State.create(
         subject.net,
@@ -69,6 +82,7 @@ def new_state(subject: Subject) -> State:
         optimizer=optim.sgd(LR, momentum=MOMENTUM),
         duration="100000ba",
         batches_per_epoch=100,
+        **options,
     )
 
 

@@ -3,8 +3,9 @@
     python benchmarks/algorithms_cost.py [--algorithm mixup] [--all]
 
 Every row of `purecompose.testing.SHIPPED` is measured with its first example (`--all`: with each), at the start of a
-run: on an MLP, on a small convolutional network, and on a small transformer where it takes token ids alone. The step
-with the algorithm and the plain one take turns in blocks; ratios are medians over blocks. Where it cannot be
+run: on an MLP, on a small convolutional network, and on a small transformer where it takes token ids alone. A method
+that looks for certain layers is measured on a network that has them, a ResNet-20 or a GPT, with settings for its size.
+The step with the algorithm and the plain one take turns in blocks; ratios are medians over blocks. Where it cannot be
 compiled, the error's name stands for the ratio.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _subjects import Subject, cnn, going_on, mlp, new_state
+from _subjects import Subject, cnn, going_on, gpt, mlp, new_state, resnet20
 from _timing import Row, arguments, median_us, paired, parse, ratio, save
 
 import purecompose as pc
@@ -38,23 +39,55 @@ def _tokens() -> tuple[State, Any]:
     return task.make_state(0, duration="100000ba", batches_per_epoch=100), task.make_batch(0, 64)
 
 
+def _language(precision: str) -> Task:
+    def task() -> tuple[State, Any]:
+        subject = gpt()
+        return new_state(subject, precision=precision), (subject.inputs, subject.targets)
+
+    return task
+
+
 TASKS: dict[str, tuple[str, Task]] = {
     "vectors": ("MLP 64-128-128-10", _of(mlp)),
     "images": ("CNN, 16x16", _of(cnn)),
     "tokens": ("transformer, 5 tokens", _tokens),
     "dropout": ("MLP 64-128-128-10 with dropout", _of(lambda: mlp(dropout=0.5))),
+    "residual": ("ResNet-20, 16x16", _of(resnet20)),
+    "language": ("GPT of 2 blocks, 64 tokens", _language("fp32")),
+    "language in bf16": ("GPT of 2 blocks, 64 tokens, bf16", _language("bf16")),
 }
 """By the kind of inputs, or what a method looks for in a network."""
 
-LOOKS_FOR = {"gyro_dropout": "dropout"}
+LOOKS_FOR = {
+    "gyro_dropout(0.5, 4, 2)": "dropout",
+    "blurpool()": "residual",
+    "channels_last()": "residual",
+    "factorize(min_channels=32, latent_channels=0.25)": "residual",
+    "ghost_batchnorm(16)": "residual",
+    "squeeze_excite(0.25, 16)": "residual",
+    "stochastic_depth()": "residual",
+    "stochastic_depth('sample')": "residual",
+    "weight_standardization()": "residual",
+    "alibi(1)": "language",
+    "gated_linear_units()": "language",
+    "low_precision_layernorm()": "language in bf16",
+}
+"""Methods that look for certain layers: how, and on what, they are measured."""
+
+SPECIAL = {example.partition("(")[0] for example in LOOKS_FOR}
+NOTHING_TO_MEASURE = {"no_op_model", "fused_layernorm", "low_precision_groupnorm"}
+"""One trains nothing, one is another's name, and no network here has the last one's layers."""
 
 
-def kinds_of(row: ShippedRow) -> list[str]:
-    """On what an algorithm is measured: where it finds what it looks for; token ids if it takes nothing else."""
-    if row.name in LOOKS_FOR:
-        return [LOOKS_FOR[row.name]]
+def measured(row: ShippedRow, is_all: bool) -> list[tuple[str, str]]:
+    """Examples of an algorithm, and on what: where it finds what it looks for; token ids if it takes nothing else."""
+    if row.name in SPECIAL:
+        return [(example, kind) for example, kind in LOOKS_FOR.items() if example.startswith(f"{row.name}(")]
+    if row.name in NOTHING_TO_MEASURE:
+        return []
     taken = {testing.TASKS[name].kind for name in row.tasks}
-    return [kind for kind in TASKS if kind in taken and (kind != "tokens" or taken == {"tokens"})]
+    kinds = [kind for kind in TASKS if kind in taken and (kind != "tokens" or taken == {"tokens"})]
+    return [(example, kind) for example in (row.examples if is_all else row.examples[:1]) for kind in kinds]
 
 
 def measure(example: str, kind: str, args: argparse.Namespace) -> Row:
@@ -93,9 +126,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name in args.algorithm or testing.SHIPPED:
-        row = testing.SHIPPED[name]
-        examples = row.examples if args.all else row.examples[:1]
-        rows += [measure(example, kind, args) for example in examples for kind in kinds_of(row)]
+        rows += [measure(example, kind, args) for example, kind in measured(testing.SHIPPED[name], args.all)]
     save("algorithms_cost", rows, args.out)
 
 

@@ -186,9 +186,9 @@ def broken(where: pathlib.Path) -> list[str]:
     return found
 
 
-def cases(draw: random.Random) -> Iterable[Case]:
-    """Every example of every shipped algorithm in turn, with the rest drawn."""
-    rows = [(row, text) for row in SHIPPED.values() for text in row.examples]
+def cases(draw: random.Random, names: Iterable[str]) -> Iterable[Case]:
+    """Every example of these shipped algorithms in turn, with the rest drawn."""
+    rows = [(SHIPPED[name], text) for name in names for text in SHIPPED[name].examples]
     for row, text in itertools.cycle(rows):
         task = draw.choice(row.tasks)
         yield Case(
@@ -232,11 +232,12 @@ def main() -> None:
     parser = arguments(__doc__, blocks=1)
     parser.add_argument("--kills", type=int, default=200, help="how many (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the cases (default %(default)s)")
+    parser.add_argument("--algorithm", action="append", choices=list(SHIPPED), help="only this; repeatable")
     args = parse(parser)
     warnings.simplefilter("ignore", CheckpointWarning)
     draw, whole = random.Random(args.seed), {}
     totals: dict[str, dict[str, int]] = {}
-    stream, left = iter(cases(draw)), args.kills if not args.short else 3
+    stream, left = iter(cases(draw, args.algorithm or SHIPPED)), args.kills if not args.short else 3
     while left > 0:
         case = next(stream)
         if case not in whole:

@@ -32,17 +32,59 @@ For the samples of a data set, PIL images or tensors, each a function `(sample, 
     randaugment_transform(severity, depth) -> transform
     augmix_transform(severity, depth, width) -> transform
 
+Rules for `purecompose.surgery`, which put other modules into a network:
+
+    blurpool_rules(replace_convs, replace_maxpools, blur_first) -> rules
+    squeeze_excite_rules(latent_channels, min_channels) -> rules
+    ghost_batchnorm_rules(ghost_batch_size) -> rules
+    weight_standardization_rules(n_last_layers_ignore) -> rules
+    weight_standardization_undo_rules(is_baked) -> rules
+    stochastic_depth_rules(module) -> rules
+    alibi_rules() -> rules
+    gated_linear_units_rules(act_fn, gated_layer_bias, non_gated_layer_bias) -> rules
+    factorize_rules(factorize_convs, factorize_linears, ...) -> rules
+    low_precision_layernorm_rules() -> rules
+    low_precision_groupnorm_rules() -> rules
+    no_op_model_rules() -> rules
+
+and what else methods on the model consist of:
+
+    blur_2d(input) -> images
+    blurmax_pool2d(input, kernel_size, stride) -> images
+    standardized(weight) -> weight
+    stochastic_depth_rates(num_blocks) -> the rate of each block
+    alibi_bias(num_heads, length) -> what is added to the logits of attention
+    alibi_slopes(num_heads) -> the slope of each head
+    to_channels_last(tensors) -> tensors
+    factorize_matrix(inputs, outputs, first, second) -> a product of a lower rank, fitted to data
+    factorize_conv2d(inputs, first, second) -> the same for a convolution
+    factorizing_could_speedup(module, latent) -> bool
+
 The algorithms are made of these, the drawing ones with the key `state.rng(name)`. `select_using_loss` and
 `should_selective_backprop` say for a loop of one's own what selective backprop's `apply` and `match` say inside a step.
 """
 
+from purecompose.algorithms.alibi import alibi_bias, alibi_rules, alibi_slopes
 from purecompose.algorithms.augmix import augmix_batch, augmix_transform
+from purecompose.algorithms.blurpool import blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.algorithms.channels_last import to_channels_last
 from purecompose.algorithms.colout import colout_batch, colout_transform
 from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
 from purecompose.algorithms.cutout import cutout_batch, cutout_transform
+from purecompose.algorithms.factorize import (
+    factorize_conv2d,
+    factorize_matrix,
+    factorize_rules,
+    factorizing_could_speedup,
+)
+from purecompose.algorithms.gated_linear_units import gated_linear_units_rules
+from purecompose.algorithms.ghost_batchnorm import ghost_batchnorm_rules
 from purecompose.algorithms.gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms.label_smoothing import smooth_labels
+from purecompose.algorithms.low_precision_groupnorm import low_precision_groupnorm_rules
+from purecompose.algorithms.low_precision_layernorm import low_precision_layernorm_rules
 from purecompose.algorithms.mixup import mixup_batch
+from purecompose.algorithms.no_op_model import no_op_model_rules
 from purecompose.algorithms.progressive_resizing import progressive_scale, resize_batch
 from purecompose.algorithms.randaugment import randaugment_batch, randaugment_transform
 from purecompose.algorithms.selective_backprop import (
@@ -51,11 +93,24 @@ from purecompose.algorithms.selective_backprop import (
     should_selective_backprop,
 )
 from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length, warmup_length
+from purecompose.algorithms.squeeze_excite import squeeze_excite_rules
+from purecompose.algorithms.stochastic_depth import stochastic_depth_rates, stochastic_depth_rules
+from purecompose.algorithms.weight_standardization import (
+    standardized,
+    weight_standardization_rules,
+    weight_standardization_undo_rules,
+)
 
 
 __all__ = [
+    "alibi_bias",
+    "alibi_rules",
+    "alibi_slopes",
     "augmix_batch",
     "augmix_transform",
+    "blur_2d",
+    "blurmax_pool2d",
+    "blurpool_rules",
     "choose_by_loss",
     "colout_batch",
     "colout_transform",
@@ -63,10 +118,19 @@ __all__ = [
     "cutmix_box",
     "cutout_batch",
     "cutout_transform",
+    "factorize_conv2d",
+    "factorize_matrix",
+    "factorize_rules",
+    "factorizing_could_speedup",
+    "gated_linear_units_rules",
+    "ghost_batchnorm_rules",
     "gyro_drop",
     "gyro_dropout_mask",
     "gyro_dropout_period",
+    "low_precision_groupnorm_rules",
+    "low_precision_layernorm_rules",
     "mixup_batch",
+    "no_op_model_rules",
     "progressive_scale",
     "randaugment_batch",
     "randaugment_transform",
@@ -75,5 +139,12 @@ __all__ = [
     "set_batch_sequence_length",
     "should_selective_backprop",
     "smooth_labels",
+    "squeeze_excite_rules",
+    "standardized",
+    "stochastic_depth_rates",
+    "stochastic_depth_rules",
+    "to_channels_last",
     "warmup_length",
+    "weight_standardization_rules",
+    "weight_standardization_undo_rules",
 ]

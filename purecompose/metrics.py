@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from purecompose.losses import ModelLoss, check_loss, evaluate_loss, num_terms, share_of_mean
+from purecompose.losses import ModelLoss, check_loss, cross_entropy, evaluate_loss, num_terms, share_of_mean
 from purecompose.targets import Mixture, has_index_targets, num_examples
 
 
@@ -26,6 +26,7 @@ __all__ = [
     "from_torchmetrics",
     "is_lower_better",
     "mean_loss",
+    "perplexity",
     "read_by",
     "top_k",
 ]
@@ -150,6 +151,24 @@ def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
 
     # A model's own loss does not read targets, but counts its labels in the batch.
     return Metric(_init_mean, update, Mean.value, reads_batch=isinstance(loss_fn, ModelLoss))
+
+
+def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
+    """exp(loss), of `mean_loss`: out of how many equally likely classes a language model chooses on average.
+
+    Args:
+        loss_fn: A mean of -log p over positions, in nats.
+
+    Raises:
+        TypeError: not a loss.
+
+    Example:
+        >>> metric = perplexity()
+        >>> round(metric.compute(metric.update(metric.init(), torch.zeros(2, 8, 5), torch.ones(2, 5).long())).item(), 4)
+        8.0
+    """
+    mean = mean_loss(loss_fn)
+    return mean._replace(compute=lambda acc: mean.compute(acc).exp())
 
 
 def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:

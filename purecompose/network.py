@@ -11,6 +11,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
@@ -80,7 +81,10 @@ def call_model(
     skeleton = model.skeleton(train)
     device = _device(params)
     narrow = AUTOCAST.get(precision)
-    with arithmetic(precision, device), _autocast(narrow, device.type):
+    if is_transforming():
+        # torch's group_norm is not written for other memory formats under vmap.
+        params = {name: param.contiguous() if param.ndim == 4 else param for name, param in params.items()}
+    with arithmetic(precision, device), _autocast(narrow, device.type), _attention():
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -259,6 +263,14 @@ def _device(params: Mapping[str, Tensor]) -> torch.device:
 
 def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
     return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
+
+
+def _attention() -> AbstractContextManager[Any]:
+    """Under transforms, a scope in which attention is plain operations, with the weights, (N, H, L, S), in memory.
+
+    torch's fused kernels have no second derivative, and on the CPU `vmap` runs them in a loop, with a warning.
+    """
+    return sdpa_kernel(SDPBackend.MATH) if is_transforming() else _AS_IT_IS
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:

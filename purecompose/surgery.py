@@ -46,6 +46,8 @@ class Site:
     """How many modules of the rule's type came before it, in the order in which they are defined."""
     parent: nn.Module | None
     """The module that holds it, `None` for the whole network."""
+    root: nn.Module
+    """The whole network, as it was."""
 
 
 Rule: TypeAlias = Callable[[Any, Site], nn.Module | None]
@@ -208,7 +210,7 @@ def _replacements(root: nn.Module, rules: Rules, rng: random.Rng) -> Iterator[_F
         for kind, rule in rules.items():
             if rule is None or not isinstance(module, kind):
                 continue
-            site = Site(name, counts[kind], parent)
+            site = Site(name, counts[kind], parent, root)
             counts[kind] += 1
             with building(_seed(rng.named(name))):
                 answer = _answer(rule, module, site)
@@ -288,6 +290,9 @@ def _carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept:
 
 
 def _warn_of_nothing(root: nn.Module, rules: Rules) -> None:
-    wanted = " or ".join(kind.__name__ for kind, rule in rules.items() if rule is not None) or "nothing"
+    kinds = tuple(kind for kind, rule in rules.items() if rule is not None)
+    wanted = " or ".join(kind.__name__ for kind in kinds) or "nothing"
     there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
-    warn(f"surgery.replace changed nothing: it looked for {wanted} to replace, and found none in a network of {there}")
+    count = sum(isinstance(module, kinds) for module in root.modules())
+    found = f"the rules left all {count} that there are" if count else f"found none in a network of {there}"
+    warn(f"surgery.replace changed nothing: it looked for {wanted} to replace, and {found}")

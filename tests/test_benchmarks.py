@@ -82,6 +82,18 @@ def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
     assert all(0 < row["hollow us"] < row["whole us"] and row["graphs alone us"] > 0 for row in rows)
 
 
+def test_surgery_tells_time_and_memory(run: Run) -> None:
+    (row,) = run("surgery", "--blocks", "2")
+    assert row["seconds"] > 0
+    assert 0 < row["new_mb"] <= row["peak_mb"] <= row["allocated_mb"]
+
+
+def test_alibi_lengths_evaluates_at_lengths_beyond_those_of_training(run: Run) -> None:
+    rows = {row["positions"]: row for row in run("alibi_lengths")}
+    assert rows["learned"]["loss_at_64"] is None and rows["alibi"]["loss_at_64"] > 0
+    assert all(rows[name]["loss_at_32"] > 0 for name in ("alibi", "learned", "learned, full length"))
+
+
 def test_algorithms_cost_has_rows_for_what_an_algorithm_takes(run: Run) -> None:
     rows = run("algorithms_cost", "--algorithm", "label_smoothing")
     assert [(row["algorithm"], row["network"].partition(" ")[0]) for row in rows] == [

@@ -135,6 +135,18 @@ def test_the_page_on_surgery(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.2.weight" in once.params and step.init(once).params.keys() == once.params.keys()
 
 
+def test_the_page_on_models(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
+    for name in pc.models.MODELS:
+        (row,) = [line for line in text.splitlines() if line.startswith("|") and f"`{name}`" in line]
+        described = re.sub(r"`, `", ", ", row.replace('"', "'"))
+        assert pc.models.describe(name).partition("(")[2].removesuffix(")") in described
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    names = run_page("models.md")
+    assert capsys.readouterr().out.startswith("torch.Size([4, 100, 65])\n")
+    assert names["state"].loss < 4.1  # it began at log 65
+
+
 def test_the_page_on_data(capsys: pytest.CaptureFixture[str]) -> None:
     run_page("data.md")
     assert capsys.readouterr().out == "3 True\nTrue\n8\n"

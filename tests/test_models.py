@@ -8,6 +8,26 @@ from torch import nn
 from purecompose import models
 
 
+SMALL = {
+    "mlp": {"hidden": 8},
+    "cnn": {"width": 2},
+    "resnet8": {"width": 2},
+    "resnet20": {"width": 2},
+    "resnet18": {"width": 2},
+    "resnet50": {"width": 2},
+    "vit": {"patch_size": 1, "width": 4, "depth": 1, "num_heads": 2},
+    "gpt": {"width": 4, "depth": 1, "num_heads": 2},
+}
+"""Options with which each network is small."""
+
+FOR_IMAGES = sorted(set(SMALL) - {"gpt"})
+
+
+def build_small(name: str, *, seed: int = 0) -> nn.Module:
+    """For 3 classes or tokens, and images 1x8x8 or sequences of 8."""
+    return models.build(name, in_shape=(8,) if name == "gpt" else (1, 8, 8), num_classes=3, seed=seed, **SMALL[name])
+
+
 def num_weights(net: nn.Module) -> int:
     return sum(param.numel() for param in net.parameters())
 
@@ -30,14 +50,14 @@ def residual_weights(depth: int, in_channels: int, num_classes: int, width: int)
 
 
 @given(
-    name=st.sampled_from(sorted(models.MODELS)),
+    name=st.sampled_from(FOR_IMAGES),
     channels=st.integers(1, 3),
     size=st.integers(4, 12),
     num_classes=st.integers(1, 12),
     batch=st.integers(2, 4),
 )
 def test_every_model_maps_images_to_logits(name, channels, size, num_classes, batch):
-    net = models.build(name, in_shape=(channels, size, size), num_classes=num_classes, seed=0)
+    net = models.build(name, in_shape=(channels, size, size), num_classes=num_classes, seed=0, **SMALL[name])
     logits = net(torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(1)))
     assert logits.shape == (batch, num_classes)
     assert torch.isfinite(logits).all()
@@ -82,6 +102,60 @@ def test_resnet_sizes_named_in_the_docstrings():
     assert round(num_weights(models.resnet20(3, 10)), -3) == 272_000
 
 
+def test_large_resnets_have_the_known_numbers_of_weights():
+    """Those of the models of torchvision."""
+    with torch.device("meta"):
+        assert num_weights(models.resnet18(3, 1000)) == 11_689_512
+        assert num_weights(models.resnet50(3, 1000)) == 25_557_032
+
+
+def stage_weights(channels_in: int, width: int, *, is_bottleneck: bool) -> tuple[int, int]:
+    """Weights of the first block of a stage and of another one, by hand."""
+    out = 4 * width if is_bottleneck else width
+    last = 9 * width**2 + width * out + 2 * out if is_bottleneck else 9 * width**2
+    norms = 4 * width
+    first = (1 if is_bottleneck else 9) * channels_in * width + last + norms
+    other = (1 if is_bottleneck else 9) * out * width + last + norms
+    return first + (channels_in * out + 2 * out if channels_in != out else 0), other
+
+
+@given(
+    is_bottleneck=st.booleans(),
+    in_channels=st.integers(1, 4),
+    num_classes=st.integers(1, 12),
+    width=st.integers(1, 9),
+)
+def test_large_resnets_have_the_weights_of_their_width(is_bottleneck, in_channels, num_classes, width):
+    total, channels = 49 * in_channels * width + 2 * width, width
+    for stage, num_blocks in enumerate((3, 4, 6, 3) if is_bottleneck else (2, 2, 2, 2)):
+        first, other = stage_weights(channels, width * 2**stage, is_bottleneck=is_bottleneck)
+        total += first + (num_blocks - 1) * other
+        channels = width * 2**stage * (4 if is_bottleneck else 1)
+    make_fn = models.resnet50 if is_bottleneck else models.resnet18
+    with torch.device("meta"):
+        assert num_weights(make_fn(in_channels, num_classes, width=width)) == total + (channels + 1) * num_classes
+
+
+@pytest.mark.parametrize("make_fn", [models.resnet18, models.resnet50])
+def test_large_resnets_halve_the_image_five_times(make_fn):
+    net = make_fn(3, 2, width=2).eval()
+    assert net[:-3](torch.zeros(1, 3, 96, 64)).shape[2:] == (3, 2)
+
+
+@given(seed=st.integers(0, 99), stride=st.sampled_from([1, 2]), in_channels=st.sampled_from([2, 8]))
+def test_a_bottleneck_adds_branch_and_shortcut(seed, stride, in_channels):
+    torch.manual_seed(seed)
+    block = models.Bottleneck(in_channels, 2, stride=stride).eval()
+    inputs = torch.randn(3, in_channels, 5, 5)
+    values = inputs
+    for conv in (layer for layer in block.branch if isinstance(layer, nn.Conv2d)):
+        values = nn.functional.conv2d(values, conv.weight, stride=conv.stride, padding=conv.padding)
+        values = values / (1 + 1e-5) ** 0.5  # a norm that has seen nothing
+        values = values.clamp(min=0) if conv.out_channels == 2 else values
+    torch.testing.assert_close(block(inputs), (values + block.shortcut(inputs)).clamp(min=0))
+    assert isinstance(block.shortcut, nn.Identity) == (stride == 1 and in_channels == 8)
+
+
 def test_residual_block_adds_branch_and_shortcut():
     block = models.ResidualBlock(2, 2).eval()
     inputs = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -104,16 +178,20 @@ def test_options_of_the_cnn():
     assert not [m for m in models.cnn(1, 3).modules() if isinstance(m, nn.Dropout)]
 
 
+def test_small_options_are_there_for_every_model():
+    assert set(SMALL) == set(models.MODELS)
+
+
 @pytest.mark.parametrize("name", sorted(models.MODELS))
 def test_no_layer_works_in_place(name):
-    net = models.build(name, in_shape=(1, 8, 8), num_classes=3, seed=0)
+    net = build_small(name)
     assert not any(getattr(module, "inplace", False) for module in net.modules())
 
 
 @pytest.mark.parametrize("name", sorted(models.MODELS))
 def test_seed_decides_the_weights_and_the_global_generator_stays(name):
     def build(seed: int) -> torch.Tensor:
-        return flat_weights(models.build(name, in_shape=(1, 8, 8), num_classes=3, seed=seed))
+        return flat_weights(build_small(name, seed=seed))
 
     torch.manual_seed(11)
     before = torch.get_rng_state()
@@ -145,7 +223,8 @@ def test_build_hands_options_on():
 def test_unknown_name_lists_the_known_and_the_closest():
     with pytest.raises(ValueError, match=r"no model is called 'resnet9'; did you mean 'resnet"):
         models.build("resnet9", in_shape=(1, 8, 8), num_classes=3, seed=0)
-    with pytest.raises(ValueError, match=r"called '\?'; Known: cnn, mlp, resnet20, resnet8$"):
+    known = "cnn, gpt, mlp, resnet18, resnet20, resnet50, resnet8, vit"
+    with pytest.raises(ValueError, match=rf"called '\?'; Known: {known}$"):
         models.build("?", in_shape=(1, 8, 8), num_classes=3, seed=0)
 
 
@@ -192,6 +271,9 @@ def test_registry_cannot_be_written_to():
         (lambda: models.cnn(1, 2, dropout=-0.1), r"dropout"),
         (lambda: models.resnet(9, 1, 2), r"depth=9 is not 6 n \+ 2"),
         (lambda: models.resnet(2, 1, 2), r"depth=2 is not 6 n \+ 2"),
+        (lambda: models.resnet18(3, 10, width=0), r"resnet18: width: expected an int >= 1, got 0 \(int\)"),
+        (lambda: models.resnet50(3, 1.5), r"resnet50: num_classes: expected an int >= 1, got 1.5 \(float\)"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.build("resnet50", in_shape=(8,), num_classes=2, seed=0), r"resnet50: .* got \(8,\)"),
         (
             lambda: models.build("cnn", in_shape=(1, 3, 8), num_classes=2, seed=0),
             r"cnn: .* at least 4x4, got \(1, 3, 8\)",

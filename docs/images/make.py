@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_sample_image
 from torch import Tensor
@@ -63,8 +64,18 @@ def resized(photos: Tensor) -> Shown:
     return [photos[0], *scaled, cropped]
 
 
+def blurred(photos: Tensor) -> Shown:
+    """The pavilion; what max poolings of stride 2 make of it, two of them one after the other, and smoothed ones."""
+    photo = photos[1:] / 1.0
+    plain = F.max_pool2d(F.max_pool2d(photo, 2), 2)
+    smooth = functional.blurmax_pool2d(functional.blurmax_pool2d(photo, 2), 2)
+    sharp, soft = (F.interpolate(small, size=(SIDE, SIDE))[0] for small in (plain, smooth))
+    return [photo[0], sharp, soft]
+
+
 PICTURES: dict[str, Callable[[Tensor], Shown]] = {
     "augmix": augmented(functional.augmix_batch, severity=5),
+    "blurpool": blurred,
     "colout": augmented(functional.colout_batch, p_row=0.15, p_col=0.15),
     "cutmix": cut_and_mixed,
     "cutout": augmented(functional.cutout_batch, length=0.5),

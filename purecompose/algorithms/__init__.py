@@ -6,54 +6,93 @@ The cores are gathered in `purecompose.functional`.
 from collections.abc import Callable
 
 from purecompose.algorithm import Algorithm
+from purecompose.algorithms.alibi import alibi
 from purecompose.algorithms.augmix import augmix
+from purecompose.algorithms.blurpool import blurpool
+from purecompose.algorithms.channels_last import channels_last
 from purecompose.algorithms.colout import colout
 from purecompose.algorithms.cutmix import cutmix
 from purecompose.algorithms.cutout import cutout
+from purecompose.algorithms.factorize import factorize
+from purecompose.algorithms.fused_layernorm import fused_layernorm
+from purecompose.algorithms.gated_linear_units import gated_linear_units
+from purecompose.algorithms.ghost_batchnorm import ghost_batchnorm
 from purecompose.algorithms.gradient_norm import gradient_norm
 from purecompose.algorithms.gyro_dropout import gyro_dropout
 from purecompose.algorithms.label_smoothing import label_smoothing
 from purecompose.algorithms.loss_scaling import loss_scaling
+from purecompose.algorithms.low_precision_groupnorm import low_precision_groupnorm
+from purecompose.algorithms.low_precision_layernorm import low_precision_layernorm
 from purecompose.algorithms.mixup import mixup
+from purecompose.algorithms.no_op_model import no_op_model
 from purecompose.algorithms.progressive_resizing import progressive_resizing
 from purecompose.algorithms.randaugment import randaugment
 from purecompose.algorithms.selective_backprop import selective_backprop
 from purecompose.algorithms.seq_length_warmup import seq_length_warmup
+from purecompose.algorithms.squeeze_excite import squeeze_excite
+from purecompose.algorithms.stochastic_depth import stochastic_depth
 from purecompose.algorithms.training_metrics import training_metrics
+from purecompose.algorithms.weight_standardization import weight_standardization
 
 
 __all__ = [
     "FACTORIES",
+    "alibi",
     "augmix",
+    "blurpool",
+    "channels_last",
     "colout",
     "cutmix",
     "cutout",
+    "factorize",
+    "fused_layernorm",
+    "gated_linear_units",
+    "ghost_batchnorm",
     "gradient_norm",
     "gyro_dropout",
     "label_smoothing",
     "loss_scaling",
+    "low_precision_groupnorm",
+    "low_precision_layernorm",
     "mixup",
+    "no_op_model",
     "progressive_resizing",
     "randaugment",
     "selective_backprop",
     "seq_length_warmup",
+    "squeeze_excite",
+    "stochastic_depth",
     "training_metrics",
+    "weight_standardization",
 ]
 
 FACTORIES: dict[str, Callable[..., Algorithm]] = {
+    "alibi": alibi,
     "augmix": augmix,
+    "blurpool": blurpool,
+    "channels_last": channels_last,
     "colout": colout,
     "cutmix": cutmix,
     "cutout": cutout,
+    "factorize": factorize,
+    "fused_layernorm": fused_layernorm,
+    "gated_linear_units": gated_linear_units,
+    "ghost_batchnorm": ghost_batchnorm,
     "gradient_norm": gradient_norm,
     "gyro_dropout": gyro_dropout,
     "label_smoothing": label_smoothing,
     "loss_scaling": loss_scaling,
+    "low_precision_groupnorm": low_precision_groupnorm,
+    "low_precision_layernorm": low_precision_layernorm,
     "mixup": mixup,
+    "no_op_model": no_op_model,
     "progressive_resizing": progressive_resizing,
     "randaugment": randaugment,
     "selective_backprop": selective_backprop,
     "seq_length_warmup": seq_length_warmup,
+    "squeeze_excite": squeeze_excite,
+    "stochastic_depth": stochastic_depth,
     "training_metrics": training_metrics,
+    "weight_standardization": weight_standardization,
 }
 """Every factory by its name, for those who choose methods by name, as the command line does."""

@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from purecompose import surgery
+from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
 
 
-__all__ = ["surgery_method"]
+__all__ = ["surgery_method", "warn_of_nothing"]
 
 
 def surgery_method(
@@ -39,3 +42,16 @@ def surgery_method(
 
     config = {setting: value for setting, value in settings.items() if value is not None}
     return Algorithm(name, NEVER if is_neutral else on(Event.INIT), apply, traits=traits, config=config)
+
+
+def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:
+    """Warns that a method has found nothing of what it looks for in a network.
+
+    Args:
+        name: The algorithm's.
+        wanted: What it looks for.
+        module: The network.
+        advice: What to do.
+    """
+    there = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
+    warn(f"{name} has no effect: it looked for {wanted} and found none in a network of {there}. {advice}")

@@ -19,16 +19,64 @@ References:
     Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
 """
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._surgery import surgery_method
-from purecompose.layers.blur import BlurConv2d, BlurMaxPool2d
+from purecompose.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
 
 
-__all__ = ["blurpool"]
+__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d", "blurpool", "blurpool_rules"]
+
+
+def blurpool_rules(
+    replace_convs: bool = True, replace_maxpools: bool = True, blur_first: bool = True, *, min_channels: int = 16
+) -> surgery.Rules:
+    """What takes the place of strided convolutions and max poolings; for `purecompose.surgery`.
+
+    Args:
+        replace_convs: Whether strided convolutions are replaced.
+        replace_maxpools: Whether strided max poolings are replaced.
+        blur_first: Whether a convolution's input is smoothed, at little cost, or its output before places are skipped,
+            as in the paper, which takes the product of the strides times as long.
+        min_channels: The fewest input channels of a convolution that is replaced: 16 leaves the image itself alone.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or nothing to replace.
+
+    Example:
+        >>> [kind.__name__ for kind, rule in blurpool_rules(replace_maxpools=False).items() if rule is not None]
+        ['Conv2d']
+    """
+    check_flag(replace_convs, "blurpool: replace_convs")
+    check_flag(replace_maxpools, "blurpool: replace_maxpools")
+    check_flag(blur_first, "blurpool: blur_first")
+    check_whole(min_channels, "blurpool: min_channels", 1)
+    if not replace_convs and not replace_maxpools:
+        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_wide = module.in_channels >= min_channels
+        return BlurConv2d(module, blur_first) if is_wide and _is_strided(module) else None
+
+    def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        if module.return_indices or not _is_strided(module):
+            return None
+        window = module.kernel_size, module.stride, module.padding, module.dilation
+        return BlurMaxPool2d(*window, ceil_mode=module.ceil_mode)
+
+    rules: dict[type[nn.Module], surgery.Rule | None] = {BlurConv2d: None, BlurMaxPool2d: None}
+    if replace_convs:
+        rules[nn.Conv2d] = conv
+    if replace_maxpools:
+        rules[nn.MaxPool2d] = maxpool
+    return rules
 
 
 def blurpool(
@@ -42,15 +90,11 @@ def blurpool(
     """Smooths before strided convolutions and max poolings; see `purecompose.algorithms.blurpool`.
 
     Args:
-        replace_convs: Whether strided convolutions are replaced.
-        replace_maxpools: Whether strided max poolings are replaced.
-        blur_first: Whether a convolution's input is smoothed, at little cost, or its output before places are skipped,
-            as in the paper, which takes the product of the strides times as long.
-        min_channels: The fewest input channels of a convolution that is replaced: 16 leaves the image itself alone.
+        replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool_rules`.
         name: Names it.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or nothing to replace.
+        TypeError, ValueError: As `blurpool_rules`.
 
     Warns:
         UserWarning: At INIT: the network has no such layers.
@@ -59,35 +103,16 @@ def blurpool(
         >>> blurpool()
         blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=16)
     """
-    check_flag(replace_convs, "blurpool: replace_convs")
-    check_flag(replace_maxpools, "blurpool: replace_maxpools")
-    check_flag(blur_first, "blurpool: blur_first")
-    check_whole(min_channels, "blurpool: min_channels", 1)
-    if not replace_convs and not replace_maxpools:
-        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
-
-    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
-        del site
-        is_strided = max(module.stride) > 1 and module.in_channels >= min_channels
-        return BlurConv2d(module, blur_first) if is_strided else None
-
-    def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
-        del site
-        stride = module.stride if isinstance(module.stride, tuple) else (module.stride,)
-        if max(stride) == 1 or module.return_indices:
-            return None
-        window = module.kernel_size, module.stride, module.padding, module.dilation
-        return BlurMaxPool2d(*window, ceil_mode=module.ceil_mode)
-
-    rules: dict[type[nn.Module], surgery.Rule] = {}
-    if replace_convs:
-        rules[nn.Conv2d] = conv
-    if replace_maxpools:
-        rules[nn.MaxPool2d] = maxpool
+    rules = blurpool_rules(replace_convs, replace_maxpools, blur_first, min_channels=min_channels)
     settings = {
         "replace_convs": replace_convs,
         "replace_maxpools": replace_maxpools,
         "blur_first": blur_first,
         "min_channels": min_channels,
     }
-    return surgery_method(name, rules, settings, done=(BlurConv2d, BlurMaxPool2d))
+    return surgery_method(name, rules, settings)
+
+
+def _is_strided(module: nn.Conv2d | nn.MaxPool2d) -> bool:
+    stride = module.stride
+    return max(stride) > 1 if isinstance(stride, Sequence) else stride > 1

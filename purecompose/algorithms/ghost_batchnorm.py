@@ -1,15 +1,21 @@
 """Ghost batch normalisation: normalises parts of a batch by statistics of their own.
 
 A batch of B examples is taken in n = ceil(B / g) parts of equal size, or with one example less, with g =
-`ghost_batch_size`. In training each part is normalised by itself, and the running statistics take a step with
-momentum / n for each. In evaluation nothing changes.
+`ghost_batch_size`. In training each part is normalised by itself, and the running statistics r take a step for each, in
+order, with its mean or variance s:
 
-With microbatches the batch that is parted is the microbatch.
+    r <- (1 - m / n) r + m / n s        m: the momentum
+
+In evaluation nothing changes; a layer without running statistics has parts there, too. With microbatches the batch that
+is parted is the microbatch.
+
+Subclasses with a forward of their own, such as those with an activation in them, and `nn.SyncBatchNorm` stay.
 
 Events: INIT. Reads and replaces: the model and its parameters' names; there are no new parameters.
 
 What differs from the original: a batch smaller than g is one part, in evaluation as in training, not an error; no part
-is smaller than the others by more than one; `momentum=None` is refused when the method is applied.
+is smaller than another by more than one; no setting is changed and set back in a forward; `momentum=None` is refused
+when the method is applied; a network without batch normalisation is warned about.
 
 References:
     Elad Hoffer, Itay Hubara, Daniel Soudry: Train longer, generalize better. NeurIPS 2017.
@@ -18,6 +24,7 @@ References:
 """
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery
 from purecompose._checks import check_whole
@@ -26,18 +33,47 @@ from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers.ghost_batchnorm import GhostBatchNorm
 
 
-__all__ = ["ghost_batchnorm"]
+__all__ = ["GhostBatchNorm", "ghost_batchnorm", "ghost_batchnorm_rules"]
+
+
+def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
+    """What takes the place of batch normalisation; for `purecompose.surgery`.
+
+    Args:
+        ghost_batch_size: The greatest number of examples that are normalised together, 16 to 64 in the papers.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. In the surgery: a layer with
+            `momentum=None`.
+
+    Example:
+        >>> ghost_batchnorm_rules(16)[nn.BatchNorm2d](nn.BatchNorm2d(8), None).ghost_batch_size
+        16
+    """
+    check_whole(ghost_batch_size, "ghost_batchnorm: ghost_batch_size", 1)
+
+    def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
+        if type(module).forward is not _BatchNorm.forward:
+            return None
+        if module.momentum is None and module.track_running_stats:
+            raise ValueError(
+                f"ghost_batchnorm: expected a batch normalisation with a momentum, got momentum=None (a mean over all "
+                f"batches) in {site.name or 'the network'!r}; give it one, such as 0.1"
+            )
+        return GhostBatchNorm(module, ghost_batch_size)
+
+    return {nn.BatchNorm1d: norm, nn.BatchNorm2d: norm, nn.BatchNorm3d: norm, GhostBatchNorm: None}
 
 
 def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm") -> Algorithm:
     """Normalises parts of batches; see `purecompose.algorithms.ghost_batchnorm`.
 
     Args:
-        ghost_batch_size: The greatest number of examples that are normalised together, 16 to 64 in the papers.
+        ghost_batch_size: See `ghost_batchnorm_rules`.
         name: Names it.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a layer with `momentum=None`.
+        TypeError, ValueError: As `ghost_batchnorm_rules`.
 
     Warns:
         UserWarning: At INIT: the network has no batch normalisation of one to three dimensions.
@@ -46,11 +82,4 @@ def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm"
         >>> ghost_batchnorm(16)
         ghost_batchnorm(ghost_batch_size=16)
     """
-    check_whole(ghost_batch_size, "ghost_batchnorm: ghost_batch_size", 1)
-
-    def norm(module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, site: surgery.Site) -> nn.Module:
-        del site
-        return GhostBatchNorm(module, ghost_batch_size)
-
-    rules = dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), norm)
-    return surgery_method(name, rules, {"ghost_batch_size": ghost_batch_size}, done=(GhostBatchNorm,))
+    return surgery_method(name, ghost_batchnorm_rules(ghost_batch_size), {"ghost_batch_size": ghost_batch_size})

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import random
-from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._gyro_masks import (
     check_bank,
@@ -46,6 +45,7 @@ from purecompose.algorithms._gyro_masks import (
     gyro_dropout_mask,
     gyro_dropout_period,
 )
+from purecompose.algorithms._surgery import warn_of_nothing
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
@@ -178,11 +178,11 @@ def gyro_dropout(
             place = torch.zeros(6, dtype=torch.int64, device="meta")
             state = state.replace(model=state.model.with_modules({path: layer(path, place) for path in found}))
         elif not any(isinstance(module, GyroDropout) for module in state.model.module.modules()):
-            warn(
-                f"{name} has no effect: it looked for torch.nn.Dropout modules and found none in a network of "
-                f"{_classes(state.model.module)}. Calls of F.dropout, the dropout inside attention and nn.Dropout1d to "
-                "3d are not replaced: let the network hold nn.Dropout modules, or leave the method out"
+            advice = (
+                "Calls of F.dropout, the dropout inside attention and nn.Dropout1d to 3d are not replaced: let the "
+                "network hold nn.Dropout modules, or leave the method out"
             )
+            warn_of_nothing(name, "torch.nn.Dropout modules", state.model.module, advice)
             return state
         remembered = GyroDropoutState(torch.full((), length, dtype=torch.int64, device=state.device))
         period = torch.zeros((), dtype=torch.int64, device=state.device)
@@ -248,7 +248,3 @@ def _period_length(name: str, state: State, sigma: int, tau: int) -> int:
             "batches ('500ba'), or one in epochs and batches_per_epoch=len(batches)"
         )
     return gyro_dropout_period(run.total_batches, sigma, tau)
-
-
-def _classes(module: nn.Module) -> str:
-    return ", ".join(sorted({type(child).__name__ for child in module.modules()}))

@@ -8,8 +8,8 @@ Convolutions with at least `min_channels` channels in and out get one. Their own
 
 Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
-What differs from the original: a hidden width has at least one unit, and a network without such a convolution is warned
-about.
+What differs from the original: a hidden width has at least one unit, and may not be 64.5; a network without such a
+convolution is warned about; a network that is a convolution gets one, too.
 
 References:
     Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
@@ -19,26 +19,55 @@ References:
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_number, check_whole
+from purecompose._checks import check_number, check_whole, shown
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._surgery import surgery_method
-from purecompose.layers.squeeze_excite import SqueezeExciteConv2d
+from purecompose.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
 
 
-__all__ = ["squeeze_excite"]
+__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "squeeze_excite", "squeeze_excite_rules"]
+
+
+def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -> surgery.Rules:
+    """What takes the place of wide convolutions; for `purecompose.surgery`.
+
+    Args:
+        latent_channels: The hidden width, a whole number of at least 1, or below 1 a share of the convolution's output
+            channels, rounded down. The authors' advice is 64 or more.
+        min_channels: The fewest channels, in and out, of a convolution that gets one.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze
+        Linear(in_features=128, out_features=16, bias=False)
+    """
+    width = check_number(latent_channels, "squeeze_excite: latent_channels", 0, above=True)
+    if width > 1 and width != int(width):
+        raise ValueError(
+            "squeeze_excite: latent_channels: expected a whole number, or a share of the channels below 1, got "
+            f"{shown(latent_channels)}"
+        )
+    check_whole(min_channels, "squeeze_excite: min_channels", 1)
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_wide = min(module.in_channels, module.out_channels) >= min_channels
+        return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
+
+    return {nn.Conv2d: conv, SqueezeExciteConv2d: None}
 
 
 def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name: str = "squeeze_excite") -> Algorithm:
     """Adds attention over channels behind wide convolutions; see `purecompose.algorithms.squeeze_excite`.
 
     Args:
-        latent_channels: The hidden width, a number of at least 1, or below 1 a share of the convolution's output
-            channels. The authors' advice is 64 or more.
-        min_channels: The fewest channels, in and out, of a convolution that gets one.
+        latent_channels, min_channels: See `squeeze_excite_rules`.
         name: Names it and the draws of its weights.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: As `squeeze_excite_rules`.
 
     Warns:
         UserWarning: At INIT: the network has no such convolutions.
@@ -47,13 +76,5 @@ def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name
         >>> squeeze_excite(0.125)
         squeeze_excite(latent_channels=0.125, min_channels=128)
     """
-    check_number(latent_channels, "squeeze_excite: latent_channels", 0, above=True)
-    check_whole(min_channels, "squeeze_excite: min_channels", 1)
-
-    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
-        del site
-        is_wide = min(module.in_channels, module.out_channels) >= min_channels
-        return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
-
-    settings = {"latent_channels": latent_channels, "min_channels": min_channels}
-    return surgery_method(name, {nn.Conv2d: conv}, settings, done=(SqueezeExciteConv2d,))
+    rules = squeeze_excite_rules(latent_channels, min_channels)
+    return surgery_method(name, rules, {"latent_channels": latent_channels, "min_channels": min_channels})

@@ -3,8 +3,11 @@
     W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, with the biased variance
 
 W trains, W' computes: gradients flow through the standardization, and the optimizer moves the raw weights. Names and
-values of parameters stay as they are, so that a checkpoint fits both; `surgery.replace` with the rules of
-`purecompose.layers.standardized` undoes it.
+values of parameters stay as they are; `surgery.operate` with `weight_standardization_undo_rules` gives plain
+convolutions back, with the raw weights or with the standardized ones.
+
+Convolutions that compute in a way of their own stay: transposed ones, subclasses with another forward, and those whose
+weight is parametrized.
 
 Events: INIT. Reads and replaces: the model alone.
 
@@ -13,26 +16,85 @@ when a checkpoint is loaded, since the same weights mean another function; a net
 about. The convolutions that are left out are the last ones in the order of definition.
 
 References:
-    Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel Normalization and
-    Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
+    Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel Normalization
+    and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
 """
 
-from purecompose._checks import check_whole
+from torch import nn
+
+from purecompose import surgery
+from purecompose._checks import check_flag, check_whole
 from purecompose.algorithm import Algorithm
+from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers.standardized import STANDARDIZED, plain_conv, standardized, standardized_conv
 
 
-__all__ = ["weight_standardization"]
+__all__ = [
+    "standardized",
+    "weight_standardization",
+    "weight_standardization_rules",
+    "weight_standardization_undo_rules",
+]
+
+
+def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules:
+    """What takes the place of convolutions; for `purecompose.surgery`.
+
+    Args:
+        n_last_layers_ignore: How many convolutions at the end, in order of definition, stay as they are: those that
+            give the answers.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> [kind.__name__ for kind, rule in weight_standardization_rules().items() if rule is not None]
+        ['Conv1d', 'Conv2d', 'Conv3d']
+    """
+    check_whole(n_last_layers_ignore, "weight_standardization: n_last_layers_ignore", 0)
+    kinds = tuple(STANDARDIZED)
+
+    def conv(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        # Those that are standardized already are among them: the last ones are the same a second time.
+        convs = [found for found in site.root.modules() if isinstance(found, kinds)]
+        is_last = any(found is module for found in convs[max(0, len(convs) - n_last_layers_ignore) :])
+        return None if is_last else standardized_conv(module)
+
+    return {**dict.fromkeys(kinds, conv), **dict.fromkeys(STANDARDIZED.values())}
+
+
+def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rules:
+    """What gives plain convolutions back; for `purecompose.surgery`.
+
+    Args:
+        is_baked: Whether the filters become the standardized ones, in new parameters, so that the network computes what
+            it did, without the method; otherwise the parameters stay as they are, and the network is another function.
+
+    Raises:
+        TypeError: No flag.
+
+    Example:
+        >>> weight_standardization_undo_rules()[STANDARDIZED[nn.Conv2d]](standardized_conv(nn.Conv2d(3, 8, 1)), None)
+        Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))
+    """
+    check_flag(is_baked, "weight_standardization_undo_rules: is_baked")
+
+    def conv(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        del site
+        return plain_conv(module, is_baked=is_baked)
+
+    return dict.fromkeys(STANDARDIZED.values(), conv)
 
 
 def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight_standardization") -> Algorithm:
     """Standardizes the filters of convolutions; see `purecompose.algorithms.weight_standardization`.
 
     Args:
-        n_last_layers_ignore: How many convolutions at the end stay as they are: those that give the answers.
+        n_last_layers_ignore: See `weight_standardization_rules`.
         name: Names it.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: As `weight_standardization_rules`.
 
     Warns:
         UserWarning: At INIT: the network has no convolutions but those that are left out.
@@ -41,4 +103,5 @@ def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight
         >>> weight_standardization(1)
         weight_standardization(n_last_layers_ignore=1)
     """
-    check_whole(n_last_layers_ignore, "weight_standardization: n_last_layers_ignore", 0)
+    rules = weight_standardization_rules(n_last_layers_ignore)
+    return surgery_method(name, rules, {"n_last_layers_ignore": n_last_layers_ignore})

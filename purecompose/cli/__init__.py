@@ -32,6 +32,7 @@ examples:
   python -m purecompose train --out runs/first            a folder with records, checkpoints and a report
   python -m purecompose train --out runs/first --resume   go on where it was stopped, to the same bits
   python -m purecompose train --seeds 8 --out runs/eight  eight networks at once
+  python -m purecompose train --data book.txt --out runs/text
   python -m purecompose evaluate runs/first --checkpoint best
   python -m purecompose plot runs/first runs/eight --out curves.png
   python -m purecompose plan --at 0.6dur
@@ -123,7 +124,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         ("evaluate", "show the metrics of a run's checkpoint", _of_results("show_evaluation"), _add_evaluate_options),
         (
             "predict",
-            "write the classes that a run's checkpoint predicts",
+            "write the classes that a run's checkpoint predicts, or go on with a text",
             _of_results("show_predictions"),
             _add_predict,
         ),
@@ -154,7 +155,11 @@ examples:
   python -m purecompose train --out runs/a --resume
 """,
     "evaluate": "example:\n  python -m purecompose evaluate runs/a --checkpoint best --json\n",
-    "predict": "example:\n  python -m purecompose predict runs/a --out predictions.csv\n",
+    "predict": """\
+examples:
+  python -m purecompose predict runs/a --out predictions.csv
+  python -m purecompose predict runs/text --prompt "ROMEO:" --length 500
+""",
     "plot": "example:\n  python -m purecompose plot runs/a runs/b --out curves.png\n",
     "plan": """\
 examples:
@@ -220,7 +225,10 @@ def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
 
 def _add_predict(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
-    command.add_argument("--out", type=named, metavar="FILE", help="a CSV file (standard output)")
+    command.add_argument("--out", type=named, metavar="FILE", help="a CSV file, or one of text (standard output)")
+    command.add_argument("--prompt", metavar="TEXT", help="of a language model: what to go on with, in place of a CSV")
+    command.add_argument("--length", type=whole, metavar="N", help="with --prompt: characters to add (200)")
+    command.add_argument("--seed", type=whole, metavar="N", help="with --prompt: of the draws (0)")
 
 
 def _add_plot_options(command: argparse.ArgumentParser) -> None:

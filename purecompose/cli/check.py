@@ -5,7 +5,9 @@ import json
 import pathlib
 import shutil
 import sys
-from contextlib import nullcontext, redirect_stdout
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 
 from purecompose.cli.resolve import listed, notes_elsewhere, one_line, subject
 from purecompose.cli.settings import UsageError, check_target
@@ -74,7 +76,7 @@ def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Tr
 
 def _reported(prepared: Trials, options: argparse.Namespace) -> Report:
     """Tries the laws on one algorithm and prints what came out."""
-    with _Progress(repr(prepared.subject.algorithm)) as progress:
+    with _Progress(repr(prepared.subject.algorithm)) as progress, _each_warning_once():
         report = prepared.report(progress)
     if options.json == "-":
         return report
@@ -101,6 +103,22 @@ def _print(report: Report) -> None:
             Console(highlight=False).print(report, "", sep="\n")
             return
     print(f"{report}\n", flush=True)
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """A scope that shows a text once: a method is tried on a network many times, and warns each time."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        text = f"{category.__name__}: {message}"
+        if text not in seen:
+            print(text, file=sys.stderr)
+        seen.add(text)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 class _Progress:

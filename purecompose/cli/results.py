@@ -4,16 +4,18 @@ import argparse
 import csv
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-import torch
-
-from purecompose import metrics
+from purecompose import batch as batches, metrics
+from purecompose.cli.kinds import Kind
+from purecompose.cli.sampling import continued, prompt_of
 from purecompose.cli.settings import UsageError, check_target, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
 from purecompose.compilation import CompiledStep
+from purecompose.data import TextData
 from purecompose.evaluation import evaluate, predict
 from purecompose.runs import draw_curves, read_run
 from purecompose.saving import load, newest
@@ -42,7 +44,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
     settings, data = completed(_settings(options))
     with fixed_arithmetic(settings["threads"]):
         trained = _trained(options, prepare(settings, data))
-        wanted = {"accuracy": metrics.accuracy, "top_5": metrics.top_k(5), "loss": trained.state.context.loss}
+        wanted = {**trained.setup.kind.metrics, "top_5": metrics.top_k(5), "loss": trained.state.context.loss}
         if data.num_classes < 5:
             del wanted["top_5"]
         step = trained.setup.step
@@ -58,10 +60,12 @@ def show_evaluation(options: argparse.Namespace) -> None:
 
 
 def show_predictions(options: argparse.Namespace) -> None:
-    """Writes the predicted class of each test image, with its probability, as CSV.
+    """Writes the predicted class of each test image, with its probability, as CSV; of a text, each next character.
+
+    With a prompt it writes the text that a language model goes on with.
 
     Raises:
-        UsageError: There is no such run or checkpoint, or the output cannot be written.
+        UsageError: There is no such run or checkpoint, or the output cannot be written; a prompt for images.
         CheckpointError: The checkpoint cannot be used.
     """
     if options.out is not None:
@@ -69,21 +73,47 @@ def show_predictions(options: argparse.Namespace) -> None:
     settings, data = completed(_settings(options))
     if settings["seeds"] > 1:
         raise UsageError(f"{options.run} trained a population; predictions are those of a single network")
+    prompt = prompt_of(options, data)
     with fixed_arithmetic(settings["threads"]):
         trained = _trained(options, prepare(settings, data))
-        outputs = torch.cat(predict(trained.state, trained.setup.test_data))
-    probabilities, classes = outputs.softmax(1).max(1)
-    rows = zip(classes.tolist(), probabilities.tolist(), trained.setup.test_data.targets.tolist(), strict=True)
-    try:
-        opened: Any = nullcontext(sys.stdout) if options.out is None else Path(options.out).open("w", newline="")
-    except OSError as error:
-        raise UsageError(f"--out: {options.out} cannot be written: {error.strerror}") from error
-    with opened as file:
+        if prompt is not None:
+            text = continued(trained.state, prompt)
+            with _opened(options.out) as file:
+                print(text, file=file)
+            return
+        rows = list(_predicted(trained))
+    with _opened(options.out) as file:
         writer = csv.writer(file)
         writer.writerow(["index", "class", "probability", "target"])
         writer.writerows([index, found, f"{share:.6f}", target] for index, (found, share, target) in enumerate(rows))
     if options.out is not None:
-        print(f"{len(classes):,} predictions of {trained.checkpoint} in {options.out}")
+        print(f"{len(rows):,} predictions of {trained.checkpoint} in {options.out}")
+
+
+def _predicted(trained: _Trained) -> Iterator[tuple[Any, float, Any]]:
+    """For each example, of a text for each position: class, probability and target; a text's are characters."""
+    data = trained.setup.data
+    named = data.vocabulary.characters if isinstance(data, TextData) else range(data.num_classes)
+    # Batch by batch: a text's probabilities take the vocabulary's size for each of its characters.
+    for batch in trained.setup.test_data:
+        (outputs,) = predict(trained.state, [batch])
+        shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
+        targets = batches.get(batch, trained.state.context.target_key).flatten().tolist()
+        yield from zip([named[one] for one in classes], shares, [named[one] for one in targets], strict=True)
+
+
+@contextmanager
+def _opened(path: str | None) -> Iterator[TextIO]:
+    """A file to write to, or standard output."""
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = Path(path).open("w", newline="", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
+    with file:
+        yield file
 
 
 def show_plot(options: argparse.Namespace) -> None:
@@ -110,7 +140,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def _trained(options: argparse.Namespace, setup: Setup) -> _Trained:
     _, folder = _places(options.run)
-    path = folder if (folder / "index.json").exists() else _chosen(folder, options.checkpoint)
+    path = folder if (folder / "index.json").exists() else _chosen(folder, options.checkpoint, setup.kind)
     step = setup.step
     state = load(path, setup.state, step=step)
     return _Trained(setup, state, path)
@@ -124,7 +154,7 @@ def _places(text: str) -> tuple[Path, Path]:
     return path, path / "checkpoints"
 
 
-def _chosen(folder: Path, which: str) -> Path:
+def _chosen(folder: Path, which: str, kind: Kind) -> Path:
     """A run's newest checkpoint, its best, or the one of that name."""
     if which not in ("newest", "best"):
         if not (folder / which / "index.json").exists():
@@ -137,9 +167,10 @@ def _chosen(folder: Path, which: str) -> Path:
     if which == "newest":
         return found
     indexes = {one.path: one.index for one in all_in(folder)[0]}
-    rated = {path: i.metrics.get("val/accuracy", i.metrics.get("eval/accuracy")) for path, i in indexes.items()}
+    names = (f"val/{kind.decides}", f"eval/{kind.decides}")
+    rated = {path: next((i.metrics[name] for name in names if name in i.metrics), None) for path, i in indexes.items()}
     known = {path: value for path, value in rated.items() if isinstance(value, float)}
-    return max(known, key=lambda path: known[path]) if known else found
+    return max(known, key=lambda path: kind.rating(known[path])) if known else found
 
 
 def _is_hidden(path: Path) -> bool:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.settings import SETTINGS, UsageError, chosen, command_of, read_config, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare, reported_as
+from purecompose.data import TextData
 from purecompose.fit import fit
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.runs import RunFolder
@@ -58,7 +60,7 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup,
     observers: list[Any] = [history, stopwatch, NaNs(action="raise" if settings["seeds"] == 1 else "warn")]
     kept: dict[str, Any] = {} if out is None else {"checkpoints": _checkpoints(out, settings, setup)}
     with ExitStack() as stack:
-        folder = None if out is None else _folder(out, settings, is_resumed=options.resume)
+        folder = None if out is None else _folder(out, settings, setup, is_resumed=options.resume)
         if folder is not None:
             stack.enter_context(folder)
             observers.append(folder.observer)
@@ -138,14 +140,15 @@ def _checkpoints(out: Path, settings: Mapping[str, Any], setup: Setup) -> Checkp
         if settings["keep"] < 1:
             raise ValueError(f"{settings['keep']}: expected at least 1")
     with reported_as("--checkpoint-every"):
-        best = f"{setup.watched}/accuracy" if settings["seeds"] == 1 else None
+        best = f"{setup.watched}/{setup.kind.decides}" if settings["seeds"] == 1 else None
         return Checkpoints(out / "checkpoints", settings["checkpoint_every"], settings["keep"], best)
 
 
-def _folder(out: Path, settings: Mapping[str, Any], *, is_resumed: bool) -> RunFolder:
+def _folder(out: Path, settings: Mapping[str, Any], setup: Setup, *, is_resumed: bool) -> RunFolder:
+    typed = {**settings, "vocabulary": None} if follows(setup.data) else settings
     with reported_as("--out"):
         try:
-            return RunFolder(out, settings, command=command_of(settings, out), resume=is_resumed)
+            return RunFolder(out, settings, command=command_of(typed, out), resume=is_resumed)
         except FileExistsError as error:
             raise ValueError(str(error).removeprefix("RunFolder: ").replace("resume=True", "--resume")) from error
         except OSError as error:
@@ -185,12 +188,20 @@ def _told_in_one_line(setup: Setup) -> Iterator[None]:
         raise
     except Exception as error:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
-        shape = ", ".join(str(size) for size in next(iter(setup.train_data))[0].shape[1:])
-        if any(note.startswith("in the stage forward") and f"{shape}]" not in note for note in notes):
-            notes.append(f"the network was made for inputs [{shape}], which a method has changed")
+        if any(note.startswith("in the stage forward") and _was_changed(note, setup) for note in notes):
+            kind = "int64" if setup.kind is TEXT else ""
+            shape = list(setup.data.in_shape)
+            notes.append(f"the network was made for inputs {kind}{shape}, which a method has changed")
         text = f"{type(error).__name__}: {error}".partition("\n\n")[0]
         parts = [" ".join(part.split()) for part in (text, *notes)]
         raise RunError(f"{'; '.join(parts)} (--traceback shows where in the code)") from error
+
+
+def _was_changed(note: str, setup: Setup) -> bool:
+    """Whether a note about a stage, "... (int64[32, 128], ...)", shows other inputs than the data are."""
+    dtype, _, sizes = note.partition("(")[2].partition("]")[0].partition("[")
+    is_other = setup.kind is TEXT and dtype != "int64"
+    return is_other or sizes.split(", ")[1:] != [str(size) for size in setup.data.in_shape]
 
 
 def _moved(state: State, at: str, batch_size: int) -> State:
@@ -212,11 +223,22 @@ def _describe(setup: Setup, settings: Mapping[str, Any]) -> str:
     size = sum(tensor.numel() for tensor in state.params.values()) // members
     networks = f"{members} networks of {size:,} weights" if members > 1 else f"{size:,} weights"
     lines = [
-        f"{train_data.num_examples:,} images in batches of {train_data.batch_size}, "
+        f"{train_data.num_examples:,} {setup.kind.noun} in batches of {train_data.batch_size}, "
         f"{networks} on {state.device}, {state.timestamp.run.duration}",
+        *_describe_text(setup),
         *(f"  {algorithm!r}" for algorithm in setup.step.algorithms),
     ]
     return "\n".join(lines)
+
+
+def _describe_text(setup: Setup) -> list[str]:
+    if not isinstance(setup.data, TextData):
+        return []
+    length, num_tested = setup.data.in_shape[0], len(setup.data.test_targets)
+    return [
+        f"  a window is {length} characters out of {setup.data.num_classes}; the text's last {num_tested:,} windows "
+        f"are for testing; {setup.data.num_dropped:,} characters fill no window"
+    ]
 
 
 def _print_results(
@@ -229,12 +251,14 @@ def _print_results(
     threads = settings["threads"]
     on = f"{threads} thread{'s' * (threads > 1)}" if state.device.type == "cpu" else str(state.device)
     table = Table(show_header=False)
-    table.add_row("test accuracy", _percent(history.series("eval/accuracy")[1][-1]))
-    at, accuracies = history.series(f"{setup.watched}/accuracy")
-    if settings["seeds"] == 1 and (setup.watched == "val" or max(accuracies) > accuracies[-1]):
-        best = max(accuracies)
+    for name in ("loss", *setup.kind.metrics) if setup.kind is TEXT else setup.kind.metrics:
+        table.add_row(f"test {name}", _shown(name, history.series(f"eval/{name}")[1][-1]))
+    decides = setup.kind.decides
+    at, values = history.series(f"{setup.watched}/{decides}")
+    best = max(values, key=setup.kind.rating) if settings["seeds"] == 1 else None
+    if best is not None and (setup.watched == "val" or best != values[-1]):
         name = "best validation" if setup.watched == "val" else "best"
-        table.add_row(f"{name} accuracy", f"{best:.2%}, after batch {at[accuracies.index(best)]}")
+        table.add_row(f"{name} {decides}", f"{_shown(decides, best)}, after batch {at[values.index(best)]}")
         if out is not None:
             table.add_row("", f"evaluate {out} --checkpoint best")
     if setup.stop and not state.timestamp.is_finished():
@@ -247,9 +271,10 @@ def _print_results(
     Console(highlight=False).print(table)
 
 
-def _percent(accuracy: Any) -> str:
-    """One network's accuracy, or what a population's have in common."""
-    if not isinstance(accuracy, list):
-        return f"{accuracy:.2%}"
-    mean, spread = statistics.fmean(accuracy), statistics.stdev(accuracy)
-    return f"{mean:.2%} on average, spread {spread:.2%} ({min(accuracy):.2%} to {max(accuracy):.2%})"
+def _shown(name: str, value: Any) -> str:
+    """A metric of one network, or what a population's have in common."""
+    form = ".2%" if name == "accuracy" else ".4g"
+    if not isinstance(value, list):
+        return f"{value:{form}}"
+    mean, spread = statistics.fmean(value), statistics.stdev(value)
+    return f"{mean:{form}} on average, spread {spread:{form}} ({min(value):{form}} to {max(value):{form}})"

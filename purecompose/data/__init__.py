@@ -1,22 +1,27 @@
-"""Data sets in memory and on disk, dealt out in keyed order, and the image sets of the examples."""
+"""Data sets in memory and on disk, dealt out in keyed order, and the image sets and texts of the examples."""
 
 from purecompose.data.arrays import Arrays, Split, arrays, split
 from purecompose.data.images import ImageData, load
 from purecompose.data.loaders import SkippingWarning, epoch_batches
 from purecompose.data.map_style import Loader, loader
 from purecompose.data.prefetch import prefetch
+from purecompose.data.text import CharacterVocabulary, TextData, load_text, text_windows
 
 
 __all__ = [
     "Arrays",
+    "CharacterVocabulary",
     "ImageData",
     "Loader",
     "SkippingWarning",
     "Split",
+    "TextData",
     "arrays",
     "epoch_batches",
     "load",
+    "load_text",
     "loader",
     "prefetch",
     "split",
+    "text_windows",
 ]

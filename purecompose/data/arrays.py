@@ -9,12 +9,12 @@ with one key see the same batches on every device.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_whole
+from purecompose._checks import check_whole, shown
 from purecompose.data.order import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
 
@@ -29,7 +29,7 @@ class Arrays:
     """Inputs and targets in memory, with the way they are cut into batches. Made by `arrays`.
 
     Iterating it gives `(inputs, targets)` batches in the stored order, the form that evaluation takes;
-    `epoch` gives the keyed order for training. `len` counts batches per epoch.
+    `epoch` gives the keyed order for training. `len` counts batches per epoch. With `keys` batches are dicts.
 
     Attributes:
         inputs: shape `(num_examples, *rest)`, any dtype.
@@ -37,6 +37,7 @@ class Arrays:
         batch_size: examples per batch; the last batch of an epoch may be smaller.
         shuffle: whether `epoch` permutes; otherwise every epoch has the stored order.
         drop_last: whether a smaller last batch is left out, in `epoch` and in plain iteration.
+        keys: the names of inputs and targets in a batch, a dict then; `None` for pairs.
     """
 
     inputs: Tensor
@@ -44,9 +45,11 @@ class Arrays:
     batch_size: int
     shuffle: bool = True
     drop_last: bool = False
+    keys: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         _check_paired("arrays", self.inputs, self.targets)
+        _check_keys(self.keys)
         check_whole(self.batch_size, "arrays: batch_size", 1)
         if self.drop_last and self.batch_size > self.num_examples:
             raise ValueError(
@@ -68,11 +71,11 @@ class Arrays:
         full, rest = divmod(self.num_examples, self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         """The batches in the stored order, as views of the data."""
         return self._stored(0)
 
-    def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of one epoch, in the order that belongs to `(key, epoch)`.
 
         Args:
@@ -81,7 +84,7 @@ class Arrays:
             start: the first batch to give, 0 to `len(self)`; those before it cost nothing.
 
         Returns:
-            An iterator over `(inputs, targets)`. Shuffled batches are copies.
+            An iterator over `(inputs, targets)`, or dicts of the two. Shuffled batches are copies.
 
         Raises:
             TypeError: `epoch` or `start` is not an int.
@@ -110,13 +113,16 @@ class Arrays:
         """The same set with its tensors on `device`."""
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
-    def _stored(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _stored(self, start: int) -> Iterator[Any]:
         inputs, targets = self.inputs.split(self.batch_size), self.targets.split(self.batch_size)
-        return zip(inputs[start : len(self)], targets[start : len(self)], strict=True)
+        return map(self._batch, inputs[start : len(self)], targets[start : len(self)])
 
-    def _permuted(self, order: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _permuted(self, order: Tensor, start: int) -> Iterator[Any]:
         for chosen in order.split(self.batch_size)[start : len(self)]:
-            yield self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
+            yield self._batch(self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen))
+
+    def _batch(self, inputs: Tensor, targets: Tensor) -> Any:
+        return (inputs, targets) if self.keys is None else {self.keys[0]: inputs, self.keys[1]: targets}
 
 
 class Split(NamedTuple):
@@ -131,7 +137,13 @@ class Split(NamedTuple):
 
 
 def arrays(
-    inputs: Tensor, targets: Tensor, batch_size: int, *, shuffle: bool = True, drop_last: bool = False
+    inputs: Tensor,
+    targets: Tensor,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    keys: tuple[str, str] | None = None,
 ) -> Arrays:
     """Makes an in-memory data set that gives batches of `batch_size` examples.
 
@@ -141,9 +153,11 @@ def arrays(
         batch_size: examples per batch, at least 1.
         shuffle: permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: leave out a last batch that is smaller than the others.
+        keys: two names, for batches that are dicts: `("input_ids", "labels")`, so that the tokens of a language
+            model's batch are counted. The state needs the same as its `input_key` and `target_key`.
 
     Raises:
-        TypeError: something other than tensors, or a batch size that is not an int.
+        TypeError: something other than tensors, a batch size that is not an int, or keys that are not two texts.
         ValueError: no examples, different numbers of inputs and targets, different devices, a batch size
             below 1, or `drop_last` with fewer examples than one batch.
 
@@ -152,7 +166,7 @@ def arrays(
         >>> len(data), [tuple(inputs.shape) for inputs, _ in data]
         (3, [(4, 3), (4, 3), (2, 3)])
     """
-    return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last)
+    return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last, keys=keys)
 
 
 def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> Split:
@@ -190,6 +204,15 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
     order = permutation(rng, num_examples)
     held, kept = order[:count], order[count:]
     return Split(inputs[kept], targets[kept], inputs[held], targets[held])
+
+
+def _check_keys(keys: Any) -> None:
+    if keys is None:
+        return
+    if not isinstance(keys, tuple) or len(keys) != 2 or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"arrays: keys: expected two names, such as ('input_ids', 'labels'), got {shown(keys)}")
+    if keys[0] == keys[1]:
+        raise ValueError(f"arrays: keys: inputs and targets need names of their own, both are {keys[0]!r}")
 
 
 def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:

@@ -5,6 +5,7 @@ References:
 """
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,25 +22,28 @@ def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) ->
     """Smooths each channel for itself, with zeros around the image.
 
     Args:
-        input: (N, C, H, W), floating.
+        input: (N, C, H, W) or (C, H, W), floating.
         stride: How many places a step goes, one number or two.
         kernel: (h, w), or (C, h, w) with one for each channel, of odd sides; by default the outer product of (1, 2, 1)
             with itself, over 16.
 
     Returns:
-        (N, C, ceil(H / stride), ceil(W / stride)).
+        (N, C, ceil(H / stride), ceil(W / stride)), in the dtype of the input.
 
     Raises:
-        ValueError: An input that is not (N, C, H, W), or a kernel with an even side, with another number of dimensions
-            or of channels.
+        TypeError: An input of integers.
+        ValueError: An input of another number of dimensions, or a kernel with an even side, with another number of
+            dimensions or of channels.
 
     Example:
         >>> blur_2d(torch.ones(1, 1, 3, 3)).squeeze().tolist()
         [[0.5625, 0.75, 0.5625], [0.75, 1.0, 0.75], [0.5625, 0.75, 0.5625]]
     """
-    if input.ndim != 4:
-        raise ValueError(f"blur_2d: expected an input (N, C, H, W), got shape {tuple(input.shape)}")
-    channels, (down, right) = input.shape[1], _pair(stride)
+    if input.ndim not in (3, 4):
+        raise ValueError(f"blur_2d: expected an input (N, C, H, W) or (C, H, W), got shape {tuple(input.shape)}")
+    if not input.is_floating_point():
+        raise TypeError(f"blur_2d: expected a floating input, got {input.dtype}; convert it first")
+    channels, (down, right) = input.shape[-3], _pair(stride)
     if kernel is None:
         # Made where the input is: numbers from the host would make a GPU wait.
         row = (2 - (torch.arange(3, dtype=input.dtype, device=input.device) - 1).abs()) / 4
@@ -68,7 +72,7 @@ def blurmax_pool2d(
     """The greatest value of each window at every place, smoothed, and then every `stride`-th of them.
 
     Args:
-        input: (N, C, H, W), floating.
+        input: (N, C, H, W) or (C, H, W), floating.
         kernel_size, stride, padding, dilation, ceil_mode: As of `torch.nn.functional.max_pool2d`; the stride is by
             default the window's size.
         kernel: See `blur_2d`.
@@ -77,19 +81,20 @@ def blurmax_pool2d(
         The shape that `max_pool2d` gives.
 
     Raises:
-        ValueError: As `blur_2d`.
+        TypeError, ValueError: As `blur_2d`.
+
+    Example:
+        >>> blurmax_pool2d(torch.eye(4)[None]).shape
+        torch.Size([1, 2, 2])
     """
     window, steps = _pair(kernel_size), _pair(kernel_size if stride is None else stride)
-    highest = F.max_pool2d(input, window, 1, _pair(padding), _pair(dilation))
+    around, holes = _pair(padding), _pair(dilation)
     if ceil_mode:
-        # Windows that begin in the image and end beyond it: one more step, of which the last places stand for the rest.
-        full = F.max_pool2d(input, window, steps, _pair(padding), _pair(dilation), ceil_mode=True).shape[-2:]
-        missing = [
-            max(0, (size - 1) * step + 1 - there)
-            for size, step, there in zip(full, steps, highest.shape[-2:], strict=True)
-        ]
-        highest = F.pad(highest, (0, missing[1], 0, missing[0]), mode="replicate")
-    return blur_2d(highest, stride=steps, kernel=kernel)
+        # Below and to the right of the image, for windows that begin in it and end beyond.
+        below, beside = (_missing(*sizes) for sizes in zip(input.shape[-2:], window, steps, around, holes, strict=True))
+        if below or beside:
+            input = F.pad(input, (0, beside, 0, below), value=-math.inf)
+    return blur_2d(F.max_pool2d(input, window, 1, around, holes), stride=steps, kernel=kernel)
 
 
 class BlurConv2d(nn.Module):
@@ -106,12 +111,12 @@ class BlurConv2d(nn.Module):
         self.blur_first, self.stride = blur_first, _pair(conv.stride)
         self.conv = conv
         if not blur_first:
-            # The same parameters in a convolution that skips nothing.
-            self.conv = copy.deepcopy(conv, {id(param): param for param in conv.parameters()})
+            # The same tensors in a convolution that skips nothing.
+            self.conv = copy.deepcopy(conv, {id(tensor): tensor for tensor in (*conv.parameters(), *conv.buffers())})
             self.conv.stride = (1, 1)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, H, W) to what the convolution gives."""
+        """(N, C, H, W) or (C, H, W) to the shape that the convolution gave."""
         if self.blur_first:
             return self.conv(blur_2d(input))
         return blur_2d(self.conv(input), stride=self.stride)
@@ -139,7 +144,7 @@ class BlurMaxPool2d(nn.Module):
         self.ceil_mode = ceil_mode
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, H, W) to what `max_pool2d` gives."""
+        """(N, C, H, W) or (C, H, W) to the shape that `max_pool2d` gives."""
         return blurmax_pool2d(
             input, self.kernel_size, self.stride, self.padding, self.dilation, ceil_mode=self.ceil_mode
         )
@@ -171,3 +176,12 @@ class BlurPool2d(nn.Module):
 def _pair(value: Pair) -> tuple[int, int]:
     down, right = (value, value) if isinstance(value, int) else value
     return down, right
+
+
+def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
+    """How many places a side wants at its end so that all windows fit which `ceil_mode` counts."""
+    free = size + 2 * around - hole * (window - 1) - 1
+    steps = -(-free // step)
+    # A last window that would begin behind the image does not count.
+    steps -= steps * step >= size + around
+    return max(0, steps * step - free)

@@ -18,21 +18,24 @@ __all__ = ["GhostBatchNorm"]
 class GhostBatchNorm(nn.Module):
     """A batch normalisation that takes a batch in ceil(B / g) parts of equal size, or with one example less.
 
-    In training each part has statistics of its own, and the running ones take a step with momentum / parts for each. In
-    evaluation it is the batch normalisation that it holds.
+    Where the batch's own statistics count, each part has its own, and the running ones take a step with
+    momentum / parts for each, in order. By running statistics it is the batch normalisation that it holds.
 
     Attributes:
-        batchnorm: The layer that was given, of any number of dimensions.
+        batchnorm: The layer that was given: an `nn.BatchNorm1d`, `2d` or `3d`, without a forward of its own.
         ghost_batch_size: g, the greatest number of examples that are normalised together.
 
     Raises:
-        ValueError: A layer with `momentum=None`: its running statistics are means over all batches, not steps.
+        ValueError: A layer with `momentum=None` and running statistics: these are means over all batches, not steps.
     """
 
     def __init__(self, batchnorm: _BatchNorm, ghost_batch_size: int = 32) -> None:
         super().__init__()
-        if batchnorm.momentum is None:
-            raise ValueError("GhostBatchNorm: expected a batch normalisation with a momentum, got momentum=None")
+        if batchnorm.momentum is None and batchnorm.track_running_stats:
+            raise ValueError(
+                "GhostBatchNorm: expected a batch normalisation with a momentum, got momentum=None (a mean over all "
+                "batches); give it one, such as 0.1"
+            )
         self.batchnorm, self.ghost_batch_size = batchnorm, ghost_batch_size
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,12 +45,16 @@ class GhostBatchNorm(nn.Module):
         if not has_own or num_parts < 2:
             return norm(input)
         norm._check_input_dim(input)
-        if norm.training and norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(num_parts)
-        running = (norm.running_mean, norm.running_var) if norm.training else (None, None)
-        step = norm.momentum / num_parts
+        mean, variance, step = None, None, 0.0
+        if norm.training and norm.track_running_stats:
+            assert norm.momentum is not None  # __init__ has refused it
+            mean, variance, step = norm.running_mean, norm.running_var, norm.momentum / num_parts
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.add_(num_parts)
         parts = input.tensor_split(num_parts)
-        return torch.cat([F.batch_norm(part, *running, norm.weight, norm.bias, True, step, norm.eps) for part in parts])
+        return torch.cat(
+            [F.batch_norm(part, mean, variance, norm.weight, norm.bias, True, step, norm.eps) for part in parts]
+        )
 
     def extra_repr(self) -> str:
         """The settings."""

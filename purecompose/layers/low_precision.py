@@ -1,7 +1,8 @@
 """Normalisations that compute in half precision where the network does.
 
 Under autocast torch runs layer and group normalisation in float32, and what follows reads and writes twice the memory.
-These take what autocast would have taken for a product; their sums are still in float32, inside of torch's kernels.
+These take what autocast would have taken for a product, and give the same; their sums are still in float32, inside of
+torch's kernels. Names, shapes and numbers of weights are those of the layers in whose place they stand.
 """
 
 import torch
@@ -15,31 +16,50 @@ __all__ = ["LowPrecisionGroupNorm", "LowPrecisionLayerNorm"]
 class LowPrecisionLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` in autocast's dtype where autocast is on; where it is not, `nn.LayerNorm` itself."""
 
+    @classmethod
+    def of(cls, norm: nn.LayerNorm) -> "LowPrecisionLayerNorm":
+        """One with the weights of another layer: the same `Parameter`s."""
+        new = cls(list(norm.normalized_shape), norm.eps, elementwise_affine=False)
+        new.elementwise_affine, new.weight, new.bias = norm.elementwise_affine, norm.weight, norm.bias
+        return new
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., normalized_shape) to the same shape."""
-        kind = input.device.type
-        if not torch.is_autocast_enabled(kind):
+        dtype = _low(input)
+        if dtype is None:
             return super().forward(input)
-        low, weight, bias = _low(kind, input, self.weight, self.bias)
-        with torch.autocast(kind, enabled=False):
-            return F.layer_norm(low, self.normalized_shape, weight, bias, self.eps)
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = _as(self.weight, dtype), _as(self.bias, dtype)
+            return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
     """`nn.GroupNorm` in autocast's dtype where autocast is on; where it is not, `nn.GroupNorm` itself."""
 
+    @classmethod
+    def of(cls, norm: nn.GroupNorm) -> "LowPrecisionGroupNorm":
+        """One with the weights of another layer: the same `Parameter`s."""
+        new = cls(norm.num_groups, norm.num_channels, norm.eps, affine=False)
+        new.affine, new.weight, new.bias = norm.affine, norm.weight, norm.bias
+        return new
+
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, ...) to the same shape."""
-        kind = input.device.type
-        if not torch.is_autocast_enabled(kind):
+        dtype = _low(input)
+        if dtype is None:
             return super().forward(input)
-        low, weight, bias = _low(kind, input, self.weight, self.bias)
-        with torch.autocast(kind, enabled=False):
-            return F.group_norm(low, self.num_groups, weight, bias, self.eps)
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = _as(self.weight, dtype), _as(self.bias, dtype)
+            return F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
 
 
-def _low(
-    kind: str, input: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dtype = torch.get_autocast_dtype(kind)
-    return input.to(dtype), None if weight is None else weight.to(dtype), None if bias is None else bias.to(dtype)
+def _low(input: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast would have multiplied the input: float64 it leaves alone."""
+    kind = input.device.type
+    if input.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

@@ -1,5 +1,7 @@
 """Attention that knows distances: linear biases in place of position embeddings.
 
+    attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|
+
 References:
     Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
@@ -8,25 +10,40 @@ References:
 import math
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from purecompose._checks import check_whole
+from purecompose.layers.attention import SelfAttention
 
 
-__all__ = ["alibi_bias", "alibi_slopes"]
+__all__ = ["AlibiAttention", "NoPositions", "alibi_bias", "alibi_slopes"]
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head, m_h = 2^(-8 h / H).
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+    """The slope of each head, m_h = 2^(-8 h / H), h = 1 ... H.
 
-    Where H is no power of two: those of the next smaller power, and every second one of the next greater.
+    Where H is no power of two: those of the next smaller power, then every second one of the next greater.
+
+    Args:
+        num_heads: H.
+        device: Of the result.
+
+    Returns:
+        (H,), float32, each between 0 and 1.
+
+    Raises:
+        TypeError, ValueError: H is no int, or below 1.
 
     Example:
-        >>> alibi_slopes(4)
+        >>> alibi_slopes(4).tolist()
         [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    power = 2 ** int(math.log2(num_heads))
-    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-    between = [2 ** (-4 * (2 * head + 1) / power) for head in range(power)]
-    return (slopes + between)[:num_heads]
+    power = 2 ** (check_whole(num_heads, "alibi_slopes: num_heads", 1).bit_length() - 1)
+    # Computed where they are needed: a tensor made of Python's numbers would be copied to the device in every step.
+    first = torch.arange(1, power + 1, device=device) * (-8 / power)
+    between = (2 * torch.arange(num_heads - power, device=device) + 1) * (-4 / power)
+    return torch.cat((first, between)).exp2()
 
 
 def alibi_bias(
@@ -34,26 +51,79 @@ def alibi_bias(
     length: int,
     *,
     is_causal: bool = True,
+    first_query: int = 0,
+    num_queries: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """What is added to the logits of attention, -m_h |i - j|.
 
+    Computed from the lengths, it has no size of its own: that of a shorter sequence is a corner of that of a longer.
+
     Args:
         num_heads: H.
-        length: L.
+        length: L, the number of keys.
         is_causal: Whether keys after the query get -inf, so that no other mask is needed.
-        dtype: Of the result.
+        first_query: The place of the first query among the keys.
+        num_queries: Q, by default L.
+        dtype: Of the result; distances are exact in it as far as it goes, and small ones in any.
         device: Of the result.
 
     Returns:
-        (H, L, L): head, query, key.
+        (H, Q, L): head, query, key.
+
+    Raises:
+        TypeError, ValueError: H is no int, or below 1.
 
     Example:
         >>> alibi_bias(1, 3, is_causal=False)[0].mul(256).tolist()
         [[-0.0, -1.0, -2.0], [-1.0, -0.0, -1.0], [-2.0, -1.0, -0.0]]
     """
-    places = torch.arange(length, dtype=dtype, device=device)
-    distance = (places.unsqueeze(1) - places).abs()
-    heads = torch.stack([-slope * distance for slope in alibi_slopes(num_heads)])
-    return heads + torch.full_like(distance, -math.inf).triu(1) if is_causal else heads
+    num_queries = length if num_queries is None else num_queries
+    queries = torch.arange(first_query, first_query + num_queries, device=device).unsqueeze(1)
+    ahead = torch.arange(length, device=device) - queries
+    bias = -alibi_slopes(num_heads, device=device).view(-1, 1, 1) * ahead.abs()
+    return (bias.masked_fill(ahead > 0, -math.inf) if is_causal else bias).to(dtype)
+
+
+class AlibiAttention(SelfAttention):
+    """`SelfAttention` with linear biases, of its parameters and settings.
+
+    Args:
+        attention: The layer; its `qkv` and `out` are shared.
+
+    Example:
+        >>> AlibiAttention(SelfAttention(8, 2, is_causal=True))(torch.zeros(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, attention: SelfAttention) -> None:
+        nn.Module.__init__(self)
+        self.num_heads, self.is_causal, self.dropout = attention.num_heads, attention.is_causal, attention.dropout
+        self.qkv, self.out = attention.qkv, attention.out
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, L, d) to (N, L, d)."""
+        heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
+        bias = alibi_bias(
+            self.num_heads, input.shape[1], is_causal=self.is_causal, dtype=query.dtype, device=query.device
+        )
+        dropped = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropped)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class NoPositions(nn.Module):
+    """In place of an embedding of positions: zero, for sequences of any length.
+
+    Example:
+        >>> torch.ones(2, 3) + NoPositions()(torch.arange(3))
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    def forward(self, input: Tensor | int) -> Tensor:
+        """Whatever the positions, a zero of shape ()."""
+        # Without dims, so that adding it changes no dtype.
+        return torch.zeros((), device=input.device if isinstance(input, Tensor) else None)

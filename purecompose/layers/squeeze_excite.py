@@ -14,16 +14,21 @@ __all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "latent_size"]
 
 
 def latent_size(latent: float, full: int) -> int:
-    """A width given as a number, or below 1 as a share of the full one; at least 1."""
-    return max(1, int(latent if latent >= 1 else latent * full))
+    """A width given as a number, or below 1 as a share of the full one, rounded down; at least 1."""
+    # 0.29 of 100 is 28.999999999999996.
+    return max(1, int(latent if latent >= 1 else latent * full + 1e-9))
 
 
 class SqueezeExcite2d(nn.Module):
-    """Weighs the channels of (N, C, H, W).
+    """Weighs the channels of (N, C, H, W) or (C, H, W).
 
     Args:
         num_features: C.
         latent_channels: How wide the layer between is: a number of at least 1, or a share of C.
+
+    Attributes:
+        squeeze: W1, (width, C).
+        excite: W2, (C, width).
     """
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
@@ -34,8 +39,8 @@ class SqueezeExcite2d(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The shape of the input."""
-        attention = self.excite(self.squeeze(input.mean((2, 3))).relu()).sigmoid()
-        return input * attention.unsqueeze(-1).unsqueeze(-1)
+        attention = self.excite(self.squeeze(input.mean((-2, -1))).relu()).sigmoid()
+        return input * attention[..., None, None]
 
 
 class SqueezeExciteConv2d(nn.Module):

@@ -267,8 +267,10 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """Lists of shipped algorithms of different names, in any order; shrink to the empty list."""
-    return st.lists(algorithms(task=task), max_size=max_size, unique_by=lambda algorithm: algorithm.name)
+    """Lists of shipped algorithms of different names that go together, in any order; shrink to the empty list."""
+    rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
+    each = st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
+    return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
 
 
 @st.composite

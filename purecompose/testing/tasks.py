@@ -1,7 +1,8 @@
 """Small tasks on which laws are tried: a network, its batches, and how a state is made of them.
 
 The networks take a fraction of a millisecond, and between them have what breaks algorithms: dropout, BatchNorm,
-attention, tied weights, frozen parameters, integer inputs, soft targets, ignored positions, dictionaries as batches.
+GroupNorm, strides, attention, tied weights, frozen parameters, integer inputs, soft targets, ignored positions,
+dictionaries as batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, optim
+from purecompose.layers.attention import FeedForward, SelfAttention
 from purecompose.schedule import hparam
 from purecompose.state import State
 from purecompose.testing.process import seeded
@@ -90,16 +92,28 @@ def make_mlp(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, NUM_CLASSES))
 
 
+class Residual(nn.Module):
+    """`branch(x) + x`."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch, self.shortcut = branch, nn.Identity()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.branch(input) + self.shortcut(input)
+
+
 def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
-    """Two convolutions with BatchNorm for 2x6x6 images, 2x3x3 at least. No bias that BatchNorm would cancel."""
+    """For 2x6x6 images, 2x3x3 at least: convolutions with BatchNorm and GroupNorm, which would cancel a bias."""
     del seed
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
         nn.Tanh(),
-        # The padding leaves an image of half the size more than one pixel, which BatchNorm wants of a single example.
+        # The padding leaves an image of half the size more than one pixel.
         nn.Conv2d(4, 4, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(4),
+        nn.GroupNorm(1, 4),
+        Residual(nn.Conv2d(4, 4, 1)),
         nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()),  # for methods that shrink images
         nn.Dropout(dropout),
         nn.Linear(16, NUM_CLASSES),
@@ -107,7 +121,9 @@ def make_cnn(seed: int = 0, *, dropout: float = 0.0) -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """One causal attention layer over token ids `(batch, length)` int64; logits `(batch, vocabulary, length)`.
+    """Two causal attention layers over token ids `(batch, length)` int64; logits `(batch, vocabulary, length)`.
+
+    The first is torch's, the second `layers.SelfAttention` with a feed-forward part, which surgery knows.
 
     Args:
         seed: Not used; weights come from torch's generator.
@@ -122,6 +138,7 @@ class Transformer(nn.Module):
         self.position = nn.Parameter(0.1 * torch.randn(_LENGTH, 4))
         self.attention = nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True)
         self.norm, self.dropout = nn.LayerNorm(4), nn.Dropout(dropout)
+        self.second, self.feed_forward = SelfAttention(4, 2, is_causal=True), FeedForward(4, 6, dropout=dropout)
         self.head = nn.Linear(4, _VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -132,7 +149,10 @@ class Transformer(nn.Module):
         hidden = self.embedding(ids) + self.position[:length]
         mask = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
         attended, _ = self.attention(hidden, hidden, hidden, attn_mask=mask, need_weights=False)
-        return self.head(self.norm(hidden + self.dropout(attended))).transpose(1, 2)
+        hidden = hidden + self.dropout(attended)
+        hidden = hidden + self.second(hidden)
+        hidden = hidden + self.feed_forward(hidden)
+        return self.head(self.norm(hidden)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -266,9 +286,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         )
     }
 )
-"""By name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm), tokens (a small
-transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an MLP whose first weight is
-frozen, dense targets in dictionaries)."""
+"""By name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm, GroupNorm and a
+stride), tokens (a small transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an MLP
+whose first weight is frozen, dense targets in dictionaries)."""
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -11,7 +11,7 @@ from purecompose.data import Arrays, arrays, split
 from purecompose.random import key
 
 
-def numbered(num_examples: int, batch_size: int, **options: bool) -> Arrays:
+def numbered(num_examples: int, batch_size: int, **options: Any) -> Arrays:
     """A data set whose targets are the examples' numbers and whose inputs can be checked against them."""
     targets = torch.arange(num_examples)
     return arrays(torch.stack([targets * 2.0, -targets.float()], dim=1), targets, batch_size, **options)

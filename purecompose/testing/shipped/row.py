@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
+from torch import nn
 
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
@@ -27,25 +28,31 @@ class Row:
     Args:
         name: The factory's.
         examples: Source texts, as for `Subject.of`, on which all laws run.
-        neutral: A source text with settings that change nothing.
+        neutral: A source text with settings that change nothing; `None` where there are none.
         tasks: The names of the `TASKS` that it accepts.
         settings: A function of a kind of inputs (see `tasks.KINDS`) that gives a strategy for valid keyword
             arguments, edge values among them; the simplest are the common ones.
+        needs: Types of layers, one of which a network must hold; for methods that look for them.
+        is_alone: Whether no other method goes with it, so that it is in no list of several.
     """
 
     name: str
     examples: tuple[str, ...]
-    neutral: str
+    neutral: str | None
     tasks: tuple[str, ...]
     settings: Callable[[str], st.SearchStrategy[dict[str, Any]]]
+    needs: tuple[type[nn.Module], ...] = ()
+    is_alone: bool = False
 
     def algorithms(self, kind: str = "vectors") -> st.SearchStrategy[Algorithm]:
         """The algorithm with any valid settings for inputs of this kind; those for vectors serve every kind."""
         return self.settings(kind).map(lambda settings: FACTORIES[self.name](**settings))
 
     def accepts(self, task: Task) -> bool:
-        """Whether it takes tasks with inputs of this kind."""
-        return task.kind in {TASKS[name].kind for name in self.tasks}
+        """Whether it takes tasks with inputs of this kind, and finds what it needs in the network."""
+        if task.kind not in {TASKS[name].kind for name in self.tasks}:
+            return False
+        return not self.needs or any(isinstance(module, self.needs) for module in task.make_net(0).modules())
 
 
 def scalars(name: str, numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Scalar]:

@@ -1,0 +1,128 @@
+"""Linear biases in the GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5.
+
+Their attention adds a mask to the logits, whether it is computed by hand ("eager") or by torch ("sdpa"): the biases
+come in with it. Parameters keep their names.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import surgery
+from purecompose._checks import shown
+from purecompose.algorithms._foreign import Derived, changed, stand_in
+from purecompose.layers.positions import NoPositions, alibi_bias
+
+
+__all__ = ["TRANSFORMERS_RULES"]
+
+_GPT2, _BERT, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "roberta"))
+_GPT2_MODEL = stand_in(_GPT2, "GPT2Model")
+_ADDITIVE = ("eager", "sdpa")
+
+
+class Alibi(Derived):
+    """An attention layer whose logits get linear biases."""
+
+    def forward(self, hidden_states: Tensor, *, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        """As the layer's own; `attention_mask` is `None`, or (N, 1, Q, K), bool or added to logits."""
+        past = others.get("past_key_values")
+        num_queries, start = hidden_states.shape[1], 0 if past is None else past.get_seq_length(self.layer_idx)
+        is_causal = others.get("is_causal")
+        if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4):
+            raise ValueError(
+                f"alibi: expected an attention mask (N, 1, queries, keys), got {shown(attention_mask)}; load the "
+                "network with attn_implementation='sdpa' or 'eager'"
+            )
+        bias = alibi_bias(
+            _num_heads(self),
+            start + num_queries if attention_mask is None else attention_mask.shape[-1],
+            # A mask says itself what is ahead.
+            is_causal=attention_mask is None and bool(self.is_causal if is_causal is None else is_causal),
+            first_query=start,
+            num_queries=num_queries,
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
+        ).unsqueeze(0)
+        return super().forward(hidden_states, attention_mask=_masked(bias, attention_mask), **others)
+
+
+class NoPosition(Derived):
+    """Embeddings of tokens and their types at any number of positions, all of them the same."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """As the layer's own; what `position_ids` says does not count."""
+        del position_ids  # by default from a table that ends at the greatest length
+        given = input_ids if input_ids is not None else inputs_embeds
+        assert given is not None, "the model has asked for one of the two"
+        first = torch.zeros(1, given.shape[1], dtype=torch.int64, device=given.device)
+        return super().forward(
+            input_ids=input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=first,
+            inputs_embeds=inputs_embeds,
+            **others,
+        )
+
+
+def _num_heads(module: nn.Module) -> int:
+    heads = getattr(module, "num_heads", None)  # of GPT-2
+    return heads if isinstance(heads, int) else module.num_attention_heads  # pyright: ignore[reportReturnType]
+
+
+def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """What is added to the logits, (N or 1, H, Q, K)."""
+    if mask is None:
+        return bias
+    # Not -inf: of a query that may look nowhere, as in padding, nothing would be left but NaN.
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
+def _attention(module: Any, site: surgery.Site) -> nn.Module | None:
+    if getattr(module, "is_cross_attention", False):
+        return None
+    where = f"alibi: {site.name}, a {type(module).__name__} of transformers"
+    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    if int(version.split(".")[0]) < 5:
+        raise ValueError(f"{where}: expected version 5 or later, got {version}; its attention masks are other ones")
+    kind = getattr(module, "position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise ValueError(f"{where}: expected absolute positions, got {kind!r}; load the network without relative ones")
+    computed_by = module.config._attn_implementation
+    if computed_by not in _ADDITIVE:
+        raise ValueError(
+            f"{where}: expected attention that adds a mask to the logits, {' or '.join(_ADDITIVE)}, got "
+            f"{computed_by!r}; load the network with attn_implementation='sdpa'"
+        )
+    return changed(module, Alibi)
+
+
+def _embeddings(module: nn.Module, site: surgery.Site) -> nn.Module:
+    del site
+    return changed(module, NoPosition, position_embeddings=NoPositions())
+
+
+def _gpt2_positions(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+    is_one = isinstance(site.parent, _GPT2_MODEL) and site.parent._modules.get("wpe") is module
+    return NoPositions() if is_one else None
+
+
+TRANSFORMERS_RULES: surgery.Rules = {
+    stand_in(_GPT2, "GPT2Attention"): _attention,
+    stand_in("torch.nn.modules.sparse", "Embedding", shown="GPT2Model.wpe"): _gpt2_positions,
+    stand_in(_BERT, "BertSelfAttention"): _attention,
+    stand_in(_BERT, "BertEmbeddings"): _embeddings,
+    stand_in(_ROBERTA, "RobertaSelfAttention"): _attention,
+    stand_in(_ROBERTA, "RobertaEmbeddings"): _embeddings,
+    Alibi: None,
+    NoPosition: None,
+}

@@ -1,0 +1,35 @@
+"""What the methods on normalisations have in common: they act in half precision, and last."""
+
+from purecompose import surgery
+from purecompose._device import AUTOCAST
+from purecompose._warnings import warn
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.event import Event
+from purecompose.predicate import on
+from purecompose.state import State
+
+
+__all__ = ["half_precision_method"]
+
+
+def half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
+    """A surgery at INIT for states whose forward pass is in half precision; others stay as they are, with a warning.
+
+    It comes last, so that it finds what other methods put in.
+    """
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        changed, report = surgery.operate(state, rules, name=name)
+        precision = state.context.precision
+        if precision in AUTOCAST or not report.replaced:
+            return changed
+        warn(
+            f"{name} has no effect under precision={precision!r}: torch's normalisations are single kernels already, "
+            f"and only where the forward pass is in half precision is there less to read and write. Give State.create "
+            f"precision='bf16', or leave {name} out"
+        )
+        return state
+
+    traits = frozenset({Trait.REQUIRED_ON_LOAD, Trait.FUSES_LAYERNORM})
+    return Algorithm(name, on(Event.INIT), apply, traits=traits)

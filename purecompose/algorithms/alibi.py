@@ -1,0 +1,137 @@
+"""ALiBi: attention with linear biases in place of position embeddings, trained on short sequences.
+
+    attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
+
+Where H is no power of two, slopes are those of the next smaller power and every second one of the next greater. Masks
+stay: of causal attention, and of padding. Embeddings of positions are taken out, with their parameters, and with them
+the limit to the length of a sequence. Sequences (N, L) for training are written into rows of floor(L s) tokens, s =
+`train_sequence_length_scaling`, one after the other; the network is then good at longer ones.
+
+It knows `layers.SelfAttention` and `layers.PositionEmbedding`, of which `models.gpt` is made, and GPT-2, BERT and
+RoBERTa of Hugging Face's transformers, version 5, whose attention is computed by "sdpa" or "eager".
+
+Events: INIT, and AFTER_DATALOADER unless s = 1. Reads and replaces: the model, its parameters and the optimizer's
+state; the batch. Time counts what the loader gave, as with `seq_length_warmup`.
+
+What differs from the original: biases are computed from the lengths at hand, so that there is no greatest length to be
+told, no buffer and no table of zeros, and a checkpoint fits sequences of any length. They are -m |i - j| in causal
+attention, too: m j, which differs by a constant for each query, is too great for half precision. Generation with a
+cache has the distances right. Relative positions, and attention that takes no biases, are refused when the method is
+applied. A length that L s misses, and rows that do not come out even, are no errors: the length is rounded down, and
+fewer tokens than one row has are left out. Batches may be of any form, and s above 1 is refused.
+
+References:
+    Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from purecompose import surgery, tree
+from purecompose._checks import check_number
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._alibi_transformers import TRANSFORMERS_RULES
+from purecompose.algorithms._surgery import surgery_method
+from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length
+from purecompose.event import Event
+from purecompose.layers.attention import PositionEmbedding, SelfAttention
+from purecompose.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
+from purecompose.predicate import on
+from purecompose.state import State
+
+
+__all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes"]
+
+
+def alibi_rules() -> surgery.Rules:
+    """The rules of the surgery; see `purecompose.algorithms.alibi`.
+
+    For other layers add rules to them; `layers.alibi_bias` is what goes to `F.scaled_dot_product_attention` as
+    `attn_mask`, and `layers.NoPositions` takes the place of an embedding.
+
+    Raises:
+        ValueError: When they are applied: relative positions, or attention that takes no biases.
+
+    Example:
+        >>> from purecompose import models, random
+        >>> from purecompose.model import from_module
+        >>> model, params, buffers, _ = from_module(models.gpt(65, 16, width=8, depth=1))
+        >>> after = surgery.replace(model, alibi_rules(), params, buffers, key=random.key(0))
+        >>> len(after.report.replaced), len(after.report.dropped)
+        (2, 1)
+    """
+
+    def attention(module: SelfAttention, site: surgery.Site) -> nn.Module:
+        del site
+        return AlibiAttention(module)
+
+    def positions(module: PositionEmbedding, site: surgery.Site) -> nn.Module:
+        del module, site
+        return NoPositions()
+
+    return {
+        AlibiAttention: None,
+        NoPositions: None,
+        SelfAttention: attention,
+        PositionEmbedding: positions,
+        **TRANSFORMERS_RULES,
+    }
+
+
+def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -> Algorithm:
+    """Attention with linear biases, trained on shorter sequences; see `purecompose.algorithms.alibi`.
+
+    The input must be token ids (N, L) or embeddings (N, L, D), as for `seq_length_warmup`, unless s = 1.
+
+    Args:
+        train_sequence_length_scaling: s, in (0, 1], by which the length of sequences for training is multiplied; the
+            number of sequences grows in turn, so that a batch has as many tokens. 1 leaves batches as they are. Better
+            not below 128 tokens, 256 to be safe.
+        name: Names it.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: as `alibi_rules`. In the step:
+            inputs that are no sequences, and members of the batch without a position for each token.
+
+    Warns:
+        UserWarning: At INIT: the network has no attention that it knows.
+
+    Example:
+        >>> alibi()
+        alibi(train_sequence_length_scaling=0.25)
+    """
+    where = "alibi: train_sequence_length_scaling"
+    check_number(
+        train_sequence_length_scaling, where, 0, 1, above=True, hint="it is the share of a sequence that becomes a row"
+    )
+    settings = {"train_sequence_length_scaling": train_sequence_length_scaling}
+    operation = surgery_method(name, alibi_rules(), settings)
+    if train_sequence_length_scaling == 1:
+        return operation
+
+    def apply(event: Event, state: State) -> Any:
+        if event is Event.INIT:
+            return operation.apply(event, state)
+        length = max(1, int(_length(state, name) * train_sequence_length_scaling))
+        return state.replace(batch=set_batch_sequence_length(state.batch, length, truncate=False))
+
+    # A warm-up is of the rows that are trained on.
+    match, later = on(Event.INIT, Event.AFTER_DATALOADER), ("seq_length_warmup",)
+    return dataclasses.replace(operation, match=match, apply=apply, runs_before=later)
+
+
+def _length(state: State, name: str) -> int:
+    inputs = state.inputs
+    if isinstance(inputs, Mapping):
+        inputs = next((inputs[key] for key in ("input_ids", "inputs_embeds") if key in inputs), inputs)
+    if isinstance(inputs, Tensor) and inputs.ndim == (3 if inputs.is_floating_point() else 2):
+        return inputs.shape[1]
+    came = tree.describe(inputs) if isinstance(inputs, Tensor) else type(inputs).__name__
+    raise TypeError(
+        f"{name}: expected sequences, token ids as integers (N, L) or embeddings as floats (N, L, D), got {came}; name "
+        "them inside the batch by State.create(input_key=...), or set train_sequence_length_scaling=1, which leaves it"
+    )

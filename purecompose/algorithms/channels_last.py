@@ -1,0 +1,79 @@
+"""Channels last: images and filters lie in memory place by place, with all channels of a place side by side.
+
+Tensors of four dimensions (N, C, H, W) keep their shape and their values; their strides become those of (N, H, W, C),
+which is how kernels for half precision on GPUs read them. The batch stays as it is: the first convolution with such
+filters gives its output in this form, and what follows keeps it.
+
+Events: INIT, after the methods that change the model. Reads and replaces: parameters, buffers, and what the optimizer
+remembers of them.
+
+What differs from the original: parameters are other tensors, since nothing is changed in place, and the optimizer's
+memory has their form, so that an update reads everything in one order; it comes behind other surgery wherever it is
+listed. Tensors of five dimensions stay as they are, and break nothing. A checkpoint keeps the form.
+
+References:
+    Channels Last Memory Format in PyTorch. https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithms._surgery import warn_of_nothing
+from purecompose.event import Event
+from purecompose.predicate import on
+from purecompose.state import State
+
+
+__all__ = ["channels_last", "to_channels_last"]
+
+
+def to_channels_last(tensors: Any) -> Any:
+    """The same values in the order (N, H, W, C), of all tensors of four dimensions.
+
+    Args:
+        tensors: A tensor, or any tree of them.
+
+    Returns:
+        The tree. Tensors of other dimensions are the same, and those that lie so already; others are copies.
+
+    Example:
+        >>> to_channels_last(torch.zeros(2, 3, 4, 5)).stride()
+        (60, 1, 15, 3)
+    """
+    return tree.map(_moved, tensors)
+
+
+def channels_last(*, name: str = "channels_last") -> Algorithm:
+    """Stores weights with channels last; see `purecompose.algorithms.channels_last`.
+
+    Args:
+        name: Names it.
+
+    Warns:
+        UserWarning: At INIT: the network has no tensors of four dimensions.
+
+    Example:
+        >>> channels_last()
+        channels_last()
+    """
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        tensors = {**state.params, **state.buffers}
+        if not any(tensor.ndim == 4 for tensor in tensors.values()):
+            warn_of_nothing(name, "tensors of four dimensions", state.model.module, "Leave it out")
+            return state
+        lasting = {field: getattr(state, field) for field in ("params", "buffers", "opt_state")}
+        return state.replace(**to_channels_last(lasting))
+
+    return Algorithm(name, on(Event.INIT), apply, runs_after=(Trait.REQUIRED_ON_LOAD,))
+
+
+def _moved(leaf: Any) -> Any:
+    # Not clone(memory_format=...): who lies so already, as filters of a single place do, is not copied.
+    is_image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.layout is torch.strided
+    return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf

@@ -1,0 +1,60 @@
+"""Low-precision group norm: group normalisation in half precision where the forward pass is.
+
+    y = (x - mean) / sqrt(var + eps) * w + b,   for each example over a group's channels and all places, with the biased
+                                                variance; w and b for each channel
+
+As low-precision layer norm does it: input, weight and bias in autocast's dtype, sums in float32.
+
+Events: INIT, and last there, with low-precision layer norm. Reads and replaces: the model alone. Under
+`precision="fp32"` and `"tf32"` it changes nothing, and warns.
+
+What differs from the original: autocast on the CPU counts; it comes last, as the one for layer norms does; that no
+group norm is found is told in every precision; there is no `apply_at`; group norms of subclasses with a forward of
+their own, or with parametrized weights, stay as they are.
+
+References:
+    Yuxin Wu, Kaiming He: Group Normalization. ECCV 2018. https://arxiv.org/abs/1803.08494
+"""
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from purecompose import surgery
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms._low_precision import half_precision_method
+from purecompose.layers.low_precision import LowPrecisionGroupNorm
+
+
+__all__ = ["LowPrecisionGroupNorm", "low_precision_groupnorm", "low_precision_groupnorm_rules"]
+
+
+def low_precision_groupnorm_rules() -> surgery.Rules:
+    """What takes the place of group norms; for `purecompose.surgery`. What it puts in follows autocast when it runs.
+
+    Example:
+        >>> type(low_precision_groupnorm_rules()[nn.GroupNorm](nn.GroupNorm(2, 4), None)).__name__
+        'LowPrecisionGroupNorm'
+    """
+
+    def norm(module: nn.GroupNorm, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_plain = type(module).forward is nn.GroupNorm.forward and not parametrize.is_parametrized(module)
+        return LowPrecisionGroupNorm.of(module) if is_plain else None
+
+    return {nn.GroupNorm: norm, LowPrecisionGroupNorm: None}
+
+
+def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorithm:
+    """Computes group norms in half precision; see `purecompose.algorithms.low_precision_groupnorm`.
+
+    Args:
+        name: Names it.
+
+    Warns:
+        UserWarning: At INIT: the network has no group norms, or the forward pass is in full precision.
+
+    Example:
+        >>> low_precision_groupnorm()
+        low_precision_groupnorm()
+    """
+    return half_precision_method(name, low_precision_groupnorm_rules())

@@ -1,0 +1,109 @@
+"""No-op model: one number in the network's place, for timing all that is not the network.
+
+    training      outputs = w y,   loss = mean((w y - y)^2),   dloss/dw = 2 (w - 1) mean(y^2)       w = 1.5 at first
+    evaluation    outputs = y
+
+The network's input is the target y; the batch's inputs are read, moved and prepared, and not looked at. The loss counts
+what the state's own counts: elements that have its `ignore_index` are left out.
+
+Events: INIT, first there. Replaces: the model, its parameters and buffers, the optimizer's state and its groups, the
+loss, and what names the model's input.
+
+What differs from the original: batches may be what they may be elsewhere, since the state names the target; metrics
+are the evaluation's own; positions that are marked as ignored do not drive w; a network without parameters will do; a
+second application keeps w.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import surgery
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.context import Static
+from purecompose.event import Event
+from purecompose.layers.no_op import NoOpModel
+from purecompose.predicate import on
+from purecompose.state import State
+from purecompose.targets import wide_dtype
+
+
+__all__ = ["NoOpLoss", "NoOpModel", "no_op_model", "no_op_model_rules"]
+
+
+@dataclass(frozen=True)
+class NoOpLoss:
+    """(outputs - targets)^2, averaged over the elements that count.
+
+    Args:
+        ignore_index: What an integer target has where it does not count.
+
+    Example:
+        >>> NoOpLoss(-100)(torch.tensor([3.0, -150.0]), torch.tensor([2, -100])).item()
+        1.0
+    """
+
+    ignore_index: int | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        dtype = wide_dtype(outputs)
+        losses = (outputs.to(dtype) - targets.to(dtype)).square() * self.counted(outputs, targets)
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+        return total / self.counted(outputs, targets).sum().clamp(min=1) if reduction == "mean" else total
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Bool, of the targets' shape."""
+        del outputs
+        if self.ignore_index is None or targets.is_floating_point():
+            return torch.ones_like(targets, dtype=torch.bool)
+        return targets != self.ignore_index
+
+
+def no_op_model_rules() -> surgery.Rules:
+    """What takes the place of a whole network; for `purecompose.surgery`.
+
+    Example:
+        >>> no_op_model_rules()[nn.Module](nn.Linear(2, 2), surgery.Site("", 0, None, nn.Linear(2, 2)))
+        NoOpModel()
+    """
+
+    def whole(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        del module
+        return NoOpModel() if site.parent is None else None
+
+    return {nn.Module: whole, NoOpModel: None}
+
+
+def no_op_model(*, name: str = "no_op_model") -> Algorithm:
+    """Replaces the network by a number; see `purecompose.algorithms.no_op_model`.
+
+    Args:
+        name: Names it.
+
+    Example:
+        >>> no_op_model()
+        no_op_model()
+    """
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        if isinstance(state.model.module, NoOpModel):
+            return state
+        state = state.replace(optimizer=_without_groups(state.optimizer))
+        changed, _ = surgery.operate(state, no_op_model_rules(), name=name)
+        loss = NoOpLoss(getattr(state.context.loss, "ignore_index", None))
+        context = changed.context.replace(loss=loss, input_key=state.context.target_key)
+        return changed.replace(static=Static(context, changed.static.timestamp)).to(state.device)
+
+    # Memories and surgery of others would be of the network that goes.
+    return Algorithm(name, on(Event.INIT), apply, traits=frozenset({Trait.REQUIRED_ON_LOAD}), runs_before=tuple(Trait))
+
+
+def _without_groups(optimizer: Any) -> Any:
+    """The optimizer without settings for parameters by name, of which none is left."""
+    return dataclasses.replace(optimizer, groups=()) if getattr(optimizer, "groups", ()) else optimizer

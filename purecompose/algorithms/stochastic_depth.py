@@ -1,0 +1,217 @@
+"""Stochastic depth: leaves out the branches of residual blocks at random, and trains many networks of less depth.
+
+With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is left out:
+
+    "block", in training     act(b F(x) + S(x)), one b for the whole batch, 1 with probability 1 - p
+                             where b = 0 and S is the identity: x itself
+    "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
+    in evaluation            act((1 - p) F(x) + S(x))
+
+Block i of L, in the order in which they are defined, has p (uniform), or p (i + 1) / L (linear). With `drop_warmup` w
+all rates are multiplied by min(t / w, 1).
+
+Blocks are known by the names of their children, see `purecompose.layers.residual`: those of `purecompose.models`, and
+those of torchvision's residual networks.
+
+Events: INIT, and BATCH_START where rates move. Reads the clock; replaces the model, and writes the rates, a buffer of
+each block.
+
+What differs from the original: blocks of two convolutions as well as bottlenecks, and any with a branch and a
+shortcut; the warm-up begins at 0 and ends at the rate asked for (there the rate stays at the last value below it), and
+moves with every batch; "sample" has a warm-up, too; rates are saved; draws come from the run's key, and those of
+microbatches are the batch's. Parameters keep their names, a buffer `drop_rate` is new. A branch that is left out is
+computed all the same, since a step that is compiled whole cannot decide by a draw what to run: no time is saved.
+
+References:
+    Gao Huang, Yu Sun, Zhuang Liu, Daniel Sedra, Kilian Weinberger: Deep Networks with Stochastic Depth. ECCV 2016.
+    https://arxiv.org/abs/1603.09382
+    Minjia Zhang, Yuxiong He: Accelerating Training of Transformer-Based Language Models with Progressive Layer
+    Dropping. NeurIPS 2020. https://arxiv.org/abs/2010.13369
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import surgery
+from purecompose._checks import check_number, check_whole
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithms._checks import check_scalar
+from purecompose.algorithms._surgery import warn_of_nothing
+from purecompose.event import Event
+from purecompose.layers.stochastic_depth import StochasticDepth, residual
+from purecompose.predicate import NEVER, on
+from purecompose.schedule import Scalar, Schedule, collect, linear
+from purecompose.state import State
+from purecompose.time import Time, TimeLike, TimeUnit
+
+
+__all__ = ["stochastic_depth", "stochastic_depth_rates", "stochastic_depth_rules"]
+
+_METHODS, _DISTRIBUTIONS = ("block", "sample"), ("uniform", "linear")
+
+
+def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribution: str = "linear") -> list[Any]:
+    """How often the branch of each block is left out.
+
+    Args:
+        num_blocks: L.
+        drop_rate: p, in [0, 1], a number or a 0-d tensor, whose value is not checked.
+        drop_distribution: "uniform", p for each, or "linear", p (i + 1) / L for block i from 0.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind or out of range.
+
+    Example:
+        >>> stochastic_depth_rates(4, 0.5)
+        [0.125, 0.25, 0.375, 0.5]
+    """
+    where = "stochastic_depth_rates"
+    check_whole(num_blocks, f"{where}: num_blocks", 0)
+    if not isinstance(drop_rate, Tensor):
+        check_number(drop_rate, f"{where}: drop_rate", 0, 1)
+    _check_one_of(drop_distribution, f"{where}: drop_distribution", _DISTRIBUTIONS)
+    if drop_distribution == "uniform":
+        return [drop_rate] * num_blocks
+    return [drop_rate * ((place + 1) / num_blocks) for place in range(num_blocks)]
+
+
+def stochastic_depth_rules(
+    module: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
+) -> surgery.Rules:
+    """The rules that put `purecompose.layers.StochasticDepth` in the place of each residual block of a network.
+
+    Args:
+        module: The network, of which names and structure are read.
+        stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> from purecompose import models
+        >>> [kind.__name__ for kind in stochastic_depth_rules(models.resnet8(1, 10, width=4))]
+        ['Module', 'StochasticDepth']
+    """
+    _check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
+    check_number(drop_rate, "stochastic_depth: drop_rate", 0, 1)
+    names = _blocks(module)
+    rates = dict(zip(names, stochastic_depth_rates(len(names), drop_rate, drop_distribution), strict=True))
+
+    def block(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        return StochasticDepth(module, stochastic_method, rates[site.name]) if site.name in rates else None
+
+    return {nn.Module: block, StochasticDepth: None}
+
+
+def stochastic_depth(
+    stochastic_method: str = "block",
+    drop_rate: Scalar = 0.2,
+    drop_distribution: str = "linear",
+    drop_warmup: TimeLike | float = 0.0,
+    *,
+    name: str = "stochastic_depth",
+) -> Algorithm:
+    """Leaves out branches of residual blocks; see `purecompose.algorithms.stochastic_depth`.
+
+    Args:
+        stochastic_method: "block" for one decision for the whole batch and block, "sample" for one for each example.
+        drop_rate: How often a branch is left out, in [0, 1]; for "linear" that of the last block. The number 0 never
+            matches. An `hparam` or a schedule may be given: its default is checked; what becomes of it later is not.
+        drop_distribution: "linear" for rates that rise with the depth, "uniform" for one rate.
+        drop_warmup: How long rates rise from 0: a share of the run, or a time such as "0.1dur", "2ep", "500ba".
+        name: Names its metric.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Warns:
+        UserWarning: At INIT: the network has no residual block that is known.
+
+    Example:
+        >>> stochastic_depth("sample", 0.1)
+        stochastic_depth(stochastic_method='sample', drop_rate=0.1, drop_distribution='linear')
+        >>> stochastic_depth(drop_rate=0.0).match
+        never
+    """
+    _check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
+    _check_one_of(drop_distribution, "stochastic_depth: drop_distribution", _DISTRIBUTIONS)
+    check_scalar(drop_rate, "stochastic_depth: drop_rate", 0, 1, hint="it is how often a branch is left out")
+    ramp = _ramp(drop_warmup)
+    rate = drop_rate if ramp is None else drop_rate * ramp
+    is_fixed, is_neutral = isinstance(rate, (int, float)), isinstance(drop_rate, (int, float)) and drop_rate == 0
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            state = _with_blocks(state, name, stochastic_method)
+            # What follows a schedule has no value before the first batch.
+            return state if collect(rate, Schedule) else _with_rates(state, state.scalar(rate), drop_distribution)
+        value = state.scalar(rate)
+        metrics = {**state.metrics, f"{name}/drop_rate": _filled(value, torch.zeros((), device=state.device))}
+        return _with_rates(state, value, drop_distribution).replace(metrics=metrics)
+
+    settings = {
+        "stochastic_method": stochastic_method,
+        "drop_rate": rate,  # with its warm-up: schedules are evaluated where they stand in the config
+        "drop_distribution": drop_distribution,
+    }
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT) if is_fixed else on(Event.INIT, Event.BATCH_START),
+        apply,
+        traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS}),
+        config=settings,
+    )
+
+
+def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
+    module = state.model.module
+    if _blocks(module):
+        # One place writes rates: what is here in the first batch comes afterwards.
+        return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
+    if not any(isinstance(child, StochasticDepth) for child in module.modules()):
+        advice = (
+            "A block is known by its children: branch and shortcut (and relu), or those of torchvision's BasicBlock or "
+            "Bottleneck. Let the network's have these names, or leave the method out"
+        )
+        warn_of_nothing(name, "residual blocks", module, advice)
+    return state
+
+
+def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:
+    """The state with the rates of all blocks in their buffers."""
+    modules = state.model.module.named_modules()
+    names = [f"{name}.drop_rate".lstrip(".") for name, module in modules if isinstance(module, StochasticDepth)]
+    rates = stochastic_depth_rates(len(names), rate, drop_distribution)
+    new = {name: _filled(value, state.buffers[name]) for name, value in zip(names, rates, strict=True)}
+    return state.replace(buffers={**state.buffers, **new})
+
+
+def _filled(value: float | Tensor, like: Tensor) -> Tensor:
+    # A number is filled in, not copied from the host, which on a GPU would wait.
+    return value.to(like.dtype) if isinstance(value, Tensor) else torch.full_like(like, value)
+
+
+def _blocks(module: nn.Module) -> list[str]:
+    """The names of the residual blocks, outermost ones alone."""
+    found: list[str] = []
+    for name, child in module.named_modules():
+        is_inside = any(name.startswith(f"{outer}.".lstrip(".")) for outer in found)
+        if not is_inside and not isinstance(child, StochasticDepth) and residual(child) is not None:
+            found.append(name)
+    return found
+
+
+def _ramp(drop_warmup: TimeLike | float) -> Schedule | None:
+    """What multiplies the rates during the warm-up."""
+    try:
+        length = Time.of(drop_warmup, TimeUnit.DURATION)
+        return linear(0.0, 1.0, length) if length else None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"stochastic_depth: drop_warmup: {error}") from None
+
+
+def _check_one_of(value: str, where: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{where}: expected {' or '.join(map(repr, choices))}, got {value!r}")

@@ -1,0 +1,149 @@
+"""The kinds of data that the command line trains on, images and text, and in what they differ."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import data as datasets, layers, metrics
+from purecompose.cli.settings import SETTINGS, UsageError
+from purecompose.data import Arrays, CharacterVocabulary, ImageData, TextData
+
+
+__all__ = ["IMAGES", "TEXT", "Data", "Kind", "check_model", "fitting", "follows", "kind_of", "load"]
+
+Data: TypeAlias = ImageData | TextData
+
+_LENGTH = 128
+_KNOWN_TEXTS = ("tinyshakespeare",)
+"""Names of texts that are looked for as files; any other name that has a file NAME.txt is one as well."""
+_FOLDERS = (Path(), Path("data"))
+_EVAL_IMAGES, _EVAL_TOKENS = 1000, 2**14
+
+
+class Kind(NamedTuple):
+    """What the command line has to know of a kind of data."""
+
+    noun: str
+    """What examples are called."""
+    models: tuple[str, ...] | None
+    """Networks of `MODELS` for it; `None` for all that no other kind claims."""
+    keys: tuple[str, str] | None
+    """The names of inputs and targets in a batch; `None` for pairs."""
+    metrics: Mapping[str, Any]
+    """What is evaluated beside the loss."""
+    decides: str
+    """The metric by which a checkpoint is the best."""
+
+    def batches(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Arrays:
+        """Batches for training; a smaller last one is left out."""
+        return datasets.arrays(inputs, targets, batch_size, drop_last=True, keys=self.keys)
+
+    def stored(self, inputs: Tensor, targets: Tensor) -> Arrays:
+        """Batches for evaluation, in the stored order."""
+        size = _EVAL_IMAGES if self.keys is None else max(1, _EVAL_TOKENS // inputs.shape[1])
+        return datasets.arrays(inputs, targets, size, shuffle=False, keys=self.keys)
+
+    @property
+    def state_options(self) -> dict[str, Any]:
+        """Arguments of `State.create` by which a state finds inputs and targets."""
+        return {} if self.keys is None else {"input_key": self.keys[0], "target_key": self.keys[1]}
+
+    def rating(self, value: float) -> float:
+        """A value of the metric that decides as a number that is greater for better ones."""
+        return -value if metrics.is_lower_better(self.decides) else value
+
+
+IMAGES = Kind("images", None, None, {"accuracy": metrics.accuracy}, decides="accuracy")
+TEXT = Kind(
+    "windows",
+    ("gpt",),
+    ("input_ids", "labels"),
+    {"perplexity": metrics.perplexity(), "accuracy": metrics.accuracy},
+    decides="loss",
+)
+
+
+def kind_of(data: Data) -> Kind:
+    """What kind the data are of."""
+    return TEXT if isinstance(data, TextData) else IMAGES
+
+
+def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
+    """The data that settings name, and the settings that follow from them.
+
+    Raises:
+        OSError, ValueError: There are no such data.
+        UsageError: A setting for text, where there are images.
+        ImportError: A package that the data need is missing.
+    """
+    # As a whole path, since the run's folder may be asked about its data from elsewhere.
+    path = _text_file(settings["data"])
+    if path is not None:
+        data = datasets.load_text(path, _length(settings), vocabulary=_vocabulary(settings))
+        length, characters = data.train_inputs.shape[1], data.vocabulary.characters
+        return data, {"data": str(path.resolve()), "length": length, "vocabulary": characters}
+    name = settings["data"]
+    name = str(Path(name).resolve()) if Path(name).exists() else name
+    images = datasets.load(name)
+    for setting in ("length", "vocabulary"):
+        if settings[setting] is not None:
+            raise UsageError(f"--{setting}: {settings['data']} is a set of images; --{setting} is for text")
+    return images, {"data": name}
+
+
+def fitting(name: str, net: nn.Module, data: Data) -> nn.Module:
+    """A network of `MODELS` with outputs that have the classes in dim 1."""
+    return layers.ClassesSecond(net) if name in (kind_of(data).models or ()) else net
+
+
+def check_model(name: str, data: Data) -> None:
+    """Raises a `ValueError` where a network of `MODELS` is for other data."""
+    wanted = kind_of(data).models
+    if name in (TEXT.models or ()) and wanted is None:
+        raise ValueError(f"{name} is a network for text, and the data are images")
+    if wanted is not None and name not in wanted:
+        raise ValueError(f"{name} is a network for images; for text there is {', '.join(wanted)}")
+
+
+def follows(data: Data) -> bool:
+    """Whether a text's vocabulary is that of its file, so that a command need not name it."""
+    if not isinstance(data, TextData):
+        return True
+    found = torch.zeros(data.num_classes, dtype=torch.int64)
+    for tokens in (data.train_inputs, data.train_targets, data.test_inputs, data.test_targets):
+        found += torch.bincount(tokens.flatten(), minlength=data.num_classes)
+    characters = data.vocabulary.characters
+    return bool(found.all()) and characters == "".join(sorted(characters))
+
+
+def _length(settings: Mapping[str, Any]) -> int:
+    length = _LENGTH if settings["length"] is None else settings["length"]
+    if length < 1:
+        raise UsageError(f"--length: {length}: expected a number of characters, at least 1")
+    return length
+
+
+def _vocabulary(settings: Mapping[str, Any]) -> CharacterVocabulary | None:
+    try:
+        return None if settings["vocabulary"] is None else CharacterVocabulary(settings["vocabulary"])
+    except ValueError as error:
+        raise UsageError(f"--vocabulary: {error}") from error
+
+
+def _text_file(name: str) -> Path | None:
+    """The text file that a name stands for, which need not be there where the name says that it is one."""
+    if name.endswith(".txt"):
+        return Path(name).expanduser()
+    if name == SETTINGS["data"].default or Path(name).exists() or "/" in name:
+        return None
+    for folder in _FOLDERS:
+        if (folder / f"{name}.txt").is_file():
+            return folder / f"{name}.txt"
+    if name in _KNOWN_TEXTS:
+        raise FileNotFoundError(
+            f"there is no {name}.txt, neither here nor in a folder data; put the file there, or give its path"
+        )
+    return None

@@ -1,0 +1,30 @@
+"""A language model whose logits have the classes where losses look for them."""
+
+from torch import Tensor, nn
+
+
+__all__ = ["ClassesSecond"]
+
+
+class ClassesSecond(nn.Module):
+    """Moves the classes of a network's outputs from the last dim to the second: (N, L, C) to (N, C, L).
+
+    So outputs have the form that `losses.cross_entropy`, `metrics.accuracy` and methods on targets want. The result
+    is a view.
+
+    Args:
+        net: A network with logits `(N, ..., C)`; it is kept as the module `net`.
+
+    Example:
+        >>> import torch
+        >>> ClassesSecond(nn.Embedding(10, 7))(torch.zeros(2, 5, dtype=torch.int64)).shape
+        torch.Size([2, 7, 5])
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The network's outputs with the classes in dim 1."""
+        return self.net(inputs).movedim(-1, 1)

@@ -1,0 +1,269 @@
+"""Matrices and convolutions as products of two thinner ones: the closest by the weights, and by what they do to data.
+
+By the weights: the truncated singular value decomposition. By data, inputs X (n, in) and wanted outputs Y (n, out):
+
+    minimise  || Y - (X A B + b) ||      over A (in, k), B (k, out) and b (out,)
+
+by turns: B is the least-squares solution of X A against Y, and A = S B^+, with S that of X against Y. Each turn is the
+best one for what the other left, so that the error never grows. Data are centred first where there is a bias, which
+makes it the best one for each A B.
+
+References:
+    Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for Classification
+    and Detection. TPAMI 2016. https://arxiv.org/abs/1505.06798
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+__all__ = [
+    "LowRankSolution",
+    "factorize_conv2d",
+    "factorize_matrix",
+    "factorizing_could_speedup",
+    "max_latent",
+    "split_weight",
+]
+
+Pair = int | tuple[int, int]
+
+
+class LowRankSolution(NamedTuple):
+    """Two factors in a layer's place, or one."""
+
+    first: Tensor
+    """(in, k), or (k, in, h, w) of a convolution; with no second factor its own k is the number of outputs."""
+    second: Tensor | None
+    """(k, out), or (out, k, 1, 1); `None` where one factor takes no more multiplications than two."""
+    bias: Tensor | None
+    """(out,); `None` where there was none."""
+    rank: int
+    """k, or -1 where nothing was factorized: one factor, or those that were given."""
+    nmse: float
+    """What is left of the outputs' squared deviation from their mean: 0 is a perfect fit."""
+
+
+def max_latent(module: nn.Linear | nn.Conv2d) -> int:
+    """The greatest width between two factors with which they take fewer multiplications than the layer does.
+
+    Example:
+        >>> max_latent(nn.Linear(8, 8)), max_latent(nn.Conv2d(8, 8, 3))
+        (3, 7)
+    """
+    out, fan_in = module.weight.shape[0], module.weight[0].numel()
+    return math.ceil(fan_in * out / (fan_in + out) - 1)
+
+
+def factorizing_could_speedup(module: nn.Linear | nn.Conv2d, latent: int) -> bool:
+    """Whether two factors with this width between them take fewer multiplications than the layer does.
+
+    Example:
+        >>> factorizing_could_speedup(nn.Linear(8, 8), 3), factorizing_could_speedup(nn.Linear(8, 8), 4)
+        (True, False)
+    """
+    return latent <= max_latent(module)
+
+
+def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The two factors whose product is the closest to a matrix of all of a rank, by its singular values.
+
+    Args:
+        weight: (out, in), floating.
+        rank: k, from 1 to min(out, in).
+
+    Returns:
+        (k, in) and (out, k), each with the square roots of the singular values.
+
+    Example:
+        >>> first, second = split_weight(torch.eye(3), 3)
+        >>> torch.allclose(second @ first, torch.eye(3))
+        True
+    """
+    left, values, right = torch.linalg.svd(_exact(weight), full_matrices=False)
+    roots = values[:rank].sqrt()
+    first, second = roots.unsqueeze(1) * right[:rank], left[:, :rank] * roots
+    return first.to(weight), second.to(weight)
+
+
+def factorize_matrix(
+    inputs: Tensor,
+    outputs: Tensor,
+    first: Tensor,
+    second: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    rank: float = 0.25,
+    n_iters: int = 3,
+) -> LowRankSolution:
+    """The product of a rank that comes closest to some outputs on some inputs, starting from a product that is there.
+
+    Args:
+        inputs: X, (n, in), floating.
+        outputs: Y, (n, out), with all that a bias adds.
+        first: (in, out), or (in, j) of a product.
+        second: (j, out).
+        bias: (out,); its values do not matter. Where it is given, one is fitted, else there is none.
+        rank: k, a number of at least 1, or below 1 a share of the input's width, at most j.
+        n_iters: How many turns each factor has. 0 keeps the singular value decomposition of what is there, and fits the
+            bias alone.
+
+    Returns:
+        The factors and the bias, of the dtype and on the device of `first`. One factor, the least-squares solution,
+        where k is no less than the width of inputs or outputs; what was given where k is no less than j. Computed in
+        float64.
+
+    Raises:
+        RuntimeError: Inputs, outputs or a factor are no matrices, or do not fit each other.
+        ValueError: A rank that is not above 0, or fewer than 0 turns.
+
+    Example:
+        >>> inputs, weight = torch.eye(4), torch.diag(torch.tensor([3.0, 2.0, 0.0, 0.0]))
+        >>> solution = factorize_matrix(inputs, inputs @ weight, weight, rank=2)
+        >>> solution.first.shape, solution.rank, solution.nmse < 1e-9
+        (torch.Size([4, 2]), 2, True)
+    """
+    _check_matrices(inputs=inputs, outputs=outputs, first=first, second=second)
+    if n_iters < 0:
+        raise ValueError(f"factorize_matrix: n_iters: expected an int >= 0, got {n_iters!r}")
+    x, y, a = _exact(inputs), _exact(outputs), _exact(first)
+    b = None if second is None else _exact(second)
+    width = first.shape[1] if second is not None else min(first.shape)
+    k = _rank(rank, first.shape[0], width)
+    has_bias = bias is not None
+    if k >= x.shape[1] or k >= y.shape[1]:
+        return _solved(_least_squares(*_centred(x, y, has_bias)), None, -1, x, y, has_bias, first)
+    if b is not None and k >= width:
+        given = None if bias is None else _exact(bias)
+        return LowRankSolution(first, second, bias, -1, _nmse(x, y, a @ b, given))
+    # A matrix (in, out) here is the transpose of a layer's weight, and so are its factors.
+    found = split_weight((a if b is None else a @ b).T, k)
+    a, b = found[0].T, found[1].T
+    x_c, y_c = _centred(x, y, has_bias)
+    best = _least_squares(x_c, y_c)
+    for _ in range(n_iters):
+        b = _least_squares(x_c @ a, y_c)
+        a = _least_squares(b.T, best.T).T
+    return _solved(a, b, k, x, y, has_bias, first)
+
+
+def factorize_conv2d(
+    inputs: Tensor,
+    first: Tensor,
+    second: Tensor | None = None,
+    *,
+    rank: float = 0.25,
+    first_bias: Tensor | None = None,
+    second_bias: Tensor | None = None,
+    n_iters: int = 3,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+) -> LowRankSolution:
+    """The same for a convolution: a product of a rank that does to the patches of some inputs what it does.
+
+    Args:
+        inputs: (N, C, H, W), floating.
+        first: (out, C, h, w), or (j, C, h, w) of a product.
+        second: (out, j, 1, 1).
+        rank: As in `factorize_matrix`, a share of C h w.
+        first_bias: (out,), or (j,) of a product.
+        second_bias: (out,), of a product.
+        n_iters: As in `factorize_matrix`.
+        stride, padding, dilation: Of the (first) convolution, with zeros around the inputs.
+        groups: 1.
+
+    Returns:
+        Factors (k, C, h, w) and (out, k, 1, 1), and one bias behind both, if there was any.
+
+    Raises:
+        NotImplementedError: A convolution of several groups.
+        RuntimeError: A second bias without a second factor, or shapes that do not fit.
+        ValueError: As `factorize_matrix`.
+    """
+    if groups != 1:
+        raise NotImplementedError(f"factorize_conv2d: expected groups=1, got {groups}; take the groups one by one")
+    if second is None and second_bias is not None:
+        raise RuntimeError("factorize_conv2d: got second_bias without second; give both, or first_bias alone")
+    kernel = (first.shape[2], first.shape[3])
+    patches = F.unfold(_exact(inputs), kernel, dilation=dilation, padding=padding, stride=stride)
+    x = patches.transpose(1, 2).flatten(0, 1)
+    a = _exact(first).flatten(1).T
+    b = None if second is None else _exact(second).flatten(1).T
+    bias = None if first_bias is None else _exact(first_bias)
+    if b is not None:
+        bias = None if bias is None else bias @ b
+        if second_bias is not None:
+            bias = _exact(second_bias) if bias is None else bias + _exact(second_bias)
+    y = x @ a if b is None else x @ a @ b
+    y = y if bias is None else y + bias
+    found = factorize_matrix(x, y, a, b, bias, rank=rank, n_iters=n_iters)
+    return LowRankSolution(
+        found.first.T.reshape(-1, *first.shape[1:]).to(first),
+        None if found.second is None else found.second.T[:, :, None, None].to(first),
+        None if found.bias is None else found.bias.to(first),
+        found.rank,
+        found.nmse,
+    )
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
+
+
+def _rank(rank: float, in_width: int, width: int) -> int:
+    if not 0 < rank < math.inf:
+        raise ValueError(f"factorize_matrix: rank: expected a number > 0, got {rank!r} ({type(rank).__name__})")
+    return max(1, int(rank)) if rank >= 1 else min(max(1, int(rank * in_width)), width)
+
+
+def _centred(x: Tensor, y: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
+    return (x - x.mean(0), y - y.mean(0)) if has_bias else (x, y)
+
+
+def _least_squares(x: Tensor, y: Tensor) -> Tensor:
+    """The smallest of the closest: patches overlap, and dead units give columns of zeros."""
+    if x.device.type == "cpu":
+        return torch.linalg.lstsq(x, y, driver="gelsd").solution
+    return torch.linalg.pinv(x) @ y
+
+
+def _solved(
+    a: Tensor, b: Tensor | None, rank: int, x: Tensor, y: Tensor, has_bias: bool, like: Tensor
+) -> LowRankSolution:
+    product = a if b is None else a @ b
+    bias = (y - x @ product).mean(0) if has_bias else None
+    nmse = _nmse(x, y, product, bias)
+    return LowRankSolution(
+        a.to(like), None if b is None else b.to(like), None if bias is None else bias.to(like), rank, nmse
+    )
+
+
+def _nmse(x: Tensor, y: Tensor, product: Tensor, bias: Tensor | None) -> float:
+    left = y - x @ product - (0 if bias is None else bias)
+    total = (y - y.mean(0)).square().sum().item()
+    # Outputs that do not vary are fitted as they stand.
+    return left.square().sum().item() / (total or 1.0)
+
+
+def _check_matrices(**tensors: Tensor | None) -> None:
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in found.items():
+        if tensor.ndim != 2:
+            raise RuntimeError(f"factorize_matrix: {name}: expected a matrix, got shape {tuple(tensor.shape)}")
+    x, y, first = (found[name] for name in ("inputs", "outputs", "first"))
+    second = found.get("second")
+    last = first if second is None else second
+    fits = x.shape[0] == y.shape[0] and x.shape[1] == first.shape[0] and last.shape[1] == y.shape[1]
+    if not fits or (second is not None and first.shape[1] != second.shape[0]):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in found.items())
+        raise RuntimeError(
+            f"factorize_matrix: expected inputs (n, in), outputs (n, out) and first (in, out), or first (in, j) and "
+            f"second (j, out), got {shapes}"
+        )

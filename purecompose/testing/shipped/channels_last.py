@@ -1,0 +1,26 @@
+"""What `channels_last` is tried with."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from torch import nn
+
+from purecompose.testing.shipped.row import Row
+
+
+__all__ = ["ROW"]
+
+
+def settings(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+    del kind
+    return st.just({})
+
+
+ROW = Row(
+    "channels_last",
+    examples=("channels_last()",),
+    neutral=None,
+    tasks=("images",),
+    settings=settings,
+    needs=(nn.Conv2d,),
+)

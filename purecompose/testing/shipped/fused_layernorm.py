@@ -1,0 +1,26 @@
+"""What `fused_layernorm` is tried with."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from torch import nn
+
+from purecompose.testing.shipped.row import Row
+
+
+__all__ = ["ROW"]
+
+
+def settings(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+    del kind
+    return st.just({})
+
+
+ROW = Row(
+    "fused_layernorm",
+    examples=("fused_layernorm()",),
+    neutral=None,
+    tasks=("tokens",),
+    settings=settings,
+    needs=(nn.LayerNorm,),
+)

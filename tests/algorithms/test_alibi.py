@@ -1,0 +1,208 @@
+"""ALiBi: the surgery on a GPT, what is kept by it, longer sequences than before, and shorter ones for training."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import losses, optim, surgery
+from purecompose.algorithms import alibi, seq_length_warmup
+from purecompose.functional import alibi_rules
+from purecompose.layers import AlibiAttention, ClassesSecond, NoPositions, PositionEmbedding, SelfAttention
+from purecompose.models import gpt
+
+
+VOCABULARY, LENGTH = 7, 8
+ATTENTION = ("net.blocks.0.attention", "net.blocks.1.attention")
+
+
+def make_net(seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return ClassesSecond(gpt(VOCABULARY, LENGTH, width=8, depth=2, num_heads=2, **options))
+
+
+def make_state(**options: Any) -> pc.State:
+    options = {"optimizer": optim.sgd(0.1, momentum=0.9), "key": 3, "duration": "8ba", **options}
+    return pc.State.create(make_net(), loss=losses.cross_entropy, **options)
+
+
+def make_batch(seed: int = 0, num: int = 4, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (num, length + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1].clone(), ids[:, 1:].clone()
+
+
+def trained(state: pc.State, *algorithms: pc.Algorithm, num: int = 2) -> pc.State:
+    step = pc.compose(pc.loop_events, algorithms)
+    state = step.init(state)
+    for seed in range(num):
+        state = step(state, make_batch(seed))
+    return state
+
+
+def seen_batch(batch: Any, *algorithms: pc.Algorithm, **options: Any) -> Any:
+    """The batch as it comes to the model."""
+    seen = []
+    spy = pc.Algorithm("spy", pc.on("batch_start"), lambda _, state: seen.append(state.batch) or state)
+    step = pc.compose(pc.loop_events, [*algorithms, spy])
+    step(step.init(make_state(**options)), batch)
+    return seen[0]
+
+
+def test_positions_go_and_all_else_is_kept() -> None:
+    before = trained(make_state())
+    copied = before.copy()
+    after, report = surgery.operate(before, alibi_rules(), name="alibi")
+    assert sorted(report.replaced) == sorted(("net.positions", *ATTENTION))
+    assert report.dropped == ("net.positions.weight",) and report.made == ()
+    assert all(new == old for new, old in report.kept.items())
+    assert after.params.keys() == before.params.keys() - {"net.positions.weight"}
+    for name, param in after.params.items():
+        assert param is before.params[name]
+        assert after.opt_state["momentum"][name] is before.opt_state["momentum"][name]
+    assert not pc.tree.diff(before, copied)
+    kinds = [type(module) for module in after.model.module.modules()]
+    assert kinds.count(AlibiAttention) == 2 and kinds.count(NoPositions) == 1
+    assert SelfAttention not in kinds and PositionEmbedding not in kinds
+    assert pc.compose(pc.loop_events)(after, make_batch(5)).timestamp.batch == 3
+
+
+def test_a_second_surgery_changes_nothing_and_warns_nothing() -> None:
+    once, _ = surgery.operate(make_state(), alibi_rules(), name="alibi")
+    twice, report = surgery.operate(once, alibi_rules(), name="alibi")
+    assert twice is once and report.replaced == ()
+
+
+def test_two_networks_of_one_architecture_are_equal_after_it() -> None:
+    first, second = (trained(make_state(), alibi(), num=0) for _ in range(2))
+    assert first.model == second.model != make_state().model
+
+
+def test_a_network_without_attention_is_told() -> None:
+    state = pc.State.create(nn.Linear(2, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="1ba")
+    with pytest.warns(UserWarning, match="looked for SelfAttention or PositionEmbedding or GPT2Attention"):
+        surgery.operate(state, alibi_rules(), name="alibi")
+
+
+def test_sequences_may_be_longer_than_before() -> None:
+    state, (ids, _) = trained(make_state(), alibi()), make_batch(length=3 * LENGTH)
+    with pytest.raises(ValueError, match=r"at most 8 places, got 24"):
+        make_state().forward(ids)
+    logits = state.forward(ids)
+    assert logits.shape == (4, VOCABULARY, 3 * LENGTH) and bool(logits.isfinite().all())
+    long = pc.evaluate(state, [make_batch(length=3 * LENGTH)], metrics={"accuracy": pc.metrics.accuracy})
+    assert 0 <= long["accuracy"] <= 1
+    # What a token sees does not depend on how much comes after it.
+    torch.testing.assert_close(state.forward(ids[:, :LENGTH]), logits[..., :LENGTH], rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 20), st.data())
+def test_it_stays_causal(length: int, data: st.DataObject) -> None:
+    state, (ids, _) = trained(make_state(), alibi(), num=0), make_batch(length, 2, length)
+    place = data.draw(st.integers(0, length - 1))
+    other = ids.clone()
+    other[:, place] = (ids[:, place] + 1) % VOCABULARY
+    before, after = state.forward(ids), state.forward(other)
+    assert torch.equal(before[..., :place], after[..., :place])
+    assert not torch.equal(before[..., place], after[..., place])
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 5))
+def test_with_equal_tokens_and_no_slopes_places_do_not_count(length: int, seed: int) -> None:
+    """Without slopes (the limit of near places) nothing else would tell where a token stands."""
+    state = trained(make_state(), alibi(), num=0)
+    ids = torch.full((1, length), seed % VOCABULARY)
+    logits = state.forward(ids)
+    # All values are the same one, so that every mean of them is it, whatever the weights of the attention.
+    torch.testing.assert_close(logits, logits[..., :1].expand_as(logits), rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.integers(1, LENGTH), st.floats(0.05, 1))
+def test_rows_are_cut_and_nothing_is_moved(num: int, length: int, scaling: float) -> None:
+    ids, labels = make_batch(num, num, length)
+    inputs, targets = seen_batch((ids, labels), alibi(scaling))
+    new_length = max(1, int(length * scaling))
+    assert inputs.shape == targets.shape == (num * length // new_length, new_length)
+    for whole, cut in ((ids, inputs), (labels, targets)):
+        assert torch.equal(cut.flatten(), whole.flatten()[: cut.numel()])
+        assert whole.numel() - cut.numel() < new_length
+    assert torch.equal(inputs[0], ids[0, :new_length])
+
+
+def test_a_quarter_by_default_and_mappings_too() -> None:
+    ids, labels = make_batch()
+    batch = {"input_ids": ids, "labels": labels, "scale": torch.tensor(2.0)}
+    seen = seen_batch(batch, alibi(), input_key="input_ids", target_key="labels")
+    assert torch.equal(seen["input_ids"], ids.reshape(16, 2)) and torch.equal(seen["labels"], labels.reshape(16, 2))
+    assert seen["scale"] is batch["scale"] and batch["input_ids"] is ids
+
+
+def test_time_counts_what_the_loader_gave_and_evaluation_is_whole() -> None:
+    state = trained(make_state(), alibi(), num=2)
+    assert state.timestamp.sample == 8
+    shapes = []
+    spy = pc.Algorithm("spy", pc.on("eval_before_forward"), lambda _, s: shapes.append(tuple(s.inputs.shape)) or s)
+    pc.evaluate(state, [make_batch()], step=pc.compose(pc.loop_events, [alibi(), spy]))
+    assert shapes == [(4, LENGTH)]
+
+
+def test_scaling_by_one_leaves_batches_of_any_kind_alone() -> None:
+    algorithm = alibi(1)
+    assert algorithm.events == (pc.Event.INIT,)
+    batch = make_batch()
+    assert seen_batch(batch, algorithm) == batch
+
+
+def test_a_warm_up_is_of_the_rows_that_are_trained_on() -> None:
+    warmup = seq_length_warmup(1.0, 1, 2, 1)
+    for order in ([alibi(0.5), warmup], [warmup, alibi(0.5)]):
+        assert seen_batch(make_batch(), *order)[0].shape == (8, 1)
+
+
+@pytest.mark.parametrize("scaling", [0, -0.5, 1.5, float("nan")])
+def test_scalings_out_of_range_are_refused(scaling: float) -> None:
+    with pytest.raises(ValueError, match=r"alibi: train_sequence_length_scaling: expected a finite number in \(0, 1\]"):
+        alibi(scaling)
+    with pytest.raises(TypeError, match="alibi: train_sequence_length_scaling: expected a finite number"):
+        alibi("a quarter")  # pyright: ignore[reportArgumentType]
+
+
+def test_labels_of_whole_sequences_are_refused() -> None:
+    batch = {"input_ids": make_batch()[0], "labels": make_batch()[1], "class": torch.zeros(4)}
+    with pytest.raises(
+        ValueError, match=r"expected all tensors to have a position for each of 4x8 tokens, got float32"
+    ):
+        seen_batch(batch, alibi(), input_key="input_ids", target_key="labels")
+
+
+def test_inputs_that_are_no_sequences_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"alibi: expected sequences, .* got float32\[4, 8\]"):
+        seen_batch((torch.zeros(4, 8), torch.zeros(4, 8)), alibi())
+
+
+def test_members_of_a_population_have_it_each() -> None:
+    states = [make_state(key=key) for key in range(2)]
+    step = pc.compose(pc.loop_events, [alibi(0.5)])
+    members = [step.init(state) for state in states]
+    together = pc.population(step, 2)(pc.stack_states(members), make_batch())
+    for i, member in enumerate(members):
+        alone = step(member, make_batch())
+        for name, param in alone.params.items():
+            torch.testing.assert_close(together.params[name][i], param, rtol=1e-4, atol=1e-6)
+
+
+def test_it_trains_on_short_sequences_for_long_ones() -> None:
+    """Repeats of one token after another, which any length can learn."""
+    state = make_state(optimizer=optim.adam(0.02), duration="80ba")
+    step = pc.compose(pc.loop_events, [alibi(0.25)])
+    state = step.init(state)
+    ids = torch.arange(LENGTH * 4 + 1).repeat(8, 1).add(torch.arange(8)[:, None]) % VOCABULARY
+    for _ in range(80):
+        state = step(state, (ids[:, :LENGTH], ids[:, 1 : LENGTH + 1]))
+    accuracy = pc.evaluate(state, [(ids[:, :-1], ids[:, 1:])], metrics={"accuracy": pc.metrics.accuracy})["accuracy"]
+    assert float(accuracy) > 0.99

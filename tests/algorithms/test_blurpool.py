@@ -1,0 +1,330 @@
+"""BlurPool: the layers against scipy and windows by hand, the surgery, shifts, the factory in a run."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings, strategies as st
+from scipy import ndimage
+from surgery_checks import check_keeps_all, make_batch, make_images, make_state, operated, trained
+from torch import Tensor, nn
+
+from purecompose import Trait, compile, compose, loop_events, population, stack_states, testing
+from purecompose.algorithms import blurpool
+from purecompose.functional import blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d
+from purecompose.testing.tasks import MakeBatch, Task
+
+
+FILTER = np.outer([1, 2, 1], [1, 2, 1]) / 16
+UNTYPED: Any = blurpool
+SEEDS = st.integers(0, 99)
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(1, 8))
+STEPS = st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+def pair(value: Any) -> tuple[int, int]:
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def drawn(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def smoothed(images: Tensor, kernel: Any = FILTER) -> Tensor:
+    """By scipy, an image and a channel after the other, in float64."""
+    planes = images.double().flatten(0, -3).numpy()
+    kernels = np.broadcast_to(kernel, (images.shape[-3], *np.shape(kernel)[-2:]))
+    rows = [
+        ndimage.correlate(plane, kernels[index % len(kernels)], mode="constant") for index, plane in enumerate(planes)
+    ]
+    return torch.tensor(np.stack(rows)).view(images.shape)
+
+
+def windows_by_hand(image: Tensor, window: Any, steps: Any, around: Any, holes: Any, size: Any) -> Tensor:
+    """The greatest value of the window at each place that a strided smoothing of `size` results can see."""
+    shape = [(size[i] - 1) * pair(steps)[i] + 1 for i in (0, 1)]
+    # Up to the last window that begins in the image or its padding, and no further than windows fit, or the last one.
+    fits = [image.shape[i] + 2 * pair(around)[i] - pair(holes)[i] * (pair(window)[i] - 1) for i in (0, 1)]
+    shape = [max(there, fit) for there, fit in zip(shape, fits, strict=True)]
+    rows = [[-float("inf")] * shape[1] for _ in range(shape[0])]
+    for y, x in itertools.product(range(shape[0]), range(shape[1])):
+        for dy, dx in itertools.product(range(pair(window)[0]), range(pair(window)[1])):
+            at = y - pair(around)[0] + dy * pair(holes)[0], x - pair(around)[1] + dx * pair(holes)[1]
+            if 0 <= at[0] < image.shape[0] and 0 <= at[1] < image.shape[1]:
+                rows[y][x] = max(rows[y][x], image[at].item())
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# The layers
+
+
+@given(SEEDS, SHAPES, STEPS)
+def test_smoothing_is_scipys_of_every_stride_th_place(seed, shape, stride):
+    images = drawn(seed, shape)
+    expected = smoothed(images)[..., :: pair(stride)[0], :: pair(stride)[1]]
+    torch.testing.assert_close(blur_2d(images, stride=stride), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(blur_2d(images.float(), stride=stride).double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(BlurPool2d(stride)(images), blur_2d(images, stride=stride))
+    torch.testing.assert_close(blur_2d(images[0], stride=stride), expected[0], rtol=1e-12, atol=1e-12)
+
+
+@given(SEEDS, SHAPES, st.sampled_from([(1, 1), (3, 1), (5, 3)]), st.booleans())
+def test_kernels_of_ones_own(seed, shape, sides, is_each):
+    images, kernel = drawn(seed, shape), drawn(seed + 1, (shape[1], *sides))
+    kernel = kernel if is_each else kernel[0]
+    torch.testing.assert_close(blur_2d(images, kernel=kernel), smoothed(images, kernel.numpy()), rtol=1e-9, atol=1e-9)
+
+
+def test_the_filter_is_what_a_single_pixel_becomes():
+    point = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
+    point[..., 2, 2] = 1
+    spread = blur_2d(point)[0, 0, 1:4, 1:4]
+    assert torch.equal(spread, torch.tensor(FILTER)) and spread.sum() == 1
+    assert torch.equal(spread, spread.T) and torch.equal(spread, spread.flip(0))
+
+
+@given(SEEDS, st.floats(-3, 3), st.floats(-3, 3))
+def test_smoothing_is_linear_keeps_channels_apart_and_lowers_the_deviation(seed, a, b):
+    x, y = drawn(seed, (2, 3, 6, 7)), drawn(seed + 100, (2, 3, 6, 7))
+    torch.testing.assert_close(blur_2d(a * x + b * y), a * blur_2d(x) + b * blur_2d(y), rtol=1e-9, atol=1e-9)
+    for channel in range(3):
+        assert torch.allclose(blur_2d(x)[:, [channel]], blur_2d(x[:, [channel]]), rtol=1e-12)
+    assert blur_2d(x).std() <= x.std()
+
+
+@given(st.floats(-5, 5), st.integers(3, 7), st.integers(3, 7))
+def test_a_constant_stays_within_and_fades_at_the_border(value, height, width):
+    result = blur_2d(torch.full((1, 1, height, width), value, dtype=torch.float64))[0, 0]
+    torch.testing.assert_close(result[1:-1, 1:-1], torch.full_like(result[1:-1, 1:-1], value))
+    torch.testing.assert_close(result[0, 1:-1], torch.full_like(result[0, 1:-1], 0.75 * value))
+    assert result[0, 0].item() == pytest.approx(value * 9 / 16) == pytest.approx(result[-1, -1].item())
+
+
+@st.composite
+def poolings(draw: st.DrawFn) -> dict[str, Any]:
+    window = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    return {
+        "kernel_size": window,
+        "stride": draw(STEPS),
+        "padding": tuple(draw(st.integers(0, side // 2)) for side in window),
+        "dilation": draw(st.integers(1, 2)),
+        "ceil_mode": draw(st.booleans()),
+    }
+
+
+@given(SEEDS, st.integers(1, 8), st.integers(1, 8), poolings())
+def test_max_pooling_is_that_of_windows_smoothed_and_has_torchs_shape(seed, height, width, pooling):
+    images = drawn(seed, (1, 1, height, width))
+    for side, window, around in zip((height, width), pooling["kernel_size"], pooling["padding"], strict=True):
+        assume(side + 2 * around > pooling["dilation"] * (window - 1))
+        assume(side > pooling["dilation"] * (window - 1))  # else a window may hold nothing but padding
+    plain = F.max_pool2d(images, **pooling)
+    result = blurmax_pool2d(images, **pooling)
+    assert result.shape == plain.shape
+    window, steps, around, holes = (pooling[key] for key in ("kernel_size", "stride", "padding", "dilation"))
+    highest = windows_by_hand(images[0, 0], window, steps, around, holes, plain.shape[-2:])
+    down, right = pair(steps)
+    expected = smoothed(highest[None, None])[..., ::down, ::right]
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+    assert torch.equal(BlurMaxPool2d(**pooling)(images), result)
+
+
+def test_a_pooling_takes_the_windows_size_for_its_stride():
+    images = drawn(0, (2, 3, 6, 6))
+    assert torch.equal(blurmax_pool2d(images, 3), blurmax_pool2d(images, 3, 3))
+    assert torch.equal(BlurMaxPool2d(2)(images), blurmax_pool2d(images))
+
+
+@given(
+    SEEDS,
+    st.sampled_from([1, (1, 3), 3]),
+    st.sampled_from([2, (2, 1), 3]),
+    st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([(3, 3), (3, 7), (4, 4)]),
+    st.booleans(),
+)
+def test_convolutions_are_the_formulas_with_all_settings_kept(seed, side, stride, mode, groups, size, is_first):
+    torch.manual_seed(seed)
+    around = pair(side)[0] // 2, pair(side)[1] // 2
+    conv = nn.Conv2d(4, 6, side, stride, around, groups=groups, padding_mode=mode, dtype=torch.float64)
+    images = drawn(seed, (2, 4, *size))
+    result = BlurConv2d(conv, is_first)(images)
+    pads = (around[1], around[1], around[0], around[0])
+
+    def convolved(x: Tensor, step: Any) -> Tensor:
+        padded = F.pad(x, pads, mode="constant" if mode == "zeros" else mode)
+        return F.conv2d(padded, conv.weight, conv.bias, step, groups=groups)
+
+    down, right = pair(stride)
+    after = convolved(smoothed(images), stride)
+    before = smoothed(convolved(images, 1).detach())[..., ::down, ::right]
+    assert result.shape == conv(images).shape
+    torch.testing.assert_close(result, after if is_first else before, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gradients_transforms_and_compiled_code(is_first):
+    torch.manual_seed(0)
+    layer = nn.Sequential(BlurConv2d(nn.Conv2d(2, 2, 3, 2, 1), is_first), BlurMaxPool2d(3, 2, 1, ceil_mode=True))
+    layer = layer.double()
+    images = drawn(0, (2, 2, 7, 7)).requires_grad_()
+    assert torch.autograd.gradcheck(layer, images)
+    torch.testing.assert_close(torch.vmap(layer)(torch.stack([images, 2 * images]))[0], layer(images))
+    tangent = torch.func.jvp(layer, (images,), (torch.ones_like(images),))[1]
+    quotient = (layer(images + 1e-6) - layer(images - 1e-6)) / 2e-6
+    torch.testing.assert_close(tangent, quotient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(images), layer(images))
+
+
+def test_a_shifted_image_gives_an_answer_less_different():
+    torch.manual_seed(0)
+    conv, distances = nn.Conv2d(3, 8, 3, 2, 1), []
+    images = make_images(0, 32, 3, 16)
+    for layer in (conv, BlurConv2d(conv), BlurConv2d(conv, False)):
+        change = layer(images) - layer(images.roll((1, 1), (2, 3)))
+        distances.append(change[..., 2:-2, 2:-2].norm().item() / layer(images).norm().item())
+    assert max(distances[1:]) < 0.7 * distances[0]
+
+
+def test_numbers_of_no_images_and_empty_images():
+    assert blur_2d(torch.zeros(0, 3, 4, 4), stride=2).shape == (0, 3, 2, 2)
+    assert blur_2d(torch.zeros(2, 3, 0, 4)).shape == (2, 3, 0, 4)
+
+
+# The surgery
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, 2, 1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.Conv2d(4, 4, 3, (1, 2), 1, bias=False),
+        nn.MaxPool2d(3, 1, 1),
+        nn.Conv2d(4, 4, 3, 1, 1),
+        nn.Flatten(),
+        nn.Linear(4 * 2 * 1, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ("0", "3", "4")),
+        ({"min_channels": 3}, ("3", "4")),
+        ({"min_channels": 5}, ("3",)),
+        ({"replace_maxpools": False}, ("0", "4")),
+        ({"replace_convs": False}, ("3",)),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_skips_places_is_replaced_and_nothing_else(settings, names, is_first):
+    rules = blurpool_rules(blur_first=is_first, **{"min_channels": 1, **settings})
+    state = trained(make_state(make_net()))
+    after, report = check_keeps_all(state, rules)
+    assert report.replaced == names and report.made == ()
+    kinds = {nn.Conv2d: BlurConv2d, nn.MaxPool2d: BlurMaxPool2d}
+    for name, module in state.model.module.named_children():
+        new = getattr(after.model.module, name)
+        assert isinstance(new, kinds[type(module)]) if name in names else type(new) is type(module)
+    assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
+
+
+def test_what_it_leaves():
+    class Transposed(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.ConvTranspose2d(2, 2, 2, 2), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(3, 1))
+
+    with pytest.warns(UserWarning, match="looked for Conv2d or MaxPool2d to replace, and the rules left all 2"):
+        _, report = operated(nn.Sequential(Transposed(), nn.MaxPool3d(2), nn.AvgPool2d(2)), blurpool_rules())
+    assert report.replaced == ()
+
+
+def test_a_network_that_is_a_convolution_and_one_that_stands_in_two_places():
+    module, report = operated(nn.Conv2d(2, 2, 3, 2), blurpool_rules(min_channels=1))
+    assert isinstance(module, BlurConv2d) and report.kept == {"conv.weight": "weight", "conv.bias": "bias"}
+    shared = nn.Conv2d(2, 2, 3, 2, 1)
+    module, report = operated(nn.Sequential(shared, nn.ReLU(), shared), blurpool_rules(min_channels=1))
+    assert module[0] is module[2] and report.replaced == ("0",)
+
+
+@given(SEEDS, st.sampled_from([torch.float32, torch.float64]), st.booleans())
+@settings(max_examples=10)
+def test_the_state_after_surgery_computes_what_the_layers_do(seed, dtype, is_first):
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(2, 4, 3, 2, 1, dtype=dtype)
+    state = make_state(nn.Sequential(conv, nn.MaxPool2d(2)))
+    after, _ = check_keeps_all(state, blurpool_rules(blur_first=is_first, min_channels=1))
+    images = drawn(seed, (2, 2, 8, 8), dtype)
+    expected = blurmax_pool2d(BlurConv2d(conv, is_first)(images), 2)
+    assert torch.equal(after.forward(images), expected) and after.params["0.conv.weight"].dtype == dtype
+
+
+# The method
+
+
+def make_pooled(seed: int) -> nn.Module:
+    del seed
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(36, 3)
+    )
+
+
+POOLED = Task("pooled", make_pooled, MakeBatch("images"))
+
+
+def test_max_poolings_keep_laws():
+    laws = ["input_untouched", "init_once", "gradient_exact", "vmap_agrees"]
+    report = testing.check("blurpool(replace_convs=False)", tasks=[POOLED], laws=laws, max_examples=2)
+    assert report.ok, str(report)
+
+
+def test_a_population_and_compiled_steps_do_what_plain_ones_do():
+    method = blurpool(min_channels=1)
+    step = compose(loop_events, [method])
+    members = [step.init(make_state(make_net(), key=key)) for key in (0, 1)]
+    batch = make_batch(3)
+    alone = [step(state, batch) for state in members]
+    together = population(step, 2)(stack_states(members), batch)
+    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
+    for name, param in alone[0].params.items():
+        for index, state in enumerate(alone):
+            torch.testing.assert_close(together.params[name][index], state.params[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(compiled.params[name], param, rtol=1e-5, atol=1e-6)
+
+
+def test_the_method_is_the_surgery_at_init():
+    method = blurpool(min_channels=1)
+    assert repr(method) == "blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=1)"
+    assert Trait.REQUIRED_ON_LOAD in method.traits and blurpool(name="b").name == "b"
+    step = compose(loop_events, [method])
+    once = step.init(make_state(make_net()))
+    assert "0.conv.weight" in once.params and step.init(once).params.keys() == once.params.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: blurpool(False, False), ValueError, "blurpool: expected replace_convs or replace_maxpools, got neith"),
+        (lambda: UNTYPED(1), TypeError, "blurpool: replace_convs: expected True or False, got 1"),
+        (lambda: UNTYPED(True, "no"), TypeError, "blurpool: replace_maxpools: expected True or False"),
+        (lambda: UNTYPED(blur_first=None), TypeError, "blurpool: blur_first: expected True or False"),
+        (lambda: blurpool(min_channels=0), ValueError, "blurpool: min_channels: expected an int >= 1, got 0"),
+        (lambda: blur_2d(torch.zeros(3, 3)), ValueError, r"blur_2d: expected an input .* got shape \(3, 3\)"),
+        (lambda: blur_2d(torch.ones(1, 1, 3, 3).int()), TypeError, "blur_2d: expected a floating input, got torch.int"),
+        (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(2, 2)), ValueError, "odd sides, got shape"),
+        (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(3, 3, 3)), ValueError, r"or \(2, h, w\)"),
+        (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(3)), ValueError, "expected a kernel"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,272 @@
+"""Factorize: which layers, what stays of them, and ranks lowered by data."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import purecompose as pc
+from purecompose import State, compose, loop_events, surgery
+from purecompose.algorithms import factorize
+from purecompose.functional import factorize_conv2d, factorize_matrix, factorize_rules, factorizing_could_speedup
+from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
+from purecompose.layers.low_rank import max_latent, split_weight
+
+
+SMALL: dict[str, Any] = {"min_channels": 4, "latent_channels": 0.25, "min_features": 4, "latent_features": 0.25}
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, bias=False), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 16), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def make_state(net: nn.Module | None = None, **options: Any) -> State:
+    options = {"optimizer": pc.optim.sgd(0.1, momentum=0.9), "duration": "8ba", **options}
+    return State.create(net or make_net(), loss=pc.losses.cross_entropy, **options)
+
+
+def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+def data(n: int, width: int, out: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(n, width, generator=generator), torch.randn(width, out, generator=generator)
+    return x, x @ weight, weight
+
+
+def test_the_greatest_ranks_that_save_something():
+    linears = {width: max_latent(nn.Linear(width, width)) for width in (8, 16, 512)}
+    assert linears == {8: 3, 16: 7, 512: 255} and max_latent(nn.Conv2d(8, 8, 3)) == 7
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(1, 40))
+def test_a_layer_is_worth_it_exactly_where_multiplications_are_saved(fan, out, kernel, latent):
+    conv = nn.Conv2d(fan, out, kernel, device="meta")
+    fewer = latent * (fan * kernel**2 + out) < fan * kernel**2 * out
+    assert factorizing_could_speedup(conv, latent) is fewer
+
+
+def test_which_layers_are_replaced():
+    state = compose(loop_events, [factorize(**SMALL)]).init(make_state())
+    kinds = {name: type(module).__name__ for name, module in state.model.module.named_children()}
+    assert {name: kind for name, kind in kinds.items() if "Factorized" in kind} == {
+        "2": "FactorizedConv2d", "7": "FactorizedLinear"
+    }  # fmt: skip
+    assert state.params["2.first.weight"].shape == (2, 8, 3, 3) and state.params["7.second.weight"].shape == (16, 2)
+    assert "2.second.bias" not in state.params and "7.second.bias" in state.params
+    whole = sum(isinstance(module, (nn.Conv2d, nn.Linear)) for module in state.model.module.modules())
+    assert whole == 5 + 2  # two for each of the two
+
+
+def test_subclasses_ties_and_layers_inside_attention_stay():
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    tied[1].weight = tied[0].weight
+    with pytest.warns(UserWarning, match="looked for Conv2d or Linear"):
+        state, report = surgery.operate(make_state(tied), factorize_rules(**SMALL), name="factorize")
+    assert not report.replaced and state.params.keys() == make_state(tied).params.keys()
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(0, 99))
+def test_a_linear_layer_of_full_rank_is_the_layer(width, out, bias, seed):
+    torch.manual_seed(seed)
+    linear = nn.Linear(width, out, bias=bias)
+    x = torch.randn(2, 5, width)
+    layer = FactorizedLinear(linear, min(width, out))
+    torch.testing.assert_close(layer(x), linear(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.weight, linear.weight, rtol=1e-5, atol=1e-5)
+    assert layer.bias is linear.bias
+
+
+KERNELS = [(1, 1), (2, 2), (3, 3), (1, 3), (3, 1), (5, 5)]
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(KERNELS), st.integers(1, 2), st.integers(0, 2), st.integers(1, 2),
+    st.sampled_from(["zeros", "reflect", "circular", "replicate"]), st.booleans(),
+)  # fmt: skip
+def test_a_convolution_of_full_rank_is_the_convolution(kernel, stride, padding, dilation, mode, bias):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, kernel, stride, padding, dilation, bias=bias, padding_mode=mode)
+    x = torch.randn(2, 3, 12, 11)
+    layer = FactorizedConv2d(conv, min(4, 3 * kernel[0] * kernel[1]))
+    torch.testing.assert_close(layer(x), conv(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.weight, conv.weight, rtol=1e-5, atol=1e-5)
+    assert FactorizedConv2d(conv, 1)(x).shape == conv(x).shape
+
+
+@given(st.integers(2, 8), st.integers(2, 8), st.integers(1, 7), st.integers(0, 99))
+def test_factors_miss_by_the_singular_values_that_are_left_out(out, width, rank, seed):
+    """Eckart and Young: the squared error of the best of rank k is the sum of the other squared values."""
+    weight = torch.randn(out, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rank = min(rank, out, width)
+    first, second = split_weight(weight, rank)
+    left = torch.linalg.svdvals(weight)[rank:].square().sum()
+    torch.testing.assert_close((weight - second @ first).square().sum(), left, rtol=1e-6, atol=1e-12)
+
+
+def test_the_old_state_stays_and_momentum_survives_and_twice_is_once():
+    step = compose(loop_events)
+    before = step(step(make_state(), make_batch(0)), make_batch(1))
+    net, copied = copy.deepcopy(before.model.module), before.copy()
+    rules = factorize_rules(**SMALL)
+    after, report = surgery.operate(before, rules, name="factorize")
+    assert_same(before, copied)
+    assert str(net) == str(before.model.module)
+    for new, old in report.kept.items():
+        assert after.params[new] is before.params[old]
+        assert after.opt_state["momentum"][new] is before.opt_state["momentum"][old]
+    assert report.kept["7.second.bias"] == "7.bias" and set(report.dropped) == {"2.weight", "7.weight"}
+    again, second = surgery.operate(after, rules, name="factorize")
+    assert again is after and not second.replaced
+    assert step(after, make_batch(2)).timestamp.batch == 3
+
+
+def test_frozen_weights_have_frozen_factors_of_their_dtype():
+    net = make_net().double()
+    net[7].weight.requires_grad_(False)
+    state = compose(loop_events, [factorize(**SMALL)]).init(make_state(net))
+    assert state.context.frozen == {"7.first.weight", "7.second.weight"}
+    assert {param.dtype for param in state.params.values()} == {torch.float64}
+
+
+def test_neutral_and_wrong_settings():
+    assert factorize(False, False).predicate == pc.NEVER
+    for wrong, error in (
+        ({"latent_features": 0}, ValueError), ({"min_channels": 0}, ValueError), ({"latent_channels": "a"}, TypeError),
+        ({"factorize_convs": 1}, TypeError), ({"min_features": 1.5}, TypeError),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^factorize: {next(iter(wrong))}"):
+            factorize(**wrong)
+    with pytest.raises(ValueError, match=r"latent_features: expected an int in \[1, 4\], got 5"):
+        FactorizedLinear(nn.Linear(4, 8), 5)
+    with pytest.raises(NotImplementedError, match="groups=1, got 2"):
+        FactorizedConv2d(nn.Conv2d(4, 4, 1, groups=2), 1)
+
+
+def test_it_comes_after_what_looks_for_whole_layers():
+    method = factorize(**SMALL)
+    other = pc.algorithms.squeeze_excite(0.5, 4)
+    ordered = compose(loop_events, [method, other]).order([method, other], pc.Event.INIT)
+    assert [a.name for a in ordered] == ["squeeze_excite", "factorize"]
+
+
+def test_evaluation_of_torchs_encoder_reads_the_product():
+    """Its fast path takes `linear1.weight`, which only the product can give."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    thin = copy.deepcopy(encoder)
+    thin.linear1 = FactorizedLinear(thin.linear1, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    with torch.no_grad():
+        fast = thin(x)
+    torch.testing.assert_close(fast, thin.train()(x), rtol=1e-4, atol=1e-5)
+
+
+# By data
+
+
+@given(st.integers(1, 6), st.integers(0, 99))
+def test_a_product_of_the_rank_that_is_asked_for_is_found(rank, seed):
+    x, _, _ = data(40, 8, 7, seed)
+    weight = data(8, rank, 7, seed + 1)[1]
+    solution = factorize_matrix(x, x @ weight, weight, rank=rank)
+    assert solution.rank == rank and solution.nmse < 1e-9 and solution.bias is None
+
+
+def test_errors_fall_with_the_rank_and_with_turns():
+    x, _, weight = data(64, 40, 40)
+    y = x @ weight + 0.5 * x.square() @ data(64, 40, 40, 1)[2]  # of which no product gives all
+    ranks = [factorize_matrix(x, y, weight, rank=rank).nmse for rank in (1, 4, 16, 32)]
+    turns = [factorize_matrix(x, y, weight, rank=4, n_iters=n).nmse for n in (0, 1, 2, 4)]
+    assert ranks == sorted(ranks, reverse=True) and ranks[0] < 1
+    assert turns == sorted(turns, reverse=True) and turns[1] < turns[0]
+    best = torch.linalg.lstsq(x.double(), y.double()).solution  # closed form: the fitted outputs, cut to the rank
+    fitted = x.double() @ best
+    vectors = torch.linalg.svd(fitted, full_matrices=False).Vh[:4]
+    left = (y - fitted @ vectors.T @ vectors).square().sum() / (y - y.mean(0)).double().square().sum()
+    many = factorize_matrix(x, y, weight, rank=4, n_iters=200)
+    assert many.nmse == pytest.approx(left.item(), rel=1e-6)
+
+
+def test_a_bias_is_fitted_where_there_is_one():
+    x, y, weight = data(40, 6, 6)
+    x = x + 3.0  # so that a bias matters
+    shift = torch.arange(6.0)
+    exact = factorize_matrix(x, x @ weight + shift, weight, bias=torch.zeros(6), rank=6)
+    assert exact.second is None and exact.rank == -1 and exact.nmse < 1e-9 and exact.bias is not None
+    torch.testing.assert_close(exact.bias, shift, rtol=1e-3, atol=1e-3)
+    thin = factorize_matrix(x, x @ weight + shift, weight, bias=shift, rank=2)
+    bias, second = thin.bias, thin.second
+    assert bias is not None and second is not None
+    residual = x @ weight + shift - (x @ thin.first @ second + bias)
+    assert residual.mean(0).abs().max() < 1e-4
+    deviation = (x @ weight + shift - (x @ weight + shift).mean(0)).square().sum()
+    assert thin.nmse == pytest.approx((residual.square().sum() / deviation).item(), rel=1e-4)
+
+
+def test_special_ranks():
+    x, y, weight = data(30, 8, 6)
+    first, second = weight[:, :4], data(1, 4, 6)[2]
+    y = x @ first @ second
+    assert factorize_matrix(x, y, first, second, rank=4).first is first
+    assert factorize_matrix(x, y, first, second, rank=0.25).rank == 2
+    assert factorize_matrix(x, y, first, second, rank=0.9).rank == -1  # 7 of 8 inputs, of which there are 4
+    assert factorize_matrix(x, y, weight, rank=6).second is None
+    with pytest.raises(RuntimeError, match="inputs: expected a matrix"):
+        factorize_matrix(x[None], y, weight)
+    with pytest.raises(RuntimeError, match="expected inputs"):
+        factorize_matrix(x, y[:4], weight)
+    with pytest.raises(ValueError, match="rank: expected a number > 0"):
+        factorize_matrix(x, y, weight, rank=0)
+
+
+def test_a_convolution_by_data_is_the_matrix_of_its_patches():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 2, 7, 7), torch.randn(8, 2, 3, 3), torch.randn(8)
+    found = factorize_conv2d(x, weight, rank=3, first_bias=bias, stride=2, padding=1, dilation=1)
+    assert found.second is not None
+    ours = F.conv2d(F.conv2d(x, found.first, stride=2, padding=1), found.second, found.bias)
+    exact = F.conv2d(x, weight, bias, stride=2, padding=1)
+    by_channel = exact.transpose(0, 1).flatten(1)
+    deviation = (by_channel - by_channel.mean(1, keepdim=True)).square().sum()
+    assert found.nmse == pytest.approx(((ours - exact).square().sum() / deviation).item(), rel=1e-4)
+    with pytest.raises(NotImplementedError, match="groups=1"):
+        factorize_conv2d(x, weight, groups=2)
+    with pytest.raises(RuntimeError, match="second_bias without second"):
+        factorize_conv2d(x, weight, second_bias=bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_ranks_of_layers_go_down_step_by_step(bias: bool):
+    torch.manual_seed(0)
+    x, layer = torch.randn(5, 20, 36), FactorizedLinear(nn.Linear(36, 40, bias=bias), 16)
+    for rank in (12, 8):
+        lower: Any = layer.with_rank(x, rank)
+        assert lower.first.weight.shape == (rank, 36) and lower.second.weight.shape == (40, rank)
+        assert lower.with_rank(x, rank) is lower and (lower.bias is None) is not bias
+        layer = lower
+    with pytest.raises(ValueError, match="at most the layer's 8, got 9"):
+        layer.with_rank(x, 9)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_ranks_of_convolutions_go_down_too(mode: str):
+    torch.manual_seed(0)
+    x, conv = torch.randn(4, 3, 9, 9), nn.Conv2d(3, 12, 3, stride=2, padding=1, padding_mode=mode)
+    layer = FactorizedConv2d(conv, 12)
+    lower: Any = layer.with_rank(x, 9)
+    assert lower.first.weight.shape == (9, 3, 3, 3) and lower(x).shape == conv(x).shape
+    plain = FactorizedConv2d(conv, 9)  # without data
+    assert (lower(x) - conv(x)).square().sum() <= (plain(x) - conv(x)).square().sum() * (1 + 1e-5)

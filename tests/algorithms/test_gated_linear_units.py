@@ -1,0 +1,249 @@
+"""Gated linear units: the block's numbers by hand in double precision, and what the surgery keeps and makes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import losses, optim, surgery
+from purecompose.algorithms import gated_linear_units
+from purecompose.algorithms.gated_linear_units import ACTIVATIONS
+from purecompose.functional import gated_linear_units_rules
+from purecompose.layers import FeedForward, GatedLinearUnit, SelfAttention
+from purecompose.model import from_module
+from purecompose.models import gpt
+
+
+BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "identity": lambda x: x,
+    "relu": lambda x: x * (x > 0),
+    "sigmoid": lambda x: 1 / (1 + (-x).exp()),
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "tanh": lambda x: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp()),
+}
+
+
+class Block(nn.Module):
+    """LayerNorm of a feed-forward block and its input, as in BERT."""
+
+    def __init__(self, act: nn.Module | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention = SelfAttention(4, 2)
+        self.feed_forward, self.norm = FeedForward(4, 6, act, dropout), nn.LayerNorm(4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.norm(self.feed_forward(input) + input)
+
+
+def make_state(net: nn.Module | None = None, *, seed: int = 0, **options: Any) -> pc.State:
+    torch.manual_seed(seed)
+    options = {"optimizer": optim.sgd(0.1, momentum=0.9), "key": 3, "duration": "8ba", **options}
+    return pc.State.create(Block() if net is None else net, loss=losses.mse, **options)
+
+
+def gated(state: pc.State, *args: Any, **options: Any) -> pc.State:
+    return surgery.operate(state, gated_linear_units_rules(*args, **options), name="glu")[0]
+
+
+def changed(state: pc.State, **params: Tensor) -> pc.State:
+    """The state with other values of some of the feed-forward block's parameters."""
+    given = {f"feed_forward.{name.replace('__', '.')}": value for name, value in params.items()}
+    assert given.keys() <= state.params.keys()
+    return state.replace(params={**state.params, **given})
+
+
+def make_inputs(seed: int, *lead: int) -> Tensor:
+    return torch.randn(*lead, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(state: pc.State, input: Tensor, act: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The product and the block's output in float64, from matrices and means alone."""
+    p = {name.removeprefix("feed_forward."): value.detach().double() for name, value in state.params.items()}
+    x = input.double()
+    none = torch.zeros(6, dtype=torch.float64)
+    gate = x @ p["up.gate.weight"].T + p.get("up.gate.bias", none)
+    product = act(gate) * (x @ p["up.linear.weight"].T + p.get("up.linear.bias", none))
+    total = product @ p["down.weight"].T + p["down.bias"] + x
+    centred = total - total.mean(-1, keepdim=True)
+    return product, centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(sorted(ACTIVATIONS)), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_the_block_is_the_formula(act: str, gate_bias: bool, linear_bias: bool, seed: int) -> None:
+    state, input = gated(make_state(seed=seed), act, gate_bias, linear_bias), make_inputs(seed, 2, 3)
+    _, expected = by_hand(state, input, BY_HAND[act])
+    module = pc.to_module(state).double()
+    assert expected.numel() == 24
+    torch.testing.assert_close(module(input.double()), expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(state.forward(input).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(1, 3), max_size=3))
+def test_any_leading_dims(lead: list[int]) -> None:
+    state, input = gated(make_state()), make_inputs(0, *lead)
+    assert state.forward(input).shape == input.shape
+    rows = state.forward(input.reshape(-1, 4)).reshape(input.shape)
+    torch.testing.assert_close(state.forward(input), rows, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 99))
+def test_a_closed_gate_leaves_bias_and_residual(seed: int) -> None:
+    state, input = gated(make_state(seed=seed)), make_inputs(seed, 5)
+    state = changed(state, up__linear__weight=torch.zeros(6, 4))
+    expected = torch.layer_norm(state.params["feed_forward.down.bias"] + input, (4,))
+    torch.testing.assert_close(state.forward(input), expected)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 99))
+def test_identity_times_one_is_a_linear_block(seed: int) -> None:
+    state, input = gated(make_state(seed=seed), "identity", non_gated_layer_bias=True), make_inputs(seed, 5)
+    state = changed(state, up__linear__weight=torch.zeros(6, 4), up__linear__bias=torch.ones(6))
+    down, bias, gate = (state.params[f"feed_forward.{name}"] for name in ("down.weight", "down.bias", "up.gate.weight"))
+    expected = torch.layer_norm(input @ gate.T @ down.T + bias + input, (4,))
+    torch.testing.assert_close(state.forward(input), expected, rtol=1e-4, atol=1e-5)
+
+
+@given(st.integers(0, 99), st.floats(-4, 4))
+def test_a_sigmoid_only_shrinks_and_two_linear_layers_are_of_second_order(seed: int, scale: float) -> None:
+    torch.manual_seed(seed)
+    input = make_inputs(seed, 5)
+    unit = GatedLinearUnit(4, 6, nn.Sigmoid())
+    assert bool((unit(input).abs() <= unit.linear(input).abs()).all())
+    bilinear = GatedLinearUnit(4, 6, nn.Identity())
+    torch.testing.assert_close(bilinear(scale * input), scale**2 * bilinear(input), rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_first_layer_is_new() -> None:
+    step, batch = pc.compose(pc.loop_events), (make_inputs(0, 2, 3), make_inputs(1, 2, 3))
+    before = step(step.init(make_state()), batch)
+    copied = before.copy()
+    after, report = surgery.operate(before, gated_linear_units_rules(), name="glu")
+    assert report.replaced == ("feed_forward",)
+    assert set(report.dropped) == {"feed_forward.up.weight", "feed_forward.up.bias"}
+    assert set(report.made) == {"feed_forward.up.gate.weight", "feed_forward.up.linear.weight"}
+    assert after.opt_state["momentum"].keys() == after.params.keys()
+    for name in after.params.keys() & before.params.keys():
+        assert after.params[name] is before.params[name]
+        assert after.opt_state["momentum"][name] is before.opt_state["momentum"][name]
+    assert not pc.tree.diff(before, copied)
+    assert after.params["feed_forward.up.gate.weight"].shape == (6, 4)
+    assert step(after, batch).timestamp.batch == 2
+    attention = [module for module in after.model.module.modules() if type(module) is SelfAttention]
+    assert len(attention) == 1
+
+
+def test_new_weights_are_drawn_with_the_runs_key() -> None:
+    first, again, other = (gated(make_state(key=key)) for key in (3, 3, 4))
+    gate = "feed_forward.up.gate.weight"
+    assert torch.equal(first.params[gate], again.params[gate]) and first.model == again.model
+    assert not torch.equal(first.params[gate], other.params[gate])
+    assert not torch.equal(first.params[gate], first.params["feed_forward.up.linear.weight"])
+    assert bool((first.params[gate].abs() <= 4**-0.5).all())  # as a linear layer of torch begins
+
+
+def test_a_second_surgery_changes_nothing_and_warns_nothing() -> None:
+    once = gated(make_state())
+    twice, report = surgery.operate(once, gated_linear_units_rules("relu"), name="glu")
+    assert twice is once and report.replaced == ()
+
+
+def test_blocks_keep_their_own_activations_and_a_given_one_is_copied() -> None:
+    net = nn.Sequential(Block(nn.ReLU()), Block(nn.PReLU()))
+    own, given = gated(make_state(net)), nn.PReLU()
+    acts = [type(module.act) for module in own.model.module.modules() if isinstance(module, GatedLinearUnit)]
+    assert acts == [nn.ReLU, nn.PReLU] and "1.feed_forward.up.act.weight" in own.params
+    copies = gated(make_state(net), given)
+    assert {"0.feed_forward.up.act.weight", "1.feed_forward.up.act.weight"} <= copies.params.keys()
+    given.weight.data.fill_(7.0)
+    assert copies.params["0.feed_forward.up.act.weight"].item() == 0.25
+
+
+def test_functions_are_activations() -> None:
+    state, input = gated(make_state(), torch.relu), make_inputs(0, 5)
+    _, expected = by_hand(state, input, BY_HAND["relu"])
+    torch.testing.assert_close(state.forward(input).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_stays_on_the_product() -> None:
+    state, input = gated(make_state(Block(dropout=0.5))), make_inputs(0, 64)
+    module = pc.to_module(state)
+    feed_forward = module.get_submodule("feed_forward")
+    seen = []
+    feed_forward.get_submodule("down").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    module.train()(input)
+    module.eval()(input)
+    product, _ = by_hand(state, input, BY_HAND["gelu"])
+    dropped = seen[0] == 0
+    assert 0.3 < dropped.float().mean() < 0.7
+    torch.testing.assert_close(seen[0].double(), torch.where(dropped, 0.0, 2 * product), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(seen[1].double(), product, rtol=1e-4, atol=1e-6)
+    copy.deepcopy(module)(input)
+
+
+def test_a_gpt_has_one_matrix_more_in_each_block() -> None:
+    net = gpt(7, 8, width=8, depth=2, num_heads=2)
+    state = pc.State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="1ba")
+    after = gated(state)
+    hidden = state.params["blocks.0.feed_forward.up.bias"].numel()
+    before, now = (sum(param.numel() for param in one.params.values()) for one in (state, after))
+    assert now - before == 2 * (hidden * 8 - hidden)  # biases go
+    assert after.forward(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 7)
+
+
+def test_members_of_a_population_draw_their_own() -> None:
+    step = pc.compose(pc.loop_events, [gated_linear_units()])
+    members = [step.init(make_state(key=key)) for key in range(2)]
+    batch = make_inputs(0, 2, 3), make_inputs(1, 2, 3)
+    together = pc.population(step, 2)(pc.stack_states(members), batch)
+    for i, member in enumerate(members):
+        alone = step(member, batch)
+        for name, param in alone.params.items():
+            torch.testing.assert_close(together.params[name][i], param, rtol=1e-4, atol=1e-6)
+
+
+def test_a_network_without_blocks_is_told() -> None:
+    with pytest.warns(
+        UserWarning, match="looked for FeedForward or BertIntermediate or RobertaIntermediate or GPT2MLP"
+    ):
+        gated(make_state(nn.Linear(2, 2)))
+
+
+def test_settings_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="gated_linear_units: act_fn: expected one of 'gelu', .* got 'swish'"):
+        gated_linear_units("swish")
+    for act in (3, nn.ReLU):
+        with pytest.raises(
+            TypeError, match="gated_linear_units: act_fn: expected one of 'gelu', .* or a function, got"
+        ):
+            gated_linear_units(act)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="gated_linear_units: gated_layer_bias: expected True or False, got 1"):
+        gated_linear_units(None, 1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="gated_linear_units: non_gated_layer_bias: expected True or False"):
+        gated_linear_units(non_gated_layer_bias="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_block_without_an_activation_is_refused() -> None:
+    net = FeedForward(4, 6)
+    del net._modules["act"]
+    net.act = None  # pyright: ignore[reportAttributeAccessIssue]
+    model, params, buffers, _ = from_module(net)
+    with pytest.raises(ValueError, match="expected an activation, got None"):
+        surgery.replace(model, gated_linear_units_rules(), params, buffers, key=pc.random.key(0))
+
+
+@pytest.mark.parametrize("width", [0, 2.5])
+def test_sizes_of_a_unit_are_checked(width: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="GatedLinearUnit: width: expected an int"):
+        GatedLinearUnit(4, width, nn.ReLU())
+    with pytest.raises(TypeError, match="act: expected a module or a function"):
+        GatedLinearUnit(4, 6, nn.ReLU)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,224 @@
+"""Squeeze-and-excitation: the layers against the formula in numpy, the surgery, the factory in a run."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from surgery_checks import check_keeps_all, make_batch, make_state, operated, trained
+from torch import Tensor, nn
+
+from purecompose import Trait, compile, compose, loop_events, population, stack_states, surgery
+from purecompose.algorithms import squeeze_excite
+from purecompose.functional import squeeze_excite_rules
+from purecompose.layers import SqueezeExcite2d, SqueezeExciteConv2d
+
+
+UNTYPED: Any = squeeze_excite
+SEEDS = st.integers(0, 99)
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
+LATENTS = st.integers(1, 5) | st.floats(0.01, 0.99)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer_of(seed: int, channels: int, latent: float = 3) -> SqueezeExcite2d:
+    torch.manual_seed(seed)
+    return SqueezeExcite2d(channels, latent).double()
+
+
+def by_hand(images: Tensor, layer: SqueezeExcite2d) -> Any:
+    """In numpy, an example after the other."""
+    first, second = (linear.weight.detach().double().numpy() for linear in (layer.squeeze, layer.excite))
+    results = []
+    for image in images.double().numpy():
+        means = image.reshape(len(image), -1).sum(1) / image[0].size
+        attention = 1 / (1 + np.exp(-(second @ np.maximum(first @ means, 0))))
+        results.append(image * attention.reshape(-1, 1, 1))
+    return torch.tensor(np.stack(results))
+
+
+# The layers
+
+
+@given(SEEDS, SHAPES, LATENTS)
+def test_the_layer_is_the_formula(seed, shape, latent):
+    images, layer = drawn(seed, *shape), layer_of(seed, shape[1], latent)
+    expected = by_hand(images, layer)
+    torch.testing.assert_close(layer(images), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer(images[0]), expected[0], rtol=1e-10, atol=1e-12)
+    single = layer.float()(images.float())
+    assert (single.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@given(SEEDS, SHAPES)
+def test_attention_is_between_0_and_1_and_keeps_signs(seed, shape):
+    images = drawn(seed, *shape)
+    share = layer_of(seed, shape[1])(images) / images
+    assert ((share > 0) & (share < 1)).all()
+    torch.testing.assert_close(share, share[..., :1, :1].expand_as(share))  # one number for a channel
+
+
+@given(SEEDS, SHAPES, st.randoms(use_true_random=False))
+def test_places_that_change_places_do_so_in_the_answer(seed, shape, shuffler):
+    images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
+    order = list(range(shape[2] * shape[3]))
+    shuffler.shuffle(order)
+    moved = images.flatten(2)[..., order].view(shape)
+    torch.testing.assert_close(layer(moved), layer(images).flatten(2)[..., order].view(shape))
+
+
+@given(SEEDS, SHAPES)
+def test_an_example_depends_on_itself_alone(seed, shape):
+    images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
+    others = torch.cat([images[:1], drawn(seed + 100, *shape)])
+    torch.testing.assert_close(layer(others)[0], layer(images)[0])
+
+
+@given(SEEDS, SHAPES)
+def test_without_a_second_weight_all_is_halved(seed, shape):
+    images, layer = drawn(seed, *shape), layer_of(seed, shape[1])
+    with torch.no_grad():
+        layer.excite.weight.zero_()
+    assert torch.equal(layer(images), images / 2)
+
+
+@pytest.mark.parametrize(
+    ("latent", "channels", "width"),
+    [(64, 8, 64), (1, 8, 1), (1.0, 8, 1), (0.5, 8, 4), (0.99, 8, 7), (0.01, 16, 1), (0.29, 100, 29), (0.125, 128, 16)],
+)
+def test_the_width_between(latent, channels, width):
+    layer = SqueezeExcite2d(channels, latent)
+    assert layer.squeeze.weight.shape == (width, channels) and layer.excite.weight.shape == (channels, width)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+def test_gradients_transforms_and_compiled_code():
+    torch.manual_seed(1)
+    layer = SqueezeExciteConv2d(nn.Conv2d(2, 3, 3), 2).double()
+    images = drawn(0, 2, 2, 5, 5).requires_grad_()
+    assert torch.autograd.gradcheck(layer, images)
+    torch.testing.assert_close(torch.vmap(layer)(torch.stack([images, 2 * images]))[1], layer(2 * images))
+    tangent = torch.func.jvp(layer, (images,), (torch.ones_like(images),))[1]
+    quotient = (layer(images + 1e-6) - layer(images - 1e-6)) / 2e-6
+    torch.testing.assert_close(tangent, quotient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(images), layer(images))
+
+
+# The surgery
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1, groups=4),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 3, 2, 1, bias=False),
+        nn.ReLU(),
+        nn.Conv2d(6, 2, 1),
+        nn.Flatten(),
+        nn.Linear(18, 3),
+    )
+
+
+@pytest.mark.parametrize(("least", "names"), [(1, "0246"), (2, "0246"), (3, "24"), (4, "24")])
+@pytest.mark.parametrize("latent", [3, 0.5])
+def test_convolutions_wide_on_both_sides_get_one(least, names, latent):
+    state = trained(make_state(make_net()))
+    after, report = check_keeps_all(state, squeeze_excite_rules(latent, least))
+    assert report.replaced == tuple(names)
+    added = 0
+    for name in names:
+        channels = getattr(state.model.module, name).out_channels
+        width = 3 if latent == 3 else channels // 2
+        added += 2 * width * channels
+        assert isinstance(getattr(after.model.module, name), SqueezeExciteConv2d)
+        for layer in ("squeeze", "excite"):
+            made = f"{name}.se.{layer}.weight"
+            assert made in report.made and not after.opt_state["momentum"][made].any()
+    assert len(report.made) == 2 * len(names)
+    assert sum(t.numel() for t in after.params.values()) == sum(t.numel() for t in state.params.values()) + added
+    assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
+
+
+def test_the_network_computes_the_formula_with_the_weights_it_had():
+    state = make_state(make_net()[:1])
+    after, _ = check_keeps_all(state, squeeze_excite_rules(2, 1))
+    layer = SqueezeExcite2d(4, 2)
+    layer.load_state_dict({name[5:]: param for name, param in after.params.items() if ".se." in name})
+    images = make_batch()[0]
+    torch.testing.assert_close(after.forward(images).double(), by_hand(state.forward(images), layer))
+
+
+@given(SEEDS)
+def test_new_weights_come_from_the_key(seed):
+    first, again, other = (
+        surgery.operate(make_state(make_net(), key=key), squeeze_excite_rules(2, 4), name="se")[0]
+        for key in (seed, seed, seed + 1)
+    )
+    for name in (name for name in first.params if ".se." in name):
+        assert torch.equal(first.params[name], again.params[name])
+        assert not torch.equal(first.params[name], other.params[name])
+
+
+def test_new_weights_have_the_convolutions_dtype_and_bound():
+    state = make_state(nn.Sequential(nn.Conv2d(2, 50, 1, dtype=torch.float64)))
+    after, _ = surgery.operate(state, squeeze_excite_rules(20, 1), name="se")
+    weight = after.params["0.se.squeeze.weight"]
+    assert weight.dtype == torch.float64
+    assert 0.9 * 50**-0.5 < weight.abs().max() <= 50**-0.5  # as nn.Linear: uniform up to 1 / sqrt(C)
+
+
+def test_what_it_leaves():
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ConvTranspose2d(4, 4, 1), nn.Conv1d(4, 4, 1))
+    with pytest.warns(UserWarning, match="looked for Conv2d to replace, and the rules left all 1 that there are"):
+        assert not operated(net, squeeze_excite_rules(2, 4))[1].replaced
+    module, report = operated(nn.Conv2d(2, 2, 1), squeeze_excite_rules(2, 2))
+    assert isinstance(module, SqueezeExciteConv2d) and report.replaced == ("",)
+
+
+# The method
+
+
+def test_a_population_and_compiled_steps_do_what_plain_ones_do():
+    step = compose(loop_events, [squeeze_excite(2, 4)])
+    members = [step.init(make_state(make_net(), key=key)) for key in (0, 1)]
+    batch = make_batch(3)
+    alone = [step(state, batch) for state in members]
+    together = population(step, 2)(stack_states(members), batch)
+    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
+    for name, param in alone[0].params.items():
+        for index, state in enumerate(alone):
+            torch.testing.assert_close(together.params[name][index], state.params[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(compiled.params[name], param, rtol=1e-5, atol=1e-6)
+
+
+def test_the_method_is_the_surgery_at_init():
+    method = squeeze_excite(0.5, 4)
+    assert repr(method) == "squeeze_excite(latent_channels=0.5, min_channels=4)"
+    assert Trait.REQUIRED_ON_LOAD in method.traits and squeeze_excite(name="b").name == "b"
+    step = compose(loop_events, [method])
+    once = step.init(make_state(make_net()))
+    assert "2.se.excite.weight" in once.params and step.init(once).params.keys() == once.params.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: squeeze_excite(0), ValueError, "squeeze_excite: latent_channels: expected a finite number > 0, got 0"),
+        (lambda: squeeze_excite(-0.5), ValueError, "squeeze_excite: latent_channels: .* got -0.5"),
+        (lambda: squeeze_excite(float("nan")), ValueError, "squeeze_excite: latent_channels: .* got nan"),
+        (lambda: squeeze_excite(1.5), ValueError, "a whole number, or a share of the channels below 1, got 1.5"),
+        (lambda: UNTYPED("8"), TypeError, "squeeze_excite: latent_channels: expected .* got '8'"),
+        (lambda: squeeze_excite(8, 0), ValueError, "squeeze_excite: min_channels: expected an int >= 1, got 0"),
+        (lambda: UNTYPED(8, 2.0), TypeError, "squeeze_excite: min_channels: expected an int >= 1, got 2.0"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

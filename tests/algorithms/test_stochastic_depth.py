@@ -1,0 +1,306 @@
+"""Stochastic depth: what a block gives, how often, at which rates, and what surgery leaves alone."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close, assert_same
+from hypothesis import given, settings, strategies as st
+from method_helpers import one_step
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import compose, functional, loop_events, models, surgery
+from purecompose.algorithms import stochastic_depth
+from purecompose.layers import StochasticDepth, residual
+
+
+METHODS = ["block", "sample"]
+SEEDS = st.integers(0, 2**31)
+
+
+class Bottleneck(nn.Module):
+    """The form of torchvision's: names, order and activations that work in place."""
+
+    def __init__(self, channels: int = 4, *, stride: int = 1, convs: int = 3) -> None:
+        super().__init__()
+        for place in range(1, convs + 1):
+            step = stride if place == 1 else 1
+            setattr(self, f"conv{place}", nn.Conv2d(channels, channels, 3, step, 1, bias=False))
+            setattr(self, f"bn{place}", nn.BatchNorm2d(channels))
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Conv2d(channels, channels, 1, stride, bias=False) if stride > 1 else None
+        self.convs = convs
+
+    def branch(self, input: Tensor) -> Tensor:
+        for place in range(1, self.convs + 1):
+            input = self.get_submodule(f"bn{place}")(self.get_submodule(f"conv{place}")(input))
+            input = input if place == self.convs else self.relu(input)
+        return input
+
+    def by_pass(self, input: Tensor) -> Tensor:
+        return input if self.downsample is None else self.downsample(input)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.relu(self.branch(input) + self.by_pass(input))
+
+
+BLOCKS = {
+    "ours": lambda stride: models.ResidualBlock(4, 4, stride=stride),
+    "bottleneck": lambda stride: Bottleneck(stride=stride),
+    "basic": lambda stride: Bottleneck(stride=stride, convs=2),
+}
+blocks = st.sampled_from(sorted(BLOCKS))
+
+
+def make_block(kind: str, stride: int = 1, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return BLOCKS[kind](stride)
+
+
+def make_images(num: int = 6, seed: int = 0) -> Tensor:
+    """What follows a ReLU: nothing below zero."""
+    return torch.randn(num, 4, 6, 6, generator=torch.Generator().manual_seed(seed)).relu()
+
+
+def parts(block: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """F(x) and S(x), by a copy of the block."""
+    mine = copy.deepcopy(block)
+    if isinstance(mine, Bottleneck):
+        return mine.branch(images), mine.by_pass(images)
+    return mine.branch(images), mine.shortcut(images)  # pyright: ignore[reportCallIssue]
+
+
+def make_state(*, width: int = 4, seed: int = 0, **options: Any) -> pc.State:
+    net = models.build("resnet8", in_shape=(3, 8, 8), num_classes=5, seed=seed, width=width)
+    given = {"optimizer": pc.optim.adam(0.01), "duration": "8ba", "key": 3, **options}
+    return pc.State.create(net, loss=pc.losses.cross_entropy, **given)
+
+
+def make_batch(seed: int = 0, num: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 3, 8, 8, generator=generator), torch.randint(5, (num,), generator=generator)
+
+
+def rates_of(state: pc.State) -> list[float]:
+    return [float(buffer) for name, buffer in state.buffers.items() if name.endswith("drop_rate")]
+
+
+# A block
+
+
+@given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), st.booleans(), SEEDS)
+@settings(max_examples=25)
+def test_at_rate_0_a_block_gives_what_it_gave(kind: str, stride: int, method: str, train: bool, seed: int) -> None:
+    block, images = make_block(kind, stride), make_images(seed=seed)
+    wrapped = StochasticDepth(copy.deepcopy(block), method, 0.0)
+    assert torch.equal(wrapped.train(train)(images), block.train(train)(images))
+
+
+@given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), SEEDS)
+@settings(max_examples=25)
+def test_at_rate_1_the_shortcut_is_left(kind: str, stride: int, method: str, seed: int) -> None:
+    block, images = make_block(kind, stride), make_images(seed=seed) - 0.5  # below zero as well
+    wrapped = StochasticDepth(copy.deepcopy(block), method, 1.0)
+    _, by_pass = parts(block, images)
+    is_identity = method == "block" and stride == 1
+    assert torch.equal(wrapped(images), images if is_identity else by_pass.relu())
+
+
+@given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), st.floats(0, 1), SEEDS)
+@settings(max_examples=25)
+def test_evaluation_takes_the_branch_as_often_as_it_is_kept(
+    kind: str, stride: int, method: str, rate: float, seed: int
+) -> None:
+    block, images = make_block(kind, stride).double(), make_images(seed=seed).double()
+    block.eval()
+    branch, by_pass = parts(block, images)
+    wrapped = StochasticDepth(block, method, rate).eval()
+    torch.testing.assert_close(wrapped(images), ((1 - rate) * branch + by_pass).relu(), rtol=1e-6, atol=1e-7)
+
+
+@given(blocks, st.sampled_from([1, 2]), SEEDS)
+@settings(max_examples=25)
+def test_each_example_is_one_that_was_kept_or_dropped(kind: str, stride: int, seed: int) -> None:
+    block, images = make_block(kind, stride), make_images(8, seed=seed)
+    branch, by_pass = parts(block, images)
+    torch.manual_seed(seed)
+    found = StochasticDepth(block, "sample", 0.5)(images)
+    kept, dropped = (branch + by_pass).relu(), by_pass.relu()
+    for row in range(8):
+        assert torch.equal(found[row], kept[row]) or torch.equal(found[row], dropped[row])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_as_many_are_kept_as_the_rate_says(method: str) -> None:
+    block, images = make_block("ours", 2).requires_grad_(False), make_images(1)
+    wrapped = StochasticDepth(block.eval(), method, 0.3)
+    wrapped.training = True  # batch norm stays in evaluation
+    torch.manual_seed(0)
+    shortcut = block.shortcut(images).relu()  # pyright: ignore[reportCallIssue]
+    kept = sum(not torch.equal(wrapped(images), shortcut) for _ in range(1000))
+    assert 0.66 < kept / 1000 < 0.74  # 0.7, by 2.8 standard deviations
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_mean_over_draws_is_what_evaluation_gives_before_the_activation(method: str) -> None:
+    block = make_block("ours").eval().requires_grad_(False).double()
+    block.relu = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped, images = StochasticDepth(block, method, 0.4), make_images(2).double()
+    expected = wrapped.eval()(images)
+    wrapped.training = True
+    torch.manual_seed(1)
+    mean = sum(wrapped(images) for _ in range(2000)) / 2000
+    spread = (expected - images).abs().max()
+    assert (mean - expected).abs().max() < 0.06 * spread  # sqrt(0.4 / 0.6 / 2000) = 0.018
+
+
+@given(blocks, SEEDS)
+@settings(max_examples=15)
+def test_a_branch_that_is_left_out_leaves_nothing_behind(kind: str, seed: int) -> None:
+    block, images = make_block(kind), make_images(seed=seed)
+    before = copy.deepcopy(block.state_dict())
+    wrapped = StochasticDepth(block, "block", 1.0)
+    (gradient, *rest) = torch.autograd.grad(
+        wrapped(images.requires_grad_()).sum(), [images, *wrapped.parameters()], materialize_grads=True
+    )
+    assert torch.equal(gradient, torch.ones_like(images))
+    assert all(not grad.any() for grad in rest)
+    after = wrapped.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_branch_that_is_kept_counts_the_batch() -> None:
+    block, images = make_block("ours"), make_images()
+    expected = copy.deepcopy(block)
+    expected(images)
+    wrapped = StochasticDepth(block, "block", 0.0)
+    wrapped(images)
+    assert_same({n: v for n, v in wrapped.state_dict().items() if n != "drop_rate"}, dict(expected.state_dict()))
+
+
+def test_other_modules_are_no_blocks() -> None:
+    block = Bottleneck()
+    block.extra = nn.ReLU()  # what it does is not known
+    assert residual(block) is None
+    assert residual(nn.Linear(2, 2)) is None
+    with pytest.raises(TypeError, match="got a Linear"):
+        StochasticDepth(nn.Linear(2, 2))
+
+
+# Rates
+
+
+@given(st.integers(1, 20), st.floats(0, 1))
+def test_linear_rates_rise_by_the_same_amount_to_the_rate(num: int, rate: float) -> None:
+    rates = functional.stochastic_depth_rates(num, rate)
+    assert rates == pytest.approx([rate * i / num for i in range(1, num + 1)])
+    assert functional.stochastic_depth_rates(num, rate, "uniform") == [rate] * num
+
+
+@pytest.mark.parametrize("distribution", ["linear", "uniform"])
+def test_the_network_has_the_rates_of_its_blocks(distribution: str) -> None:
+    state = compose(loop_events, [stochastic_depth("block", 0.6, distribution)]).init(make_state())
+    assert rates_of(state) == pytest.approx(functional.stochastic_depth_rates(3, 0.6, distribution))
+
+
+@pytest.mark.parametrize(("warmup", "batches"), [(0.5, 4), ("0.25dur", 2), ("3ba", 3), ("1ep", 2)])
+def test_the_warmup_ends_at_the_rate(warmup: Any, batches: int) -> None:
+    step = compose(loop_events, [stochastic_depth("sample", 0.6, drop_warmup=warmup)])
+    state = step.init(make_state(batches_per_epoch=2))
+    assert rates_of(state) == [0, 0, 0]
+    for number in range(6):
+        state = step(state, make_batch(number))
+        share = min(number / batches, 1)
+        assert rates_of(state) == pytest.approx([share * 0.2, share * 0.4, share * 0.6])
+        assert float(state.metrics["stochastic_depth/drop_rate"]) == pytest.approx(share * 0.6)
+
+
+def test_members_of_a_population_differ_in_their_rate() -> None:
+    rates = torch.tensor([0.0, 0.5, 1.0])
+    rates = torch.tensor([0.0, 0.5, 1.0])
+    step = compose(loop_events, [stochastic_depth(drop_rate=pc.hparam("rate", 0.3), drop_distribution="uniform")])
+    started = [make_state(key=number) for number in range(3)]
+    members = [
+        state.replace(hparams={**state.hparams, "rate": rate}) for state, rate in zip(started, rates, strict=True)
+    ]
+    many = pc.population(step, 3)
+    after = many(many.init(pc.stack_states(members)), make_batch())
+    (name, *_) = [name for name in after.buffers if name.endswith("drop_rate")]
+    assert torch.equal(after.buffers[name], rates)
+    for state, member in zip(members, pc.unstack_states(after), strict=True):
+        assert_close(step(step.init(state), make_batch()).params, member.params)
+
+
+# In a run
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_keep_names_values_and_momentum(method: str) -> None:
+    plain = compose(loop_events, [])
+    state = plain.init(make_state())
+    for number in range(3):
+        state = plain(state, make_batch(number))
+    rules = functional.stochastic_depth_rules(state.model.module, method, 0.5)
+    changed, report = surgery.operate(state, rules, name="drop")
+    assert all(changed.params[name] is param for name, param in state.params.items())
+    assert_same(changed.opt_state, state.opt_state)
+    assert report.made == tuple(f"{name}.drop_rate" for name in report.replaced)
+    assert len(report.replaced) == 3
+    again, _ = surgery.operate(changed, rules, name="drop")
+    assert again is changed
+
+
+@given(st.sampled_from(METHODS), st.sampled_from([2, 3, 4]), SEEDS)
+@settings(max_examples=10, deadline=None)
+def test_microbatches_draw_what_the_batch_would_have(method: str, parts: int, seed: int) -> None:
+    algorithm = stochastic_depth(method, 0.5, "uniform")
+    # Without batch norm, whose statistics are of the microbatch.
+    net = nn.Sequential(nn.Flatten(), *(_linear_block(seed + i) for i in range(4)), nn.Linear(12, 5))
+    state = pc.State.create(
+        net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), key=seed % 1000, duration="4ba"
+    )
+    batch = torch.randn(12, 3, 2, 2), torch.randint(5, (12,))
+    whole = one_step(algorithm, state, batch)
+    sliced = one_step(algorithm, state, batch, microbatches=parts)
+    torch.testing.assert_close(whole.params, sliced.params)
+
+
+def _linear_block(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    block = models.ResidualBlock(1, 1)
+    block.branch, block.relu = nn.Linear(12, 12), nn.ReLU()  # pyright: ignore[reportAttributeAccessIssue]
+    return block
+
+
+def test_draws_are_of_the_run_and_of_the_batch() -> None:
+    step = compose(loop_events, [stochastic_depth("sample", 0.5, "uniform")])
+    first, second = (step(step.init(make_state()), make_batch()) for _ in range(2))
+    assert_same(first.params, second.params)
+    other = step(step.init(make_state(key=4)), make_batch())
+    assert any(not torch.equal(first.params[name], other.params[name]) for name in first.params)
+
+
+def test_a_network_without_blocks_is_warned_about() -> None:
+    state = pc.State.create(nn.Linear(2, 2), loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="4ba")
+    with pytest.warns(UserWarning, match="looked for residual blocks and found none in a network of Linear"):
+        compose(loop_events, [stochastic_depth()]).init(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stochastic_method": "layer"}, "stochastic_method: expected 'block' or 'sample', got 'layer'"),
+        ({"drop_distribution": "cosine"}, "drop_distribution: expected 'uniform' or 'linear', got 'cosine'"),
+        ({"drop_rate": 1.5}, "drop_rate"),
+        ({"drop_rate": -0.1}, "drop_rate"),
+        ({"drop_rate": "often"}, "drop_rate"),
+        ({"drop_warmup": -0.1}, "drop_warmup"),
+        ({"drop_warmup": "soon"}, "drop_warmup"),
+        ({"drop_warmup": None}, "drop_warmup"),
+    ],
+)
+def test_settings_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        stochastic_depth(**arguments)

@@ -1,0 +1,339 @@
+"""Weight standardization: the layers against the formula, the last convolutions, the way back, the factory in a run."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings, strategies as st
+from surgery_checks import check_keeps_all, make_batch, make_state, operated, trained
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from purecompose import State, Trait, compile, compose, loop_events, population, stack_states, surgery, to_module
+from purecompose.algorithms import weight_standardization
+from purecompose.functional import (
+    blurpool_rules,
+    squeeze_excite_rules,
+    standardized,
+    weight_standardization_rules,
+    weight_standardization_undo_rules,
+)
+from purecompose.layers import StandardizedConv1d, StandardizedConv2d, StandardizedConv3d, plain_conv, standardized_conv
+
+
+KINDS = {
+    nn.Conv1d: (StandardizedConv1d, F.conv1d),
+    nn.Conv2d: (StandardizedConv2d, F.conv2d),
+    nn.Conv3d: (StandardizedConv3d, F.conv3d),
+}
+UNTYPED: Any = weight_standardization
+UNTYPED_UNDO: Any = weight_standardization_undo_rules
+SEEDS = st.integers(0, 99)
+SHAPES = st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple)
+WIDE = st.lists(st.integers(2, 4), min_size=2, max_size=5).map(tuple)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def spread(seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Weights of which no filter is so narrow that the 1e-10 below the root shows."""
+    weight = drawn(seed, *shape)
+    assume(weight.flatten(1).var(1, correction=0).min() > 0.01)
+    return weight
+
+
+def by_hand(weight: Tensor) -> Tensor:
+    """In numpy, a filter after the other."""
+    rows = weight.detach().double().numpy().reshape(len(weight), -1)
+    rows = [(row - row.sum() / len(row)) / np.sqrt(np.var(row) + 1e-10) for row in rows]
+    return torch.tensor(np.stack(rows)).view(weight.shape)
+
+
+# The layers
+
+
+@given(SEEDS, SHAPES)
+def test_filters_are_the_formulas(seed, shape):
+    weight = drawn(seed, *shape)
+    torch.testing.assert_close(standardized(weight), by_hand(weight), rtol=1e-10, atol=1e-10)
+
+
+@given(SEEDS, WIDE)
+def test_single_precision_is_as_good_as_it_can_be(seed, shape):
+    weight = spread(seed, shape).float()
+    filters, expected = standardized(weight), by_hand(weight)
+    assert filters.dtype == torch.float32
+    assert (filters.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@given(SEEDS, WIDE)
+def test_filters_have_mean_0_and_variance_1_and_stay_so(seed, shape):
+    filters = standardized(spread(seed, shape))
+    rows = filters.flatten(1)
+    assert rows.sum(1).abs().max() < 1e-9
+    torch.testing.assert_close(rows.var(1, correction=0), torch.ones(len(rows), dtype=torch.float64), rtol=0, atol=1e-5)
+    assert (standardized(filters) - filters).abs().max() < 1e-6
+
+
+@given(SEEDS, WIDE, st.floats(0.1, 10), st.floats(-5, 5))
+def test_a_scale_and_a_shift_make_no_difference_and_a_sign_turns_them(seed, shape, scale, shift):
+    weight = spread(seed, shape)
+    torch.testing.assert_close(standardized(scale * weight + shift), standardized(weight), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(standardized(-scale * weight), -standardized(weight), rtol=1e-5, atol=1e-6)
+
+
+@given(SEEDS, WIDE)
+def test_gradients_are_orthogonal_to_ones_and_to_the_filter(seed, shape):
+    weight = spread(seed, shape).requires_grad_()
+    filters = standardized(weight)
+    (gradient,) = torch.autograd.grad((filters * drawn(seed + 100, *shape)).sum(), weight)
+    size = gradient.flatten(1).norm(dim=1) + 1
+    assert (gradient.flatten(1).sum(1).abs() < 1e-6 * size).all()
+    assert ((gradient * filters).flatten(1).sum(1).abs() < 1e-4 * size).all()
+
+
+def test_a_filter_of_one_number_is_0_and_half_precision_is_computed_in_float32():
+    assert torch.equal(standardized(torch.tensor([[3.0], [-2.0]])), torch.zeros(2, 1))
+    weight = 1e-3 * drawn(0, 4, 3, 3, 3)
+    for dtype in (torch.float16, torch.bfloat16):
+        low = weight.to(dtype)
+        torch.testing.assert_close(standardized(low), by_hand(low).to(dtype))
+    last = weight.to(memory_format=torch.channels_last)
+    assert standardized(last).stride() == last.stride()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding_mode": "circular", "padding": 1},
+        {"groups": 2, "bias": False},
+        {"padding": "same", "dilation": 2},
+        {"stride": 2, "dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_convolutions_keep_their_settings(kind, options):
+    torch.manual_seed(0)
+    conv = kind(4, 6, 3, **options)
+    new: Any = standardized_conv(conv)
+    assert type(new) is KINDS[kind][0] and new.weight is conv.weight and new.bias is conv.bias
+    inputs = drawn(1, 2, 4, *[6] * (conv.weight.ndim - 2)).to(conv.weight.dtype)
+    twin = kind(4, 6, 3, **options)
+    with torch.no_grad():
+        twin.weight.copy_(by_hand(conv.weight))
+    if conv.bias is not None:
+        twin.bias = conv.bias
+    torch.testing.assert_close(new(inputs), twin(inputs), rtol=1e-4, atol=1e-5)
+    assert new(inputs).shape == conv(inputs).shape
+    assert str(new) == "Standardized" + str(conv)
+    back: Any = plain_conv(new)
+    assert type(back) is kind and torch.equal(back(inputs), conv(inputs))
+    baked: Any = plain_conv(new, is_baked=True)
+    torch.testing.assert_close(baked(inputs), new(inputs))
+    assert conv.weight is new.weight and baked.weight is not new.weight
+    loaded = pickle.loads(pickle.dumps(new))
+    assert torch.equal(loaded(inputs), new(inputs))
+
+
+def test_a_constant_gives_nothing():
+    layer: Any = standardized_conv(nn.Conv2d(3, 5, 3, bias=False, dtype=torch.float64))
+    assert layer(torch.full((1, 3, 6, 6), 7.0, dtype=torch.float64)).abs().max() < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+def test_gradients_transforms_and_compiled_code():
+    torch.manual_seed(0)
+    layer = standardized_conv(nn.Conv2d(2, 3, 3, dtype=torch.float64))
+    assert layer is not None
+    inputs, weight = drawn(0, 2, 2, 5, 5), drawn(1, 3, 2, 3, 3).requires_grad_()
+
+    def outputs(values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"weight": values}, (inputs,))
+
+    assert torch.autograd.gradcheck(outputs, weight)
+    many = torch.stack([weight, weight**2])
+    torch.testing.assert_close(torch.vmap(outputs)(many)[1], outputs(weight**2))
+    direction = drawn(2, 3, 2, 3, 3)
+    tangent = torch.func.jvp(outputs, (weight,), (direction,))[1]
+    quotient = (outputs(weight + 1e-6 * direction) - outputs(weight - 1e-6 * direction)) / 2e-6
+    torch.testing.assert_close(tangent, quotient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs), layer(inputs))
+
+
+# The surgery
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1, bias=False), nn.ReLU()),
+        nn.Conv2d(4, 3, 3),
+        nn.Flatten(2),
+        nn.Conv1d(3, 3, 1),
+        nn.Flatten(),
+    )
+
+
+NAMES = ("0", "2.0", "3", "5")
+
+
+@pytest.mark.parametrize("last", [0, 1, 3])
+def test_all_but_the_last_are_standardized_and_names_and_values_stay(last):
+    state = trained(make_state(make_net()))
+    after, report = check_keeps_all(state, weight_standardization_rules(last))
+    assert report.replaced == NAMES[: len(NAMES) - last]
+    assert list(after.params) == list(state.params) and report.made == ()
+    assert all(after.params[name] is state.params[name] for name in state.params)
+    images = make_batch()[0]
+    assert after.forward(images).shape == state.forward(images).shape
+    assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
+
+
+@given(SEEDS)
+@settings(max_examples=10)
+def test_the_network_computes_with_filters_by_hand(seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 2)).double()
+    state = make_state(net)
+    after, _ = check_keeps_all(state, weight_standardization_rules(1))
+    params, images = state.params, drawn(seed, 2, 2, 6, 6)
+    hidden = F.conv2d(images, by_hand(params["0.weight"]), params["0.bias"]).tanh()
+    expected = F.conv2d(hidden, params["2.weight"], params["2.bias"])
+    torch.testing.assert_close(after.forward(images), expected, rtol=1e-8, atol=1e-9)
+
+
+def test_a_step_moves_the_raw_weights_by_the_chain_rule():
+    state = make_state(make_net())
+    after, _ = surgery.operate(state, weight_standardization_rules(4 - 1), name="ws")
+    images, targets = make_batch()
+    raw = state.params["0.weight"].clone().requires_grad_()
+    hidden = F.conv2d(images, standardized(raw), state.params["0.bias"], padding=1)
+    net: Any = to_module(state)
+    (gradient,) = torch.autograd.grad(F.cross_entropy(net[1:](hidden).view(6, -1), targets), raw)
+    step = compose(loop_events)
+    end = step(after, (images, targets))
+    torch.testing.assert_close(end.params["0.weight"], raw - 0.1 * gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_the_way_back(last):
+    state = trained(make_state(make_net()))
+    after, _ = surgery.operate(state, weight_standardization_rules(last), name="ws")
+    back, report = surgery.operate(after, weight_standardization_undo_rules(), name="undo")
+    assert report.replaced == NAMES[: 4 - last] and report.dropped == report.made == ()
+    assert str(back.model.module) == str(state.model.module) and back.model == state.model
+    assert all(back.params[name] is state.params[name] for name in state.params)
+    images = make_batch()[0]
+    assert torch.equal(back.forward(images), state.forward(images))
+    baked, report = surgery.operate(after, weight_standardization_undo_rules(is_baked=True), name="undo")
+    assert report.made == report.dropped == tuple(f"{name}.weight" for name in NAMES[: 4 - last])
+    torch.testing.assert_close(baked.forward(images), after.forward(images))
+    net: Any = to_module(baked)
+    assert type(net[0]) is nn.Conv2d
+    torch.testing.assert_close(net[0].weight.detach().double(), by_hand(state.params["0.weight"]), rtol=1e-4, atol=1e-5)
+
+
+class Renamed(nn.Conv2d):
+    """A subclass that computes what its base does."""
+
+
+class Cautious(nn.Conv2d):
+    """A subclass with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, self.weight * 0.5, self.bias)
+
+
+class Double(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_what_it_leaves():
+    scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "weight", Double())
+    net = nn.Sequential(Cautious(2, 2, 1), scaled, nn.ConvTranspose2d(2, 2, 1), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="looked for Conv1d or Conv2d or Conv3d to replace, and the rules left all 2"):
+        _, report = operated(net, weight_standardization_rules())
+    assert not report.replaced
+    assert type(operated(Renamed(2, 2, 1), weight_standardization_rules())[0]) is StandardizedConv2d
+    assert plain_conv(nn.Conv2d(1, 1, 1)) is None and standardized_conv(nn.Linear(2, 2)) is None
+    with pytest.warns(UserWarning, match="changed nothing"):
+        operated(make_net(), weight_standardization_rules(4))
+    shared = nn.Conv2d(2, 2, 1)
+    module, report = operated(nn.Sequential(shared, shared, nn.Conv2d(2, 2, 1)), weight_standardization_rules(1))
+    assert report.replaced == ("0",) and module[0] is module[1] and type(module[2]) is nn.Conv2d
+
+
+def test_it_goes_with_blurpool_and_squeeze_excite_in_any_order():
+    rules = {
+        "ws": weight_standardization_rules(),
+        "blur": blurpool_rules(min_channels=1, blur_first=False),
+        "se": squeeze_excite_rules(2, 4),
+    }
+    start, images, outputs = make_state(make_net()), make_batch()[0], []
+    for order in (("ws", "blur"), ("blur", "ws"), ("ws", "se", "blur"), ("se", "blur", "ws"), ("blur", "ws", "se")):
+        state: State = start
+        for name in order:
+            state, _ = check_keeps_all(state, rules[name])
+        kinds = [type(module).__name__ for module in state.model.module.modules()]
+        assert kinds.count("StandardizedConv2d") == 3 and kinds.count("BlurConv2d") == 1
+        assert kinds.count("SqueezeExciteConv2d") == ("se" in order)
+        outputs.append(state.forward(images))
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
+# The method
+
+
+def test_a_population_and_compiled_steps_do_what_plain_ones_do():
+    step = compose(loop_events, [weight_standardization(1)])
+    net = nn.Sequential(*list(make_net())[:3], nn.Flatten(), nn.Linear(36, 3))
+    members = [step.init(make_state(net, key=key)) for key in (0, 1)]
+    batch = make_batch(3)
+    alone = [step(state, batch) for state in members]
+    together = population(step, 2)(stack_states(members), batch)
+    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
+    for name, param in alone[0].params.items():
+        for index, state in enumerate(alone):
+            torch.testing.assert_close(together.params[name][index], state.params[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(compiled.params[name], param, rtol=1e-5, atol=1e-6)
+
+
+def test_the_method_is_the_surgery_at_init():
+    method = weight_standardization(1)
+    assert repr(method) == "weight_standardization(n_last_layers_ignore=1)"
+    assert Trait.REQUIRED_ON_LOAD in method.traits and weight_standardization(name="w").name == "w"
+    step = compose(loop_events, [method])
+    once = step.init(make_state(make_net()))
+    module: Any = once.model.module
+    assert [type(module[number]) for number in (0, 3, 5)] == [StandardizedConv2d] * 2 + [nn.Conv1d]
+    assert step.init(once).model == once.model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: weight_standardization(-1), ValueError, "weight_standardization: n_last_layers_ignore: .* got -1"),
+        (
+            lambda: UNTYPED(1.0),
+            TypeError,
+            "weight_standardization: n_last_layers_ignore: .* an int >= 0",
+        ),
+        (lambda: UNTYPED_UNDO(is_baked=1), TypeError, "is_baked: expected True or False, got 1"),
+        (lambda: standardized(torch.zeros(3)), ValueError, r"standardized: expected a weight .* shape \(3,\)"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

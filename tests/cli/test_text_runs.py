@@ -1,0 +1,346 @@
+"""Language models on a text file, from the shell."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import pathlib
+import re
+import shlex
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from purecompose import Event, compose, data, layers, loop_events, losses, models, optim, to_module
+from purecompose.cli import main
+from purecompose.cli.settings import read_config
+from purecompose.cli.train import checksum as checksum_of
+from purecompose.data import CharacterVocabulary
+from purecompose.runs import RunFolder
+from purecompose.state import State
+
+
+TEXT = "".join(f"{i} is {'even' if i % 2 == 0 else 'odd'};\n" for i in range(180))
+SMALL = ("--data", "book.txt", "--length", "16", "--model", "gpt(width=8, depth=1, num_heads=2)", "--threads", "1")
+SHORT = (*SMALL, "--batch-size", "8", "--duration", "2ep", "--quiet")
+
+VOCABULARY = CharacterVocabulary.of(TEXT)
+NUM_TEST = round(0.1 * len(TEXT))
+TRAIN_WINDOWS, TEST_WINDOWS = (len(TEXT) - NUM_TEST - 1) // 16, (NUM_TEST - 1) // 16
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A command in a folder with a text: its status, output and error output."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("book.txt").write_text(TEXT)
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        status = main(list(arguments))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The folder of a run, for all tests that only read it; what it printed lies beside it."""
+    folder = tmp_path_factory.mktemp("trained")
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        pathlib.Path("book.txt").write_text(TEXT)
+        assert main(["train", *SHORT, "--out", "a"]) == 0
+    (folder / "out.txt").write_text(printed.getvalue())
+    return folder / "a"
+
+
+def checksum(out: str) -> str:
+    found = re.search(r"checksum\W+([0-9a-f]{16})", out)
+    assert found is not None, out
+    return found[1]
+
+
+def value(out: str, name: str) -> float:
+    found = re.search(rf"test {name}\W+([\d.]+)", out)
+    assert found is not None, out
+    return float(found[1])
+
+
+def test_a_run_tells_what_a_language_model_is_measured_by(run: Run) -> None:
+    status, out, err = run("train", *SHORT[:-1])
+    assert (status, err) == (0, "")
+    assert f"{TRAIN_WINDOWS} windows in batches of 8" in out
+    dropped = len(TEXT) - 2 - 16 * (TRAIN_WINDOWS + TEST_WINDOWS)
+    assert (
+        f"a window is 16 characters out of {len(VOCABULARY)}; the text's last {TEST_WINDOWS} windows are for testing; "
+        f"{dropped} characters fill no window" in out
+    )
+    lines = [line for line in out.splitlines() if re.match(r"\d\.0/2 ep ", line)]
+    assert len(lines) == 2 and all("perplexity" in line and "accuracy" in line for line in lines)
+    assert value(out, "perplexity") == pytest.approx(math.exp(value(out, "loss")), rel=2e-3)
+
+
+def test_the_command_is_the_hand_written_loop(run: Run) -> None:
+    out = run("train", *SHORT, "--optimizer", "sgd(0.5)", "--schedule", "constant", "--seed", "3")[1]
+    tokens = VOCABULARY.encode(TEXT)
+    end = len(tokens) - NUM_TEST
+    batches = data.arrays(*data.text_windows(tokens[:end], 16), 8, drop_last=True)
+    net = models.build("gpt", in_shape=(16,), num_classes=len(VOCABULARY), seed=3, width=8, depth=1, num_heads=2)
+    state = State.create(
+        layers.ClassesSecond(net),
+        loss=losses.cross_entropy,
+        optimizer=optim.sgd(0.5),
+        key=3,
+        duration="2ep",
+        batches_per_epoch=len(batches),
+    )
+    step = compose(loop_events)
+    for epoch in range(2):
+        for batch in batches.epoch(state.key, epoch):
+            state = step(state, batch)
+    assert checksum(out) == checksum_of(state.params)
+    inputs, labels = data.text_windows(tokens[end:], 16)
+    logits = to_module(state)(inputs).movedim(1, -1).reshape(-1, len(VOCABULARY)).double()
+    assert value(out, "loss") == pytest.approx(F.cross_entropy(logits, labels.flatten()).item(), rel=1e-3)
+
+
+def test_a_folder_keeps_the_vocabulary_and_the_command_stays_short(run: Run, trained: pathlib.Path) -> None:
+    config = read_config(trained / "config.toml")
+    assert config["vocabulary"] == "".join(sorted(set(TEXT))) and config["length"] == 16
+    assert config["data"] == str((trained.parent / "book.txt").resolve())
+    command = (trained / "command.txt").read_text()
+    assert "--vocabulary" not in command and "--length 16" in command
+    words = shlex.split(command)[3:]
+    first = checksum((trained.parent / "out.txt").read_text())
+    assert checksum(run(*words[: words.index("--out")], "--quiet")[1]) == first
+    assert checksum(run("train", "--config", str(trained / "config.toml"), "--quiet")[1]) == first
+
+
+def test_a_vocabulary_of_ones_own_is_part_of_the_command(run: Run) -> None:
+    larger = f"{''.join(sorted(set(TEXT)))}xyz"
+    first = run("train", *SHORT, "--vocabulary", larger, "--out", "a")[1]
+    words = shlex.split(pathlib.Path("a/command.txt").read_text())[3:]
+    assert words[words.index("--vocabulary") + 1] == larger
+    assert checksum(run(*words[: words.index("--out")], "--quiet")[1]) == checksum(first)
+    assert run("predict", "a", "--prompt", "xyz", "--length", "3")[0] == 0
+
+
+def test_evaluation_of_the_run_and_of_another_text(run: Run, trained: pathlib.Path) -> None:
+    out, a = (trained.parent / "out.txt").read_text(), str(trained)
+    status, told, err = run("evaluate", a, "--json")
+    found = json.loads(told)
+    assert (status, err) == (0, "")
+    assert found["loss"] == pytest.approx(value(out, "loss"), rel=1e-3)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-9)
+    # Another text may lack characters: those that it has keep their numbers.
+    pathlib.Path("other.txt").write_text("2 is even;\n" * 60)
+    status, told, err = run("evaluate", a, "--data", "other.txt", "--json")
+    assert (status, err) == (0, "") and json.loads(told)["loss"] != found["loss"]
+    pathlib.Path("foreign.txt").write_text("häß is odd;\n" * 60)
+    status, _, err = run("evaluate", a, "--data", "foreign.txt")
+    assert status == 2 and "3 characters that the vocabulary of 20 lacks: 'h', 'ß', 'ä'" in err
+    status, _, err = run("evaluate", a, "--data", "digits")
+    assert status == 2 and "digits is a set of images" in err
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = checksum(run("train", *SHORT)[1])
+    observer = RunFolder.observer.fget
+    assert observer is not None
+
+    def stopping(self: RunFolder) -> Callable[[Event, State], None]:
+        inner = observer(self)
+
+        def observe(event: Event, state: State) -> None:
+            inner(event, state)
+            if event is Event.BATCH_END and state.timestamp.batch == 9:
+                raise KeyboardInterrupt
+
+        return observe
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "observer", property(stopping))
+        assert run("train", *SHORT, "--out", "a")[0] == 130
+    status, out, err = run("train", "--out", "a", "--resume", "--quiet")
+    assert (status, checksum(out)) == (0, whole), err
+
+
+def test_the_best_checkpoint_has_the_lowest_loss(run: Run) -> None:
+    # So high a rate that the loss goes up again.
+    arguments = ("--optimizer", "adam(0.3)", "--schedule", "constant", "--duration", "4ep", "--keep", "4")
+    out = run("train", *SHORT, *arguments, "--out", "a")[1]
+    paths = sorted(path.name for path in pathlib.Path("a/checkpoints").iterdir() if path.is_dir())
+    told = {name: json.loads(run("evaluate", "a", "--checkpoint", name, "--json")[1])["loss"] for name in paths}
+    best = json.loads(run("evaluate", "a", "--checkpoint", "best", "--json")[1])
+    assert len(told) == 4 and best["loss"] == min(told.values())
+    assert best["loss"] < told[paths[-1]]
+    assert re.search(rf"best loss\W+{best['loss']:.4g}, after batch {best['batch']}\W", out)
+
+
+def test_predictions_are_characters(run: Run, trained: pathlib.Path) -> None:
+    assert run("predict", str(trained), "--out", "p.csv")[0] == 0
+    with open("p.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    num = TEST_WINDOWS * 16
+    assert [int(row["index"]) for row in rows] == list(range(num))
+    assert "".join(row["target"] for row in rows) == TEXT[len(TEXT) - NUM_TEST + 1 :][:num]
+    found = json.loads(run("evaluate", str(trained), "--json")[1])
+    share = sum(row["class"] == row["target"] for row in rows) / len(rows)
+    assert share == pytest.approx(found["accuracy"], abs=1e-6)
+
+
+def test_a_prompt_is_gone_on_with_by_seed(run: Run, trained: pathlib.Path) -> None:
+    def written(*arguments: str) -> str:
+        status, out, err = run("predict", str(trained), "--prompt", "7 is", *arguments)
+        assert (status, err) == (0, "")
+        return out.removesuffix("\n")
+
+    text = written("--length", "40")  # longer than a window
+    assert text.startswith("7 is") and len(text) == 44 and set(text) <= set(TEXT)
+    assert written("--length", "40", "--seed", "0") == text != written("--length", "40", "--seed", "1")
+    assert text.startswith(written("--length", "10"))
+    assert run("predict", str(trained), "--prompt", "7 is", "--length", "40", "--out", "t.txt")[0] == 0
+    assert pathlib.Path("t.txt").read_text() == f"{text}\n"
+
+
+def test_draws_have_the_networks_probabilities(run: Run) -> None:
+    # Trained until it knows by heart what follows, it writes that and nothing else.
+    pathlib.Path("book.txt").write_text("abcdefgh" * 100)
+    # Windows of 15 begin at each of the eight characters, so that it cannot go by the place alone.
+    settings = ("--length", "15", "--batch-size", "4", "--duration", "10ep", "--set", "optimizer.lr=0.03")
+    out = run("train", *SHORT, *settings, "--out", "a")[1]
+    assert value(out, "perplexity") < 1.1
+    written = run("predict", "a", "--prompt", "cde", "--length", "30", "--seed", "5")[1]
+    follows = dict(zip("abcdefgh", "bcdefgha", strict=True))
+    pairs = list(zip(written[:-1], written[1:-1], strict=False))
+    assert sum(follows[one] == other for one, other in pairs) >= len(pairs) - 4
+
+
+@pytest.mark.parametrize(
+    "algorithms",
+    [
+        "seq_length_warmup(0.5, 4, 16, 4)",
+        "seq_length_warmup(0.5, 4, 16, 4, truncate=False)",
+        "selective_backprop(0.2, 0.9)",
+        "label_smoothing,seq_length_warmup,selective_backprop,gradient_norm",
+    ],
+)
+def test_methods_train_an_epoch(run: Run, algorithms: str) -> None:
+    status, out, err = run("train", *SHORT, "--algorithms", algorithms)
+    assert (status, err) == (0, "")
+    assert checksum(out) != checksum(run("train", *SHORT)[1])
+
+
+def test_settings_are_checked_together(run: Run) -> None:
+    out = run("train", *SHORT, "--set", "length=8", "--set", "model.width=4", "--duration", "200tok")[1]
+    assert re.search(r"steps\W+4,", out)  # 8 windows of 8 tokens each, until 200 are over
+    status, out, err = run("plan", *SHORT[:-1], "--algorithms", "seq_length_warmup")
+    assert status == 0 and "seq_length_warmup" in out
+
+
+def test_a_text_is_found_by_its_name(run: Run) -> None:
+    pathlib.Path("data").mkdir()
+    pathlib.Path("data/tinyshakespeare.txt").write_text(TEXT)
+    pathlib.Path("novel.txt").write_text(TEXT)
+    found = [checksum(run("train", *SHORT, "--data", name)[1]) for name in ("book.txt", "novel", "tinyshakespeare")]
+    assert len(set(found)) == 1
+    pathlib.Path("digits.txt").write_text(TEXT)
+    assert "--vocabulary: digits is a set of images" in run("train", "--vocabulary", "ab")[2]
+
+
+def test_a_share_is_set_aside_to_decide_by(run: Run) -> None:
+    status, out, err = run("train", *SHORT, "--validation", "0.25", "--patience", "3ep")
+    assert (status, err) == (0, "") and "best validation loss" in out
+    num = 2 * ((TRAIN_WINDOWS - round(0.25 * TRAIN_WINDOWS)) // 8)
+    assert re.search(rf"steps\W+{num},", out)
+
+
+REFUSED = [
+    (["--model", "cnn"], "--model: cnn is a network for images; for text there is gpt"),
+    (["--data", "digits"], "--length: digits is a set of images; --length is for text"),
+    (["--data", "nowhere.txt"], "--data: load_text: there is no file nowhere.txt"),
+    (["--data", "tinyshakespeare"], "--data: there is no tinyshakespeare.txt, neither here nor in a folder data"),
+    (["--data", "latin.txt"], "latin.txt is not UTF-8: byte 2 is 0xfc"),
+    (["--length", "500"], "book.txt is too short for windows of 500: it has"),
+    (["--length", "0"], "--length: 0: expected a number of characters"),
+    (["--vocabulary", "aa"], "--vocabulary: CharacterVocabulary: each character has one place"),
+    (["--vocabulary", "abc"], "characters that the vocabulary of 3 lacks"),
+    (["--model", "gpt(widht=4)"], "gpt has no option 'widht'; did you mean 'width'?"),
+    (["--duration", "3sec"], "expected a number of epochs, batches, samples or tokens"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
+def test_usage_errors_are_one_line_and_status_2(run: Run, arguments: list[str], said: str) -> None:
+    pathlib.Path("latin.txt").write_bytes("grün".encode("latin-1") * 100)
+    status, out, err = run("train", *SMALL, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_what_images_are_refused(run: Run) -> None:
+    for arguments, said in (
+        (("--model", "gpt"), "--model: gpt is a network for text, and the data are images"),
+        (("--vocabulary", "ab"), "--vocabulary: digits is a set of images"),
+        (("--duration", "5tok"), "expected a number of epochs, batches or samples"),
+    ):
+        status, _, err = run("train", *arguments)
+        assert status == 2 and said in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", ""], "--prompt: expected at least one character"),
+        (["--prompt", "ÄÖ"], "--prompt: the text has 2 characters that the vocabulary of 20 lacks: 'Ä', 'Ö'"),
+        (["--prompt", "7", "--length", "0"], "--length: expected at least one character"),
+        (["--length", "5"], "--length is for --prompt TEXT"),
+        (["--seed", "5"], "--seed is for --prompt TEXT"),
+        (["--prompt", "7", "--seed", "-1"], "--prompt: "),
+    ],
+)
+def test_prompts_that_cannot_be(run: Run, trained: pathlib.Path, arguments: list[str], said: str) -> None:
+    status, out, err = run("predict", str(trained), *arguments)
+    assert (status, out) == (2, "") and said in err
+
+
+def test_a_prompt_for_images_is_refused(run: Run) -> None:
+    run("train", "--model", "mlp(hidden=8)", "--duration", "1ba", "--quiet", "--out", "a")
+    status, _, err = run("predict", "a", "--prompt", "7")
+    assert status == 2 and "--prompt: the run trained a network for images" in err
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("mixup", "mixup: the inputs are int64[8, 16], as token ids are"), ("cutout", "cutout: expected images")],
+)
+def test_methods_for_images_say_so(run: Run, method: str, said: str) -> None:
+    status, out, err = run("train", *SHORT, "--algorithms", method)
+    assert (status, out, err.count("\n")) == (1, "", 1) and said in err
+
+
+def test_a_network_that_does_not_fit_names_what_changed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"no {tuple(inputs.shape)}")
+
+    monkeypatch.setattr(layers.ClassesSecond, "forward", failing)
+    assert "which a method has changed" not in run("train", *SHORT)[2]
+    err = run("train", *SHORT, "--algorithms", "seq_length_warmup(0.5, 4, 16, 4)")[2]
+    assert "the network was made for inputs int64[16], which a method has changed" in err
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap, on a CPU
+def test_seeds_train_a_population(run: Run) -> None:
+    status, out, _ = run("train", *SHORT, "--seeds", "2", "--duration", "3ba", "--out", "a")
+    assert status == 0 and re.search(r"test loss\W+[\d.]+ on average, spread", out)
+    found = json.loads(run("evaluate", "a", "--json")[1])
+    alone = run("train", *SHORT, "--seed", "1", "--duration", "3ba")[1]
+    assert found["loss"][1] == pytest.approx(value(alone, "loss"), rel=1e-3)
+    status, _, err = run("predict", "a", "--prompt", "7")
+    assert status == 2 and "trained a population" in err

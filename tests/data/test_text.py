@@ -1,0 +1,245 @@
+"""Text as tokens in windows: nothing lost, nothing twice, each label the token that follows."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+
+from purecompose import State, compose, evaluate, losses, metrics, optim
+from purecompose.algorithms import label_smoothing, selective_backprop, seq_length_warmup
+from purecompose.data import CharacterVocabulary, arrays, load_text, text_windows
+from purecompose.layers import ClassesSecond
+from purecompose.loop import loop_events
+from purecompose.random import key
+
+
+SHAKESPEARE = Path(__file__).parents[2].parent / "shared" / "data" / "tinyshakespeare.txt"
+KEYS = ("input_ids", "labels")
+
+# Halves of surrogate pairs have no form in UTF-8, and the mark of the byte order is no text.
+texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufeff"), min_size=1, max_size=300)
+
+
+@given(texts)
+def test_decoding_gives_the_text_back(text: str) -> None:
+    vocabulary = CharacterVocabulary.of(text)
+    tokens = vocabulary.encode(text)
+    assert tokens.dtype == torch.int64 and tokens.shape == (len(text),)
+    assert vocabulary.decode(tokens) == text
+    assert vocabulary.characters == "".join(sorted(set(text)))
+    assert tokens.tolist() == [vocabulary.characters.index(one) for one in text]
+
+
+@given(texts, texts)
+def test_unknown_characters_are_refused_and_shown(known: str, text: str) -> None:
+    vocabulary, missing = CharacterVocabulary.of(known), sorted(set(text) - set(known))
+    if not missing:
+        assert vocabulary.decode(vocabulary.encode(text)) == text
+        return
+    with pytest.raises(ValueError) as caught:
+        vocabulary.encode(text)
+    assert f"has {len(missing)} character" in str(caught.value) and repr(missing[0]) in str(caught.value)
+
+
+def test_an_empty_text_has_no_tokens() -> None:
+    assert CharacterVocabulary("ab").encode("").shape == (0,)
+    assert CharacterVocabulary("ab").decode(torch.zeros(0, dtype=torch.int64)) == ""
+
+
+@given(st.permutations("abcde"))
+def test_the_order_of_the_characters_is_that_of_the_tokens(characters: list[str]) -> None:
+    vocabulary = CharacterVocabulary("".join(characters))
+    assert vocabulary.encode("edcba").tolist() == [characters.index(one) for one in "edcba"]
+
+
+@pytest.mark.parametrize(
+    ("characters", "kind", "said"),
+    [("", ValueError, "at least one"), ("abca", ValueError, "these have more: 'a'"), (3, TypeError, "a text, got 3")],
+)
+def test_vocabularies_that_cannot_be(characters: str, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        CharacterVocabulary(characters)
+
+
+@pytest.mark.parametrize("token", [-1, 3])
+def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
+    with pytest.raises(IndexError, match=f"from 0 to 2, got {token}"):
+        CharacterVocabulary("abc").decode(torch.tensor([0, token]))
+
+
+@given(num_tokens=st.integers(2, 200), length=st.integers(1, 60))
+def test_windows_are_the_text_cut_and_labels_what_follows(num_tokens: int, length: int) -> None:
+    tokens = torch.arange(num_tokens)
+    if num_tokens <= length:
+        with pytest.raises(ValueError, match=f"too few for a window of {length}"):
+            text_windows(tokens, length)
+        return
+    inputs, labels = text_windows(tokens, length)
+    assert inputs.shape == labels.shape == ((num_tokens - 1) // length, length)
+    assert inputs.flatten().tolist() == list(range(inputs.numel()))  # each once, in order
+    assert torch.equal(labels, inputs + 1)
+    assert num_tokens - 1 - labels.numel() < length  # no window is wasted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "kind", "said"),
+    [
+        (torch.zeros(9), 2, TypeError, "tensor of integers, got torch.float32"),
+        (torch.zeros(9, dtype=torch.bool), 2, TypeError, "got torch.bool"),
+        ([1, 2, 3], 2, TypeError, "tensor of integers, got"),
+        (torch.zeros(3, 3, dtype=torch.int64), 2, ValueError, r"\(num_tokens,\), got shape \(3, 3\)"),
+        (torch.arange(9), 0, ValueError, "text_windows: length"),
+        (torch.arange(9), 2.0, TypeError, "text_windows: length"),
+    ],
+)
+def test_tokens_that_cannot_be_cut(tokens: torch.Tensor, length: int, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        text_windows(tokens, length)
+
+
+@given(text=texts, length=st.integers(1, 20), share=st.floats(0.05, 0.95))
+def test_the_parts_are_the_files_start_and_end(
+    tmp_path_factory: pytest.TempPathFactory, text: str, length: int, share: float
+) -> None:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_bytes(text.encode())
+    num_test = round(share * len(text))
+    if min(num_test, len(text) - num_test) <= length:
+        with pytest.raises(ValueError, match="too short for windows"):
+            load_text(path, length, test_share=share)
+        return
+    data = load_text(path, length, test_share=share)
+    start, end = text[: len(text) - num_test], text[len(text) - num_test :]
+    dropped = 0
+    for part, inputs, targets in (
+        (start, data.train_inputs, data.train_targets),
+        (end, data.test_inputs, data.test_targets),
+    ):
+        assert data.vocabulary.decode(inputs.flatten()) == part[: inputs.numel()]
+        assert data.vocabulary.decode(targets.flatten()) == part[1 : targets.numel() + 1]
+        dropped += len(part) - 1 - targets.numel()
+    assert data.num_dropped == dropped
+    assert (data.in_shape, data.num_classes) == ((length,), len(set(text)))
+
+
+def test_line_ends_stay_and_the_byte_order_mark_goes(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + b"a\r\nb" * 10)
+    assert load_text(path, 2).vocabulary.characters == "\n\rab"
+
+
+def test_another_text_takes_a_given_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("ab" * 50)
+    data = load_text(path, 4, vocabulary=CharacterVocabulary("xba"))
+    assert data.num_classes == 3 and data.train_inputs[0].tolist() == [2, 1, 2, 1]
+    with pytest.raises(ValueError, match=r"book\.txt: the text has 1 character that the vocabulary of 1 lacks: 'b'"):
+        load_text(path, 4, vocabulary=CharacterVocabulary("a"))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        load_text(tmp_path / "nowhere.txt")
+    with pytest.raises(OSError, match="cannot be read: Is a directory"):
+        load_text(tmp_path)
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("grün".encode("latin-1") * 100)
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8: byte 2 is 0xfc"):
+        load_text(latin)
+    with pytest.raises(ValueError, match="test_share"):
+        load_text(latin, test_share=1.0)
+
+
+@given(seed=st.integers(0, 2**32), batch_size=st.integers(1, 7), start=st.integers(0, 2))
+def test_batches_with_keys_are_those_without(seed: int, batch_size: int, start: int) -> None:
+    inputs, labels = text_windows(torch.arange(64), 3)
+    pairs = arrays(inputs, labels, batch_size, drop_last=True)
+    named = arrays(inputs, labels, batch_size, drop_last=True, keys=KEYS)
+    for one, other in (
+        (list(pairs), list(named)),
+        (list(pairs.epoch(key(seed), 3, start)), list(named.epoch(key(seed), 3, start))),
+    ):
+        assert len(one) == len(other) > 0
+        for (x, y), batch in zip(one, other, strict=True):
+            assert list(batch) == list(KEYS)
+            assert torch.equal(batch["input_ids"], x) and torch.equal(batch["labels"], y)
+    assert named.to("cpu").keys == KEYS
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "said"),
+    [
+        (("a",), TypeError, "expected two names"),
+        ("ab", TypeError, "expected two names"),
+        (("a", 1), TypeError, "expected two names"),
+        (("a", "a"), ValueError, "both are 'a'"),
+    ],
+)
+def test_keys_that_cannot_be(keys: tuple[str, str], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        arrays(torch.zeros(3), torch.zeros(3), 1, keys=keys)
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
+    targets = torch.randint(4, (5, 6), generator=generator)
+    metric = metrics.perplexity()
+    acc = metric.init()
+    for cut in (slice(0, 2), slice(2, 5)):
+        acc = metric.update(acc, outputs[cut], targets[cut])
+    chosen = outputs.softmax(1).gather(1, targets[:, None])
+    expected = math.exp(-chosen.log().mean().item())
+    assert metric.compute(acc).item() == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(TypeError, match="expected a loss"):
+        metrics.perplexity(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_classes_come_second_and_nothing_else_moves() -> None:
+    embedding = torch.nn.Embedding(9, 7)
+    ids = torch.arange(8).reshape(2, 4)
+    outputs = ClassesSecond(embedding)(ids)
+    assert torch.equal(outputs, embedding(ids).transpose(1, 2)) and outputs.shape == (2, 7, 4)
+    rows = F.cross_entropy(embedding(ids).reshape(8, 7), ids.flatten() % 7)
+    assert losses.cross_entropy(outputs, ids % 7).item() == pytest.approx(rows.item(), rel=1e-6)
+
+
+def test_methods_for_sequences_take_the_batches() -> None:
+    text = "abcdefgh" * 40
+    vocabulary = CharacterVocabulary.of(text)
+    inputs, labels = text_windows(vocabulary.encode(text), 10)
+    data = arrays(inputs, labels, 8, drop_last=True, keys=KEYS)
+    torch.manual_seed(0)
+    state = State.create(
+        ClassesSecond(torch.nn.Embedding(8, 8)),
+        loss=losses.cross_entropy,
+        optimizer=optim.sgd(8.0),
+        duration="40ba",
+        input_key="input_ids",
+        target_key="labels",
+    )
+    warmup, selective = seq_length_warmup(0.5, 4, 10, 3), selective_backprop(0.0, 1.0, 0.5)
+    step = compose(loop_events, [warmup, selective, label_smoothing(0.01)])
+    state, lengths = step.init(state), []
+    before = evaluate(state, data, {"perplexity": metrics.perplexity(), "accuracy": metrics.accuracy})
+    for epoch in range(14):
+        for batch in data.epoch(state.key, epoch):
+            if not state.timestamp.is_finished():
+                state = step(state, batch)
+                lengths.append(int(state.metrics["seq_length_warmup/curr_seq_len"]))
+    after = evaluate(state, data, {"perplexity": metrics.perplexity(), "accuracy": metrics.accuracy})
+    assert lengths == [4] * 10 + [7] * 10 + [10] * 20
+    assert state.timestamp.token == 40 * 8 * 10
+    # The text is a circle of eight, which a table of what follows what knows by heart.
+    assert before["accuracy"] < 0.5 and after["accuracy"] == 1.0 and after["perplexity"] < 1.5
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not on this machine")
+def test_tiny_shakespeare() -> None:
+    data = load_text(SHAKESPEARE)
+    assert data.num_classes == 65 and data.in_shape == (128,)
+    assert len(data.train_inputs) == (round(0.9 * 1_115_394) - 1) // 128
+    assert data.vocabulary.decode(data.train_inputs[0]).startswith("First Citizen:\nBefore we proceed")
