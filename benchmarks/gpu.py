@@ -22,13 +22,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from _models import GPT, resnet18
 from _timing import Row, against, arguments, in_turn, parse, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, losses, optim
+from purecompose import State, compose, layers, loop_events, losses, models, optim
 
 
 HAS_GPU = torch.cuda.is_available()
@@ -48,7 +47,7 @@ class Task(NamedTuple):
 
 def make_resnet18(small: bool) -> Task:
     size, width, batch = (8, 8, 4) if small else (32, 64, 512)
-    net = resnet18(width=width).to(DEVICE)
+    net = models.resnet18(3, 10, width=width, small_images=True).to(DEVICE)
     net = net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     images = torch.randn(batch, 3, size, size, device=DEVICE).contiguous(memory_format=torch.channels_last)
     return Task(net, images, torch.randint(10, (batch,), device=DEVICE), "bf16")
@@ -56,7 +55,8 @@ def make_resnet18(small: bool) -> Task:
 
 def make_gpt(small: bool) -> Task:
     vocabulary, length, width, heads, depth, batch = (64, 8, 16, 2, 1, 2) if small else (8192, 512, 512, 8, 8, 32)
-    net = GPT(vocabulary=vocabulary, length=length, width=width, heads=heads, depth=depth).to(DEVICE)
+    net = models.gpt(vocabulary, length, width=width, num_heads=heads, depth=depth, is_tied=False)
+    net = layers.ClassesSecond(net).to(DEVICE)
     ids = torch.randint(vocabulary, (batch, length + 1), device=DEVICE)
     return Task(net, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), "bf16")
 

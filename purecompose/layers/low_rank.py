@@ -45,7 +45,7 @@ class LowRankSolution(NamedTuple):
     rank: int
     """k, or -1 where nothing was factorized: one factor, or those that were given."""
     nmse: float
-    """What is left of the outputs' squared deviation from their mean: 0 is a perfect fit."""
+    """What is left of the outputs' squared deviation from their mean, or without bias from 0: 0 is a perfect fit."""
 
 
 def max_latent(module: nn.Linear | nn.Conv2d) -> int:
@@ -247,8 +247,8 @@ def _solved(
 
 def _nmse(x: Tensor, y: Tensor, product: Tensor, bias: Tensor | None) -> float:
     left = y - x @ product - (0 if bias is None else bias)
-    total = (y - y.mean(0)).square().sum().item()
-    # Outputs that do not vary are fitted as they stand.
+    total = (y if bias is None else y - y.mean(0)).square().sum().item()
+    # Outputs that do not vary leave nothing to divide by.
     return left.square().sum().item() / (total or 1.0)
 
 

@@ -7,6 +7,7 @@ References:
 
 from torch import Tensor, nn
 
+from purecompose._checks import check_flag
 from purecompose.models._parts import check_sizes, conv
 
 
@@ -104,7 +105,7 @@ def resnet20(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Seque
     return resnet(20, in_channels, num_classes, width=width)
 
 
-def resnet18(in_channels: int, num_classes: int, *, width: int = 64) -> nn.Sequential:
+def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
     """Two residual blocks in each of four stages: 11 689 512 weights at 3 channels and 1000 classes.
 
     Made for large images: a convolution of 7x7 and a max pooling, each with a stride of two, come first, and the second
@@ -114,6 +115,8 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64) -> nn.Seque
         in_channels: channels of the images.
         num_classes: length of the logits.
         width: channels of the first stage.
+        small_images: whether a convolution of 3x3 that keeps their size comes first instead, for images such as
+            CIFAR-10's, of 32x32.
 
     Raises:
         ValueError: a size below 1.
@@ -125,7 +128,8 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64) -> nn.Seque
         torch.Size([2, 10])
     """
     check_sizes("resnet18", in_channels=in_channels, num_classes=num_classes, width=width)
-    layers, channels = _stem(in_channels, width), width
+    check_flag(small_images, "resnet18: small_images")
+    layers, channels = _stem(in_channels, width, small_images), width
     for stage in range(4):
         for block in range(2):
             stride = 2 if stage > 0 and block == 0 else 1
@@ -134,13 +138,15 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64) -> nn.Seque
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
-def resnet50(in_channels: int, num_classes: int, *, width: int = 64) -> nn.Sequential:
+def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
     """`resnet18` with 3, 4, 6 and 3 bottlenecks: 25 557 032 weights at 3 channels and 1000 classes.
 
     Args:
         in_channels: channels of the images.
         num_classes: length of the logits.
         width: channels of the 3x3 convolutions of the first stage; four times as many leave it.
+        small_images: whether a convolution of 3x3 that keeps their size comes first instead, for images such as
+            CIFAR-10's, of 32x32.
 
     Raises:
         ValueError: a size below 1.
@@ -152,7 +158,8 @@ def resnet50(in_channels: int, num_classes: int, *, width: int = 64) -> nn.Seque
         torch.Size([2, 10])
     """
     check_sizes("resnet50", in_channels=in_channels, num_classes=num_classes, width=width)
-    layers, channels = _stem(in_channels, width), width
+    check_flag(small_images, "resnet50: small_images")
+    layers, channels = _stem(in_channels, width, small_images), width
     for stage, num_blocks in enumerate((3, 4, 6, 3)):
         for block in range(num_blocks):
             stride = 2 if stage > 0 and block == 0 else 1
@@ -167,5 +174,7 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     return nn.Sequential(conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
 
-def _stem(in_channels: int, width: int) -> list[nn.Module]:
+def _stem(in_channels: int, width: int, small_images: bool) -> list[nn.Module]:
+    if small_images:
+        return [conv(in_channels, width, 3), nn.BatchNorm2d(width), nn.ReLU()]
     return [conv(in_channels, width, 7, 2), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]

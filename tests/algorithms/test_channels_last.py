@@ -1,0 +1,119 @@
+"""Channels last: strides change, and nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close, assert_same
+from hypothesis import given, strategies as st
+from torch import nn
+
+import purecompose as pc
+from purecompose import State, compose, loop_events, tree
+from purecompose.algorithms import channels_last, no_op_model, squeeze_excite
+from purecompose.functional import to_channels_last
+from purecompose.saving import load, save
+
+
+def make_state(optimizer: Any = None, net: nn.Module | None = None) -> State:
+    torch.manual_seed(0)
+    net = net or nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 6, 3, groups=6),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2),
+    )  # fmt: skip
+    optimizer = optimizer or pc.optim.sgd(0.1, momentum=0.9)
+    return State.create(net, loss=pc.losses.cross_entropy, optimizer=optimizer, duration="8ba")
+
+
+def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(2, (4,), generator=generator)
+
+
+def images(state: State) -> list[torch.Tensor]:
+    lasting = (state.params, state.buffers, state.opt_state)
+    return [leaf for leaf in tree.leaves(lasting) if isinstance(leaf, torch.Tensor) and leaf.ndim == 4]
+
+
+@given(st.lists(st.integers(1, 5), max_size=6))
+def test_images_have_other_strides_and_the_same_values(shape):
+    tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    moved = to_channels_last({"a": [tensor]})["a"][0]
+    assert torch.equal(moved, tensor)
+    if len(shape) != 4:
+        assert moved is tensor
+    elif min(shape) > 1:
+        n, c, h, w = shape
+        assert tensor.stride() == (c * h * w, h * w, w, 1) and moved.stride() == (c * h * w, 1, w * c, c)
+    assert to_channels_last(moved) is moved
+
+
+@pytest.mark.parametrize("optimizer", [pc.optim.sgd(0.1, momentum=0.9), pc.optim.adam(0.01)], ids=["sgd", "adam"])
+def test_values_stay_and_the_form_lasts_through_steps(optimizer: Any):
+    before = make_state(optimizer)
+    copied, step = before.copy(), compose(loop_events, [channels_last()])
+    after = step.init(before)
+    assert_same(before, copied)
+    for field in ("params", "buffers", "opt_state"):
+        assert_same(getattr(after, field), getattr(before, field))
+    assert images(after) and all(t.is_contiguous(memory_format=torch.channels_last) for t in images(after))
+    assert after.params["0.weight"].stride() == (27, 1, 9, 3) and after.params["1.weight"] is before.params["1.weight"]
+    plain = compose(loop_events)
+    for seed in range(3):
+        before, after = plain(before, make_batch(seed)), step(after, make_batch(seed))
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in images(after))
+    assert_close(before.params, after.params)
+    torch.testing.assert_close(before.forward(make_batch()[0]), after.forward(make_batch()[0]))
+
+
+def test_a_second_time_changes_nothing():
+    once = compose(loop_events, [channels_last()]).init(make_state())
+    twice = compose(loop_events, [channels_last(name="again")]).init(once)
+    assert all(twice.params[name] is param for name, param in once.params.items())
+
+
+def test_gradients_are_those_of_the_usual_form():
+    plain, step = compose(loop_events), compose(loop_events, [channels_last()])
+    first, second = plain.fold(make_state(), make_batch()), step.fold(step.init(make_state()), make_batch())
+    assert first.grads is not None and second.grads is not None
+    assert_close(first.grads, second.grads)
+
+
+def test_a_resumed_run_has_the_same_bits_and_a_run_without_it_can_go_on(tmp_path: Any):
+    step = compose(loop_events, [channels_last()])
+    state = step(step.init(make_state()), make_batch(0))
+    save(state, tmp_path / "state", step=step)
+    loaded = load(tmp_path / "state", step.init(make_state()), step=step)
+    assert [t.stride() for t in images(loaded)] == [t.stride() for t in images(state)]
+    assert_same(step(loaded, make_batch(1)), step(state, make_batch(1)))
+
+
+def test_compiled_steps_keep_the_form_in_one_variant():
+    step = pc.compile(compose(loop_events, [channels_last()]), backend="eager", quiet=True)
+    state = step.init(make_state())
+    for seed in range(3):
+        state = step(state, make_batch(seed))
+    assert len(step.variants()) == 1
+    assert state.params["0.weight"].stride() == (27, 1, 9, 3)
+
+
+def test_a_population_with_group_normalisation_runs():
+    """torch has none under vmap for images with channels last."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
+    step = compose(loop_events, [channels_last()])
+    start = step.init(make_state(net=net))
+    after = pc.unstack_states(pc.population(step, 2)(pc.stack_states([start, start]), make_batch()))[1]
+    assert_close(after.params, step(start, make_batch()).params)
+
+
+def test_it_comes_behind_what_changes_the_model():
+    methods = [channels_last(), no_op_model(), squeeze_excite(2, 4)]
+    ordered = compose(loop_events, methods).order(methods, pc.Event.INIT)
+    assert [algorithm.name for algorithm in ordered] == ["no_op_model", "squeeze_excite", "channels_last"]
+
+
+def test_networks_without_images_are_a_warning_and_other_ranks_stay():
+    net = nn.Sequential(nn.Conv3d(1, 2, 2), nn.Flatten(), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="channels_last has no effect: it looked for tensors of four dimensions"):
+        state = compose(loop_events, [channels_last()]).init(make_state(net=net))
+    assert state.params["0.weight"].is_contiguous()

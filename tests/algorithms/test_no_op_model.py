@@ -1,0 +1,127 @@
+"""No-op model: one number, whose path has a closed form."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import purecompose as pc
+from purecompose import State, compose, loop_events, surgery
+from purecompose.algorithms import loss_scaling, mixup, no_op_model
+from purecompose.algorithms.no_op_model import NoOpLoss
+from purecompose.functional import no_op_model_rules
+from purecompose.layers.no_op import NoOpModel
+
+
+def make_state(net: nn.Module | None = None, lr: float = 0.01, **options: Any) -> State:
+    options = {"loss": pc.losses.cross_entropy, "optimizer": pc.optim.sgd(lr), "duration": "90ba", **options}
+    return State.create(net or nn.Linear(4, 3), **options)
+
+
+def started(state: State, *others: Any) -> tuple[Any, State]:
+    step = compose(loop_events, [no_op_model(), *others])
+    return step, step.init(state)
+
+
+targets = st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6).map(torch.tensor)
+
+
+def test_one_parameter_is_left_and_the_old_state_stays():
+    before = make_state(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), optimizer=pc.optim.sgd(0.1, momentum=0.9))
+    copied = before.copy()
+    _, after = started(before)
+    assert_same(before, copied)
+    assert {name: param.numel() for name, param in after.params.items()} == {"weight": 1}
+    assert after.params["weight"].item() == 1.5 and after.context.trainable == ("weight",) and not after.buffers
+    assert set(after.opt_state["momentum"]) == {"weight"}
+
+
+@given(targets)
+def test_outputs_are_targets_times_the_weight_and_inputs_play_no_part(y):
+    step, state = started(make_state())
+    ends = [step.fold(state, (x, y)) for x in (torch.zeros(len(y), 4), torch.full((len(y), 4), torch.nan))]
+    for end in ends:
+        torch.testing.assert_close(end.outputs, 1.5 * y)
+    assert torch.equal(ends[0].loss, ends[1].loss)
+    torch.testing.assert_close(state.forward(y), y)
+
+
+@settings(max_examples=20)
+@given(targets, st.floats(0.001, 0.05))
+def test_the_gradient_and_the_path_are_those_of_the_closed_form(y, lr):
+    step, state = started(make_state(lr=lr))
+    square = y.double().square().mean().item()
+    gradient = step.fold(state, (y, y)).grads["weight"]
+    assert gradient.item() == pytest.approx(square, rel=1e-6, abs=1e-12)
+    for number in range(1, 4):
+        state = step(state, (y, y))
+        # w - 1 shrinks by 1 - 2 lr mean(y^2) in each step.
+        expected = 1 + 0.5 * (1 - 2 * lr * square) ** number
+        assert state.params["weight"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_targets_of_zero_give_no_gradient():
+    step, state = started(make_state())
+    assert step(state, (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))).params["weight"].item() == 1.5
+
+
+@given(st.lists(st.sampled_from([-100, 0, 1, 2, 5]), min_size=1, max_size=8))
+def test_ignored_positions_do_not_count(values):
+    y, loss = torch.tensor(values), NoOpLoss(-100)
+    counted = [value for value in values if value != -100]
+    expected = sum(0.25 * value**2 for value in counted) / max(1, len(counted))
+    assert loss(1.5 * y, y).item() == pytest.approx(expected, rel=1e-6)
+    assert loss(1.5 * y, y, reduction="sum").item() == pytest.approx(loss(1.5 * y, y, reduction="none").sum().item())
+    assert loss.counted(y, y).sum() == len(counted)
+
+
+def test_evaluation_is_of_targets_against_targets():
+    _, state = started(make_state())
+    batches = [(torch.randn(3, 4), torch.tensor([0, 1, 2])), (torch.randn(2, 4), torch.tensor([2, 2]))]
+    assert pc.evaluate(state, batches, metrics={"loss": pc.metrics.mean_loss(NoOpLoss())})["loss"] == 0
+
+
+def test_a_second_time_keeps_the_number():
+    step, state = started(make_state())
+    state = step(state, (torch.zeros(2, 4), torch.tensor([1, 2])))
+    again = compose(loop_events, [no_op_model(name="again")]).init(state)
+    assert again.params["weight"] is state.params["weight"]
+    same, report = surgery.operate(state, no_op_model_rules(), name="any")
+    assert same is state and not report.replaced
+
+
+def test_dictionaries_dtypes_groups_and_networks_without_weights():
+    optimizer = pc.optim.adamw(0.01, groups={"*bias": {"weight_decay": 0.0}})
+    state = make_state(optimizer=optimizer, input_key="x", target_key="y")
+    step, state = started(state)
+    assert step(state, {"x": torch.zeros(2, 4), "y": torch.tensor([1, 2])}).timestamp.batch == 1
+    assert started(make_state(nn.Linear(4, 3).double()))[1].params["weight"].dtype is torch.float64
+    assert list(started(make_state(nn.Flatten()))[1].params) == ["weight"]
+
+
+def test_it_comes_first_so_that_others_meet_the_number():
+    scaling = loss_scaling()
+    step = compose(loop_events, [scaling, no_op_model()])
+    assert [a.name for a in step.order(step.algorithms, pc.Event.INIT)] == ["no_op_model", "loss_scaling"]
+    state = step.init(make_state())
+    assert step(state, (torch.zeros(2, 4), torch.tensor([1, 2]))).params["weight"].item() < 1.5
+
+
+def test_mixed_targets_are_refused_in_words():
+    step, state = started(make_state(), mixup(0.2, input_key=0))
+    with pytest.raises(TypeError, match="no_op_model: expected a tensor as target, got Mixture"):
+        step(state, (torch.zeros(2, 4), torch.tensor([1, 2])))
+
+
+def test_compiled_and_in_a_population_it_is_the_same():
+    step, state = started(make_state())
+    batch = torch.zeros(2, 4), torch.tensor([1, 2])
+    expected = step(state, batch).params["weight"]
+    compiled = pc.compile(step, backend="eager", quiet=True)(state, batch).unleased()
+    mapped = pc.population(step, 2)(pc.stack_states([state, state]), batch)
+    torch.testing.assert_close(compiled.params["weight"], expected)
+    torch.testing.assert_close(mapped.params["weight"], expected.expand(2))
+    assert isinstance(pc.to_module(state), NoOpModel)
