@@ -143,10 +143,11 @@ def test_frozen_weights_have_frozen_factors_of_their_dtype():
 
 def test_neutral_and_wrong_settings():
     assert factorize(False, False).predicate == pc.NEVER
-    for wrong, error in (
+    refused: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"latent_features": 0}, ValueError), ({"min_channels": 0}, ValueError), ({"latent_channels": "a"}, TypeError),
         ({"factorize_convs": 1}, TypeError), ({"min_features": 1.5}, TypeError),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for wrong, error in refused:
         with pytest.raises(error, match=f"^factorize: {next(iter(wrong))}"):
             factorize(**wrong)
     with pytest.raises(ValueError, match=r"latent_features: expected an int in \[1, 4\], got 5"):
@@ -262,7 +263,7 @@ def test_ranks_of_layers_go_down_step_by_step(bias: bool):
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
-def test_ranks_of_convolutions_go_down_too(mode: str):
+def test_ranks_of_convolutions_go_down_too(mode: Any):
     torch.manual_seed(0)
     x, conv = torch.randn(4, 3, 9, 9), nn.Conv2d(3, 12, 3, stride=2, padding=1, padding_mode=mode)
     layer = FactorizedConv2d(conv, 12)
