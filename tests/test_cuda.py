@@ -94,22 +94,19 @@ Watch = Callable[[], Any]
 
 
 def run_watched(state: State, algorithms: Any, data: list[Any], device: str, watch: Watch, **options: Any) -> State:
-    """Trains on the data twice from the same state, the second time watched."""
+    """Trains on the data twice from the same state, the second time watched; parameters keep shapes and dtypes."""
     step = compose(loop_events, algorithms, **options)
     state = step.init(state).to(device)
     data = [batches.map_tensors(lambda tensor: tensor.to(device), batch) for batch in data]
-    first = state
+    first = start = state
     for batch in data:  # each schedule has a first run of its own, in which the library looks for itself
         first = step(first, batch)
     with watch():
         for batch in data:
             state = step(state, batch)
+    for name, param in start.params.items():
+        assert param.shape == state.params[name].shape and param.dtype == state.params[name].dtype
     return state
-
-
-def assert_alike(state: State, other: State) -> None:
-    for name, param in state.params.items():
-        assert param.shape == other.params[name].shape and param.dtype == other.params[name].dtype
 
 
 SHIPPED_ROWS = [
@@ -130,7 +127,6 @@ def test_shipped_algorithms_do_not_wait(text: str, task: str, microbatches: int,
     algorithm = Subject.of(text).algorithm
     after = run_watched(state, [algorithm], data, device, watch, microbatches=microbatches)
     assert after.timestamp.batch == 8 and after.device.type == device
-    assert_alike(after, state)
 
 
 def test_a_clock_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +150,6 @@ def test_all_together_do_not_wait(task: str, optimizer: str, device: str, watch:
     data = [chosen.make_batch(seed, 6) for seed in range(4)]
     after = run_watched(state, algorithms, data, device, watch, microbatches=2)
     assert after.timestamp.batch == 4
-    assert_alike(after, state)
 
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
