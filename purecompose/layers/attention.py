@@ -55,9 +55,21 @@ class SelfAttention(nn.Module):
         """(N, L, d) to (N, L, d)."""
         heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
-        dropped = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=self.is_causal)
+        bias, dropped = self.bias(query), self.dropout if self.training else 0.0
+        is_causal = self.is_causal and bias is None
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=dropped, is_causal=is_causal
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def bias(self, query: Tensor) -> Tensor | None:
+        """What is added to the logits, of a shape that broadcasts to (N, H, L, L), the causal mask included.
+
+        Args:
+            query: (N, H, L, d / H), for its form.
+        """
+        del query
+        return None
 
     def extra_repr(self) -> str:
         """The settings."""

@@ -10,7 +10,6 @@ References:
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose._checks import check_whole
@@ -102,16 +101,10 @@ class AlibiAttention(SelfAttention):
         self.num_heads, self.is_causal, self.dropout = attention.num_heads, attention.is_causal, attention.dropout
         self.qkv, self.out = attention.qkv, attention.out
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(N, L, d) to (N, L, d)."""
-        heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
-        bias = alibi_bias(
-            self.num_heads, input.shape[1], is_causal=self.is_causal, dtype=query.dtype, device=query.device
-        )
-        dropped = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropped)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+    def bias(self, query: Tensor) -> Tensor:
+        """(H, L, L)."""
+        length = query.shape[-2]
+        return alibi_bias(self.num_heads, length, is_causal=self.is_causal, dtype=query.dtype, device=query.device)
 
 
 class NoPositions(nn.Module):
