@@ -135,7 +135,8 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
     Raises:
         TypeError: `module` is not a plain `nn.Module`, or cannot be copied.
         ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as the old
-            `torch.nn.utils.weight_norm` leaves, or tensors hidden in tuples or objects; or a function among its
+            `torch.nn.utils.weight_norm` leaves, or tensors hidden in tuples or objects; a module in a list that is
+            not registered, with tensors of one that is; or a function among its
             attributes or hooks keeps one of its modules or tensors, which a copy would share with it.
 
     Example:
@@ -167,9 +168,10 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
     _check_hidden(module, memo, twins)
+    names_of_twins = {id(twins[key]): name for key, name in names.items()}
+    _check_registered(skeleton, memo, names_of_twins)
     if not any(child.training for child in skeleton.modules()):
         skeleton.train()
-    names_of_twins = {id(twins[key]): name for key, name in names.items()}
     model = Model(skeleton, names_of_twins, tuple(parts[True]))
     return Parts(model, parts[True], parts[False], frozenset(frozen))
 
@@ -204,6 +206,20 @@ def _check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int
             f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can "
             f"reach them: {found}. Keep them in lists or dictionaries, or register them as buffers"
         )
+
+
+def _check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]) -> None:
+    """Refuses modules that are no part of the network and hold its tensors: no state could put any in there."""
+    registered = set(skeleton.modules())
+    for value in memo.values():
+        if isinstance(value, nn.Module) and value not in registered:
+            shared = [names[id(place.tensor)] for place in places(value) if id(place.tensor) in names]
+            if shared:
+                raise ValueError(
+                    f"{type(skeleton).__name__} holds a {type(value).__name__} in a list, tuple or object, and not as "
+                    f"a module of its own, with {shared[0]!r} of the network in it: register it, as an attribute or "
+                    "in an nn.ModuleList"
+                )
 
 
 def _check_functions(module: nn.Module, names: Mapping[int, str]) -> None:

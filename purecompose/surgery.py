@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from purecompose import random
 from purecompose._checks import shown
 from purecompose._device import building
-from purecompose._skeleton import places
+from purecompose._skeleton import OWN, places
 from purecompose._warnings import warn
 from purecompose.model import Model, from_module
+from purecompose.optim.base import ByGroup, cells
 from purecompose.random.keys import as_rng
 from purecompose.state import State
 
@@ -74,7 +75,12 @@ class Report:
     def __str__(self) -> str:
         """A line for each kind; parameters that only stayed where they were are not named."""
         moved = [f"{old} -> {new}" for new, old in self.kept.items() if new != old]
-        lines = {"replaced": self.replaced, "moved": moved, "dropped": self.dropped, "made": self.made}
+        lines = {
+            "replaced": [name or "the whole network" for name in self.replaced],
+            "moved": moved,
+            "dropped": self.dropped,
+            "made": self.made,
+        }
         return "\n".join(f"{kind:<9}{', '.join(names) or 'nothing'}" for kind, names in lines.items())
 
 
@@ -99,7 +105,7 @@ def replace(
     buffers: Mapping[str, Tensor],
     *,
     key: Tensor | random.Rng,
-    frozen: Iterable[str] = (),
+    frozen: Iterable[str] | None = None,
     optimizer: Any = None,
     opt_state: Any = None,
 ) -> Surgery:
@@ -117,7 +123,7 @@ def replace(
         params: The parameters by name.
         buffers: The buffers by name.
         key: What new parameters are drawn with.
-        frozen: Names of the parameters that do not train.
+        frozen: Names of the parameters that do not train; by default those that did not when the model was made.
         optimizer: The optimizer whose state is given.
         opt_state: Its state; `None` where there is none yet.
 
@@ -127,15 +133,16 @@ def replace(
         RuntimeError: A rule wrote into a tensor of the network.
 
     Warns:
-        UserWarning: No module was replaced, and there is none of the types to be left alone.
+        UserWarning: No module was replaced, and there is none of the types to be left alone. Parameters are in
+            another group of the optimizer by their new names.
     """
     if opt_state is not None and optimizer is None:
         raise TypeError("surgery.replace: expected the optimizer of opt_state, got None; give both or neither")
     given = {**params, **buffers}
     versions = {name: tensor._version for name, tensor in given.items() if not tensor.is_inference()}
     root = model.skeleton(train=True).filled_copy(params, buffers, is_shared=True)
-    for name in frozen:
-        root.get_parameter(name).requires_grad_(False)
+    if frozen is not None:
+        _set_trained(root, params, frozenset(frozen))
     old_names = _names(root)
     found = list(_replacements(root, rules, as_rng(key, "surgery.replace")))
     for name, version in versions.items():
@@ -153,6 +160,8 @@ def replace(
         return {name: given[kept[name]] if name in kept else made.to(device) for name, made in tensors.items()}
 
     params, buffers = settled(parts.params), settled(parts.buffers)
+    if optimizer is not None:
+        _warn_of_groups(optimizer, {new: old for new, old in kept.items() if new in params})
     if opt_state is not None:
         opt_state = _carried(optimizer, opt_state, params, kept)
     stayed = set(kept.values())
@@ -236,7 +245,10 @@ def _answer(rule: Rule, module: nn.Module, site: Site) -> nn.Module | None:
         raise TypeError(
             f"surgery.replace: the rule for {site.name or 'the network'!r} returned {shown(new)}, not a module"
         )
-    new.train(module.training)
+    taken = set(module.modules())  # which keep their flags: a batch norm in evaluation mode stays so
+    for child in new.modules():
+        if child not in taken:
+            child.training = module.training
     olds = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     floats = [tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()]
     if floats:
@@ -250,11 +262,36 @@ def _answer(rule: Rule, module: nn.Module, site: Site) -> nn.Module | None:
 def _with_replacements(root: nn.Module, found: Iterable[_Found]) -> nn.Module:
     """The network with modules in new places; it is a copy of our own, and changed."""
     news = {id(old): new for _, old, new in found}
+    seen: set[int] = set()
+
+    def put(value: Any) -> Any:
+        """The value with new modules, in lists and their like as well: a forward may go through them by those."""
+        if isinstance(value, nn.Module):
+            return news.get(id(value), value)
+        if id(value) in seen:
+            return value
+        if type(value) in (list, dict):
+            seen.add(id(value))
+        if type(value) is list:
+            value[:] = map(put, value)
+        elif type(value) is dict:
+            value.update({key: put(member) for key, member in value.items()})
+        elif type(value) is tuple:
+            return tuple(map(put, value))
+        return value
+
     for parent in list(root.modules()):
-        parent._modules.update(
-            {key: news[id(child)] for key, child in parent._modules.items() if child is not None and id(child) in news}
-        )
-    return news.get(id(root), root)
+        parent._modules.update({key: put(child) for key, child in parent._modules.items()})
+        attributes = vars(parent)
+        attributes.update({key: put(attributes[key]) for key in attributes.keys() - OWN})
+    return put(root)
+
+
+def _set_trained(root: nn.Module, names: Iterable[str], frozen: frozenset[str]) -> None:
+    for name in names:
+        param = root.get_parameter(name)
+        if param.is_floating_point() or param.is_complex():  # others cannot train
+            param.requires_grad_(name not in frozen)
 
 
 def _names(root: nn.Module) -> dict[int, str]:
@@ -271,13 +308,20 @@ def _seed(rng: random.Rng) -> int:
 
 def _carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: Mapping[str, str]) -> Any:
     """An optimizer's state for other parameters: what it remembers of those that were kept, the rest fresh."""
-    # Of kept parameters only names and shapes: what is made for them is put aside, and need not be allocated.
-    fresh = optimizer.init(
-        {name: param.detach().to("meta") if name in kept else param for name, param in params.items()}
-    )
+    lost: set[str] = set()
+
+    def fresh() -> Any:
+        # Of kept parameters only names and shapes: what is made for them is put aside, and need not be allocated.
+        return optimizer.init(
+            {
+                name: param.detach().to("meta") if name in kept and name not in lost else param
+                for name, param in params.items()
+            }
+        )
 
     def carried(new: Any, old: Any) -> Any:
         if isinstance(new, Mapping) and new and set(new) <= set(params):
+            lost.update(name for name in new if name in kept and kept[name] not in old)
             return {name: old[kept[name]] if name in kept and kept[name] in old else new[name] for name in new}
         if isinstance(new, Mapping):
             return {key: carried(value, old[key]) if key in old else value for key, value in new.items()}
@@ -286,7 +330,26 @@ def _carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept:
             return type(new)(*members) if hasattr(new, "_fields") else type(new)(members)
         return old
 
-    return carried(fresh, opt_state)
+    result = carried(fresh(), opt_state)
+    # In another group the optimizer may remember what it did not before.
+    return carried(fresh(), opt_state) if lost else result
+
+
+def _warn_of_groups(optimizer: Any, kept: Mapping[str, str]) -> None:
+    """Warns of parameters that are in another group under their new names."""
+    if not isinstance(optimizer, ByGroup) or not optimizer.groups:
+        return
+    rules: dict[str, Any] = {}
+    for names in (tuple(kept), tuple(kept.values())):
+        rules |= {name: cell.rule for cell in cells(optimizer, names) for name in cell.names}
+    moved = [f"{old!r}, now {new!r}" for new, old in kept.items() if rules[new] != rules[old]]
+    if moved:
+        more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
+        patterns = ", ".join(repr(pattern) for pattern, _ in optimizer.groups)
+        warn(
+            f"surgery.replace: {'; '.join(moved[:3])}{more}: the optimizer's groups ({patterns}) see new names, and "
+            "give these parameters other settings than before; write patterns that match both"
+        )
 
 
 def _warn_of_nothing(root: nn.Module, rules: Rules) -> None:

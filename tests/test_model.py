@@ -735,3 +735,16 @@ def test_functions_and_methods_that_keep_nothing_of_the_network_are_fine():
         from_module(with_attribute(make_function))
     from_module(nn.TransformerEncoderLayer(8, 2, activation=F.gelu))
     with_hook()
+
+
+def test_a_module_outside_of_the_network_with_its_weights_is_refused() -> None:
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            hidden = nn.Linear(3, 3)
+            hidden.weight, hidden.bias = self.first.weight, self.first.bias
+            self.steps = [hidden]
+
+    with pytest.raises(ValueError, match=r"Hiding holds a Linear in a list.*'first.weight'.*nn.ModuleList"):
+        from_module(Hiding())

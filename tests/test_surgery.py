@@ -262,3 +262,68 @@ def test_networks_of_the_library_take_it() -> None:
         after, report = surgery.operate(make_state(net), {nn.ReLU: lambda module, site: nn.SiLU()}, name="act")
         assert report.replaced and not report.dropped and not report.made
         assert not any(isinstance(module, nn.ReLU) for module in after.model.module.modules())
+
+
+class Steps(nn.Module):
+    """Goes through its modules by a list, a tuple and a dict beside their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.steps: list[Any] = [self.first, (nn.ReLU(), {"last": self.second})]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, (act, rest) = self.steps
+        return rest["last"](act(first(inputs)))
+
+
+def test_modules_in_lists_are_replaced_there_too() -> None:
+    torch.manual_seed(0)
+    net = Steps()
+    changed, report = surgery.operate(make_state(net), RULES, name="wrap")
+    assert report.replaced == ("first", "second")
+    module, inputs = to_module(changed), torch.randn(5, 4)
+    assert isinstance(module, Steps) and module.steps[0] is module.first and isinstance(module.first, Wrapped)
+    by_name = module.second(module.first(inputs).relu())
+    assert torch.equal(module(inputs), by_name) and torch.isfinite(by_name).all()
+    assert net.steps[0] is net.first and isinstance(net.first, nn.Linear)
+
+
+class Around(nn.Module):
+    """A module, and one that a rule adds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.extra = inner, nn.Dropout(0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.extra(self.inner(inputs))
+
+
+def test_modules_that_were_taken_over_keep_their_flags() -> None:
+    net = make_net()
+    net[1].eval()
+    rules: surgery.Rules = {nn.Sequential: lambda module, site: Around(module) if site.name == "0" else None}
+    changed, _ = surgery.operate(make_state(nn.Sequential(net, nn.Identity())), rules, name="around")
+    module = changed.model.module
+    assert not module.get_submodule("0.inner.1").training
+    assert module.get_submodule("0").training and module.get_submodule("0.extra").training
+
+
+def test_what_was_unfrozen_trains_afterwards() -> None:
+    net = make_net()
+    net[0].weight.requires_grad_(False)
+    state = make_state(net).replace(frozen=frozenset({"3.bias"}))
+    changed, _ = surgery.operate(state, RULES, name="wrap")
+    assert changed.context.frozen == frozenset({"3.inner.bias"})
+
+
+def test_a_parameter_of_another_group_is_told_and_remembered_afresh() -> None:
+    optimizer = optim.sgd(0.1, momentum=0.9, groups={"?.weight": {"momentum": 0.0}})
+    state = make_state(optimizer=optimizer)
+    rules: surgery.Rules = {nn.Linear: lambda module, site: nn.Sequential(module) if site.index else None}
+    with pytest.warns(UserWarning, match=r"'3.weight', now '3.0.weight'.*other settings than before"):
+        changed, _ = surgery.operate(state, rules, name="wrap")
+    momentum = changed.opt_state["momentum"]["3.0.weight"]
+    assert torch.equal(momentum, torch.zeros_like(changed.params["3.0.weight"]))
+    compose(loop_events)(changed, (torch.randn(5, 4), torch.randint(3, (5,))))

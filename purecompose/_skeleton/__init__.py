@@ -6,7 +6,7 @@ places is put back.
 """
 
 from purecompose._skeleton.binding import Skeleton, replay
-from purecompose._skeleton.places import HOOKS, places
+from purecompose._skeleton.places import HOOKS, OWN, places
 
 
-__all__ = ["HOOKS", "Skeleton", "places", "replay"]
+__all__ = ["HOOKS", "OWN", "Skeleton", "places", "replay"]
