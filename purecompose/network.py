@@ -12,6 +12,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingImports, repor
     is_functorch_wrapped_tensor,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
@@ -20,6 +21,7 @@ from purecompose._functorch import is_transforming
 from purecompose._skeleton import Skeleton
 from purecompose.model import Model
 from purecompose.random import modules
+from purecompose.random._layers import past_dispatch
 
 
 __all__ = ["call_model", "looking_for_draws"]
@@ -83,8 +85,9 @@ def call_model(
     narrow = AUTOCAST.get(precision)
     if is_transforming():
         # torch's group_norm is not written for other memory formats under vmap.
-        params = {name: param.contiguous() if param.ndim == 4 else param for name, param in params.items()}
-    with arithmetic(precision, device), _autocast(narrow, device.type), _attention():
+        params = {name: _contiguous(param) for name, param in params.items()}
+        inputs = batches.map_tensors(_contiguous, inputs)
+    with arithmetic(precision, device), _autocast(narrow, device.type), _attention(narrow, device.type):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -257,6 +260,10 @@ def _generators(device: torch.device) -> tuple[torch.Generator, torch.Generator 
     return torch.default_generator, cuda
 
 
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.contiguous() if tensor.ndim == 4 else tensor
+
+
 def _device(params: Mapping[str, Tensor]) -> torch.device:
     return next(iter(params.values())).device if params else _CPU
 
@@ -265,12 +272,43 @@ def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[
     return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
 
 
-def _attention() -> AbstractContextManager[Any]:
+@contextmanager
+def _attention(narrow: torch.dtype | None, device: str) -> Iterator[None]:
     """Under transforms, a scope in which attention is plain operations, with the weights, (N, H, L, S), in memory.
 
     torch's fused kernels have no second derivative, and on the CPU `vmap` runs them in a loop, with a warning.
     """
-    return sdpa_kernel(SDPBackend.MATH) if is_transforming() else _AS_IT_IS
+    if not is_transforming():
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
+        yield
+
+
+class _Narrowed(TorchFunctionMode):
+    """Attention of what autocast would make of its arguments, without autocast in it.
+
+    There torch.func.grad records plain attention's operations with the dtypes that they had before autocast.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self._dtype, self._device = dtype, device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.multi_head_attention_forward:
+            with self:  # which a mode's handler is not under
+                return past_dispatch(func)(*args, **kwargs)
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+
+        def narrowed(value: Any) -> Any:
+            is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(self._dtype) if is_float else value
+
+        with torch.autocast(self._device, enabled=False):
+            return func(*map(narrowed, args), **{name: narrowed(value) for name, value in kwargs.items()})
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:

@@ -23,7 +23,7 @@ from purecompose.random.draws import bernoulli, uniform
 from purecompose.random.keys import Rng
 
 
-__all__ = ["LAYERS"]
+__all__ = ["LAYERS", "past_dispatch"]
 
 # The value that SELU saturates at, -scale * alpha, negated: Klambauer et al., 2017, arXiv:1706.02515.
 SELU_SATURATION = 1.7580993408473766
@@ -232,11 +232,11 @@ def _fractional_pool(composite: Callable[..., Any]) -> Handler:
 def _enter(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a Python composite with the scope switched on, so that the random calls inside are seen."""
     with scope:
-        return _past_dispatch(func)(*args, **kwargs)
+        return past_dispatch(func)(*args, **kwargs)
 
 
 @functools.cache
-def _past_dispatch(func: types.FunctionType) -> types.FunctionType:
+def past_dispatch(func: types.FunctionType) -> types.FunctionType:
     """`func` without its first step, the question whether a mode wants the call.
 
     With the mode on, the question would be answered yes for ever. The copy shares the code and sees the

@@ -1,0 +1,61 @@
+"""Attention in half precision under transforms: populations, and gradients through whole steps."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, compose, loop_events, losses, models, optim
+
+
+def make_encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (6, 16)), layer, nn.Flatten(), nn.Linear(96, 2))
+
+
+def make_vit() -> nn.Module:
+    vit = models.build("vit", in_shape=(6, 4, 4), num_classes=2, seed=0, width=8, depth=1, patch_size=2)
+    return nn.Sequential(nn.Unflatten(1, (6, 4, 4)), vit)
+
+
+NETWORKS = {"nn.TransformerEncoderLayer": make_encoder, "vit": make_vit}
+BATCH = torch.randn(4, 96, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
+
+
+def make_state(make: Callable[[], nn.Module], precision: str, rate: float = 0.1) -> State:
+    optimizer = optim.sgd(pc.hparam("lr", 0.1))
+    state = State.create(make(), loss=losses.cross_entropy, optimizer=optimizer, duration="9ba", precision=precision)
+    return state.replace(hparams={"lr": torch.tensor(rate)})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_members_are_their_own_runs(make: Callable[[], nn.Module], precision: str) -> None:
+    step, alone = compose(loop_events), [make_state(make, precision, rate) for rate in (0.1, 0.3)]
+    stacked = pc.population(step, 2)(pc.stack_states(alone), BATCH)
+    for state, member in zip(alone, pc.unstack_states(stacked), strict=True):
+        expected = step(state, BATCH)
+        torch.testing.assert_close(member.params, expected.params, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_gradients_through_steps_are_those_of_full_precision(make: Callable[[], nn.Module], precision: str) -> None:
+    step = compose(loop_events)
+
+    def slope(precision: str) -> Tensor:
+        start = make_state(make, precision)
+
+        def loss_after(rate: Tensor) -> Tensor:
+            state = start.replace(hparams={"lr": rate})
+            for _ in range(2):
+                state = step(state, BATCH)
+            assert state.loss is not None
+            return state.loss
+
+        return torch.func.grad(loss_after)(torch.tensor(0.1))
+
+    torch.testing.assert_close(slope(precision), slope("fp32"), rtol=0.2, atol=0.02)
