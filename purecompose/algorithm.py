@@ -39,6 +39,7 @@ class Trait(enum.Enum):
     MAY_LEAVE_UNUSED = "may leave parameters without a gradient"
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
     SECOND_ORDER = "needs gradients of gradients"
+    REPLACES_LAYERS = "finds layers by their types and puts others in their place: comes before what splits layers"
     REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
 
 

@@ -42,7 +42,7 @@ Rules for `purecompose.surgery`, which put other modules into a network:
     stochastic_depth_rules(module) -> rules
     alibi_rules() -> rules
     gated_linear_units_rules(act_fn, gated_layer_bias, non_gated_layer_bias) -> rules
-    factorize_rules(factorize_convs, factorize_linears, ...) -> rules
+    factorize_rules(factorize_convs, factorize_linears) -> rules
     low_precision_layernorm_rules() -> rules
     low_precision_groupnorm_rules() -> rules
     no_op_model_rules() -> rules

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from purecompose._table import table
 from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
 from purecompose.event import Event
 from purecompose.loop import events_in, loop_events
 from purecompose.passes import Pass, precedes, run_pass, set_filo_order
@@ -119,7 +120,9 @@ def _warnings(step: _Planned) -> list[str]:
     for algorithm in step.algorithms:
         events = algorithm.events
         references = (*algorithm.runs_before, *algorithm.runs_after)
-        absent = [reference for reference in references if isinstance(reference, str) and reference not in names]
+        # A method may name others of the library, which need not be there.
+        known = names | FACTORIES.keys()
+        absent = [reference for reference in references if isinstance(reference, str) and reference not in known]
         if absent:
             found.append(f"{algorithm.name} is ordered by {', '.join(absent)}, which the step does not have")
         if not events:

@@ -108,6 +108,7 @@ def replace(
     frozen: Iterable[str] | None = None,
     optimizer: Any = None,
     opt_state: Any = None,
+    name: str = "surgery.replace",
 ) -> Surgery:
     """Puts other modules into a network.
 
@@ -126,6 +127,7 @@ def replace(
         frozen: Names of the parameters that do not train; by default those that did not when the model was made.
         optimizer: The optimizer whose state is given.
         opt_state: Its state; `None` where there is none yet.
+        name: What warnings call it.
 
     Raises:
         TypeError: A rule returned something other than a module or `None`; no optimizer for a state.
@@ -144,12 +146,12 @@ def replace(
     if frozen is not None:
         _set_trained(root, params, frozenset(frozen))
     old_names = _names(root)
-    found = list(_replacements(root, rules, as_rng(key, "surgery.replace")))
+    found = list(_replacements(root, rules, as_rng(key, name)))
     for name, version in versions.items():
         if given[name]._version != version:
             raise RuntimeError(f"surgery.replace: a rule wrote into {name!r}; give the new module a tensor of its own")
     if not found and not any(isinstance(module, _left_alone(rules)) for module in root.modules()):
-        _warn_of_nothing(root, rules)
+        _warn_of_nothing(name, root, rules)
     root = _with_replacements(root, found)
     kept = {new: old_names[key] for key, new in _names(root).items() if key in old_names}
     parts = from_module(root, is_shared=True)
@@ -161,7 +163,7 @@ def replace(
 
     params, buffers = settled(parts.params), settled(parts.buffers)
     if optimizer is not None:
-        _warn_of_groups(optimizer, {new: old for new, old in kept.items() if new in params})
+        _warn_of_groups(name, optimizer, {new: old for new, old in kept.items() if new in params})
     if opt_state is not None:
         opt_state = _carried(optimizer, opt_state, params, kept)
     stayed = set(kept.values())
@@ -177,7 +179,7 @@ def operate(state: State, rules: Rules, *, name: str) -> tuple[State, Report]:
     Args:
         state: A state, of a run that has begun or not.
         rules: As in `replace`.
-        name: Names the draws.
+        name: Names the draws, and it in warnings.
 
     Raises:
         TypeError, ValueError, RuntimeError: As `replace`.
@@ -194,6 +196,7 @@ def operate(state: State, rules: Rules, *, name: str) -> tuple[State, Report]:
         frozen=state.context.frozen,
         optimizer=state.optimizer,
         opt_state=state.opt_state,
+        name=name,
     )
     fields = after._asdict()
     report = fields.pop("report")
@@ -335,7 +338,7 @@ def _carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept:
     return carried(fresh(), opt_state) if lost else result
 
 
-def _warn_of_groups(optimizer: Any, kept: Mapping[str, str]) -> None:
+def _warn_of_groups(name: str, optimizer: Any, kept: Mapping[str, str]) -> None:
     """Warns of parameters that are in another group under their new names."""
     if not isinstance(optimizer, ByGroup) or not optimizer.groups:
         return
@@ -347,15 +350,17 @@ def _warn_of_groups(optimizer: Any, kept: Mapping[str, str]) -> None:
         more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
         patterns = ", ".join(repr(pattern) for pattern, _ in optimizer.groups)
         warn(
-            f"surgery.replace: {'; '.join(moved[:3])}{more}: the optimizer's groups ({patterns}) see new names, and "
+            f"{name}: {'; '.join(moved[:3])}{more}: the optimizer's groups ({patterns}) see new names, and "
             "give these parameters other settings than before; write patterns that match both"
         )
 
 
-def _warn_of_nothing(root: nn.Module, rules: Rules) -> None:
+def _warn_of_nothing(name: str, root: nn.Module, rules: Rules) -> None:
     kinds = tuple(kind for kind, rule in rules.items() if rule is not None)
     wanted = " or ".join(kind.__name__ for kind in kinds) or "nothing"
     there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
     count = sum(isinstance(module, kinds) for module in root.modules())
-    found = f"the rules left all {count} that there are" if count else f"found none in a network of {there}"
-    warn(f"surgery.replace changed nothing: it looked for {wanted} to replace, and {found}")
+    found = f"found none in a network of {there}"
+    if count:
+        found = f"left all {count} that there are: none is of the sizes, or of the kind, that its settings ask for"
+    warn(f"{name} changed nothing: it looked for {wanted} to replace, and {found}")

@@ -79,6 +79,20 @@ def test_the_bias_is_symmetric_zero_on_the_diagonal_and_falls_with_the_distance(
     torch.testing.assert_close(bias.double(), expected * torch.tensor(distances), rtol=1e-6, atol=0)
 
 
+@given(HEADS, LENGTHS)
+def test_biases_in_double_precision_are_exact_to_it(num_heads: int, length: int) -> None:
+    slopes = torch.tensor(slopes_of_the_paper(num_heads), dtype=torch.float64)
+    torch.testing.assert_close(alibi_slopes(num_heads, dtype=torch.float64), slopes, rtol=1e-14, atol=0)
+    bias = alibi_bias(num_heads, length, is_causal=False, dtype=torch.float64)
+    torch.testing.assert_close(bias[:, 0], -slopes[:, None] * torch.arange(length), rtol=1e-14, atol=0)
+    assert alibi_slopes(num_heads, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_the_first_query_may_be_a_tensor() -> None:
+    late = alibi_bias(2, 7, first_query=torch.tensor(4), num_queries=2)
+    assert torch.equal(late, alibi_bias(2, 7)[:, 4:6])
+
+
 @given(HEADS, LENGTHS, LENGTHS, st.booleans())
 def test_the_bias_of_a_shorter_sequence_is_a_corner_of_that_of_a_longer(
     num_heads: int, length: int, more: int, is_causal: bool
@@ -162,3 +176,12 @@ def test_heads_that_are_none_are_refused() -> None:
         alibi_slopes(0)
     with pytest.raises(TypeError, match="num_heads: expected an int"):
         alibi_bias(1.5, 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_lengths_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"alibi_bias: length: expected an int >= 0, got 2.5"):
+        alibi_bias(1, 2.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="alibi_bias: num_queries: expected an int >= 0, got -1"):
+        alibi_bias(1, 3, num_queries=-1)
+    with pytest.raises(TypeError, match="alibi_bias: first_query: expected an int"):
+        alibi_bias(1, 3, first_query=0.5)  # pyright: ignore[reportArgumentType]

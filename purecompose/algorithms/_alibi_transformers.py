@@ -5,6 +5,7 @@ come in with it. Parameters keep their names.
 """
 
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -12,19 +13,21 @@ from torch import Tensor, nn
 
 from purecompose import surgery
 from purecompose._checks import shown
-from purecompose.algorithms._foreign import Derived, changed, stand_in
+from purecompose.algorithms._foreign import Derived, changed, one_of, stand_in
+from purecompose.layers.attention import SelfAttention
 from purecompose.layers.positions import NoPositions, alibi_bias
 
 
-__all__ = ["TRANSFORMERS_RULES"]
+__all__ = ["check_attention", "transformers_rules"]
 
 _GPT2, _BERT, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "roberta"))
-_GPT2_MODEL = stand_in(_GPT2, "GPT2Model")
 _ADDITIVE = ("eager", "sdpa")
 
 
 class Alibi(Derived):
     """An attention layer whose logits get linear biases."""
+
+    layer_idx: int
 
     def forward(self, hidden_states: Tensor, *, attention_mask: Tensor | None = None, **others: Any) -> Any:
         """As the layer's own; `attention_mask` is `None`, or (N, 1, Q, K), bool or added to logits."""
@@ -38,8 +41,8 @@ class Alibi(Derived):
             )
         bias = alibi_bias(
             _num_heads(self),
-            start + num_queries if attention_mask is None else attention_mask.shape[-1],
-            # A mask says itself what is ahead.
+            _num_keys(past, self.layer_idx, num_queries) if attention_mask is None else attention_mask.shape[-1],
+            # A mask says itself what is ahead, and in a cache of one size what is not there yet.
             is_causal=attention_mask is None and bool(self.is_causal if is_causal is None else is_causal),
             first_query=start,
             num_queries=num_queries,
@@ -79,6 +82,16 @@ def _num_heads(module: nn.Module) -> int:
     return heads if isinstance(heads, int) else module.num_attention_heads  # pyright: ignore[reportReturnType]
 
 
+def _num_keys(past: Any, layer: int, num_queries: int) -> int:
+    """How many keys attention is given, with those of a cache."""
+    if past is None:
+        return num_queries
+    layers = getattr(past, "self_attention_cache", past).layers
+    # Not get_mask_sizes, which not every version calls alike.
+    size = getattr(layers[layer], "max_cache_len", None) if layer < len(layers) else None
+    return past.get_seq_length(layer) + num_queries if size is None else size
+
+
 def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
     """What is added to the logits, (N or 1, H, Q, K)."""
     if mask is None:
@@ -94,7 +107,7 @@ def _attention(module: Any, site: surgery.Site) -> nn.Module | None:
     version = getattr(sys.modules.get("transformers"), "__version__", "5")
     if int(version.split(".")[0]) < 5:
         raise ValueError(f"{where}: expected version 5 or later, got {version}; its attention masks are other ones")
-    kind = getattr(module, "position_embedding_type", "absolute")
+    kind = getattr(module.config, "position_embedding_type", "absolute")
     if kind != "absolute":
         raise ValueError(f"{where}: expected absolute positions, got {kind!r}; load the network without relative ones")
     computed_by = module.config._attn_implementation
@@ -107,22 +120,52 @@ def _attention(module: Any, site: surgery.Site) -> nn.Module | None:
 
 
 def _embeddings(module: nn.Module, site: surgery.Site) -> nn.Module:
-    del site
+    check_attention(site)
     return changed(module, NoPosition, position_embeddings=NoPositions())
 
 
-def _gpt2_positions(module: nn.Module, site: surgery.Site) -> nn.Module | None:
-    is_one = isinstance(site.parent, _GPT2_MODEL) and site.parent._modules.get("wpe") is module
-    return NoPositions() if is_one else None
+def check_attention(site: surgery.Site) -> None:
+    """Refuses to take positions out of a network whose attention gets no biases: it would know no order at all.
+
+    Raises:
+        ValueError: There is no attention that is known.
+    """
+    if not any(isinstance(module, _ATTENTION) for module in site.root.modules()):
+        there = ", ".join(sorted({type(module).__name__ for module in site.root.modules()}))
+        raise ValueError(
+            f"alibi: {site.name}: expected positions beside attention that it knows, which is to get biases in their "
+            f"place, found none in a network of {there}; give a rule for your attention, and with it one for "
+            "PositionEmbedding that returns layers.NoPositions()"
+        )
 
 
-TRANSFORMERS_RULES: surgery.Rules = {
-    stand_in(_GPT2, "GPT2Attention"): _attention,
-    stand_in("torch.nn.modules.sparse", "Embedding", shown="GPT2Model.wpe"): _gpt2_positions,
-    stand_in(_BERT, "BertSelfAttention"): _attention,
-    stand_in(_BERT, "BertEmbeddings"): _embeddings,
-    stand_in(_ROBERTA, "RobertaSelfAttention"): _attention,
-    stand_in(_ROBERTA, "RobertaEmbeddings"): _embeddings,
-    Alibi: None,
-    NoPosition: None,
-}
+_GPT2_ATTENTION = stand_in(_GPT2, "GPT2Attention")
+_BERT_ATTENTION = stand_in(_BERT, "BertSelfAttention")
+_ROBERTA_ATTENTION = stand_in(_ROBERTA, "RobertaSelfAttention")
+_ATTENTION = (SelfAttention, Alibi, _GPT2_ATTENTION, _BERT_ATTENTION, _ROBERTA_ATTENTION)
+
+
+def transformers_rules() -> surgery.Rules:
+    """The rules for GPT-2, BERT and RoBERTa."""
+    # GPT-2's positions are a plain nn.Embedding: the model, which is visited before what it holds, tells which one.
+    found: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def model(module: Any, site: surgery.Site) -> None:
+        del site
+        found.add(module.wpe)
+
+    def positions(module: nn.Module, site: surgery.Site) -> nn.Module:
+        del module, site
+        return NoPositions()
+
+    return {
+        Alibi: None,
+        NoPosition: None,
+        stand_in(_GPT2, "GPT2Model"): model,
+        _GPT2_ATTENTION: _attention,
+        one_of(found, "GPT2Model.wpe"): positions,
+        _BERT_ATTENTION: _attention,
+        stand_in(_BERT, "BertEmbeddings"): _embeddings,
+        _ROBERTA_ATTENTION: _attention,
+        stand_in(_ROBERTA, "RobertaEmbeddings"): _embeddings,
+    }

@@ -2,12 +2,13 @@
 
 import copy
 import functools
+from collections.abc import Container
 from typing import Any
 
 from torch import nn
 
 
-__all__ = ["Derived", "changed", "stand_in"]
+__all__ = ["Derived", "changed", "one_of", "stand_in"]
 
 
 class _ByName(type):
@@ -18,7 +19,29 @@ class _ByName(type):
         return any((kind.__module__, kind.__qualname__) == wanted for kind in type(thing).__mro__)
 
 
-def stand_in(module: str, name: str, *, shown: str | None = None) -> type[nn.Module]:
+class _ByIdentity(type):
+    """Classes whose instances are the members of a container."""
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return thing in cls.__dict__["members"]
+
+
+def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
+    """A class for `isinstance` and the rules of a surgery, in place of certain modules.
+
+    Args:
+        members: The modules, which may be found later.
+        shown: What messages call it.
+
+    Example:
+        >>> first = nn.Linear(2, 2)
+        >>> isinstance(first, one_of([first], "first")), isinstance(nn.Linear(2, 2), one_of([first], "first"))
+        (True, False)
+    """
+    return _ByIdentity(shown, (nn.Module,), {"members": members})
+
+
+def stand_in(module: str, name: str) -> type[nn.Module]:
     """A class for `isinstance` and the rules of a surgery, in place of one that is known by name alone.
 
     Nothing is imported, now or later.
@@ -26,13 +49,12 @@ def stand_in(module: str, name: str, *, shown: str | None = None) -> type[nn.Mod
     Args:
         module: Where the class is defined.
         name: Its name there.
-        shown: What messages call it.
 
     Example:
         >>> isinstance(nn.Linear(2, 2), stand_in("torch.nn.modules.linear", "Linear"))
         True
     """
-    return _ByName(shown or name, (nn.Module,), {"of": (module, name)})
+    return _ByName(name, (nn.Module,), {"of": (module, name)})
 
 
 class Derived(nn.Module):
@@ -50,12 +72,14 @@ def changed(module: nn.Module, mixin: type[Derived] | None = None, **children: n
     Args:
         module: The module; it stays as it was.
         mixin: Whose methods come first.
-        children: Modules in place of those of these names.
+        children: Modules in place of what has these names, modules or others.
     """
     twin = copy.copy(module)
     if mixin is not None:
         twin.__class__ = _derived(mixin, type(module))
     vars(twin)["_modules"] = {**module._modules, **children}
+    for name in children:
+        vars(twin).pop(name, None)  # a plain attribute, such as a function, which would be found first
     return twin
 
 

@@ -22,7 +22,7 @@ def surgery_method(
     settings: Mapping[str, Any],
     *,
     is_neutral: bool = False,
-    traits: frozenset[Trait] = frozenset({Trait.REQUIRED_ON_LOAD}),
+    traits: frozenset[Trait] = frozenset({Trait.REQUIRED_ON_LOAD, Trait.REPLACES_LAYERS}),
 ) -> Algorithm:
     """A method that puts other modules into the network at INIT, and does nothing afterwards.
 

@@ -7,8 +7,9 @@ stay: of causal attention, and of padding. Embeddings of positions are taken out
 the limit to the length of a sequence. Sequences (N, L) for training are written into rows of floor(L s) tokens, s =
 `train_sequence_length_scaling`, one after the other; the network is then good at longer ones.
 
-It knows `layers.SelfAttention` and `layers.PositionEmbedding`, of which `models.gpt` is made, and GPT-2, BERT and
-RoBERTa of Hugging Face's transformers, version 5, whose attention is computed by "sdpa" or "eager".
+It knows `layers.SelfAttention` and `layers.PositionEmbedding`, of which `models.gpt` and `models.vit` are made, and
+GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5, whose attention is computed by "sdpa" or "eager". A
+vision transformer's distances are those in the row of its patches, and it takes images of any size afterwards.
 
 Events: INIT, and AFTER_DATALOADER unless s = 1. Reads and replaces: the model, its parameters and the optimizer's
 state; the batch. Time counts what the loader gave, as with `seq_length_warmup`.
@@ -16,9 +17,10 @@ state; the batch. Time counts what the loader gave, as with `seq_length_warmup`.
 What differs from the original: biases are computed from the lengths at hand, so that there is no greatest length to be
 told, no buffer and no table of zeros, and a checkpoint fits sequences of any length. They are -m |i - j| in causal
 attention, too: m j, which differs by a constant for each query, is too great for half precision. Generation with a
-cache has the distances right. Relative positions, and attention that takes no biases, are refused when the method is
-applied. A length that L s misses, and rows that do not come out even, are no errors: the length is rounded down, and
-fewer tokens than one row has are left out. Batches may be of any form, and s above 1 is refused.
+cache has the distances right. Relative positions, attention that takes no biases, and positions where there is no
+attention that it knows, are refused when the method is applied. A length that L s misses, and rows that do not come out
+even, are no errors: the length is rounded down, and fewer tokens than one row has are left out. Batches may be of any
+form, and s above 1 is refused.
 
 References:
     Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
@@ -26,22 +28,23 @@ References:
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from purecompose import surgery, tree
+from purecompose import surgery
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm
-from purecompose.algorithms._alibi_transformers import TRANSFORMERS_RULES
+from purecompose.algorithms._alibi_transformers import check_attention, transformers_rules
 from purecompose.algorithms._surgery import surgery_method
-from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length
+from purecompose.algorithms.seq_length_warmup import sequences_of, shortened
 from purecompose.event import Event
 from purecompose.layers.attention import PositionEmbedding, SelfAttention
 from purecompose.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
 from purecompose.predicate import on
 from purecompose.state import State
+from purecompose.time.units import snapped
 
 
 __all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes"]
@@ -50,11 +53,13 @@ __all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes"]
 def alibi_rules() -> surgery.Rules:
     """The rules of the surgery; see `purecompose.algorithms.alibi`.
 
-    For other layers add rules to them; `layers.alibi_bias` is what goes to `F.scaled_dot_product_attention` as
-    `attn_mask`, and `layers.NoPositions` takes the place of an embedding.
+    For other layers add rules to them, and one for `PositionEmbedding` where there is no attention but theirs;
+    `layers.alibi_bias` is what goes to `F.scaled_dot_product_attention` as `attn_mask`, and `layers.NoPositions` takes
+    the place of an embedding.
 
     Raises:
-        ValueError: When they are applied: relative positions, or attention that takes no biases.
+        ValueError: When they are applied: relative positions, attention that takes no biases, subclasses of
+            `SelfAttention` that compute otherwise, or positions in a network without attention that is known.
 
     Example:
         >>> from purecompose import models, random
@@ -66,11 +71,19 @@ def alibi_rules() -> surgery.Rules:
     """
 
     def attention(module: SelfAttention, site: surgery.Site) -> nn.Module:
-        del site
+        kind, parts = type(module), {*module._modules, *module._parameters, *module._buffers}
+        is_own = kind.forward is not SelfAttention.forward or kind.bias is not SelfAttention.bias
+        if is_own or parts != {"qkv", "out"}:
+            raise ValueError(
+                f"alibi: {site.name or 'the network'}: expected a SelfAttention, got a {kind.__name__}, whose forward, "
+                f"bias or parameters are its own; add {kind.__name__}: None to the rules to leave it as it is, or "
+                "give another rule for SelfAttention"
+            )
         return AlibiAttention(module)
 
     def positions(module: PositionEmbedding, site: surgery.Site) -> nn.Module:
-        del module, site
+        del module
+        check_attention(site)
         return NoPositions()
 
     return {
@@ -78,7 +91,7 @@ def alibi_rules() -> surgery.Rules:
         NoPositions: None,
         SelfAttention: attention,
         PositionEmbedding: positions,
-        **TRANSFORMERS_RULES,
+        **transformers_rules(),
     }
 
 
@@ -116,22 +129,10 @@ def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -
     def apply(event: Event, state: State) -> Any:
         if event is Event.INIT:
             return operation.apply(event, state)
-        length = max(1, int(_length(state, name) * train_sequence_length_scaling))
-        return state.replace(batch=set_batch_sequence_length(state.batch, length, truncate=False))
+        sequences = sequences_of(state, name)
+        length = max(1, math.floor(snapped(sequences.shape[1] * train_sequence_length_scaling)))
+        return state.replace(batch=shortened(state.batch, sequences, length, truncate=False, preserve=False))
 
-    # A warm-up is of the rows that are trained on.
+    # A warm-up is of the rows that are trained on. One of another name has its place in the list.
     match, later = on(Event.INIT, Event.AFTER_DATALOADER), ("seq_length_warmup",)
     return dataclasses.replace(operation, match=match, apply=apply, runs_before=later)
-
-
-def _length(state: State, name: str) -> int:
-    inputs = state.inputs
-    if isinstance(inputs, Mapping):
-        inputs = next((inputs[key] for key in ("input_ids", "inputs_embeds") if key in inputs), inputs)
-    if isinstance(inputs, Tensor) and inputs.ndim == (3 if inputs.is_floating_point() else 2):
-        return inputs.shape[1]
-    came = tree.describe(inputs) if isinstance(inputs, Tensor) else type(inputs).__name__
-    raise TypeError(
-        f"{name}: expected sequences, token ids as integers (N, L) or embeddings as floats (N, L, D), got {came}; name "
-        "them inside the batch by State.create(input_key=...), or set train_sequence_length_scaling=1, which leaves it"
-    )

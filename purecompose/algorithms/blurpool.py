@@ -9,6 +9,9 @@ With the filter k = (1, 2, 1) x (1, 2, 1) / 16, applied to each channel with zer
 A convolution is replaced if it skips places and has at least `min_channels` input channels; a max pooling if it skips
 places. Weights are kept.
 
+Poolings with a forward of their own, hooks or parametrized tensors stay, and with `blur_first=False` such convolutions;
+others are wrapped whole.
+
 Events: INIT. Reads and replaces: the model, its parameters' names and the optimizer's state.
 
 What differs from the original: the order of the paper keeps the weights' names, too; a pooling of stride 1, which skips
@@ -27,6 +30,7 @@ from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers._forms import is_plain
 from purecompose.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
 
 
@@ -61,12 +65,13 @@ def blurpool_rules(
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
         del site
-        is_wide = module.in_channels >= min_channels
-        return BlurConv2d(module, blur_first) if is_wide and _is_strided(module) else None
+        if module.in_channels < min_channels or not _is_strided(module):
+            return None
+        return BlurConv2d(module, blur_first) if blur_first or is_plain(module, nn.Conv2d) else None
 
     def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
         del site
-        if module.return_indices or not _is_strided(module):
+        if module.return_indices or not _is_strided(module) or not is_plain(module, nn.MaxPool2d):
             return None
         window = module.kernel_size, module.stride, module.padding, module.dilation
         return BlurMaxPool2d(*window, ceil_mode=module.ceil_mode)

@@ -8,10 +8,11 @@ the closest function of its rank; at full rank it is the same. The bias is kept.
 
 k is a number, or below 1 a share of the smaller of the layer's channels or features in and out. A layer is replaced if
 that smaller one reaches a minimum, if the two take fewer multiplications than the one, k < F out / (F + out) with F the
-inputs of one output, if it has one group, and if its weight is its own.
+inputs of one output, if it has one group, if its weight is its own, and if nothing is called with it: hooks, or a
+forward put on the instance. A layer of zeros gets a first factor that is not, so that it trains.
 
-Events: INIT, after gated linear units, squeeze-and-excitation and weight standardization, which look for whole layers.
-Reads and replaces: the model, its parameters and the optimizer's state.
+Events: INIT, after the methods that look for whole layers (`Trait.REPLACES_LAYERS`). Reads and replaces: the model, its
+parameters and the optimizer's state.
 
 What differs from the original: factors of the weights that are there, not new ones; a convolution without bias stays
 without one; a square kernel given as one number counts as h x w; the layers still tell their `weight`; tied weights and
@@ -30,8 +31,9 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_flag, check_number, check_whole
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers._forms import is_plain
 from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
 from purecompose.layers.low_rank import (
     LowRankSolution,
@@ -92,13 +94,13 @@ def factorize_rules(
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
         smaller = min(module.in_channels, module.out_channels)
         latent = latent_size(latent_channels, smaller)
-        is_wanted = type(module) is nn.Conv2d and module.groups == 1 and smaller >= min_channels
+        is_wanted = _is_itself(module, nn.Conv2d) and module.groups == 1 and smaller >= min_channels
         return FactorizedConv2d(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
 
     def linear(module: nn.Linear, site: surgery.Site) -> nn.Module | None:
         smaller = min(module.in_features, module.out_features)
         latent = latent_size(latent_features, smaller)
-        is_wanted = type(module) is nn.Linear and smaller >= min_features
+        is_wanted = _is_itself(module, nn.Linear) and smaller >= min_features
         return FactorizedLinear(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
 
     rules: dict[type[nn.Module], surgery.Rule | None] = {}
@@ -145,9 +147,14 @@ def factorize(
         "latent_features": latent_features,
     }
     is_neutral = not factorize_convs and not factorize_linears
-    method = surgery_method(name, factorize_rules(**settings), settings, is_neutral=is_neutral)
-    # They look for whole layers, and would find their factors.
-    return dataclasses.replace(method, runs_after=("gated_linear_units", "squeeze_excite", "weight_standardization"))
+    traits = frozenset({Trait.REQUIRED_ON_LOAD})
+    method = surgery_method(name, factorize_rules(**settings), settings, is_neutral=is_neutral, traits=traits)
+    # Others look for whole layers, and would find their factors.
+    return dataclasses.replace(method, runs_after=(Trait.REPLACES_LAYERS,))
+
+
+def _is_itself(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module) is kind and is_plain(module, kind)
 
 
 def _is_worth_it(module: nn.Linear | nn.Conv2d, latent: int, site: surgery.Site) -> bool:

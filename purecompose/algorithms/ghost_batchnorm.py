@@ -9,7 +9,8 @@ order, with its mean or variance s:
 In evaluation nothing changes; a layer without running statistics has parts there, too. With microbatches the batch that
 is parted is the microbatch.
 
-Subclasses with a forward of their own, such as those with an activation in them, and `nn.SyncBatchNorm` stay.
+Layers with a forward of their own, such as those with an activation in them, hooks or parametrized tensors stay, and so
+does `nn.SyncBatchNorm`.
 
 Events: INIT. Reads and replaces: the model and its parameters' names; there are no new parameters.
 
@@ -30,6 +31,7 @@ from purecompose import surgery
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers._forms import is_plain
 from purecompose.layers.ghost_batchnorm import GhostBatchNorm
 
 
@@ -53,7 +55,7 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
     check_whole(ghost_batch_size, "ghost_batchnorm: ghost_batch_size", 1)
 
     def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
-        if type(module).forward is not _BatchNorm.forward:
+        if not is_plain(module, _BatchNorm):
             return None
         if module.momentum is None and module.track_running_stats:
             raise ValueError(

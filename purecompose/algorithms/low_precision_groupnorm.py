@@ -9,19 +9,19 @@ Events: INIT, and last there, with low-precision layer norm. Reads and replaces:
 `precision="fp32"` and `"tf32"` it changes nothing, and warns.
 
 What differs from the original: autocast on the CPU counts; it comes last, as the one for layer norms does; that no
-group norm is found is told in every precision; there is no `apply_at`; group norms of subclasses with a forward of
-their own, or with parametrized weights, stay as they are.
+group norm is found is told in every precision; there is no `apply_at`; group norms with a forward of their own, with
+hooks or with parametrized weights stay as they are.
 
 References:
     Yuxin Wu, Kaiming He: Group Normalization. ECCV 2018. https://arxiv.org/abs/1803.08494
 """
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from purecompose import surgery
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._low_precision import half_precision_method
+from purecompose.layers._forms import is_plain
 from purecompose.layers.low_precision import LowPrecisionGroupNorm
 
 
@@ -38,8 +38,7 @@ def low_precision_groupnorm_rules() -> surgery.Rules:
 
     def norm(module: nn.GroupNorm, site: surgery.Site) -> nn.Module | None:
         del site
-        is_plain = type(module).forward is nn.GroupNorm.forward and not parametrize.is_parametrized(module)
-        return LowPrecisionGroupNorm.of(module) if is_plain else None
+        return LowPrecisionGroupNorm.of(module) if is_plain(module, nn.GroupNorm) else None
 
     return {nn.GroupNorm: norm, LowPrecisionGroupNorm: None}
 

@@ -10,19 +10,19 @@ Events: INIT, and last there. Reads and replaces: the model alone. Under `precis
 nothing, and warns.
 
 What differs from the original: autocast on the CPU counts as well as on a GPU; that no layer norm is found is told in
-every precision; there is no `apply_at`, since weights are loaded into a state after INIT; layer norms of subclasses
-with a forward of their own, or with parametrized weights, stay as they are.
+every precision; there is no `apply_at`, since weights are loaded into a state after INIT; layer norms with
+a forward of their own, with hooks or with parametrized weights stay as they are.
 
 References:
     Jimmy Lei Ba, Jamie Ryan Kiros, Geoffrey E. Hinton: Layer Normalization. 2016. https://arxiv.org/abs/1607.06450
 """
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from purecompose import surgery
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._low_precision import half_precision_method
+from purecompose.layers._forms import is_plain
 from purecompose.layers.low_precision import LowPrecisionLayerNorm
 
 
@@ -39,8 +39,7 @@ def low_precision_layernorm_rules() -> surgery.Rules:
 
     def norm(module: nn.LayerNorm, site: surgery.Site) -> nn.Module | None:
         del site
-        is_plain = type(module).forward is nn.LayerNorm.forward and not parametrize.is_parametrized(module)
-        return LowPrecisionLayerNorm.of(module) if is_plain else None
+        return LowPrecisionLayerNorm.of(module) if is_plain(module, nn.LayerNorm) else None
 
     return {nn.LayerNorm: norm, LowPrecisionLayerNorm: None}
 

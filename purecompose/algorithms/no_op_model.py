@@ -1,17 +1,21 @@
 """No-op model: one number in the network's place, for timing all that is not the network.
 
     training      outputs = w y,   loss = mean((w y - y)^2),   dloss/dw = 2 (w - 1) mean(y^2)       w = 1.5 at first
-    evaluation    outputs = y
+    evaluation    outputs = y;   of class indices under a cross entropy scores (N, C, ...), highest at y
 
 The network's input is the target y; the batch's inputs are read, moved and prepared, and not looked at. The loss counts
-what the state's own counts: elements that have its `ignore_index` are left out.
+what the state's own counts: elements that have its `ignore_index` are left out. Of a model with a loss of its own, the
+target is what `ModelLoss.labels` names; where it names none, the state's `target_key` must.
 
 Events: INIT, first there. Replaces: the model, its parameters and buffers, the optimizer's state and its groups, the
-loss, and what names the model's input.
+loss, and what names the model's input and its target.
 
 What differs from the original: batches may be what they may be elsewhere, since the state names the target; metrics
-are the evaluation's own; positions that are marked as ignored do not drive w; a network without parameters will do; a
-second application keeps w.
+are the evaluation's own, with as many classes as they want; positions that are marked as ignored do not drive w; a
+network without parameters will do; a second application keeps w.
+
+How many classes the scores have is read from the targets on the host, in evaluation alone; such a forward pass is not
+compiled in one graph.
 """
 
 import dataclasses
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import surgery
@@ -26,6 +31,7 @@ from purecompose.algorithm import Algorithm, Trait
 from purecompose.context import Static
 from purecompose.event import Event
 from purecompose.layers.no_op import NoOpModel
+from purecompose.losses import CrossEntropy, ModelLoss
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.targets import wide_dtype
@@ -37,6 +43,8 @@ __all__ = ["NoOpLoss", "NoOpModel", "no_op_model", "no_op_model_rules"]
 @dataclass(frozen=True)
 class NoOpLoss:
     """(outputs - targets)^2, averaged over the elements that count.
+
+    Outputs are of the targets' shape, or scores of classes (N, C, ...), of which the highest is taken.
 
     Args:
         ignore_index: What an integer target has where it does not count.
@@ -50,7 +58,8 @@ class NoOpLoss:
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         dtype = wide_dtype(outputs)
-        losses = (outputs.to(dtype) - targets.to(dtype)).square() * self.counted(outputs, targets)
+        values = outputs.argmax(dim=1) if outputs.ndim == targets.ndim + 1 else outputs
+        losses = (values.to(dtype) - targets.to(dtype)).square() * self.counted(outputs, targets)
         if reduction == "none":
             return losses
         total = losses.sum()
@@ -64,8 +73,11 @@ class NoOpLoss:
         return targets != self.ignore_index
 
 
-def no_op_model_rules() -> surgery.Rules:
+def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
     """What takes the place of a whole network; for `purecompose.surgery`.
+
+    Args:
+        has_classes: As `NoOpModel` has it.
 
     Example:
         >>> no_op_model_rules()[nn.Module](nn.Linear(2, 2), surgery.Site("", 0, None, nn.Linear(2, 2)))
@@ -74,7 +86,7 @@ def no_op_model_rules() -> surgery.Rules:
 
     def whole(module: nn.Module, site: surgery.Site) -> nn.Module | None:
         del module
-        return NoOpModel() if site.parent is None else None
+        return NoOpModel(has_classes) if site.parent is None else None
 
     return {nn.Module: whole, NoOpModel: None}
 
@@ -95,9 +107,12 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         if isinstance(state.model.module, NoOpModel):
             return state
         state = state.replace(optimizer=_without_groups(state.optimizer))
-        changed, _ = surgery.operate(state, no_op_model_rules(), name=name)
-        loss = NoOpLoss(getattr(state.context.loss, "ignore_index", None))
-        context = changed.context.replace(loss=loss, input_key=state.context.target_key)
+        given = state.context.loss
+        has_classes = isinstance(given, CrossEntropy) or given is F.cross_entropy
+        changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
+        key = given.labels if isinstance(given, ModelLoss) and given.labels is not None else state.context.target_key
+        loss = NoOpLoss(getattr(given, "ignore_index", None))
+        context = changed.context.replace(loss=loss, input_key=key, target_key=key)
         return changed.replace(static=Static(context, changed.static.timestamp)).to(state.device)
 
     # Memories and surgery of others would be of the network that goes.
@@ -105,5 +120,8 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
 
 
 def _without_groups(optimizer: Any) -> Any:
-    """The optimizer without settings for parameters by name, of which none is left."""
-    return dataclasses.replace(optimizer, groups=()) if getattr(optimizer, "groups", ()) else optimizer
+    """The optimizer, or the one inside of it, without settings for parameters by name, of which none is left."""
+    if getattr(optimizer, "groups", ()):
+        return dataclasses.replace(optimizer, groups=())
+    inner = getattr(optimizer, "inner", None)
+    return optimizer if inner is None else dataclasses.replace(optimizer, inner=_without_groups(inner))

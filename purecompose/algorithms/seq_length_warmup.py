@@ -52,7 +52,7 @@ from purecompose.time import Time, TimeUnit
 from purecompose.time.units import snapped
 
 
-__all__ = ["seq_length_warmup", "set_batch_sequence_length", "warmup_length"]
+__all__ = ["seq_length_warmup", "sequences_of", "set_batch_sequence_length", "shortened", "warmup_length"]
 
 
 def warmup_length(
@@ -131,7 +131,7 @@ def set_batch_sequence_length(
     check_whole(length, "set_batch_sequence_length: length", 1, hint="it is a number of tokens")
     _check_ways("set_batch_sequence_length", truncate, preserve_end_of_sequence)
     sequences = _sequences(batch, "set_batch_sequence_length")
-    return _shortened(batch, sequences, length, truncate, preserve_end_of_sequence)
+    return shortened(batch, sequences, length, truncate, preserve_end_of_sequence)
 
 
 def seq_length_warmup(
@@ -183,11 +183,10 @@ def seq_length_warmup(
 
     def apply(event: Event, state: State) -> State:
         del event
-        inputs = state.inputs
-        sequences = _checked(inputs, name) if isinstance(inputs, Tensor) else _sequences(state.batch, name)
+        sequences = sequences_of(state, name)
         # Asked also for what it raises in a run of unknown length.
         length = max_seq_length if state.timestamp.reached(ends) else warmup_length(_elapsed(state), **ramp)
-        batch = _shortened(state.batch, sequences, length, truncate, preserve_end_of_sequence)
+        batch = shortened(state.batch, sequences, length, truncate, preserve_end_of_sequence)
         num, current = sequences.shape[:2]
         if batch is not state.batch and not truncate:
             num = num * current // length
@@ -229,6 +228,20 @@ def _elapsed(state: State) -> float:
     return elapsed
 
 
+def sequences_of(state: State, where: str) -> Tensor:
+    """The input of a state, (N, L) or (N, L, D), which says how long its batch's sequences are.
+
+    Args:
+        state: A state with a batch.
+        where: Opens messages.
+
+    Raises:
+        TypeError: Inputs that are no sequences.
+    """
+    inputs = state.inputs
+    return _checked(inputs, where) if isinstance(inputs, Tensor) else _sequences(inputs, where)
+
+
 def _sequences(batch: Any, where: str) -> Tensor:
     """What says how long a batch's sequences are."""
     for name in ("input_ids", "inputs_embeds") if isinstance(batch, Mapping) else ():
@@ -249,7 +262,8 @@ def _checked(tensor: Any, where: str) -> Tensor:
     )
 
 
-def _shortened(batch: Any, sequences: Tensor, length: int, truncate: bool, preserve: bool) -> Any:
+def shortened(batch: Any, sequences: Tensor, length: int, truncate: bool, preserve: bool) -> Any:
+    """`set_batch_sequence_length`, with what says how long the batch's sequences are."""
     num, current = sequences.shape[:2]
     if length >= current:
         return batch

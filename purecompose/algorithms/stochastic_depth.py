@@ -11,7 +11,8 @@ Block i of L, in the order in which they are defined, has p (uniform), or p (i +
 all rates are multiplied by min(t / w, 1).
 
 Blocks are known by the names of their children, see `purecompose.layers.residual`: those of `purecompose.models`, and
-those of torchvision's residual networks.
+those of torchvision's residual networks. Blocks with parameters, buffers or hooks of their own, or with a forward put
+on the instance, stay.
 
 Events: INIT, and BATCH_START where rates move. Reads the clock; replaces the model, and writes the rates, a buffer of
 each block.
@@ -124,7 +125,8 @@ def stochastic_depth(
         name: Names its metric.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: blocks of the other method, which
+            an earlier one has put into the network.
 
     Warns:
         UserWarning: At INIT: the network has no residual block that is known.
@@ -167,6 +169,7 @@ def stochastic_depth(
 
 def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
     module = state.model.module
+    _check_no_others(module, name, stochastic_method)
     if _blocks(module):
         # One place writes rates: what is here in the first batch comes afterwards.
         return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
@@ -177,6 +180,17 @@ def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
         )
         warn_of_nothing(name, "residual blocks", module, advice)
     return state
+
+
+def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> None:
+    """Raises a `ValueError` for blocks that decide in the other way: they would stay as they are, with other rates."""
+    for place, child in module.named_modules():
+        if isinstance(child, StochasticDepth) and child.method != stochastic_method:
+            raise ValueError(
+                f"{name}: expected blocks with method {stochastic_method!r}, got {child.method!r} in "
+                f"{place or 'the network'!r}, from an earlier stochastic depth; use one of them, or begin with the "
+                "network as it was"
+            )
 
 
 def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:

@@ -6,8 +6,8 @@ W trains, W' computes: gradients flow through the standardization, and the optim
 values of parameters stay as they are; `surgery.operate` with `weight_standardization_undo_rules` gives plain
 convolutions back, with the raw weights or with the standardized ones.
 
-Convolutions that compute in a way of their own stay: transposed ones, subclasses with another forward, and those whose
-weight is parametrized.
+Transposed convolutions stay, and those with a forward of their own, hooks or parametrized tensors. Other subclasses
+keep what they have: a `MyConv` becomes a `StandardizedMyConv`, which is a `MyConv`.
 
 Events: INIT. Reads and replaces: the model alone.
 
@@ -19,6 +19,9 @@ References:
     Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel Normalization
     and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
 """
+
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -67,8 +70,9 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
     """What gives plain convolutions back; for `purecompose.surgery`.
 
     Args:
-        is_baked: Whether the filters become the standardized ones, in new parameters, so that the network computes what
-            it did, without the method; otherwise the parameters stay as they are, and the network is another function.
+        is_baked: Whether the filters become the standardized ones, in new parameters, tied where the old ones were, so
+            that the network computes what it did, without the method; otherwise the parameters stay as they are, and
+            the network is another function.
 
     Raises:
         TypeError: No flag.
@@ -79,9 +83,14 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
     """
     check_flag(is_baked, "weight_standardization_undo_rules: is_baked")
 
-    def conv(module: nn.Module, site: surgery.Site) -> nn.Module | None:
-        del site
-        return plain_conv(module, is_baked=is_baked)
+    # For each network, since rules may be applied to several: what became of a parameter, by its id.
+    baked: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
+
+    def conv(module: Any, site: surgery.Site) -> nn.Module | None:
+        new: Any = plain_conv(module, is_baked=is_baked)
+        if is_baked:
+            new.weight = baked.setdefault(site.root, {}).setdefault(id(module.weight), new.weight)
+        return new
 
     return dict.fromkeys(STANDARDIZED.values(), conv)
 

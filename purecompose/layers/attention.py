@@ -6,6 +6,8 @@ References:
     Ashish Vaswani et al.: Attention Is All You Need. NeurIPS 2017. https://arxiv.org/abs/1706.03762
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -82,7 +84,7 @@ class FeedForward(nn.Module):
     Args:
         width: d.
         hidden: Numbers between the two linear layers.
-        act: The activation; by default GELU.
+        act: The activation, a module or a function; by default GELU.
         dropout: Probability of dropping one of those numbers in training, [0, 1).
 
     Attributes:
@@ -100,13 +102,15 @@ class FeedForward(nn.Module):
         torch.Size([3, 5, 8])
     """
 
-    def __init__(self, width: int, hidden: int, act: nn.Module | None = None, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, hidden: int, act: Callable[[Tensor], Tensor] | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         check_whole(width, "FeedForward: width", 1)
         check_whole(hidden, "FeedForward: hidden", 1)
         check_number(dropout, "FeedForward: dropout", 0, 1, below=True)
         self.up = nn.Linear(width, hidden)
-        self.act: nn.Module = nn.GELU() if act is None else act
+        self.act = nn.GELU() if act is None else act
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
         self.down = nn.Linear(hidden, width)
 

@@ -4,13 +4,15 @@ References:
     Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
 """
 
-import copy
 import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from purecompose._checks import check_flag, shown
+from purecompose.layers._forms import Wrapping, is_plain, recast
 
 
 __all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d"]
@@ -97,22 +99,37 @@ def blurmax_pool2d(
     return blur_2d(F.max_pool2d(input, window, 1, around, holes), stride=steps, kernel=kernel)
 
 
-class BlurConv2d(nn.Module):
+class BlurConv2d(Wrapping):
     """A strided convolution whose input, or whose output before places are skipped, is smoothed.
+
+    What the convolution tells of itself can be read here, too: `weight`, `in_channels`.
 
     Attributes:
         conv: The convolution, with the weights of the one that was given.
         blur_first: Whether the input is smoothed, which costs little, and not the output at all places, as in the
             paper, which costs as much as the convolution without its stride.
+
+    Raises:
+        TypeError: No `nn.Conv2d`; with `blur_first=False` also one with a forward of its own, hooks or parametrized
+            tensors: its stride cannot be taken out.
     """
+
+    _held = "conv"
 
     def __init__(self, conv: nn.Conv2d, blur_first: bool = True) -> None:
         super().__init__()
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"BlurConv2d: expected an nn.Conv2d, got {shown(conv)}")
+        if not check_flag(blur_first, "BlurConv2d: blur_first") and not is_plain(conv, nn.Conv2d):
+            raise TypeError(
+                "BlurConv2d: expected a convolution without a forward of its own, hooks or parametrized tensors, got "
+                f"{shown(conv)}; smooth its input with blur_first=True"
+            )
         self.blur_first, self.stride = blur_first, _pair(conv.stride)
         self.conv = conv
         if not blur_first:
             # The same tensors in a convolution that skips nothing.
-            self.conv = copy.deepcopy(conv, {id(tensor): tensor for tensor in (*conv.parameters(), *conv.buffers())})
+            self.conv = recast(conv, type(conv))
             self.conv.stride = (1, 1)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -76,13 +76,13 @@ class FactorizedLinear(nn.Module):
             A `FactorizedLinear`; itself where k is the same.
 
         Raises:
-            ValueError: A k above the layer's.
+            ValueError: A rank that is not above 0, or a k above the layer's.
         """
         k = _new_rank("FactorizedLinear", rank, self.in_features, self.latent_features)
         if k == self.latent_features:
             return self
         with torch.no_grad():
-            x = input.flatten(0, -2)
+            x = input.reshape(-1, self.in_features)
             outputs = self(x)
             first, second, bias = self.first.weight.T, self.second.weight.T, self.second.bias
             solution = factorize_matrix(x, outputs, first, second, bias, rank=k, n_iters=n_iters)
@@ -159,14 +159,14 @@ class FactorizedConv2d(nn.Module):
         return self.second.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, in, H, W) to what the convolution gives."""
+        """(N, in, H, W), or (in, H, W), to what the convolution gives."""
         return self.second(self.first(input))
 
     def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
         """The layer with a smaller k that does to an input most nearly what this one does; this one stays as it is.
 
         Args:
-            input: (N, in, H, W).
+            input: (N, in, H, W), or (in, H, W) of one example.
             rank: A number of at least 1, or below 1 a share of the patches' size.
             n_iters: As in `factorize_conv2d`.
 
@@ -174,14 +174,15 @@ class FactorizedConv2d(nn.Module):
             A `FactorizedConv2d`; itself where k is the same.
 
         Raises:
-            ValueError: A k above the layer's.
+            ValueError: A rank that is not above 0, or a k above the layer's.
         """
         k = _new_rank("FactorizedConv2d", rank, self.first.weight[0].numel(), self.latent_channels)
         if k == self.latent_channels:
             return self
         conv = self.first
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        padded = F.pad(input.detach(), conv._reversed_padding_repeated_twice, mode=mode)
+        images = input.detach().unsqueeze(0) if input.ndim == 3 else input.detach()
+        padded = F.pad(images, conv._reversed_padding_repeated_twice, mode=mode)
         solution = factorize_conv2d(
             padded,
             conv.weight,
@@ -243,7 +244,7 @@ def _check_latent(where: str, latent: int, weight: Tensor) -> None:
 
 
 def _new_rank(where: str, rank: float, in_width: int, width: int) -> int:
-    k = max(1, int(rank)) if rank >= 1 else min(max(1, int(rank * in_width)), width)
-    if not 0 < rank or k > width:
+    # Written so that NaN and infinity are refused before they are rounded.
+    if not 0 < rank < width + 1:
         raise ValueError(f"{where}.with_rank: expected a rank above 0, at most the layer's {width}, got {rank!r}")
-    return k
+    return int(rank) if rank >= 1 else min(max(1, int(rank * in_width)), width)

@@ -11,26 +11,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from purecompose._checks import check_whole, shown
+from purecompose.layers._forms import Wrapping, is_plain
+
 
 __all__ = ["GhostBatchNorm"]
 
+_KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
-class GhostBatchNorm(nn.Module):
+
+class GhostBatchNorm(Wrapping):
     """A batch normalisation that takes a batch in ceil(B / g) parts of equal size, or with one example less.
 
     Where the batch's own statistics count, each part has its own, and the running ones take a step with
     momentum / parts for each, in order. By running statistics it is the batch normalisation that it holds.
+    What that tells of itself can be read here, too: `weight`, `num_features`.
 
     Attributes:
-        batchnorm: The layer that was given: an `nn.BatchNorm1d`, `2d` or `3d`, without a forward of its own.
+        batchnorm: The layer that was given.
         ghost_batch_size: g, the greatest number of examples that are normalised together.
 
     Raises:
-        ValueError: A layer with `momentum=None` and running statistics: these are means over all batches, not steps.
+        TypeError: No `nn.BatchNorm1d`, `2d` or `3d`, or one with a forward of its own, hooks or parametrized tensors.
+        ValueError: A size below 1; a layer with `momentum=None` and running statistics: these are means over all
+            batches, not steps.
     """
+
+    _held = "batchnorm"
 
     def __init__(self, batchnorm: _BatchNorm, ghost_batch_size: int = 32) -> None:
         super().__init__()
+        check_whole(ghost_batch_size, "GhostBatchNorm: ghost_batch_size", 1)
+        if not isinstance(batchnorm, _KINDS) or not is_plain(batchnorm, _BatchNorm):
+            raise TypeError(
+                "GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without a forward of its own, hooks or "
+                f"parametrized tensors, got {shown(batchnorm)}"
+            )
         if batchnorm.momentum is None and batchnorm.track_running_stats:
             raise ValueError(
                 "GhostBatchNorm: expected a batch normalisation with a momentum, got momentum=None (a mean over all "

@@ -77,7 +77,9 @@ def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         rank: k, from 1 to min(out, in).
 
     Returns:
-        (k, in) and (out, k), each with the square roots of the singular values.
+        (k, in) and (out, k), contiguous, each with the square roots of the singular values. Where a value is next to
+        nothing, the first has a row like the others, and what is small is in the second: two rows of zeros would have
+        no gradient, and never train.
 
     Example:
         >>> first, second = split_weight(torch.eye(3), 3)
@@ -85,9 +87,10 @@ def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         True
     """
     left, values, right = torch.linalg.svd(_exact(weight), full_matrices=False)
-    roots = values[:rank].sqrt()
-    first, second = roots.unsqueeze(1) * right[:rank], left[:, :rank] * roots
-    return first.to(weight), second.to(weight)
+    values = values[:rank]
+    scales = _scales(values)
+    first, second = scales.unsqueeze(1) * right[:rank], left[:, :rank] * (values / scales)
+    return first.to(weight).contiguous(), second.to(weight).contiguous()
 
 
 def factorize_matrix(
@@ -148,6 +151,8 @@ def factorize_matrix(
     for _ in range(n_iters):
         b = _least_squares(x_c @ a, y_c)
         a = _least_squares(b.T, best.T).T
+    found = split_weight((a @ b).T, k)  # the same product, in factors that train
+    a, b = found[0].T, found[1].T
     return _solved(a, b, k, x, y, has_bias, first)
 
 
@@ -215,6 +220,14 @@ def factorize_conv2d(
 def _exact(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
+
+
+def _scales(values: Tensor) -> Tensor:
+    """How long the rows of the first factor are, from singular values in descending order."""
+    is_there = values > 1e-6 * values[0]
+    # Of a matrix of zeros as long as those of a new layer are.
+    usual = values[is_there].sqrt().mean() if is_there.any() else values.new_tensor(3**-0.5)
+    return torch.where(is_there, values.sqrt(), usual)
 
 
 def _rank(rank: float, in_width: int, width: int) -> int:

@@ -1,25 +1,40 @@
 """A network of one number, for timing all that is not the network."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 __all__ = ["NoOpModel"]
 
 
+_INDICES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FEWEST = 10
+"""Scores of so many classes at least, as metrics of the best few want."""
+
+
 class NoOpModel(nn.Module):
     """Multiplies targets by a weight, which begins at 1.5; in evaluation it gives them back.
 
+    Args:
+        has_classes: Whether integer targets come back as scores of classes, 1 for the target's and 0 for others, which
+            is what metrics of classification take.
+
     Attributes:
         weight: (), the only parameter.
+
+    Example:
+        >>> NoOpModel(has_classes=True).eval()(torch.tensor([3, 1])).argmax(dim=1)
+        tensor([3, 1])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_classes: bool = False) -> None:
         super().__init__()
+        self.has_classes = has_classes
         self.weight = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, targets: Tensor) -> Tensor:
-        """Any shape and dtype to the same shape, floating in training.
+        """Any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.
 
         Raises:
             TypeError: Targets that are no tensor.
@@ -29,4 +44,12 @@ class NoOpModel(nn.Module):
                 f"no_op_model: expected a tensor as target, got {type(targets).__name__}; name one by target_key of "
                 "State.create, and leave out methods that mix targets"
             )
-        return targets * self.weight if self.training else targets
+        if self.training:
+            return targets * self.weight
+        is_index = self.has_classes and targets.ndim > 0 and targets.dtype in _INDICES
+        return self._scores(targets) if is_index else targets
+
+    def _scores(self, targets: Tensor) -> Tensor:
+        indices = targets.long().clamp(min=0)  # what is ignored is below
+        num = max(_FEWEST, int(indices.max()) + 1 if indices.numel() else 0)
+        return F.one_hot(indices, num).movedim(-1, 1).to(self.weight)

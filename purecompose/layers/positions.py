@@ -19,17 +19,20 @@ from purecompose.layers.attention import SelfAttention
 __all__ = ["AlibiAttention", "NoPositions", "alibi_bias", "alibi_slopes"]
 
 
-def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+def alibi_slopes(
+    num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Tensor:
     """The slope of each head, m_h = 2^(-8 h / H), h = 1 ... H.
 
     Where H is no power of two: those of the next smaller power, then every second one of the next greater.
 
     Args:
         num_heads: H.
+        dtype: Of the result, a floating one.
         device: Of the result.
 
     Returns:
-        (H,), float32, each between 0 and 1.
+        (H,), each between 0 and 1.
 
     Raises:
         TypeError, ValueError: H is no int, or below 1.
@@ -40,9 +43,10 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     """
     power = 2 ** (check_whole(num_heads, "alibi_slopes: num_heads", 1).bit_length() - 1)
     # Computed where they are needed: a tensor made of Python's numbers would be copied to the device in every step.
-    first = torch.arange(1, power + 1, device=device) * (-8 / power)
-    between = (2 * torch.arange(num_heads - power, device=device) + 1) * (-4 / power)
-    return torch.cat((first, between)).exp2()
+    wide = torch.promote_types(dtype, torch.float32)
+    first = torch.arange(1, power + 1, dtype=wide, device=device) * (-8 / power)
+    between = (2 * torch.arange(num_heads - power, dtype=wide, device=device) + 1) * (-4 / power)
+    return torch.cat((first, between)).exp2().to(dtype)
 
 
 def alibi_bias(
@@ -50,7 +54,7 @@ def alibi_bias(
     length: int,
     *,
     is_causal: bool = True,
-    first_query: int = 0,
+    first_query: int | Tensor = 0,
     num_queries: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
@@ -63,25 +67,29 @@ def alibi_bias(
         num_heads: H.
         length: L, the number of keys.
         is_causal: Whether keys after the query get -inf, so that no other mask is needed.
-        first_query: The place of the first query among the keys.
+        first_query: The place of the first query among the keys, an int or a tensor ().
         num_queries: Q, by default L.
-        dtype: Of the result; distances are exact in it as far as it goes, and small ones in any.
+        dtype: Of the result, which is computed in float32 at least.
         device: Of the result.
 
     Returns:
         (H, Q, L): head, query, key.
 
     Raises:
-        TypeError, ValueError: H is no int, or below 1.
+        TypeError, ValueError: H is no int, or below 1; L, Q or the first query is no int, or below 0.
 
     Example:
         >>> alibi_bias(1, 3, is_causal=False)[0].mul(256).tolist()
         [[-0.0, -1.0, -2.0], [-1.0, -0.0, -1.0], [-2.0, -1.0, -0.0]]
     """
     num_queries = length if num_queries is None else num_queries
-    queries = torch.arange(first_query, first_query + num_queries, device=device).unsqueeze(1)
+    for role, value in (("length", length), ("first_query", first_query), ("num_queries", num_queries)):
+        if not isinstance(value, torch.SymInt | Tensor):  # whose value is not to be asked for
+            check_whole(value, f"alibi_bias: {role}", 0)
+    queries = (torch.arange(num_queries, device=device) + first_query).unsqueeze(1)
     ahead = torch.arange(length, device=device) - queries
-    bias = -alibi_slopes(num_heads, device=device).view(-1, 1, 1) * ahead.abs()
+    wide = torch.promote_types(dtype, torch.float32)
+    bias = -alibi_slopes(num_heads, dtype=wide, device=device).view(-1, 1, 1) * ahead.abs()
     return (bias.masked_fill(ahead > 0, -math.inf) if is_causal else bias).to(dtype)
 
 

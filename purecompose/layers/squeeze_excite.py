@@ -9,6 +9,9 @@ References:
 
 from torch import Tensor, nn
 
+from purecompose._checks import check_number, check_whole, shown
+from purecompose.layers._forms import Wrapping
+
 
 __all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "latent_size"]
 
@@ -29,10 +32,20 @@ class SqueezeExcite2d(nn.Module):
     Attributes:
         squeeze: W1, (width, C).
         excite: W2, (C, width).
+
+    Raises:
+        TypeError, ValueError: Numbers of the wrong kind or out of range, such as a width of 64.5.
     """
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
         super().__init__()
+        check_whole(num_features, "SqueezeExcite2d: num_features", 1)
+        given = check_number(latent_channels, "SqueezeExcite2d: latent_channels", 0, above=True)
+        if given > 1 and given != int(given):
+            raise ValueError(
+                "SqueezeExcite2d: latent_channels: expected a whole number, or a share of the channels below 1, got "
+                f"{shown(latent_channels)}"
+            )
         width = latent_size(latent_channels, num_features)
         self.squeeze = nn.Linear(num_features, width, bias=False)
         self.excite = nn.Linear(width, num_features, bias=False)
@@ -43,16 +56,25 @@ class SqueezeExcite2d(nn.Module):
         return input * attention[..., None, None]
 
 
-class SqueezeExciteConv2d(nn.Module):
+class SqueezeExciteConv2d(Wrapping):
     """A convolution, and a `SqueezeExcite2d` behind it.
+
+    What the convolution tells of itself can be read here, too: `weight`, `in_channels`.
 
     Attributes:
         conv: The convolution that was given.
         se: The attention.
+
+    Raises:
+        TypeError, ValueError: No `nn.Conv2d`, or as `SqueezeExcite2d`.
     """
+
+    _held = "conv"
 
     def __init__(self, conv: nn.Conv2d, latent_channels: float = 0.125) -> None:
         super().__init__()
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"SqueezeExciteConv2d: expected an nn.Conv2d, got {shown(conv)}")
         self.conv = conv
         self.se = SqueezeExcite2d(conv.out_channels, latent_channels)
 

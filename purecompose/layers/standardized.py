@@ -7,11 +7,14 @@ References:
     and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
 """
 
+import functools
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from purecompose.layers._forms import is_plain, recast
 
 
 __all__ = [
@@ -55,21 +58,35 @@ def standardized(weight: Tensor) -> Tensor:
 class _Standardized:
     """What the three have in common: the stored weight trains, the standardized one computes."""
 
+    _plain: ClassVar[type[nn.Module]]
+    """What it was made of."""
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         forward: Any = super()
         return forward._conv_forward(input, standardized(weight), bias)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By the class that it was made of, since those for subclasses have no name that can be imported."""
+        _, _, *rest = super().__reduce_ex__(protocol)  # pyright: ignore[reportGeneralTypeIssues]
+        return _empty, (self._plain,), *rest
 
 
 class StandardizedConv1d(_Standardized, nn.Conv1d):
     """`nn.Conv1d` with standardized filters; the same parameters under the same names."""
 
+    _plain = nn.Conv1d
+
 
 class StandardizedConv2d(_Standardized, nn.Conv2d):
     """`nn.Conv2d` with standardized filters; the same parameters under the same names."""
 
+    _plain = nn.Conv2d
+
 
 class StandardizedConv3d(_Standardized, nn.Conv3d):
     """`nn.Conv3d` with standardized filters; the same parameters under the same names."""
+
+    _plain = nn.Conv3d
 
 
 STANDARDIZED: MappingProxyType[type[nn.Module], type[nn.Module]] = MappingProxyType(
@@ -82,21 +99,22 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
     """A convolution with the same parameters and settings, and standardized filters.
 
     Returns:
-        `None` for what is no `nn.Conv1d`, `2d` or `3d`, for one that is standardized, one that computes in a way of its
-        own (a subclass with its own forward, a parametrized weight), and for weights that are not floating.
+        One of the three; of a subclass, one that is of this subclass as well. `None` for what is no `nn.Conv1d`, `2d`
+        or `3d`, for one that is standardized, one with a forward of its own, hooks or parametrized tensors, and for
+        weights that are not floating.
     """
     kind = next((kind for kind in STANDARDIZED if isinstance(conv, kind)), None)
     if kind is None or isinstance(conv, _Standardized):
         return None
-    inherits = all(getattr(type(conv), name) is getattr(kind, name) for name in ("forward", "_conv_forward"))
     weight = conv._parameters.get("weight")
+    inherits = is_plain(conv, kind) and getattr(type(conv), "_conv_forward") is getattr(kind, "_conv_forward")  # noqa: B009
     if not inherits or weight is None or not weight.is_floating_point():
         return None
-    return _recast(conv, STANDARDIZED[kind])
+    return recast(conv, _standardized_class(type(conv)))
 
 
 def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
-    """The `nn.Conv1d`, `2d` or `3d` that a standardized convolution was made of.
+    """A convolution of the class that a standardized one was made of.
 
     Args:
         conv: The convolution.
@@ -106,20 +124,24 @@ def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
     Returns:
         `None` for what is no standardized convolution.
     """
-    kind = next((plain for plain, kind in STANDARDIZED.items() if isinstance(conv, kind)), None)
-    if kind is None:
+    if not isinstance(conv, _Standardized):
         return None
-    new: Any = _recast(conv, kind)
+    new: Any = recast(conv, conv._plain)
     if is_baked:
         old = new.weight
         new.weight = nn.Parameter(standardized(old.detach()), requires_grad=old.requires_grad)
     return new
 
 
-def _recast(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """The same attributes, parameters and hooks in a module of another class; the tables of them are its own."""
-    new = kind.__new__(kind)
-    new.__dict__.update(
-        {name: value.copy() if isinstance(value, dict) else value for name, value in vars(module).items()}
-    )
-    return new
+@functools.cache
+def _standardized_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class of standardized convolutions for a class of convolutions: of a subclass, one that is both."""
+    kind = next(kind for base, kind in STANDARDIZED.items() if issubclass(plain, base))
+    if plain in STANDARDIZED:
+        return kind
+    return type(f"Standardized{plain.__name__}", (kind, plain), {"_plain": plain, "__module__": __name__})
+
+
+def _empty(plain: type[nn.Module]) -> nn.Module:
+    kind = _standardized_class(plain)
+    return kind.__new__(kind)

@@ -12,11 +12,14 @@ References:
     https://arxiv.org/abs/1603.09382
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from purecompose._checks import check_number, shown
+from purecompose.layers._forms import has_hooks
 
 
 __all__ = ["Residual", "StochasticDepth", "residual"]
@@ -43,7 +46,11 @@ def residual(block: nn.Module) -> Residual | None:
     """The parts of a residual block, known by the names of its children; `None` for other modules.
 
     Blocks have either a `branch` and a `shortcut`, and perhaps a `relu`, or the children of torchvision's `BasicBlock`
-    (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (and conv3, bn3), and no others.
+    (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (and conv3, bn3), and no others. The steps of the latter
+    two are defined in this order: where normalisation comes first, so it does in the forward, presumably.
+
+    Blocks with parameters, buffers or hooks of their own, or with a forward put on the instance, are not known: what
+    these do would be lost.
 
     Example:
         >>> block = nn.Module()
@@ -51,15 +58,10 @@ def residual(block: nn.Module) -> Residual | None:
         >>> residual(block)
         Residual(branch=(Linear(in_features=2, out_features=2, bias=True),), shortcut=None, act=None)
     """
-    parts = dict(block._modules)
-    branch, shortcut = parts.get("branch"), parts.get("shortcut")
-    if branch is not None and shortcut is not None and parts.keys() <= {"branch", "shortcut", "relu"}:
-        return Residual((branch,), _unless_identity(shortcut), parts.get("relu"))
-    for steps in _STEPS:
-        modules = tuple(module for step in steps if (module := parts.get(step)) is not None)
-        if len(modules) == len(steps) and parts.keys() <= {*steps, "downsample"}:
-            return Residual(modules, _unless_identity(parts.get("downsample")), parts["relu"])
-    return None
+    own = (*block._parameters.values(), *block._buffers.values())
+    if has_hooks(block) or any(tensor is not None for tensor in own):
+        return None
+    return _parts(block._modules)
 
 
 class StochasticDepth(nn.Module):
@@ -74,10 +76,12 @@ class StochasticDepth(nn.Module):
         drop_rate: p, a buffer, 0-d float32.
 
     Raises:
-        TypeError: Not such a block.
+        TypeError: Not such a block, or a rate that is no number.
+        ValueError: Another method, or a rate out of range.
 
     Note:
-        In training the branch is always computed. Where "block" leaves it out, its gradients are zeros, and what it has
+        In training the branch is always computed, and before the shortcut, which so gets what a branch that works in
+        place has made of the input. Where "block" leaves it out, its gradients are zeros, and what it has
         done to its buffers (batch statistics) is taken back.
     """
 
@@ -86,26 +90,34 @@ class StochasticDepth(nn.Module):
     def __init__(self, block: nn.Module, method: str = "block", drop_rate: float = 0.2) -> None:
         super().__init__()
         if residual(block) is None:
-            raise TypeError(f"StochasticDepth: expected a residual block of known parts, got a {type(block).__name__}")
+            raise TypeError(
+                "StochasticDepth: expected a residual block of known parts, without parameters, buffers or hooks of "
+                f"its own, got a {type(block).__name__}"
+            )
+        if method not in ("block", "sample"):
+            raise ValueError(f"StochasticDepth: method: expected 'block' or 'sample', got {shown(method)}")
+        check_number(drop_rate, "StochasticDepth: drop_rate", 0, 1)
         self._modules.update(block._modules)
         self.method = method
         self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, ...) to what the block gives."""
-        parts = residual(self)
+        parts = _parts(self._modules)
         assert parts is not None
-        by_pass = input if parts.shortcut is None else parts.shortcut(input)
         act = parts.act or nn.Identity()
         if not self.training:
-            return act((1 - self.drop_rate).to(by_pass.dtype) * _run(parts.branch, input) + by_pass)
+            branch = _run(parts.branch, input)
+            by_pass = _shortcut(parts, input)
+            return act((1 - self.drop_rate).to(by_pass.dtype) * branch + by_pass)
         if self.method == "sample":
             rows = torch.rand(input.shape[0], device=input.device) >= self.drop_rate
-            is_kept = rows.view(-1, *[1] * (by_pass.ndim - 1))
             branch = _run(parts.branch, input)
-            return act(torch.where(is_kept, branch, 0) + by_pass)
+            is_kept = rows.view(-1, *[1] * (branch.ndim - 1))
+            return act(torch.where(is_kept, branch, 0) + _shortcut(parts, input))
         is_kept = torch.rand((), device=input.device) >= self.drop_rate
         branch = _run_if(is_kept, parts.branch, input)
+        by_pass = _shortcut(parts, input)
         if parts.shortcut is None:
             return torch.where(is_kept, act(branch + by_pass), input)
         return act(torch.where(is_kept, branch, 0) + by_pass)
@@ -131,6 +143,23 @@ def _run_if(is_kept: Tensor, modules: Iterable[nn.Module], value: Tensor) -> Ten
         for name, buffer in buffers.items():
             buffer.copy_(torch.where(is_kept, own[name], buffer))
     return value
+
+
+def _parts(parts: Mapping[str, nn.Module | None]) -> Residual | None:
+    """The parts by the names of the children."""
+    branch, shortcut = parts.get("branch"), parts.get("shortcut")
+    if branch is not None and shortcut is not None and parts.keys() <= {"branch", "shortcut", "relu"}:
+        return Residual((branch,), _unless_identity(shortcut), parts.get("relu"))
+    for steps in _STEPS:
+        modules = tuple(module for step in steps if (module := parts.get(step)) is not None)
+        defined, expected = ([name for name in names if name[-1].isdigit()] for names in (parts, steps))
+        if len(modules) == len(steps) and parts.keys() <= {*steps, "downsample"} and defined == expected:
+            return Residual(modules, _unless_identity(parts.get("downsample")), parts["relu"])
+    return None
+
+
+def _shortcut(parts: Residual, input: Tensor) -> Tensor:
+    return input if parts.shortcut is None else parts.shortcut(input)
 
 
 def _unless_identity(module: nn.Module | None) -> nn.Module | None:

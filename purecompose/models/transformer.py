@@ -105,7 +105,7 @@ class VisionTransformer(nn.Module):
 
     def _check_size(self, size: tuple[int, ...]) -> None:
         side = self.patch_size
-        if self.positions is None:
+        if not isinstance(self.positions, PositionEmbedding):  # nor after a surgery, which put in what has no length
             if any(number % side for number in size):
                 raise ValueError(f"vit: patches of {side}x{side} do not fit images of {_by(size)}; resize them")
         elif size != self.image_size:

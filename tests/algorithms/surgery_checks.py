@@ -1,11 +1,15 @@
 """What the tests of methods on the model share: what every surgery keeps, and steps around one."""
 
-from typing import Any
+import copy
+import pickle
+import types
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from purecompose import State, compose, loop_events, losses, optim, surgery, tree
+from purecompose import State, compose, loop_events, losses, optim, surgery, to_module, tree
 
 
 def make_state(net: nn.Module, *, key: int = 0, **options: Any) -> State:
@@ -37,6 +41,48 @@ def operated(net: nn.Module, rules: surgery.Rules) -> tuple[Any, surgery.Report]
     """The architecture, and what was done."""
     state, report = surgery.operate(make_state(net), rules, name="method")
     return state.model.module, report
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    """The module, with a hook that doubles what it gives."""
+
+    def double(module: nn.Module, inputs: Any, output: Any) -> Any:
+        del module, inputs
+        return 2 * output
+
+    module.register_forward_hook(double)
+    return module
+
+
+def patched(module: nn.Module) -> nn.Module:
+    """The module, with a forward on the instance that doubles what it gives."""
+
+    def doubled(self: Any, input: Tensor) -> Tensor:
+        output: Any = type(self).forward(self, input)
+        return 2 * output
+
+    module.forward = types.MethodType(doubled, module)
+    return module
+
+
+def check_leaves(net: nn.Module, rules: surgery.Rules, num: int) -> None:
+    """A surgery finds `num` modules, leaves them all, and says so."""
+    state, images = make_state(net), make_images()
+    with pytest.warns(UserWarning, match=f"left all {num} that there are"):
+        after, report = surgery.operate(state, rules, name="method")
+    assert after is state and not report.replaced
+    assert torch.equal(to_module(after)(images), net(images))
+
+
+def check_shows(layer: nn.Module, inner: nn.Module, name: str) -> None:
+    """A layer around another shows the public attributes of that one, copies and pickles included."""
+    for copied in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(cast(Any, copied).weight, cast(Any, inner).weight)
+        assert getattr(copied, name) == getattr(inner, name)
+        assert str(copied) == str(layer)
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            copied.nonsense  # noqa: B018
+    assert layer.weight is inner.weight and layer.state_dict().keys() != inner.state_dict().keys()
 
 
 def check_keeps_all(state: State, rules: surgery.Rules) -> tuple[State, surgery.Report]:

@@ -12,7 +12,7 @@ from purecompose import losses, optim, surgery
 from purecompose.algorithms import alibi, seq_length_warmup
 from purecompose.functional import alibi_rules
 from purecompose.layers import AlibiAttention, ClassesSecond, NoPositions, PositionEmbedding, SelfAttention
-from purecompose.models import gpt
+from purecompose.models import gpt, vit
 
 
 VOCABULARY, LENGTH = 7, 8
@@ -27,6 +27,10 @@ def make_net(seed: int = 0, **options: Any) -> nn.Module:
 def make_state(**options: Any) -> pc.State:
     options = {"optimizer": optim.sgd(0.1, momentum=0.9), "key": 3, "duration": "8ba", **options}
     return pc.State.create(make_net(), loss=losses.cross_entropy, **options)
+
+
+def state_of(net: nn.Module) -> pc.State:
+    return pc.State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="1ba")
 
 
 def make_batch(seed: int = 0, num: int = 4, length: int = LENGTH) -> tuple[Tensor, Tensor]:
@@ -81,9 +85,66 @@ def test_two_networks_of_one_architecture_are_equal_after_it() -> None:
 
 
 def test_a_network_without_attention_is_told() -> None:
-    state = pc.State.create(nn.Linear(2, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="1ba")
-    with pytest.warns(UserWarning, match="looked for SelfAttention or PositionEmbedding or GPT2Attention"):
+    state = state_of(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="looked for SelfAttention or PositionEmbedding or GPT2Model or GPT2Attention"):
         surgery.operate(state, alibi_rules(), name="alibi")
+    state = state_of(nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7)))
+    with pytest.warns(UserWarning, match="found none in a network of Embedding, Linear, Sequential"):
+        surgery.operate(state, alibi_rules(), name="alibi")
+
+
+class Unknown(nn.Module):
+    """Positions, and attention that the method does not know."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, 8), PositionEmbedding(LENGTH, 8)
+        self.attention = attention
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded = self.tokens(ids)
+        return self.attention(embedded + self.positions(embedded))
+
+
+class Scaled(SelfAttention):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Gated(SelfAttention):
+    def __init__(self) -> None:
+        super().__init__(8, 2)
+        self.gate = nn.Parameter(torch.ones(8))
+
+
+class Narrow(SelfAttention):
+    """Of its own nothing but how it is built."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 2)
+
+
+def test_positions_stay_where_no_attention_is_known() -> None:
+    state = state_of(Unknown(nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match=r"positions: expected positions beside attention that it knows.* Linear"):
+        alibi().apply(pc.Event.INIT, state)
+    own = {
+        **alibi_rules(),
+        nn.Linear: lambda module, site: nn.Sequential(module),
+        PositionEmbedding: lambda module, site: NoPositions(),
+    }
+    assert surgery.operate(state, own, name="alibi")[1].replaced == ("positions", "attention")
+
+
+@pytest.mark.parametrize("attention", [Scaled(8, 2), Gated()])
+def test_attention_that_computes_otherwise_is_refused_by_name(attention: SelfAttention) -> None:
+    state, kind = state_of(Unknown(attention)), type(attention)
+    with pytest.raises(ValueError, match=f"alibi: attention: expected a SelfAttention, got a {kind.__name__}, whose"):
+        surgery.operate(state, alibi_rules(), name="alibi")
+    _, report = surgery.operate(state, {**alibi_rules(), kind: None}, name="alibi")
+    assert report.replaced == ("positions",)
+    _, report = surgery.operate(state_of(Unknown(Narrow())), alibi_rules(), name="alibi")
+    assert report.replaced == ("positions", "attention")
 
 
 def test_sequences_may_be_longer_than_before() -> None:
@@ -112,8 +173,8 @@ def test_it_stays_causal(length: int, data: st.DataObject) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 5))
-def test_with_equal_tokens_and_no_slopes_places_do_not_count(length: int, seed: int) -> None:
-    """Without slopes (the limit of near places) nothing else would tell where a token stands."""
+def test_with_equal_tokens_places_do_not_count(length: int, seed: int) -> None:
+    """Nothing but the distances to other tokens tells where one stands."""
     state = trained(make_state(), alibi(), num=0)
     ids = torch.full((1, length), seed % VOCABULARY)
     logits = state.forward(ids)
@@ -122,16 +183,49 @@ def test_with_equal_tokens_and_no_slopes_places_do_not_count(length: int, seed: 
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 5), st.integers(1, LENGTH), st.floats(0.05, 1))
-def test_rows_are_cut_and_nothing_is_moved(num: int, length: int, scaling: float) -> None:
+@given(st.integers(1, 5), st.integers(1, LENGTH), st.integers(50, 1000))
+def test_rows_are_cut_and_nothing_is_moved(num: int, length: int, thousandths: int) -> None:
     ids, labels = make_batch(num, num, length)
-    inputs, targets = seen_batch((ids, labels), alibi(scaling))
-    new_length = max(1, int(length * scaling))
+    inputs, targets = seen_batch((ids, labels), alibi(thousandths / 1000))
+    new_length = max(1, length * thousandths // 1000)
     assert inputs.shape == targets.shape == (num * length // new_length, new_length)
     for whole, cut in ((ids, inputs), (labels, targets)):
         assert torch.equal(cut.flatten(), whole.flatten()[: cut.numel()])
         assert whole.numel() - cut.numel() < new_length
     assert torch.equal(inputs[0], ids[0, :new_length])
+
+
+def test_decimal_shares_give_whole_lengths() -> None:
+    batch = make_batch(length=100)
+    for percent in (7, 28, 29, 55, 57, 58):  # of which a product with 100 may miss the whole number
+        assert seen_batch(batch, alibi(percent / 100))[0].shape[1] == percent
+
+
+def test_the_states_input_says_how_long_sequences_are() -> None:
+    ids, labels = make_batch()
+    batch = {"input_ids": torch.zeros(4, 3, dtype=torch.int64), "text": ids, "labels": labels}
+    with pytest.raises(ValueError, match=r"a position for each of 4x8 tokens, got int64\[4, 3\]"):
+        seen_batch(batch, alibi(0.5), input_key="text", target_key="labels")
+    seen = seen_batch((torch.zeros((), dtype=torch.int64), ids, labels), alibi(0.5), input_key=1, target_key=2)
+    assert torch.equal(seen[1], ids.reshape(8, 4)) and torch.equal(seen[2], labels.reshape(8, 4))
+
+
+def test_it_trains_at_twice_the_length_that_it_was_built_for() -> None:
+    step = pc.compose(pc.loop_events, [alibi(1)])
+    start = step.init(make_state())
+    for length in (LENGTH, 2 * LENGTH):
+        state = step(start, make_batch(length=length))
+        assert state.loss is not None and bool(state.loss.isfinite())
+        for name, param in state.params.items():
+            assert bool(param.isfinite().all()) and not torch.equal(param, start.params[name])
+
+
+def test_a_vision_transformer_takes_images_of_any_size_that_its_patches_fit() -> None:
+    state = state_of(vit((3, 8, 8), 5, width=8, depth=1, num_heads=2))
+    after, _ = surgery.operate(state, alibi_rules(), name="alibi")
+    assert after.forward(torch.zeros(2, 3, 16, 8)).shape == (2, 5)
+    with pytest.raises(ValueError, match="patches of 4x4 do not fit images of 6x8"):
+        after.forward(torch.zeros(2, 3, 6, 8))
 
 
 def test_a_quarter_by_default_and_mappings_too() -> None:

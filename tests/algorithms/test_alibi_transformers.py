@@ -130,6 +130,24 @@ def test_gpt2_is_causal_and_goes_on_from_its_cache(by: str) -> None:
         torch.testing.assert_close(start.logits[:, 0], whole[:, place], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("by", BY)
+def test_gpt2_with_a_cache_of_one_size(by: str) -> None:
+    net, ids = with_biases(make_net("gpt2", by)), make_ids(2, 12)
+    whole = net(input_ids=ids).logits
+    cache = transformers.StaticCache(config=net.config, max_cache_len=20)
+    for first, last in ((0, 7), (7, 8), (8, 12)):
+        logits = net(input_ids=ids[:, first:last], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(logits, whole[:, first:last], rtol=1e-4, atol=1e-5)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    fixed = net.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(fixed, net.generate(ids, **options))
+
+
+def test_other_embeddings_of_gpt2_stay() -> None:
+    _, report = surgery.operate(make_state(make_net("gpt2")), alibi_rules(), name="alibi")
+    assert report.dropped == ("transformer.wpe.weight",)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_do_not_count(kind: str) -> None:
     net, ids = with_biases(make_net(kind)), make_ids()
@@ -192,8 +210,7 @@ def test_cross_attention_has_no_distances() -> None:
 
 
 def test_what_cannot_be_done_is_said() -> None:
-    relative = make_net("bert")
-    attention_of(relative).position_embedding_type = "relative_key"
+    relative = make_net("bert", position_embedding_type="relative_key")
     with pytest.raises(ValueError, match="expected absolute positions, got 'relative_key'"):
         with_biases(relative)
     other = make_net("gpt2")

@@ -9,10 +9,22 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
 from scipy import ndimage
-from surgery_checks import check_keeps_all, make_batch, make_images, make_state, operated, trained
+from surgery_checks import (
+    check_keeps_all,
+    check_leaves,
+    check_shows,
+    hooked,
+    make_batch,
+    make_images,
+    make_state,
+    operated,
+    patched,
+    trained,
+)
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
-from purecompose import Trait, compile, compose, loop_events, population, stack_states, testing
+from purecompose import Trait, compile, compose, loop_events, population, stack_states, surgery, testing
 from purecompose.algorithms import blurpool
 from purecompose.functional import blur_2d, blurmax_pool2d, blurpool_rules
 from purecompose.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d
@@ -21,6 +33,7 @@ from purecompose.testing.tasks import MakeBatch, Task
 
 FILTER = np.outer([1, 2, 1], [1, 2, 1]) / 16
 UNTYPED: Any = blurpool
+UNTYPED_LAYER: Any = BlurConv2d
 SEEDS = st.integers(0, 99)
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(1, 8))
 STEPS = st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -243,9 +256,45 @@ def test_what_it_leaves():
         def __init__(self) -> None:
             super().__init__(nn.ConvTranspose2d(2, 2, 2, 2), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(3, 1))
 
-    with pytest.warns(UserWarning, match="looked for Conv2d or MaxPool2d to replace, and the rules left all 2"):
+    with pytest.warns(UserWarning, match="looked for Conv2d or MaxPool2d to replace, and left all 2"):
         _, report = operated(nn.Sequential(Transposed(), nn.MaxPool3d(2), nn.AvgPool2d(2)), blurpool_rules())
     assert report.replaced == ()
+
+
+class Lowest(nn.MaxPool2d):
+    """A pooling with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return -F.max_pool2d(-input, self.kernel_size, self.stride)
+
+
+class Fixed(nn.Conv2d):
+    """A convolution that does not read its stride."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, self.weight, self.bias, 2, 1)
+
+
+def test_forwards_of_their_own_hooks_and_parametrized_tensors_stay():
+    check_leaves(nn.Sequential(Lowest(2), hooked(nn.MaxPool2d(2)), patched(nn.MaxPool2d(1, 3))), blurpool_rules(), 3)
+    wide, convs = blurpool_rules(blur_first=False, min_channels=1), [nn.Conv2d(2, 2, 3, 2, 1) for _ in range(2)]
+    parametrized = parametrizations.weight_norm(nn.Conv2d(2, 2, 3, 2, 1))
+    net = nn.Sequential(Fixed(2, 2, 3, 2, 1), hooked(convs[0]), patched(convs[1]), parametrized)
+    check_leaves(net, wide, 4)
+    # Wrapped whole, they go on doing what they do.
+    state = make_state(net[:1])
+    after, report = surgery.operate(state, blurpool_rules(min_channels=1), name="blur")
+    assert report.replaced == ("0",)
+    assert torch.equal(after.forward(make_images()), net[0](blur_2d(make_images())))
+    with pytest.raises(TypeError, match="without a forward of its own, hooks or parametrized tensors, got Fixed"):
+        BlurConv2d(Fixed(2, 2, 3, 2, 1), False)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_convolution_can_be_read_where_it_was(is_first):
+    conv = nn.Conv2d(2, 3, 3, 2, 1)
+    check_shows(BlurConv2d(conv, is_first), conv, "out_channels")
+    assert conv.stride == (2, 2) and BlurConv2d(conv, is_first).conv._parameters["weight"] is conv.weight
 
 
 def test_a_network_that_is_a_convolution_and_one_that_stands_in_two_places():
@@ -318,6 +367,8 @@ def test_the_method_is_the_surgery_at_init():
         (lambda: UNTYPED(True, "no"), TypeError, "blurpool: replace_maxpools: expected True or False"),
         (lambda: UNTYPED(blur_first=None), TypeError, "blurpool: blur_first: expected True or False"),
         (lambda: blurpool(min_channels=0), ValueError, "blurpool: min_channels: expected an int >= 1, got 0"),
+        (lambda: UNTYPED_LAYER(nn.Conv1d(2, 2, 3, 2)), TypeError, "BlurConv2d: expected an nn.Conv2d, got Conv1d"),
+        (lambda: UNTYPED_LAYER(nn.Conv2d(2, 2, 3, 2), 1), TypeError, "BlurConv2d: blur_first: expected True or False"),
         (lambda: blur_2d(torch.zeros(3, 3)), ValueError, r"blur_2d: expected an input .* got shape \(3, 3\)"),
         (lambda: blur_2d(torch.ones(1, 1, 3, 3).int()), TypeError, "blur_2d: expected a floating input, got torch.int"),
         (lambda: blur_2d(torch.zeros(1, 2, 3, 3), kernel=torch.ones(2, 2)), ValueError, "odd sides, got shape"),

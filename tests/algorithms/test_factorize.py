@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_same
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, surgery
@@ -156,11 +157,93 @@ def test_neutral_and_wrong_settings():
         FactorizedConv2d(nn.Conv2d(4, 4, 1, groups=2), 1)
 
 
-def test_it_comes_after_what_looks_for_whole_layers():
-    method = factorize(**SMALL)
-    other = pc.algorithms.squeeze_excite(0.5, 4)
-    ordered = compose(loop_events, [method, other]).order([method, other], pc.Event.INIT)
-    assert [a.name for a in ordered] == ["squeeze_excite", "factorize"]
+OTHERS = [
+    pc.algorithms.squeeze_excite(0.5, 4, name="mine"),
+    pc.algorithms.weight_standardization(name="mine"),
+    pc.algorithms.blurpool(name="mine"),
+    pc.algorithms.gated_linear_units(name="mine"),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=repr)
+def test_it_comes_after_what_looks_for_whole_layers_whatever_that_is_named(other: pc.Algorithm):
+    for methods in ([factorize(**SMALL), other], [other, factorize(**SMALL)]):
+        ordered = compose(loop_events, methods).order(methods, pc.Event.INIT)
+        assert [a.name for a in ordered] == ["mine", "factorize"]
+
+
+def test_two_of_them_keep_their_order():
+    methods = [factorize(**SMALL, name="second"), factorize(**SMALL, name="first")]
+    ordered = compose(loop_events, methods).order(methods, pc.Event.INIT)
+    assert [a.name for a in ordered] == ["second", "first"]
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "own forward", "parametrized"])
+@pytest.mark.parametrize("index", [2, 7])
+def test_layers_with_which_something_is_called_stay(how: str, index: int):
+    net = make_net()
+    layer: Any = net[index]
+    if how == "hook":
+        layer.register_forward_hook(lambda module, args, output: output + 5)
+    elif how == "pre-hook":
+        layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    elif how == "own forward":
+        layer.forward = lambda input: 2 * input
+    else:
+        parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    before = make_state(net)
+    after, report = surgery.operate(before, factorize_rules(**SMALL), name="factorize")
+    assert [name for name in ("2", "7") if name != str(index)] == list(report.replaced)
+    found: Any = after.model.module
+    assert not isinstance(found[index], (FactorizedConv2d, FactorizedLinear))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_layers_of_zeros_and_of_a_low_rank_train(rank: int):
+    """Two factors of zeros would have gradients of zero, for ever."""
+    torch.manual_seed(0)
+    linear, conv = nn.Linear(16, 12, bias=False), nn.Conv2d(4, 12, 3, bias=False)
+    for layer in (linear, conv):
+        with torch.no_grad():
+            product = torch.randn(12, rank) @ torch.randn(rank, layer.weight[0].numel())
+            layer.weight.copy_(product.view_as(layer.weight))
+    pairs: list[Any] = [(linear, FactorizedLinear(linear, 4), torch.randn(9, 16))]
+    pairs += [(conv, FactorizedConv2d(conv, 4), torch.randn(3, 4, 8, 8))]
+    for whole, thin, x in pairs:
+        torch.testing.assert_close(thin.weight, whole.weight)
+        lengths = thin.first.weight.flatten(1).norm(dim=1)
+        assert lengths.min() > 0.1 * lengths.max() and thin.first.weight.is_contiguous()
+        thin(x).square().add(thin(x)).sum().backward()
+        assert (thin.second.weight.grad.flatten(1).norm(dim=0) > 1e-2).all()
+        lower = thin.with_rank(x, 2)
+        torch.testing.assert_close(lower(x), thin(x), rtol=1e-4, atol=1e-4)
+        assert (lower.first.weight.flatten(1).norm(dim=1) > 0.1).all()
+
+
+def test_a_network_that_begins_with_zeros_trains():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+            nn.init.zeros_(self.inner.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x + self.inner(x))
+
+    step = compose(loop_events, [factorize(min_features=8, latent_features=2)])
+    state = step.init(make_state(Block()))
+    batch = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    for _ in range(3):
+        state = step(state, batch)
+    product: Any = pc.to_module(state).inner
+    assert product.weight.abs().max() > 1e-3
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
+def test_factors_are_contiguous(width, out, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, width, generator=generator)
+    assert all(factor.is_contiguous() for factor in split_weight(weight, min(2, width, out)))
 
 
 def test_evaluation_of_torchs_encoder_reads_the_product():
@@ -258,8 +341,10 @@ def test_ranks_of_layers_go_down_step_by_step(bias: bool):
         assert lower.first.weight.shape == (rank, 36) and lower.second.weight.shape == (40, rank)
         assert lower.with_rank(x, rank) is lower and (lower.bias is None) is not bias
         layer = lower
-    with pytest.raises(ValueError, match="at most the layer's 8, got 9"):
-        layer.with_rank(x, 9)
+    for wrong in (9, 0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"at most the layer's 8, got {wrong}"):
+            layer.with_rank(x, wrong)
+    assert layer.with_rank(x[0, 0], 2)(x[0, 0]).shape == (40,)
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
@@ -269,5 +354,7 @@ def test_ranks_of_convolutions_go_down_too(mode: Any):
     layer = FactorizedConv2d(conv, 12)
     lower: Any = layer.with_rank(x, 9)
     assert lower.first.weight.shape == (9, 3, 3, 3) and lower(x).shape == conv(x).shape
+    single = layer.with_rank(x[0], 9)
+    torch.testing.assert_close(single(x[0]), layer.with_rank(x[:1], 9)(x[0]))
     plain = FactorizedConv2d(conv, 9)  # without data
     assert (lower(x) - conv(x)).square().sum() <= (plain(x) - conv(x)).square().sum() * (1 + 1e-5)

@@ -32,7 +32,7 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
 class Block(nn.Module):
     """LayerNorm of a feed-forward block and its input, as in BERT."""
 
-    def __init__(self, act: nn.Module | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor] | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.attention = SelfAttention(4, 2)
         self.feed_forward, self.norm = FeedForward(4, 6, act, dropout), nn.LayerNorm(4)
@@ -171,6 +171,13 @@ def test_blocks_keep_their_own_activations_and_a_given_one_is_copied() -> None:
 def test_functions_are_activations() -> None:
     state, input = gated(make_state(), torch.relu), make_inputs(0, 5)
     _, expected = by_hand(state, input, BY_HAND["relu"])
+    torch.testing.assert_close(state.forward(input).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", [torch.tanh, nn.Tanh()])
+def test_a_blocks_own_function_is_applied_once(act: Any) -> None:
+    state, input = gated(make_state(Block(act))), make_inputs(0, 5)
+    _, expected = by_hand(state, input, BY_HAND["tanh"])
     torch.testing.assert_close(state.forward(input).double(), expected, rtol=1e-4, atol=1e-5)
 
 

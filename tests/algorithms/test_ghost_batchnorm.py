@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from surgery_checks import check_keeps_all, make_batch, make_state, operated, trained
+from surgery_checks import (
+    check_keeps_all,
+    check_leaves,
+    check_shows,
+    hooked,
+    make_batch,
+    make_state,
+    operated,
+    patched,
+    trained,
+)
 from torch import Tensor, nn
 
 from purecompose import Trait, compile, compose, loop_events, population, stack_states
@@ -225,12 +235,22 @@ class Named(nn.BatchNorm2d):
 def test_what_it_leaves():
     net = nn.Sequential(WithActivation(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.SyncBatchNorm(2))
     with pytest.warns(
-        UserWarning, match="looked for BatchNorm1d or BatchNorm2d or BatchNorm3d to replace, and the rules left all 1"
+        UserWarning, match="looked for BatchNorm1d or BatchNorm2d or BatchNorm3d to replace, and left all 1"
     ):
         assert not operated(net, ghost_batchnorm_rules())[1].replaced
     assert isinstance(operated(nn.BatchNorm3d(2), ghost_batchnorm_rules())[0], GhostBatchNorm)
     module, _ = operated(nn.Sequential(Named(2).eval(), Named(2)), ghost_batchnorm_rules(2))
     assert [part.training for part in (module[0], module[0].batchnorm, module[1].batchnorm)] == [False, False, True]
+
+
+def test_forwards_of_their_own_and_hooks_stay():
+    net = nn.Sequential(WithActivation(2), hooked(nn.BatchNorm2d(2)), patched(nn.BatchNorm2d(2)))
+    check_leaves(net, ghost_batchnorm_rules(2), 3)
+
+
+def test_a_batch_normalisation_can_be_read_where_it_was():
+    norm = norm_of(2)
+    check_shows(GhostBatchNorm(norm, 2), norm, "num_features")
 
 
 # The method
@@ -267,7 +287,15 @@ def test_means_over_all_batches_are_refused():
         GhostBatchNorm(nn.BatchNorm1d(2, momentum=None))
 
 
+@pytest.mark.parametrize("norm", [nn.SyncBatchNorm(2), WithActivation(2), hooked(nn.BatchNorm2d(2)), nn.ReLU()])
+def test_layers_of_other_kinds_are_refused(norm):
+    with pytest.raises(TypeError, match="GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without"):
+        GhostBatchNorm(norm, 2)
+
+
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", True, None])
 def test_what_cannot_be_is_refused(size):
+    with pytest.raises((TypeError, ValueError), match="GhostBatchNorm: ghost_batch_size: expected an int >= 1, got "):
+        GhostBatchNorm(nn.BatchNorm1d(2), size)
     with pytest.raises((TypeError, ValueError), match="ghost_batchnorm: ghost_batch_size: expected an int >= 1, got "):
         ghost_batchnorm(size)

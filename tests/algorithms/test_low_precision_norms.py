@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_same
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, surgery
@@ -157,6 +158,28 @@ def test_subclasses_with_a_forward_of_their_own_stay():
 
     state = compose(loop_events, [low_precision_layernorm()]).init(make_state(nn.Sequential(Mine(6), nn.LayerNorm(6))))
     assert [type(module) for module in state.model.module] == [Mine, LowPrecisionLayerNorm]  # type: ignore
+
+
+@CASES
+@pytest.mark.parametrize("how", ["hook", "backward hook", "own forward", "parametrized"])
+def test_what_is_called_with_a_layer_stays(factory: Any, layer: Any, plain: Any, how: str):
+    del layer
+    norm: Any = plain(6) if plain is nn.LayerNorm else plain(2, 6)
+    if how == "hook":
+        norm.register_forward_hook(lambda module, args, output: output + 5)
+    elif how == "backward hook":
+        norm.register_full_backward_hook(lambda module, before, after: None)
+    elif how == "own forward":
+        norm.forward = lambda input: 2 * input
+    else:
+        parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    before = make_state(nn.Sequential(norm, nn.LayerNorm(6), nn.GroupNorm(2, 6)))
+    after = compose(loop_events, [factory()]).init(before)
+    found: Any = after.model.module
+    assert not isinstance(found[0], (LowPrecisionLayerNorm, LowPrecisionGroupNorm))
+    assert any(isinstance(module, (LowPrecisionLayerNorm, LowPrecisionGroupNorm)) for module in found)
+    x = make_batch()[0]
+    torch.testing.assert_close(after.forward(x).float(), before.forward(x).float(), rtol=0.05, atol=0.05)
 
 
 def test_compiled_and_in_a_population_they_are_the_same():

@@ -12,8 +12,10 @@ import purecompose as pc
 from purecompose import State, compose, loop_events, surgery
 from purecompose.algorithms import loss_scaling, mixup, no_op_model
 from purecompose.algorithms.no_op_model import NoOpLoss
+from purecompose.cli import main
 from purecompose.functional import no_op_model_rules
 from purecompose.layers.no_op import NoOpModel
+from purecompose.optim.guarded import Guarded
 
 
 def make_state(net: nn.Module | None = None, lr: float = 0.01, **options: Any) -> State:
@@ -82,6 +84,49 @@ def test_evaluation_is_of_targets_against_targets():
     _, state = started(make_state())
     batches = [(torch.randn(3, 4), torch.tensor([0, 1, 2])), (torch.randn(2, 4), torch.tensor([2, 2]))]
     assert pc.evaluate(state, batches, metrics={"loss": pc.metrics.mean_loss(NoOpLoss())})["loss"] == 0
+
+
+@given(st.lists(st.sampled_from([-100, 0, 1, 2, 11]), min_size=1, max_size=8))
+def test_metrics_of_classes_have_scores_of_classes(values: list[int]):
+    _, state = started(make_state())
+    y = torch.tensor([*values, 1])
+    metrics = {"accuracy": pc.metrics.accuracy, "five": pc.metrics.top_k(5), "perplexity": pc.metrics.perplexity()}
+    found = pc.evaluate(state, [(torch.zeros(len(y), 4), y)], metrics={**metrics, "loss": state.context.loss})
+    assert found["accuracy"] == found["five"] == 1 and found["loss"] == 0 and found["perplexity"] > 1
+    mapped = pc.population(compose(loop_events, [no_op_model()]), 2)
+    both = pc.stack_states([state, state])
+    assert pc.evaluate(both, [(torch.zeros(len(y), 4), y)], metrics=metrics, step=mapped)["accuracy"] == [1, 1]
+
+
+@pytest.mark.parametrize("loss", [pc.losses.mse, pc.losses.binary_cross_entropy])
+def test_other_losses_have_targets_as_they_are(loss: Any):
+    _, state = started(make_state(loss=loss))
+    assert torch.equal(state.forward(torch.tensor([0, 1, 2])), torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("options", [[], ["--seeds", "2"]], ids=["one", "two"])
+def test_a_run_of_the_command_line_evaluates_it(options: list[str], tmp_path: Any, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    main(["train", "--model", "mlp", "--algorithms", "no_op_model", "--duration", "3ba", "--quiet", *options])
+    assert "100.00%" in capsys.readouterr().out
+
+
+def test_a_models_own_loss_has_the_target_that_it_names():
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            raise AssertionError(f"called with {x}, {labels}")
+
+    state = make_state(Own(), loss=pc.losses.ModelLoss(labels="labels"), input_key=["x", "labels"])
+    step, state = started(state)
+    folded = step.fold(state, {"x": torch.zeros(3, 4), "labels": torch.tensor([2, 4, -100])})
+    assert folded.loss.item() == pytest.approx((1 + 4) / 2)
+
+
+def test_groups_go_from_an_optimizer_inside_of_another():
+    inner = pc.optim.adamw(0.01, groups={"*bias": {"weight_decay": 0.0}})
+    step, state = started(make_state(optimizer=Guarded(inner)))
+    assert isinstance(state.context.optimizer, Guarded)
+    assert step(state, (torch.zeros(2, 4), torch.tensor([1, 2]))).params["weight"].item() < 1.5
 
 
 def test_a_second_time_keeps_the_number():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from surgery_checks import check_keeps_all, make_batch, make_state, operated, trained
+from surgery_checks import check_keeps_all, check_shows, hooked, make_batch, make_state, operated, trained
 from torch import Tensor, nn
 
 from purecompose import Trait, compile, compose, loop_events, population, stack_states, surgery
@@ -16,6 +16,7 @@ from purecompose.layers import SqueezeExcite2d, SqueezeExciteConv2d
 
 
 UNTYPED: Any = squeeze_excite
+UNTYPED_LAYER: Any = SqueezeExciteConv2d
 SEEDS = st.integers(0, 99)
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
 LATENTS = st.integers(1, 5) | st.floats(0.01, 0.99)
@@ -176,10 +177,20 @@ def test_new_weights_have_the_convolutions_dtype_and_bound():
 
 def test_what_it_leaves():
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ConvTranspose2d(4, 4, 1), nn.Conv1d(4, 4, 1))
-    with pytest.warns(UserWarning, match="looked for Conv2d to replace, and the rules left all 1 that there are"):
+    with pytest.warns(UserWarning, match="looked for Conv2d to replace, and left all 1 that there are"):
         assert not operated(net, squeeze_excite_rules(2, 4))[1].replaced
     module, report = operated(nn.Conv2d(2, 2, 1), squeeze_excite_rules(2, 2))
     assert isinstance(module, SqueezeExciteConv2d) and report.replaced == ("",)
+
+
+def test_convolutions_of_any_kind_are_wrapped_whole_and_can_be_read_where_they_were():
+    net, images = nn.Sequential(hooked(nn.Conv2d(2, 2, 1))), make_batch()[0]
+    after, _ = surgery.operate(make_state(net), squeeze_excite_rules(2, 2), name="se")
+    attention = SqueezeExcite2d(2, 2)
+    attention.load_state_dict({name[5:]: param for name, param in after.params.items() if ".se." in name})
+    torch.testing.assert_close(after.forward(images), attention(net(images)))
+    conv = nn.Conv2d(2, 3, 3)
+    check_shows(SqueezeExciteConv2d(conv), conv, "kernel_size")
 
 
 # The method
@@ -215,6 +226,14 @@ def test_the_method_is_the_surgery_at_init():
         (lambda: squeeze_excite(float("nan")), ValueError, "squeeze_excite: latent_channels: .* got nan"),
         (lambda: squeeze_excite(1.5), ValueError, "a whole number, or a share of the channels below 1, got 1.5"),
         (lambda: UNTYPED("8"), TypeError, "squeeze_excite: latent_channels: expected .* got '8'"),
+        (lambda: SqueezeExcite2d(16, -3), ValueError, "SqueezeExcite2d: latent_channels: .* > 0, got -3"),
+        (lambda: SqueezeExcite2d(16, 64.5), ValueError, "SqueezeExcite2d: latent_channels: .* whole .* got 64.5"),
+        (lambda: SqueezeExcite2d(0), ValueError, "SqueezeExcite2d: num_features: expected an int >= 1, got 0"),
+        (
+            lambda: UNTYPED_LAYER(nn.Conv1d(2, 2, 1)),
+            TypeError,
+            "SqueezeExciteConv2d: expected an nn.Conv2d, got Conv1d",
+        ),
         (lambda: squeeze_excite(8, 0), ValueError, "squeeze_excite: min_channels: expected an int >= 1, got 0"),
         (lambda: UNTYPED(8, 2.0), TypeError, "squeeze_excite: min_channels: expected an int >= 1, got 2.0"),
     ],

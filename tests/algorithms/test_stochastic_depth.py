@@ -8,6 +8,7 @@ import torch
 from helpers import assert_close, assert_same
 from hypothesis import given, settings, strategies as st
 from method_helpers import one_step
+from surgery_checks import hooked, patched
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -44,6 +45,27 @@ class Bottleneck(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.relu(self.branch(input) + self.by_pass(input))
+
+
+class PreActivated(nn.Module):
+    """x + conv2(relu(bn2(conv1(relu(bn1(x)))))), with the names of torchvision's blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, 1, 1)
+        self.bn2, self.conv2 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, 1, 1)
+        self.relu, self.downsample = nn.ReLU(), None
+
+
+class InPlace(nn.Module):
+    """branch(x) + shortcut(x), where the branch begins with an activation that works in place."""
+
+    def __init__(self, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.branch, self.shortcut = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, 1, 1)), shortcut
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.branch(input) + self.shortcut(input)
 
 
 BLOCKS = {
@@ -96,6 +118,20 @@ def test_at_rate_0_a_block_gives_what_it_gave(kind: str, stride: int, method: st
     block, images = make_block(kind, stride), make_images(seed=seed)
     wrapped = StochasticDepth(copy.deepcopy(block), method, 0.0)
     assert torch.equal(wrapped.train(train)(images), block.train(train)(images))
+
+
+@pytest.mark.parametrize("make_shortcut", [nn.Identity, lambda: nn.Conv2d(4, 4, 1)])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("train", [True, False])
+def test_at_rate_0_a_branch_in_place_gives_the_gradients_it_gave(make_shortcut: Any, method: str, train: bool) -> None:
+    torch.manual_seed(0)
+    block, images = InPlace(make_shortcut()), (make_images() - 0.5).requires_grad_()
+    wrapped = StochasticDepth(copy.deepcopy(block), method, 0.0)
+    results = []
+    for module in (block, wrapped):
+        output = module.train(train)(2 * images)
+        results.append([output, *torch.autograd.grad(output.square().sum(), [images, *module.parameters()])])
+    torch.testing.assert_close(results[1], results[0])
 
 
 @given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), SEEDS)
@@ -184,6 +220,13 @@ def test_other_modules_are_no_blocks() -> None:
     block = Bottleneck()
     block.extra = nn.ReLU()  # what it does is not known
     assert residual(block) is None
+    scaled, counted, gated = Bottleneck(), make_block("ours"), make_block("basic")
+    scaled.alpha = nn.Parameter(torch.tensor(0.1))
+    counted.register_buffer("count", torch.zeros(()))
+    gated.register_parameter("gate", None)
+    assert residual(scaled) is None and residual(counted) is None and residual(gated) is not None
+    assert residual(hooked(make_block("ours"))) is None and residual(patched(make_block("basic"))) is None
+    assert residual(PreActivated()) is None
     assert residual(nn.Linear(2, 2)) is None
     with pytest.raises(TypeError, match="got a Linear"):
         StochasticDepth(nn.Linear(2, 2))
@@ -218,7 +261,6 @@ def test_the_warmup_ends_at_the_rate(warmup: Any, batches: int) -> None:
 
 
 def test_members_of_a_population_differ_in_their_rate() -> None:
-    rates = torch.tensor([0.0, 0.5, 1.0])
     rates = torch.tensor([0.0, 0.5, 1.0])
     step = compose(loop_events, [stochastic_depth(drop_rate=pc.hparam("rate", 0.3), drop_distribution="uniform")])
     started = [make_state(key=number) for number in range(3)]
@@ -286,6 +328,27 @@ def test_a_network_without_blocks_is_warned_about() -> None:
     state = pc.State.create(nn.Linear(2, 2), loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="4ba")
     with pytest.warns(UserWarning, match="looked for residual blocks and found none in a network of Linear"):
         compose(loop_events, [stochastic_depth()]).init(state)
+
+
+def test_blocks_of_the_other_method_are_refused() -> None:
+    first = compose(loop_events, [stochastic_depth("block", 0.4)]).init(make_state())
+    with pytest.raises(
+        ValueError, match="b: expected blocks with method 'sample', got 'block' in '.*', from an earlier"
+    ):
+        compose(loop_events, [stochastic_depth("sample", 0.1, name="b")]).init(first)
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "message"),
+    [
+        ("Sample", 0.5, "StochasticDepth: method: expected 'block' or 'sample', got 'Sample'"),
+        ("sample", 1.5, "StochasticDepth: drop_rate: .* got 1.5"),
+        ("sample", float("nan"), "StochasticDepth: drop_rate: .* got nan"),
+    ],
+)
+def test_a_block_checks_its_settings(method: str, rate: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StochasticDepth(make_block("ours"), method, rate)
 
 
 @pytest.mark.parametrize(

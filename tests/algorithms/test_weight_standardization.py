@@ -1,5 +1,6 @@
 """Weight standardization: the layers against the formula, the last convolutions, the way back, the factory in a run."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -8,7 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
-from surgery_checks import check_keeps_all, make_batch, make_state, operated, trained
+from surgery_checks import (
+    check_keeps_all,
+    check_leaves,
+    hooked,
+    make_batch,
+    make_state,
+    operated,
+    patched,
+    trained,
+)
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -245,6 +255,10 @@ def test_the_way_back(last):
 class Renamed(nn.Conv2d):
     """A subclass that computes what its base does."""
 
+    @property
+    def fan_in(self) -> int:
+        return self.weight[0].numel()
+
 
 class Cautious(nn.Conv2d):
     """A subclass with a forward of its own."""
@@ -263,16 +277,58 @@ class Double(nn.Module):
 def test_what_it_leaves():
     scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "weight", Double())
     net = nn.Sequential(Cautious(2, 2, 1), scaled, nn.ConvTranspose2d(2, 2, 1), nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="looked for Conv1d or Conv2d or Conv3d to replace, and the rules left all 2"):
+    with pytest.warns(UserWarning, match="looked for Conv1d or Conv2d or Conv3d to replace, and left all 2"):
         _, report = operated(net, weight_standardization_rules())
     assert not report.replaced
-    assert type(operated(Renamed(2, 2, 1), weight_standardization_rules())[0]) is StandardizedConv2d
     assert plain_conv(nn.Conv2d(1, 1, 1)) is None and standardized_conv(nn.Linear(2, 2)) is None
     with pytest.warns(UserWarning, match="changed nothing"):
         operated(make_net(), weight_standardization_rules(4))
     shared = nn.Conv2d(2, 2, 1)
     module, report = operated(nn.Sequential(shared, shared, nn.Conv2d(2, 2, 1)), weight_standardization_rules(1))
     assert report.replaced == ("0",) and module[0] is module[1] and type(module[2]) is nn.Conv2d
+
+
+def test_forwards_of_their_own_hooks_and_parametrized_tensors_stay():
+    scaled = parametrize.register_parametrization(nn.Conv2d(2, 2, 1), "bias", Double())
+    net = nn.Sequential(hooked(nn.Conv2d(2, 2, 1)), patched(nn.Conv2d(2, 2, 1)), scaled, Cautious(2, 2, 1))
+    check_leaves(net, weight_standardization_rules(), 4)
+
+
+def test_subclasses_keep_what_they_have_and_come_back():
+    state = make_state(nn.Sequential(Renamed(2, 3, 3), Renamed(3, 3, 1), nn.Flatten()))
+    after, _ = check_keeps_all(state, weight_standardization_rules())
+    images = make_batch()[0]
+    module: Any = to_module(after)
+    first: Any = module[0]
+    assert isinstance(first, StandardizedConv2d) and isinstance(first, Renamed) and first.fan_in == 18
+    assert str(first) == "StandardizedRenamed(2, 3, kernel_size=(3, 3), stride=(1, 1))"
+    assert type(first) is type(module[1])
+    hidden = F.conv2d(images, standardized(state.params["0.weight"]), state.params["0.bias"])
+    torch.testing.assert_close(first(images), hidden)
+    for copied in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert type(copied) is type(first) and torch.equal(copied(images), first(images))
+    step, batch = compose(loop_events), make_batch()
+    compiled = compile(step, backend="aot_eager", donate=False)(after, batch)
+    torch.testing.assert_close(compiled.params["0.weight"], step(after, batch).params["0.weight"], rtol=1e-5, atol=1e-6)
+    back, _ = surgery.operate(after, weight_standardization_undo_rules(), name="undo")
+    plain: Any = to_module(back)
+    assert back.model == state.model and type(plain[0]) is Renamed
+
+
+def test_baked_filters_are_tied_where_the_raw_ones_were():
+    net: Any = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1, bias=False) for _ in range(2)))
+    net[1].weight = net[0].weight
+    undo, batch = weight_standardization_undo_rules(is_baked=True), make_batch()
+    for seed in (0, 1):  # the same rules for two networks
+        with torch.no_grad():
+            net[0].weight.copy_(drawn(seed, 2, 2, 3, 3))
+        state = make_state(nn.Sequential(*net, nn.Flatten()))
+        after, _ = surgery.operate(state, weight_standardization_rules(), name="ws")
+        baked, _ = surgery.operate(after, undo, name="undo")
+        assert list(baked.params) == ["0.weight"]
+        torch.testing.assert_close(baked.params["0.weight"].double(), by_hand(state.params["0.weight"]))
+        torch.testing.assert_close(baked.forward(batch[0]), after.forward(batch[0]))
+        assert list(compose(loop_events)(baked, batch).params) == ["0.weight"]
 
 
 def test_it_goes_with_blurpool_and_squeeze_excite_in_any_order():
