@@ -43,14 +43,10 @@ def blurpool_rules(
     """What takes the place of strided convolutions and max poolings; for `purecompose.surgery`.
 
     Args:
-        replace_convs: Whether strided convolutions are replaced.
-        replace_maxpools: Whether strided max poolings are replaced.
-        blur_first: Whether a convolution's input is smoothed, at little cost, or its output before places are skipped,
-            as in the paper, which takes the product of the strides times as long.
-        min_channels: The fewest input channels of a convolution that is replaced: 16 leaves the image itself alone.
+        replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or nothing to replace.
+        TypeError, ValueError: As `blurpool`.
 
     Example:
         >>> [kind.__name__ for kind, rule in blurpool_rules(replace_maxpools=False).items() if rule is not None]
@@ -95,11 +91,15 @@ def blurpool(
     """Smooths before strided convolutions and max poolings; see `purecompose.algorithms.blurpool`.
 
     Args:
-        replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool_rules`.
+        replace_convs: Whether strided convolutions are replaced.
+        replace_maxpools: Whether strided max poolings are replaced.
+        blur_first: Whether a convolution's input is smoothed, at little cost, or its output before places are skipped,
+            as in the paper, which takes the product of the strides times as long.
+        min_channels: The fewest input channels of a convolution that is replaced: 16 leaves the image itself alone.
         name: Names it.
 
     Raises:
-        TypeError, ValueError: As `blurpool_rules`.
+        TypeError, ValueError: A setting of the wrong kind or out of range, or nothing to replace.
 
     Warns:
         UserWarning: At INIT: the network has no such layers.

@@ -67,16 +67,11 @@ def factorize_rules(
     """What takes the place of wide layers; for `purecompose.surgery`.
 
     Args:
-        factorize_convs: Whether convolutions are replaced.
-        factorize_linears: Whether linear layers are replaced.
-        min_channels: The fewest channels, in and out, of a convolution that is replaced.
-        latent_channels: The channels between its factors: a number of at least 1, or below 1 a share of the smaller of
-            its channels in and out, rounded down, at least 1.
-        min_features: The same of linear layers.
-        latent_features: The same of linear layers.
+        factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See
+            `factorize`. Without convolutions and linear layers it does nothing.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: As `factorize`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 16))
@@ -124,12 +119,17 @@ def factorize(
     """Replaces wide layers by products of two thinner ones; see `purecompose.algorithms.factorize`.
 
     Args:
-        factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See
-            `factorize_rules`. Without convolutions and linear layers it does nothing.
+        factorize_convs: Whether convolutions are replaced.
+        factorize_linears: Whether linear layers are replaced.
+        min_channels: The fewest channels, in and out, of a convolution that is replaced.
+        latent_channels: The channels between its factors: a number of at least 1, or below 1 a share of the smaller of
+            its channels in and out, rounded down, at least 1.
+        min_features: The same of linear layers.
+        latent_features: The same of linear layers.
         name: Names it.
 
     Raises:
-        TypeError, ValueError: As `factorize_rules`.
+        TypeError, ValueError: A setting of the wrong kind or out of range.
 
     Warns:
         UserWarning: At INIT: the network has no layers that this makes faster.

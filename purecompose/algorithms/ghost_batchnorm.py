@@ -42,11 +42,10 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
     """What takes the place of batch normalisation; for `purecompose.surgery`.
 
     Args:
-        ghost_batch_size: The greatest number of examples that are normalised together, 16 to 64 in the papers.
+        ghost_batch_size: See `ghost_batchnorm`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. In the surgery: a layer with
-            `momentum=None`.
+        TypeError, ValueError: As `ghost_batchnorm`.
 
     Example:
         >>> ghost_batchnorm_rules(16)[nn.BatchNorm2d](nn.BatchNorm2d(8), None).ghost_batch_size
@@ -71,11 +70,12 @@ def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm"
     """Normalises parts of batches; see `purecompose.algorithms.ghost_batchnorm`.
 
     Args:
-        ghost_batch_size: See `ghost_batchnorm_rules`.
+        ghost_batch_size: The greatest number of examples that are normalised together, 16 to 64 in the papers.
         name: Names it.
 
     Raises:
-        TypeError, ValueError: As `ghost_batchnorm_rules`.
+        TypeError, ValueError: A setting of the wrong kind or out of range. In the surgery: a layer with
+            `momentum=None`.
 
     Warns:
         UserWarning: At INIT: the network has no batch normalisation of one to three dimensions.

@@ -32,12 +32,10 @@ def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -
     """What takes the place of wide convolutions; for `purecompose.surgery`.
 
     Args:
-        latent_channels: The hidden width, a whole number of at least 1, or below 1 a share of the convolution's output
-            channels, rounded down. The authors' advice is 64 or more.
-        min_channels: The fewest channels, in and out, of a convolution that gets one.
+        latent_channels, min_channels: See `squeeze_excite`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: As `squeeze_excite`.
 
     Example:
         >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze
@@ -63,11 +61,13 @@ def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name
     """Adds attention over channels behind wide convolutions; see `purecompose.algorithms.squeeze_excite`.
 
     Args:
-        latent_channels, min_channels: See `squeeze_excite_rules`.
+        latent_channels: The hidden width, a whole number of at least 1, or below 1 a share of the convolution's output
+            channels, rounded down. The authors' advice is 64 or more.
+        min_channels: The fewest channels, in and out, of a convolution that gets one.
         name: Names it and the draws of its weights.
 
     Raises:
-        TypeError, ValueError: As `squeeze_excite_rules`.
+        TypeError, ValueError: A setting of the wrong kind or out of range.
 
     Warns:
         UserWarning: At INIT: the network has no such convolutions.

@@ -44,11 +44,10 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
     """What takes the place of convolutions; for `purecompose.surgery`.
 
     Args:
-        n_last_layers_ignore: How many convolutions at the end, in order of definition, stay as they are: those that
-            give the answers.
+        n_last_layers_ignore: See `weight_standardization`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range.
+        TypeError, ValueError: As `weight_standardization`.
 
     Example:
         >>> [kind.__name__ for kind, rule in weight_standardization_rules().items() if rule is not None]
@@ -99,11 +98,12 @@ def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight
     """Standardizes the filters of convolutions; see `purecompose.algorithms.weight_standardization`.
 
     Args:
-        n_last_layers_ignore: See `weight_standardization_rules`.
+        n_last_layers_ignore: How many convolutions at the end, in order of definition, stay as they are: those that
+            give the answers.
         name: Names it.
 
     Raises:
-        TypeError, ValueError: As `weight_standardization_rules`.
+        TypeError, ValueError: A setting of the wrong kind or out of range.
 
     Warns:
         UserWarning: At INIT: the network has no convolutions but those that are left out.

@@ -220,6 +220,7 @@ def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
 
 def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
+    command.add_argument("--length", type=whole, metavar="N", help="of a text: windows of another length (the run's)")
     command.add_argument("--json", action="store_true", help="print one line of JSON")
 
 

@@ -87,7 +87,11 @@ def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
         return data, {"data": str(path.resolve()), "length": length, "vocabulary": characters}
     name = settings["data"]
     name = str(Path(name).resolve()) if Path(name).exists() else name
-    images = datasets.load(name)
+    try:
+        images = datasets.load(name)
+    except ValueError as error:
+        is_named = not Path(name).is_dir() and not name.endswith(".npz")
+        raise ValueError(f"{error} (A text's file ends in .txt)" if is_named else str(error)) from error
     for setting in ("length", "vocabulary"):
         if settings[setting] is not None:
             raise UsageError(f"--{setting}: {settings['data']} is a set of images; --{setting} is for text")
@@ -135,7 +139,7 @@ def _vocabulary(settings: Mapping[str, Any]) -> CharacterVocabulary | None:
 
 def _text_file(name: str) -> Path | None:
     """The text file that a name stands for, which need not be there where the name says that it is one."""
-    if name.endswith(".txt"):
+    if name.lower().endswith(".txt"):
         return Path(name).expanduser()
     if name == SETTINGS["data"].default or Path(name).exists() or "/" in name:
         return None

@@ -4,22 +4,25 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import torch
+
 from purecompose import batch as batches, metrics
-from purecompose.cli.kinds import Kind
-from purecompose.cli.sampling import continued, prompt_of
+from purecompose.cli.kinds import TEXT, Data, Kind, load as load_data
+from purecompose.cli.sampling import Prompt, continued, prompt_of
 from purecompose.cli.settings import UsageError, check_target, settings_of
-from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
+from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
 from purecompose.compilation import CompiledStep
-from purecompose.data import TextData
+from purecompose.data import Arrays, TextData
 from purecompose.evaluation import evaluate, predict
 from purecompose.runs import draw_curves, read_run
 from purecompose.saving import load, newest
-from purecompose.saving.folder import all_in
+from purecompose.saving.folder import all_in, read_index
 from purecompose.state import State
 
 
@@ -42,14 +45,16 @@ def show_evaluation(options: argparse.Namespace) -> None:
         CheckpointError: It cannot be used.
     """
     settings, data = completed(_settings(options))
-    with fixed_arithmetic(settings["threads"]):
-        trained = _trained(options, prepare(settings, data))
+    with fixed_arithmetic(settings["threads"]), plain_warnings():
+        trained = _trained(options, settings, data)
+        tested = _tested(options, settings, trained.setup)
         wanted = {**trained.setup.kind.metrics, "top_5": metrics.top_k(5), "loss": trained.state.context.loss}
         if data.num_classes < 5:
             del wanted["top_5"]
         step = trained.setup.step
         composed = step.step if isinstance(step, CompiledStep) else step
-        found = evaluate(trained.state, trained.setup.test_data, wanted, step=composed)
+        with nullcontext() if options.length is None else reported_as("--length"):
+            found = evaluate(trained.state, tested, wanted, step=composed)
     told = {"checkpoint": str(trained.checkpoint), "batch": trained.state.timestamp.batch, **found}
     if options.json:
         print(json.dumps(told))
@@ -70,17 +75,16 @@ def show_predictions(options: argparse.Namespace) -> None:
     """
     if options.out is not None:
         check_target("--out", options.out)
-    settings, data = completed(_settings(options))
-    if settings["seeds"] > 1:
+    settings = _settings(options)
+    if settings.get("seeds", 1) > 1:
         raise UsageError(f"{options.run} trained a population; predictions are those of a single network")
-    prompt = prompt_of(options, data)
-    with fixed_arithmetic(settings["threads"]):
-        trained = _trained(options, prepare(settings, data))
-        if prompt is not None:
-            text = continued(trained.state, prompt)
-            with _opened(options.out) as file:
-                print(text, file=file)
-            return
+    prompt = prompt_of(options, settings)
+    if prompt is not None:
+        _write_text(options, settings, prompt)
+        return
+    settings, data = completed(settings)
+    with fixed_arithmetic(settings["threads"]), plain_warnings():
+        trained = _trained(options, settings, data)
         rows = list(_predicted(trained))
     with _opened(options.out) as file:
         writer = csv.writer(file)
@@ -88,6 +92,32 @@ def show_predictions(options: argparse.Namespace) -> None:
         writer.writerows([index, found, f"{share:.6f}", target] for index, (found, share, target) in enumerate(rows))
     if options.out is not None:
         print(f"{len(rows):,} predictions of {trained.checkpoint} in {options.out}")
+
+
+def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:
+    """Writes what a language model goes on with, as it comes."""
+    # Of the run's text the network needs the form alone, and the schedules how many batches there were.
+    num = read_index(_checkpoint(options, TEXT)).time["batches_per_epoch"] * settings["batch_size"]
+    blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)
+    data = TextData(blank, blank, blank, blank, prompt.vocabulary, num_dropped=0)
+    settings, _ = completed({**settings, "validation": 0.0}, data)
+    with fixed_arithmetic(settings["threads"]), plain_warnings():
+        trained = _trained(options, settings, data)
+        with _opened(options.out) as file:
+            for text in continued(trained.state, prompt):
+                print(text, end="", file=file, flush=True)
+            print(file=file)
+
+
+def _tested(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup) -> Arrays:
+    """The test data, of a text in windows of the length that is asked for."""
+    if options.length is None:
+        return setup.test_data
+    if setup.kind is not TEXT:
+        raise UsageError("--length is for text, and the run trained a network for images")
+    with reported_as("--length"):
+        data, _ = load_data({**settings, "length": options.length})
+    return setup.kind.stored(data.test_inputs, data.test_targets).to(setup.state.device)
 
 
 def _predicted(trained: _Trained) -> Iterator[tuple[Any, float, Any]]:
@@ -138,12 +168,17 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {**settings_of(run), **({} if options.data is None else {"data": options.data})}
 
 
-def _trained(options: argparse.Namespace, setup: Setup) -> _Trained:
+def _trained(options: argparse.Namespace, settings: Mapping[str, Any], data: Data) -> _Trained:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what methods say when they are initialised, the run has told
+        setup = prepare(settings, data)
+    path = _checkpoint(options, setup.kind)
+    return _Trained(setup, load(path, setup.state, step=setup.step), path)
+
+
+def _checkpoint(options: argparse.Namespace, kind: Kind) -> Path:
     _, folder = _places(options.run)
-    path = folder if (folder / "index.json").exists() else _chosen(folder, options.checkpoint, setup.kind)
-    step = setup.step
-    state = load(path, setup.state, step=step)
-    return _Trained(setup, state, path)
+    return folder if (folder / "index.json").exists() else _chosen(folder, options.checkpoint, kind)
 
 
 def _places(text: str) -> tuple[Path, Path]:

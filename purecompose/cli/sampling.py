@@ -1,16 +1,19 @@
 """`predict --prompt`: the text with which a language model goes on."""
 
 import argparse
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.cli.kinds import TEXT, Data
+from purecompose.cli.kinds import TEXT
 from purecompose.cli.settings import UsageError
-from purecompose.data import TextData
-from purecompose.evaluation import predict
+from purecompose.cli.setup import reported_as
+from purecompose.compose import compose
+from purecompose.data import CharacterVocabulary
+from purecompose.loop import predict_events
 from purecompose.state import State
 
 
@@ -27,46 +30,57 @@ class Prompt(NamedTuple):
     length: int
     """How many characters to draw."""
     key: Tensor
-    data: TextData
+    vocabulary: CharacterVocabulary
+    window: int
+    """How many characters the network sees."""
 
 
-def prompt_of(options: argparse.Namespace, data: Data) -> Prompt | None:
+def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Prompt | None:
     """What the options of `predict` ask to go on with; `None` where they ask for predictions.
 
+    Args:
+        options: The command line's.
+        settings: Those of the run, with a text's vocabulary and window: the text itself is not needed.
+
     Raises:
-        UsageError: A prompt for a network of images, an empty one, characters that the network does not know, or what
-            belongs to a prompt without one.
+        UsageError: A prompt for a network of images, an empty one, characters that the network does not know, data
+            beside it, a seed that is none, or what belongs to a prompt without one.
     """
     if options.prompt is None:
         for name in ("length", "seed"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name} is for --prompt TEXT, with which a language model goes on")
         return None
-    if not isinstance(data, TextData):
+    if "vocabulary" not in settings:
         raise UsageError("--prompt: the run trained a network for images; a prompt is for one of text")
+    if options.data is not None:
+        raise UsageError("--data: a prompt is gone on with without data; leave it out")
     length = _LENGTH if options.length is None else options.length
     if not options.prompt or length < 1:
         raise UsageError(f"--{'length' if options.prompt else 'prompt'}: expected at least one character")
-    try:
-        return Prompt(data.vocabulary.encode(options.prompt), length, random.key(options.seed or 0), data)
-    except ValueError as error:
-        raise UsageError(f"--prompt: {error}") from error
+    with reported_as("--seed"):
+        key = random.key(options.seed or 0)
+    vocabulary = CharacterVocabulary(settings["vocabulary"])
+    with reported_as("--prompt"):
+        return Prompt(vocabulary.encode(options.prompt), length, key, vocabulary, settings["length"])
 
 
-def continued(state: State, prompt: Prompt) -> str:
-    """The prompt and what follows, character by character drawn with the network's probabilities.
+def continued(state: State, prompt: Prompt) -> Iterator[str]:
+    """The prompt, and then what follows, character by character drawn with the network's probabilities.
 
     The network sees as many characters before one as its windows have. The same seed gives the same text, and a
     longer text begins as a shorter one does.
     """
     assert TEXT.keys is not None
-    tokens, window = prompt.tokens.to(state.device), prompt.data.in_shape[0]
-    draws = random.uniform(prompt.key, (prompt.length,)).tolist()
-    for draw in draws:
-        seen = tokens[None, -window:]
-        (outputs,) = predict(state, [dict.fromkeys(TEXT.keys, seen)])
+    yield prompt.vocabulary.decode(prompt.tokens)
+    step = compose(predict_events)  # once: `predict` makes one anew at each call, which takes longer than the network
+    tokens = prompt.tokens.to(state.device)
+    for draw in random.uniform(prompt.key, (prompt.length,)).tolist():
+        with torch.no_grad():
+            batch = dict.fromkeys(TEXT.keys, tokens[None, -prompt.window :])
+            outputs = step.fold(state, batch, purpose="predict", draw=0).outputs
         shares = outputs[0, :, -1].double().softmax(0).cumsum(0)
         # Rounding may leave the sum a little below the draw.
         token = torch.searchsorted(shares, draw).clamp(max=len(shares) - 1)
         tokens = torch.cat([tokens, token[None]])
-    return prompt.data.vocabulary.decode(tokens)
+        yield prompt.vocabulary.decode(token[None])

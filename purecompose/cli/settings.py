@@ -77,7 +77,7 @@ SETTINGS = {
             "CALL",
             "of the learning rate: cosine, linear or constant: cosine(warmup=0.1dur) (by the data)",
         ),
-        Setting("duration", str, "TIME", "the run's length: 20ep, 500ba or 10000sp (by the data)"),
+        Setting("duration", str, "TIME", "the run's length: 20ep, 500ba, 10000sp, or of a text 1e6tok (by the data)"),
         Setting("batch_size", int, "N", "examples in a batch (by the data)"),
         Setting("microbatches", str, "N", "slices of a batch, to save memory; auto finds how many it takes (1)", "1"),
         Setting("seed", int, "N", "of weights, data order and all draws (0)", 0),

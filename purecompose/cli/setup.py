@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -25,7 +27,16 @@ from purecompose.stopping import EarlyStopping, Stopper
 from purecompose.time import Time, TimeUnit
 
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "Setup", "completed", "fixed_arithmetic", "prepare", "reported_as"]
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "Setup",
+    "completed",
+    "fixed_arithmetic",
+    "plain_warnings",
+    "prepare",
+    "reported_as",
+]
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"adam": optim.adam, "adamw": optim.adamw, "sgd": optim.sgd}
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -82,17 +93,22 @@ class Setup(NamedTuple):
     """"auto", or nothing."""
 
 
-def completed(found: Mapping[str, Any]) -> tuple[dict[str, Any], Data]:
+def completed(found: Mapping[str, Any], data: Data | None = None) -> tuple[dict[str, Any], Data]:
     """All settings, completed by defaults and by what suits the data, and the data.
+
+    Args:
+        found: The settings that were chosen.
+        data: In place of those that the settings name.
 
     Raises:
         UsageError: There are no such data, or `--set` names an argument of nothing.
         ImportError: A package that the data need is missing.
     """
     settings = {name: setting.default for name, setting in SETTINGS.items()} | dict(found)
-    with reported_as("--data"):
-        data, told = load(settings)
-    settings |= told
+    if data is None:
+        with reported_as("--data"):
+            data, told = load(settings)
+        settings |= told
     defaults = _FOR_LARGE_SETS if len(data.train_targets) >= _LARGE else _FOR_SMALL_SETS
     defaults = _FOR_TEXT if kind_of(data) is TEXT else defaults
     silent = {name: value for name, value in defaults._asdict().items() if settings[name] is None}
@@ -186,6 +202,14 @@ def reported_as(option: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError, OSError) as error:
         raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings as lines for people, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        yield
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 import argparse
 import hashlib
+import inspect
 import statistics
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -13,16 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purecompose import _specs as specs
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.settings import SETTINGS, UsageError, chosen, command_of, read_config, settings_of
-from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare, reported_as
+from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
 from purecompose.data import TextData
 from purecompose.fit import fit
+from purecompose.models import MODELS
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.runs import RunFolder
 from purecompose.saving import CheckpointError, Checkpoints, MismatchError
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
+from purecompose.time.units import snapped
 
 
 __all__ = ["RunError", "checksum", "show_plan", "train"]
@@ -44,17 +46,24 @@ def train(options: argparse.Namespace) -> None:
     earlier = _earlier(out, is_asked=options.resume)
     settings, data = completed(chosen(options, earlier))
     _check_seed(settings, earlier)
-    with fixed_arithmetic(settings["threads"]):
+    with fixed_arithmetic(settings["threads"]), plain_warnings():
         setup = prepare(settings, data)
+        _check_model(settings, earlier)
         if options.plan:
             print(setup.step.plan(setup.state, next(iter(setup.train_data))))
             return
         told = nullcontext() if options.traceback else _told_in_one_line(setup)
-        with _plain_warnings(), told, _told_as_settings(settings, earlier, out):
-            _run(options, settings, setup, out)
+        with told, _told_as_settings(settings, earlier, out):
+            _run(options, settings, setup, out, earlier)
 
 
-def _run(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup, out: Path | None) -> None:
+def _run(
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    setup: Setup,
+    out: Path | None,
+    earlier: Mapping[str, Any],
+) -> None:
     history, stopwatch = History(), Stopwatch()
     # A population goes on with those of its networks that are well.
     observers: list[Any] = [history, stopwatch, NaNs(action="raise" if settings["seeds"] == 1 else "warn")]
@@ -67,7 +76,7 @@ def _run(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup,
             kept["resume"] = folder.resume
             folder.begin(setup.step, setup.state, next(iter(setup.train_data)))
         if not options.quiet:
-            print(_describe(setup, settings), flush=True)
+            print("\n".join([*_describe(setup, settings), *_changes(settings, earlier)]), flush=True)
             observers.append(stack.enter_context(Progress()))
         state = fit(
             setup.step,
@@ -94,10 +103,10 @@ def show_plan(options: argparse.Namespace) -> None:
         ImportError: A package that the data need is missing.
     """
     settings, data = completed(chosen(options, {} if options.run is None else settings_of(Path(options.run))))
-    with fixed_arithmetic(settings["threads"]):
+    with fixed_arithmetic(settings["threads"]), plain_warnings():
         setup = prepare(settings, data)
         with reported_as("--at"):
-            state = _moved(setup.state, options.at, setup.train_data.batch_size)
+            state = _moved(setup, options.at)
         print(setup.step.plan(state, next(iter(setup.train_data))))
 
 
@@ -135,6 +144,28 @@ def _check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None
             )
 
 
+def _check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Raises where a run is to go on with another network, also with one that its tensors would fit."""
+    if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
+        raise UsageError(
+            f"--model: {earlier['model']} in the run, {settings['model']} here; another network needs another --out"
+        )
+
+
+def _options(model: str) -> tuple[str, dict[str, Any]]:
+    """A network's name and all its options, those that nobody gave included."""
+    call = specs.parse_one(model)
+    parameters = inspect.signature(MODELS[call.name]).parameters.values() if call.name in MODELS else ()
+    return call.name, {**{one.name: one.default for one in parameters}, **call.kwargs}
+
+
+def _changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
+    """One line on the settings that differ from those of the run that goes on."""
+    changed = [name for name in SETTINGS if earlier and earlier.get(name) != settings[name]]
+    told = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
+    return [f"  goes on with {', '.join(told)}"] if told else []
+
+
 def _checkpoints(out: Path, settings: Mapping[str, Any], setup: Setup) -> Checkpoints:
     with reported_as("--keep"):
         if settings["keep"] < 1:
@@ -155,26 +186,28 @@ def _folder(out: Path, settings: Mapping[str, Any], setup: Setup, *, is_resumed:
             raise ValueError(str(error).removeprefix("RunFolder: ")) from error
 
 
-@contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Warnings as lines for people, without the place in the code."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
-        yield
+_CAUSES = {"duration": ("duration",), "batches_per_epoch": ("data", "length", "batch_size", "validation")}
+"""The settings that a difference may come from; another one comes from those of the network and its training."""
+_OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")
+_MOST_LINES = 12
 
 
 @contextmanager
 def _told_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
-    """Says which settings make a checkpoint unfit, in place of what that does to its tensors."""
+    """Says which settings make a checkpoint unfit, before what that does to its tensors."""
     try:
         yield
     except MismatchError as error:
-        changed = [name for name in earlier if name in SETTINGS and earlier[name] != settings[name]]
+        blamed = {name for line in error.differences for name in _CAUSES.get(line.partition(":")[0], _OF_STATE)}
+        changed = [name for name in SETTINGS if name in blamed and earlier.get(name) != settings[name]]
         if not changed:
             raise
-        lines = [f"\n  {SETTINGS[name].option}: {earlier[name]} in the run, {settings[name]} here" for name in changed]
+        lines = [f"{SETTINGS[name].option}: {earlier.get(name)} in the run, {settings[name]} here" for name in changed]
+        found = error.differences[:_MOST_LINES]
         raise MismatchError(
-            f"{out} cannot go on with other settings:{''.join(lines)}\nleave them out, or choose another --out",
+            "\n  ".join([f"{out} cannot go on with other settings:", *lines])
+            + "\nleave them out, or choose another --out; "
+            + "\n  ".join([f"what does not fit, of {len(error.differences)}:", *found]),
             error.differences,
         ) from error
 
@@ -204,31 +237,46 @@ def _was_changed(note: str, setup: Setup) -> bool:
     return is_other or sizes.split(", ")[1:] != [str(size) for size in setup.data.in_shape]
 
 
-def _moved(state: State, at: str, batch_size: int) -> State:
+def _moved(setup: Setup, at: str) -> State:
     """The state as if it stood at a point of its run; the counters alone move."""
-    run = state.timestamp.run
-    time = Time.of(at)
-    batches = time.value / batch_size if time.unit is TimeUnit.SAMPLE else run.in_batches(time)
-    if batches is None or batches < 0 or run.batches_per_epoch is None:
+    state = setup.state
+    batches, length = _in_batches(setup, Time.of(at)), _in_batches(setup, state.timestamp.run.duration)
+    if batches is None or batches < 0:
         raise ValueError(f"{at}: expected a point of the run, such as 0.6dur, 5ep or 100ba")
-    length = None if run.duration is None else run.in_batches(run.duration)
     if length is not None and batches > length:
         raise ValueError(f"{at}: the run ends before, after {length:g} batches")
-    return state.replace(timestamp=state.timestamp.advance_by(int(batches), batch_size))
+    samples = setup.train_data.batch_size
+    return state.replace(timestamp=state.timestamp.advance_by(int(batches), samples, samples * _tokens(setup)))
 
 
-def _describe(setup: Setup, settings: Mapping[str, Any]) -> str:
+def _in_batches(setup: Setup, time: Time | None) -> float | None:
+    """A time as a number of batches, each as large as the loader's."""
+    run, samples = setup.state.timestamp.run, setup.train_data.batch_size
+    if time is None or (time.unit is TimeUnit.TOKEN and not _tokens(setup)):
+        return None
+    if time.unit is TimeUnit.DURATION:
+        length = _in_batches(setup, run.duration)
+        return None if length is None else snapped(time.value * length)
+    sizes = {TimeUnit.SAMPLE: samples, TimeUnit.TOKEN: samples * _tokens(setup)}
+    return time.value / sizes[time.unit] if time.unit in sizes else run.in_batches(time)
+
+
+def _tokens(setup: Setup) -> int:
+    """How many tokens an example has; images have none."""
+    return setup.data.in_shape[0] if setup.kind is TEXT else 0
+
+
+def _describe(setup: Setup, settings: Mapping[str, Any]) -> list[str]:
     state, train_data = setup.state, setup.train_data
     members = settings["seeds"]
     size = sum(tensor.numel() for tensor in state.params.values()) // members
     networks = f"{members} networks of {size:,} weights" if members > 1 else f"{size:,} weights"
-    lines = [
+    return [
         f"{train_data.num_examples:,} {setup.kind.noun} in batches of {train_data.batch_size}, "
         f"{networks} on {state.device}, {state.timestamp.run.duration}",
         *_describe_text(setup),
         *(f"  {algorithm!r}" for algorithm in setup.step.algorithms),
     ]
-    return "\n".join(lines)
 
 
 def _describe_text(setup: Setup) -> list[str]:
