@@ -147,9 +147,9 @@ def replace(
         _set_trained(root, params, frozenset(frozen))
     old_names = _names(root)
     found = list(_replacements(root, rules, as_rng(key, name)))
-    for name, version in versions.items():
-        if given[name]._version != version:
-            raise RuntimeError(f"surgery.replace: a rule wrote into {name!r}; give the new module a tensor of its own")
+    for tensor, version in versions.items():
+        if given[tensor]._version != version:
+            raise RuntimeError(f"{name}: a rule wrote into {tensor!r}; give the new module a tensor of its own")
     if not found and not any(isinstance(module, _left_alone(rules)) for module in root.modules()):
         _warn_of_nothing(name, root, rules)
     root = _with_replacements(root, found)

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.cli.kinds import TEXT
+from purecompose._device import AUTOCAST, arithmetic
 from purecompose.cli.settings import UsageError
 from purecompose.cli.setup import reported_as
-from purecompose.compose import compose
 from purecompose.data import CharacterVocabulary
-from purecompose.loop import predict_events
-from purecompose.state import State
+from purecompose.state import State, to_module
 
 
 __all__ = ["Prompt", "continued", "prompt_of"]
@@ -71,14 +69,18 @@ def continued(state: State, prompt: Prompt) -> Iterator[str]:
     The network sees as many characters before one as its windows have. The same seed gives the same text, and a
     longer text begins as a shorter one does.
     """
-    assert TEXT.keys is not None
     yield prompt.vocabulary.decode(prompt.tokens)
-    step = compose(predict_events)  # once: `predict` makes one anew at each call, which takes longer than the network
+    # Once, and as a plain module: a step looks at each new form of a batch, and here each is longer than the last.
+    net, precision = to_module(state).eval(), state.context.precision
+    narrow = AUTOCAST.get(precision)
     tokens = prompt.tokens.to(state.device)
     for draw in random.uniform(prompt.key, (prompt.length,)).tolist():
-        with torch.no_grad():
-            batch = dict.fromkeys(TEXT.keys, tokens[None, -prompt.window :])
-            outputs = step.fold(state, batch, purpose="predict", draw=0).outputs
+        with (
+            torch.no_grad(),
+            arithmetic(precision, state.device),
+            torch.autocast(state.device.type, narrow, enabled=narrow is not None),
+        ):
+            outputs = net(tokens[None, -prompt.window :])
         shares = outputs[0, :, -1].double().softmax(0).cumsum(0)
         # Rounding may leave the sum a little below the draw.
         token = torch.searchsorted(shares, draw).clamp(max=len(shares) - 1)

@@ -92,7 +92,23 @@ def test_resume_starts_where_there_is_nothing_and_refuses_what_is_there_without(
 def test_a_checkpoint_of_another_network_is_told(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--set", "model.hidden=8")
-    assert status == 1 and "--model: mlp(hidden=16) in the run, mlp(hidden=8) here" in err
+    assert status == 2 and "--model: mlp(hidden=16) in the run, mlp(hidden=8) here" in err
+    # Tensors of the same shapes are another network's all the same.
+    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--set", "model.dropout=0.1")
+    assert status == 2 and "--model: mlp(hidden=16) in the run" in err
+    assert run("train", "--out", "a", "--resume", "--quiet", "--model", "mlp( hidden = 16 )")[0] == 0
+
+
+def test_settings_that_may_change_are_told_and_not_blamed(run: Run) -> None:
+    run("train", *SMALL, "--out", "a")
+    changes = ("--duration", "3ep", "--keep", "5")
+    status, _, err = run("train", "--out", "a", "--resume", *changes, "--optimizer", "sgd(0.1, momentum=0.9)")
+    assert status == 1 and "--optimizer: adam(lr=5e-3) in the run, sgd(0.1, momentum=0.9) here" in err
+    assert "--duration" not in err and "--keep" not in err
+    assert "what does not fit, of " in err and "opt_state" in err
+    status, out, err = run("train", "--out", "a", "--resume", *changes)
+    assert (status, err) == (0, "") and "  goes on with --duration 3ep (2ep before), --keep 5 (3 before)\n" in out
+    assert "goes on with" not in run("train", "--out", "a", "--resume")[1].partition("accuracy")[0]
 
 
 def test_checkpoints_are_evaluated(run: Run) -> None:
@@ -210,9 +226,8 @@ def test_cards(run: Run) -> None:
 def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     before = {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")}
-    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--model", "mlp(hidden=8)")
-    assert status == 1
-    assert "--model: mlp(hidden=16) in the run, mlp(hidden=8) here" in err and "choose another --out" in err
+    status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--optimizer", "sgd(0.1)")
+    assert status == 1 and "--optimizer: " in err and "choose another --out" in err
     assert {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")} == before
     status, _, err = run("train", "--out", "a", "--resume", "--seed", "7")
     assert status == 2 and "--seed: the run goes on with 0" in err

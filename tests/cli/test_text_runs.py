@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from purecompose import Event, compose, data, layers, loop_events, losses, models, optim, to_module
+from purecompose import Event, compose, data, layers, loop_events, losses, models, optim, random, to_module
 from purecompose.cli import main
 from purecompose.cli.settings import read_config
 from purecompose.cli.train import checksum as checksum_of
 from purecompose.data import CharacterVocabulary
 from purecompose.runs import RunFolder
+from purecompose.saving import load
 from purecompose.state import State
 
 
@@ -209,6 +210,44 @@ def test_a_prompt_is_gone_on_with_by_seed(run: Run, trained: pathlib.Path) -> No
     assert pathlib.Path("t.txt").read_text() == f"{text}\n"
 
 
+def test_a_prompt_needs_the_settings_and_the_checkpoint_alone(run: Run) -> None:
+    # The warm-up fits the run by its number of batches, which no text is there to tell.
+    settings = ("--schedule", "cosine(warmup=12ba)", "--validation", "0.25")
+    assert run("train", *SHORT, *settings, "--out", "a")[0] == 0
+    wanted = ("predict", "a", "--prompt", "7 is", "--length", "20")
+    text = run(*wanted)
+    pathlib.Path("book.txt").unlink()
+    assert run(*wanted) == text and text[0] == 0 and text[2] == ""
+    assert run("predict", "a")[0] == 2
+
+
+def test_a_text_is_what_prediction_character_by_character_gives(run: Run, trained: pathlib.Path) -> None:
+    # Of the network alone, by a module of its own: the first character above the draw in the running sum of shares.
+    written = run("predict", str(trained), "--prompt", "7 is", "--length", "30", "--seed", "3")[1]
+    net = models.build("gpt", in_shape=(16,), num_classes=len(VOCABULARY), seed=0, width=8, depth=1, num_heads=2)
+    net = layers.ClassesSecond(net).eval()
+    state = State.create(
+        net, loss=losses.cross_entropy, optimizer=optim.adam(0.1), key=0, duration="1ep", batches_per_epoch=1
+    )
+    (path,) = [one for one in (trained / "checkpoints").iterdir() if one.name.startswith("ep0002")]
+    with pytest.warns(UserWarning, match="taken over with differences|not to the same bits"):
+        net = to_module(load(path, state, strict=False)).eval()
+    text = "7 is"
+    for draw in random.uniform(random.key(3), (30,)).tolist():
+        logits = net(VOCABULARY.encode(text)[None, -16:])[0, :, -1]
+        sums = logits.double().softmax(0).cumsum(0).tolist()
+        text += VOCABULARY.characters[next(i for i, total in enumerate(sums) if total >= draw)]
+    assert written == f"{text}\n"
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_what_a_method_warns_of_is_a_line_and_told_by_the_run_alone(run: Run) -> None:
+    status, _, err = run("train", *SHORT, "--algorithms", "squeeze_excite", "--out", "a")
+    assert status == 0 and err.startswith("warning: ") and err.count("\n") == 1 and "Conv2d" in err
+    assert run("plan", "a")[2] == err
+    assert run("evaluate", "a")[2] == run("predict", "a")[2] == run("predict", "a", "--prompt", "7")[2] == ""
+
+
 def test_draws_have_the_networks_probabilities(run: Run) -> None:
     # Trained until it knows by heart what follows, it writes that and nothing else.
     pathlib.Path("book.txt").write_text("abcdefgh" * 100)
@@ -250,6 +289,12 @@ def test_a_text_is_found_by_its_name(run: Run) -> None:
     pathlib.Path("novel.txt").write_text(TEXT)
     found = [checksum(run("train", *SHORT, "--data", name)[1]) for name in ("book.txt", "novel", "tinyshakespeare")]
     assert len(set(found)) == 1
+    pathlib.Path("BOOK.TXT").write_text(TEXT)
+    assert checksum(run("train", *SHORT, "--data", "BOOK.TXT")[1]) == found[0]
+    pathlib.Path("book.md").write_text(TEXT)
+    for name in ("book.md", "nowhere"):
+        status, _, err = run("train", *SHORT, "--data", name)
+        assert status == 2 and "A text's file ends in .txt" in err
     pathlib.Path("digits.txt").write_text(TEXT)
     assert "--vocabulary: digits is a set of images" in run("train", "--vocabulary", "ab")[2]
 
@@ -302,7 +347,8 @@ def test_what_images_are_refused(run: Run) -> None:
         (["--prompt", "7", "--length", "0"], "--length: expected at least one character"),
         (["--length", "5"], "--length is for --prompt TEXT"),
         (["--seed", "5"], "--seed is for --prompt TEXT"),
-        (["--prompt", "7", "--seed", "-1"], "--prompt: "),
+        (["--prompt", "7", "--seed", "-1"], "error: --seed: key"),
+        (["--prompt", "7", "--data", "book.txt"], "--data: a prompt is gone on with without data"),
     ],
 )
 def test_prompts_that_cannot_be(run: Run, trained: pathlib.Path, arguments: list[str], said: str) -> None:
