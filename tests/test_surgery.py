@@ -190,7 +190,7 @@ def test_each_module_is_visited_once_parents_first_with_its_place() -> None:
 
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     net = nn.Sequential(block, block, nn.Linear(4, 3))
-    with pytest.warns(UserWarning, match="^wrap changed nothing"):
+    with pytest.warns(UserWarning, match="^look changed nothing"):
         surgery.operate(make_state(net), {nn.Module: look}, name="look")
     assert seen == [
         ("", 0, "NoneType"), ("0", 1, "Sequential"), ("0.0", 2, "Sequential"), ("0.1", 3, "Sequential"),
