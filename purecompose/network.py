@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
 from purecompose._device import AUTOCAST, arithmetic
-from purecompose._functorch import is_transforming
+from purecompose._functorch import is_fake, is_transforming
 from purecompose._skeleton import Skeleton
 from purecompose.model import Model
 from purecompose.random import modules
@@ -87,7 +87,7 @@ def call_model(
         # torch's group_norm is not written for other memory formats under vmap.
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
-    with arithmetic(precision, device), _autocast(narrow, device.type), _attention(narrow, device.type):
+    with arithmetic(precision, device), _autocast(narrow, device.type), _kernels(params, narrow, device.type):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -272,17 +272,34 @@ def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[
     return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
 
 
+def _kernels(params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
+    """A scope in which what torch's kernels cannot do, under transforms and traced, is done in another way."""
+    if is_transforming():
+        return _plain_attention(narrow, device)
+    return _OneExample() if params and is_fake(next(iter(params.values()))) else _AS_IT_IS
+
+
 @contextmanager
-def _attention(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """Under transforms, a scope in which attention is plain operations, with the weights, (N, H, L, S), in memory.
+def _plain_attention(narrow: torch.dtype | None, device: str) -> Iterator[None]:
+    """A scope in which attention is plain operations, with the weights, (N, H, L, S), in memory.
 
     torch's fused kernels have no second derivative, and on the CPU `vmap` runs them in a loop, with a warning.
     """
-    if not is_transforming():
-        yield
-        return
     with sdpa_kernel(SDPBackend.MATH), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
         yield
+
+
+class _OneExample(TorchFunctionMode):
+    """Group normalisation of a single example in the usual memory format.
+
+    With channels last torch's form of it without numbers has other strides than the real one, so that views behind it
+    are traced that the real one does not allow.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
+            args = (args[0].contiguous(), *args[1:])
+        return func(*args, **kwargs or {})
 
 
 class _Narrowed(TorchFunctionMode):
