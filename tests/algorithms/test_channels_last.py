@@ -117,3 +117,14 @@ def test_networks_without_images_are_a_warning_and_other_ranks_stay():
     with pytest.warns(UserWarning, match="channels_last has no effect: it looked for tensors of four dimensions"):
         state = compose(loop_events, [channels_last()]).init(make_state(net=net))
     assert state.params["0.weight"].is_contiguous()
+
+
+def test_a_single_example_is_traced_through_group_norm():
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(1, 4), nn.Conv2d(4, 4, 1), *head)
+    state = State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="4ba")
+    batch = torch.randn(2, 2, 6, 6), torch.tensor([0, 1])
+    step = compose(loop_events, [channels_last()], microbatches=2)
+    state = step.init(state)
+    assert_close(pc.compile(step, backend="eager", quiet=True)(state, batch).params, step(state, batch).params)
