@@ -5,6 +5,8 @@ References:
     https://arxiv.org/abs/1512.03385
 """
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor, nn
 
 from purecompose._checks import check_flag
@@ -127,15 +129,7 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_image
         >>> resnet18(3, 10, width=4)(torch.zeros(2, 3, 64, 64)).shape
         torch.Size([2, 10])
     """
-    check_sizes("resnet18", in_channels=in_channels, num_classes=num_classes, width=width)
-    check_flag(small_images, "resnet18: small_images")
-    layers, channels = _stem(in_channels, width, small_images), width
-    for stage in range(4):
-        for block in range(2):
-            stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(ResidualBlock(channels, width * 2**stage, stride=stride))
-            channels = width * 2**stage
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    return _for_images("resnet18", ResidualBlock, (2, 2, 2, 2), 1, in_channels, num_classes, width, small_images)
 
 
 def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
@@ -157,14 +151,28 @@ def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_image
         >>> resnet50(3, 10, width=4)(torch.zeros(2, 3, 64, 64)).shape
         torch.Size([2, 10])
     """
-    check_sizes("resnet50", in_channels=in_channels, num_classes=num_classes, width=width)
-    check_flag(small_images, "resnet50: small_images")
+    return _for_images("resnet50", Bottleneck, (3, 4, 6, 3), 4, in_channels, num_classes, width, small_images)
+
+
+def _for_images(
+    name: str,
+    make_block: Callable[..., nn.Module],
+    depths: Sequence[int],
+    expansion: int,
+    in_channels: int,
+    num_classes: int,
+    width: int,
+    small_images: bool,
+) -> nn.Sequential:
+    """A stem, stages of so many blocks, each with `expansion` times its own channels at its end, and a classifier."""
+    check_sizes(name, in_channels=in_channels, num_classes=num_classes, width=width)
+    check_flag(small_images, f"{name}: small_images")
     layers, channels = _stem(in_channels, width, small_images), width
-    for stage, num_blocks in enumerate((3, 4, 6, 3)):
+    for stage, num_blocks in enumerate(depths):
         for block in range(num_blocks):
             stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(Bottleneck(channels, width * 2**stage, stride=stride))
-            channels = 4 * width * 2**stage
+            layers.append(make_block(channels, width * 2**stage, stride=stride))
+            channels = expansion * width * 2**stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
