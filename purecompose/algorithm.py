@@ -40,6 +40,7 @@ class Trait(enum.Enum):
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
     SECOND_ORDER = "needs gradients of gradients"
     REPLACES_LAYERS = "finds layers by their types and puts others in their place: comes before what splits layers"
+    SHORTENS_SEQUENCES = "cuts sequences to a length: comes after what writes them into rows"
     REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
 
 

@@ -303,9 +303,10 @@ class _OneExample(TorchFunctionMode):
 
 
 class _Narrowed(TorchFunctionMode):
-    """Attention of what autocast would make of its arguments, without autocast in it.
+    """Attention of what autocast would make of its arguments, without autocast in it, and batch norm in float32.
 
-    There torch.func.grad records plain attention's operations with the dtypes that they had before autocast.
+    There torch.func.grad records plain attention's operations with the dtypes that they had before autocast, and vmap
+    knows no batch norm of half-precision inputs beside statistics in float32, in which torch's kernels sum as well.
     """
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
@@ -317,6 +318,8 @@ class _Narrowed(TorchFunctionMode):
         if func is torch.nn.functional.multi_head_attention_forward:
             with self:  # which a mode's handler is not under
                 return past_dispatch(func)(*args, **kwargs)
+        if func is torch.nn.functional.batch_norm and isinstance(args[0], Tensor) and args[0].dtype is self._dtype:
+            return func(args[0].float(), *args[1:], **kwargs).to(self._dtype)
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
 

@@ -122,6 +122,8 @@ SHIPPED_ROWS = [
 @pytest.mark.parametrize(("text", "task"), SHIPPED_ROWS)
 def test_shipped_algorithms_do_not_wait(text: str, task: str, microbatches: int, device: str, watch: Watch) -> None:
     chosen = TASKS[task]
+    if chosen.is_half and device == "meta":
+        pytest.skip("torch has no autocast on meta tensors")
     state = chosen.make_state(0, duration="8ba", batches_per_epoch=4)
     data = [chosen.make_batch(seed, 6) for seed in range(8)]
     algorithm = Subject.of(text).algorithm

@@ -11,8 +11,9 @@ It knows `layers.SelfAttention` and `layers.PositionEmbedding`, of which `models
 GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5, whose attention is computed by "sdpa" or "eager". A
 vision transformer's distances are those in the row of its patches, and it takes images of any size afterwards.
 
-Events: INIT, and AFTER_DATALOADER unless s = 1. Reads and replaces: the model, its parameters and the optimizer's
-state; the batch. Time counts what the loader gave, as with `seq_length_warmup`.
+Events: INIT, and AFTER_DATALOADER unless s = 1, there before what shortens sequences (`Trait.SHORTENS_SEQUENCES`): its
+lengths are those of the rows. Reads and replaces: the model, its parameters and the optimizer's state; the batch. Time
+counts what the loader gave, as with `seq_length_warmup`.
 
 What differs from the original: biases are computed from the lengths at hand, so that there is no greatest length to be
 told, no buffer and no table of zeros, and a checkpoint fits sequences of any length. They are -m |i - j| in causal
@@ -35,7 +36,7 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._alibi_transformers import check_attention, transformers_rules
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.algorithms.seq_length_warmup import sequences_of, shortened
@@ -133,6 +134,6 @@ def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -
         length = max(1, math.floor(snapped(sequences.shape[1] * train_sequence_length_scaling)))
         return state.replace(batch=shortened(state.batch, sequences, length, truncate=False, preserve=False))
 
-    # A warm-up is of the rows that are trained on. One of another name has its place in the list.
-    match, later = on(Event.INIT, Event.AFTER_DATALOADER), ("seq_length_warmup",)
+    # A warm-up is of the rows that are trained on.
+    match, later = on(Event.INIT, Event.AFTER_DATALOADER), (Trait.SHORTENS_SEQUENCES,)
     return dataclasses.replace(operation, match=match, apply=apply, runs_before=later)

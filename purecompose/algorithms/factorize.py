@@ -34,6 +34,7 @@ from purecompose._checks import check_flag, check_number, check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers._forms import is_plain
+from purecompose.layers._widths import latent_size
 from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
 from purecompose.layers.low_rank import (
     LowRankSolution,
@@ -41,7 +42,6 @@ from purecompose.layers.low_rank import (
     factorize_matrix,
     factorizing_could_speedup,
 )
-from purecompose.layers.squeeze_excite import latent_size
 
 
 __all__ = [

@@ -32,7 +32,7 @@ References:
     by Focusing on the Biggest Losers. 2019. https://arxiv.org/abs/1910.00762
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -207,35 +207,21 @@ def selective_backprop(
     keys = given_keys(input_key=input_key, target_key=target_key)
 
     def apply(event: Event, state: State) -> State:
-        loss_fn = state.context.loss
-        own_loss = loss_fn if isinstance(loss_fn, losses.ModelLoss) else None
+        own_loss = _own_loss(state)
         if event is Event.INIT:
-            check_labelled(name, own_loss) if own_loss else check_per_example(loss_fn)
+            check_labelled(name, own_loss) if own_loss else check_per_example(state.context.loss)
             return state
         if event is Event.AFTER_FORWARD:
             if own_loss:
                 check_outputs(name, own_loss, state.outputs, state.batch)
             return state
-        own_key = keys.get("input_key", state.context.input_key)
-        inputs = batches.get(state.batch, own_key)
-        target_key = keys.get("target_key", state.context.target_key)
-        if own_loss is not None and own_loss.labels is not None:
-            target_key = own_loss.labels
-        targets = batches.get(state.batch, target_key)
+        inputs, targets = _members(state, keys)
         if event is Event.BATCH_START:
             if scale_factor != 1:
                 _check_images(inputs, scale_factor)
             return state
-
-        def forward_fn(scaled: Any) -> Any:
-            # New buffers are dropped, so that BatchNorm's statistics see each batch once.
-            return state.run_model(scaled, train=True, rng_name=f"{name}.forward")[0]
-
-        example_losses = partial(losses.per_example, loss_fn)
-        if own_loss is not None:
-            example_losses = partial(_own_losses, name, own_loss, state.batch)
-        ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
-        num = batches.num_examples(state.batch, own_key)
+        ranking_losses = _losses_in_state(name, state, inputs, targets, scale_factor)
+        num = batches.num_examples(state.batch, keys.get("input_key", state.context.input_key))
         if len(ranking_losses) != num:
             raise ValueError(
                 f"{name}: expected one loss for each of the batch's {num} examples, got {len(ranking_losses)}; name "
@@ -254,9 +240,35 @@ def selective_backprop(
     )
 
 
-def _own_losses(name: str, loss_fn: losses.ModelLoss, batch: Any, outputs: Any, targets: Any) -> Tensor:
-    del targets  # the loss names its labels itself
-    return model_losses(name, loss_fn, outputs, batch)
+def _own_loss(state: State) -> losses.ModelLoss | None:
+    """The loss, where the model computes it."""
+    return state.context.loss if isinstance(state.context.loss, losses.ModelLoss) else None
+
+
+def _members(state: State, keys: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The batch's input and target, by the keys that were given, or the state's own."""
+    target_key = keys.get("target_key", state.context.target_key)
+    own_loss = _own_loss(state)
+    if own_loss is not None and own_loss.labels is not None:
+        target_key = own_loss.labels
+    inputs = batches.get(state.batch, keys.get("input_key", state.context.input_key))
+    return inputs, batches.get(state.batch, target_key)
+
+
+def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_factor: float) -> Tensor:
+    """The loss of each example with the state's model, or what ranks them where that model computes its own."""
+
+    def forward_fn(scaled: Any) -> Any:
+        # New buffers are dropped, so that BatchNorm's statistics see each batch once.
+        return state.run_model(scaled, train=True, rng_name=f"{name}.forward")[0]
+
+    def example_losses(outputs: Any, targets: Any) -> Tensor:
+        own_loss = _own_loss(state)
+        if own_loss is None:
+            return losses.per_example(state.context.loss, outputs, targets)
+        return model_losses(name, own_loss, outputs, state.batch)  # the loss names its labels itself
+
+    return _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
 
 
 def _match(start: float, end: float, interrupt: int) -> Predicate:

@@ -6,8 +6,9 @@ with t the fraction of the run that is over and d the warm-up's share of it: L s
 `step_size`, and is `max_seq_length` from the warm-up's end on, not before. The run's length may be in any unit but
 seconds; in epochs of unknown length, t moves at their ends alone.
 
-Events: AFTER_DATALOADER. Reads and replaces: the batch. Reports in `metrics` what the batch became, as numbers:
-`f"{name}/curr_seq_len"` and `f"{name}/curr_bs"`, its length and its number of examples.
+Events: AFTER_DATALOADER, after what writes sequences into rows (`Trait.SHORTENS_SEQUENCES`), such as `alibi`. Reads and
+replaces: the batch. Reports in `metrics` what the batch became, as numbers: `f"{name}/curr_seq_len"` and
+`f"{name}/curr_bs"`, its length and its number of examples.
 
 A host algorithm: lengths depend on time, and of a compiled step each length is a variant; see `step_size`.
 
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._checks import check_flag, check_number, check_whole
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._reports import reported
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
@@ -196,6 +197,7 @@ def seq_length_warmup(
         name,
         NEVER if duration == 0 else on(Event.AFTER_DATALOADER),
         apply,
+        traits=frozenset({Trait.SHORTENS_SEQUENCES}),
         host=True,
         config={**ramp, "truncate": truncate, "preserve_end_of_sequence": preserve_end_of_sequence},
     )

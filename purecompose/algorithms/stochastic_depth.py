@@ -7,20 +7,23 @@ With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p a
     "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
     in evaluation            act((1 - p) F(x) + S(x))
 
+A block of a transformer is two of these, one after the other: its attention and its feed-forward part are branches
+which are left out by draws of their own, both with the block's p.
+
 Block i of L, in the order in which they are defined, has p (uniform), or p (i + 1) / L (linear). With `drop_warmup` w
 all rates are multiplied by min(t / w, 1).
 
-Blocks are known by the names of their children, see `purecompose.layers.residual`: those of `purecompose.models`, and
+Blocks are known by the names of their children, see `purecompose.layers.residuals`: those of `purecompose.models`, and
 those of torchvision's residual networks. Blocks with parameters, buffers or hooks of their own, or with a forward put
-on the instance, stay.
+on the instance, stay, and so do the transformers of `torch.nn` and Hugging Face.
 
 Events: INIT, and BATCH_START where rates move. Reads the clock; replaces the model, and writes the rates, a buffer of
 each block.
 
-What differs from the original: blocks of two convolutions as well as bottlenecks, and any with a branch and a
-shortcut; the warm-up begins at 0 and ends at the rate asked for (there the rate stays at the last value below it), and
-moves with every batch; "sample" has a warm-up, too; rates are saved; draws come from the run's key, and those of
-microbatches are the batch's. Parameters keep their names, a buffer `drop_rate` is new. A branch that is left out is
+What differs from the original: blocks of two convolutions as well as bottlenecks, any with a branch and a shortcut,
+and transformers; the warm-up begins at 0 and ends at the rate asked for (there the rate stays at the last value below
+it), and moves with every batch; "sample" has a warm-up, too; rates are saved; draws come from the run's key, and those
+of microbatches are the batch's. Parameters keep their names, a buffer `drop_rate` is new. A branch that is left out is
 computed all the same, since a step that is compiled whole cannot decide by a draw what to run: no time is saved.
 
 References:
@@ -41,7 +44,7 @@ from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_scalar
 from purecompose.algorithms._surgery import warn_of_nothing
 from purecompose.event import Event
-from purecompose.layers.stochastic_depth import StochasticDepth, residual
+from purecompose.layers.stochastic_depth import StochasticDepth, residuals
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar, Schedule, collect, linear
 from purecompose.state import State
@@ -117,7 +120,7 @@ def stochastic_depth(
     """Leaves out branches of residual blocks; see `purecompose.algorithms.stochastic_depth`.
 
     Args:
-        stochastic_method: "block" for one decision for the whole batch and block, "sample" for one for each example.
+        stochastic_method: "block" for one decision for the whole batch and branch, "sample" for one for each example.
         drop_rate: How often a branch is left out, in [0, 1]; for "linear" that of the last block. The number 0 never
             matches. An `hparam` or a schedule may be given: its default is checked; what becomes of it later is not.
         drop_distribution: "linear" for rates that rise with the depth, "uniform" for one rate.
@@ -175,8 +178,9 @@ def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
         return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
     if not any(isinstance(child, StochasticDepth) for child in module.modules()):
         advice = (
-            "A block is known by its children: branch and shortcut (and relu), or those of torchvision's BasicBlock or "
-            "Bottleneck. Let the network's have these names, or leave the method out"
+            "A block is known by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
+            "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout). Let the network's have these "
+            "names, or leave the method out"
         )
         warn_of_nothing(name, "residual blocks", module, advice)
     return state
@@ -212,7 +216,7 @@ def _blocks(module: nn.Module) -> list[str]:
     found: list[str] = []
     for name, child in module.named_modules():
         is_inside = any(name.startswith(f"{outer}.".lstrip(".")) for outer in found)
-        if not is_inside and not isinstance(child, StochasticDepth) and residual(child) is not None:
+        if not is_inside and not isinstance(child, StochasticDepth) and residuals(child):
             found.append(name)
     return found
 

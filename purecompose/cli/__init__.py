@@ -8,6 +8,7 @@ import argparse
 import importlib
 import inspect
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,15 @@ from typing import NoReturn
 from purecompose import __version__, _specs as specs
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.completion import SHELLS, script
+from purecompose.cli.loading import LoadedRun, load_run
+from purecompose.cli.plan import show_plan
 from purecompose.cli.settings import UsageError, add_settings, named, whole
 from purecompose.cli.setup import reported_as
-from purecompose.cli.train import RunError, show_plan, train as run_training
+from purecompose.cli.train import RunError, train as run_training
 from purecompose.saving import CheckpointError
 
 
-__all__ = ["main"]
+__all__ = ["LoadedRun", "load_run", "main"]
 
 _EPILOG = """\
 examples:
@@ -317,7 +320,10 @@ def _list_algorithms(options: argparse.Namespace) -> None:
             specs.check_name(options.name, FACTORIES, "algorithm")
         factory = FACTORIES[options.name]
         print(textwrap.fill(specs.describe(options.name, inspect.signature(factory)), 100))
-        print(f"\n{inspect.getdoc(factory)}")
+        module = sys.modules[factory.__module__]
+        for text in (inspect.getdoc(factory), inspect.getdoc(module)):
+            print(f"\n{re.sub(r' +# doctest: .*', '', text or '')}")
+        print(f"\nThe card is docs/algorithms/{options.name}.md.")
         return
     for name, factory in sorted(FACTORIES.items()):
         call = specs.describe(name, inspect.signature(factory))

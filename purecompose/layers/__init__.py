@@ -18,7 +18,7 @@ from purecompose.layers.standardized import (
     standardized,
     standardized_conv,
 )
-from purecompose.layers.stochastic_depth import Residual, StochasticDepth, residual
+from purecompose.layers.stochastic_depth import Residual, StochasticDepth, residuals
 
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
     "blur_2d",
     "blurmax_pool2d",
     "plain_conv",
-    "residual",
+    "residuals",
     "standardized",
     "standardized_conv",
 ]

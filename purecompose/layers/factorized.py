@@ -6,6 +6,7 @@ References:
 """
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,22 +91,10 @@ class FactorizedLinear(nn.Module):
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
         """The layer with other factors; a plain `nn.Linear` where there is only one."""
-        new = copy.deepcopy(self)
-        is_trained = self.first.weight.requires_grad
-        first = nn.Parameter(solution.first.T.contiguous(), is_trained)
-        bias = _like(self.second.bias, solution.bias)
-        if solution.second is None:
-            plain = _empty_linear(self.in_features, self.out_features)
-            plain.weight, plain.bias = first, bias  # pyright: ignore[reportAttributeAccessIssue]
-            return plain.train(self.training)
-        new.first, new.second = (
-            _empty_linear(self.in_features, first.shape[0]),
-            _empty_linear(first.shape[0], self.out_features),
-        )
-        new.first.weight = first
-        new.second.weight = nn.Parameter(solution.second.T.contiguous(), is_trained)
-        new.second.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
-        return new.train(self.training)
+        k = solution.first.shape[1]
+        first, second = _empty_linear(self.in_features, k), _empty_linear(k, self.out_features)
+        second_weight = None if solution.second is None else solution.second.T
+        return _with_factors(self, first, second, solution._replace(first=solution.first.T, second=second_weight))
 
 
 class FactorizedConv2d(nn.Module):
@@ -136,7 +125,7 @@ class FactorizedConv2d(nn.Module):
         self.stride, self.padding, self.dilation = conv.stride, conv.padding, conv.dilation
         self.groups, self.padding_mode = conv.groups, conv.padding_mode
         self.first = _empty_conv(conv, latent_channels)
-        self.second = nn.Conv2d(latent_channels, conv.out_channels, 1, bias=False, device="meta")
+        self.second = _empty_point(latent_channels, conv.out_channels)
         first, second = split_weight(conv.weight.detach().flatten(1), latent_channels)
         is_trained = conv.weight.requires_grad
         self.first.weight = nn.Parameter(first.view(latent_channels, *conv.weight.shape[1:]), is_trained)
@@ -197,20 +186,28 @@ class FactorizedConv2d(nn.Module):
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
         """The layer with other factors; a plain `nn.Conv2d` where there is only one."""
-        is_trained = self.first.weight.requires_grad
-        first = nn.Parameter(solution.first.contiguous(), is_trained)
-        bias = _like(self.second.bias, solution.bias)
-        conv = _empty_conv(self.first, first.shape[0])
-        conv.weight = first
-        if solution.second is None:
-            conv.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
-            return conv.train(self.training)
-        new = copy.deepcopy(self)
-        new.first = conv
-        new.second = nn.Conv2d(first.shape[0], self.out_channels, 1, bias=False, device="meta")
-        new.second.weight = nn.Parameter(solution.second.contiguous(), is_trained)
-        new.second.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
-        return new.train(self.training)
+        k = solution.first.shape[0]
+        first, second = _empty_conv(self.first, k), _empty_point(k, self.out_channels)
+        return _with_factors(self, first, second, solution)
+
+
+def _with_factors(
+    layer: FactorizedLinear | FactorizedConv2d,
+    first: nn.Linear | nn.Conv2d,
+    second: nn.Linear | nn.Conv2d,
+    weights: LowRankSolution,
+) -> nn.Module:
+    """The layer with two new ones as its factors, which get the weights; the first alone where one weight is all."""
+    is_trained, bias = layer.first.weight.requires_grad, _like(layer.bias, weights.bias)
+    first.weight = nn.Parameter(weights.first.contiguous(), is_trained)
+    if weights.second is None:
+        first.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+        return first.train(layer.training)
+    second.weight = nn.Parameter(weights.second.contiguous(), is_trained)
+    second.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+    new: Any = copy.deepcopy(layer)
+    new.first, new.second = first, second
+    return new.train(layer.training)
 
 
 def _empty_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -230,6 +227,10 @@ def _empty_conv(conv: nn.Conv2d, out_channels: int) -> nn.Conv2d:
         bias=False,
         device="meta",
     )
+
+
+def _empty_point(in_channels: int, out_channels: int) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, 1, bias=False, device="meta")
 
 
 def _like(old: Tensor | None, new: Tensor | None) -> nn.Parameter | None:

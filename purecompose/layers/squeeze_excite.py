@@ -11,15 +11,10 @@ from torch import Tensor, nn
 
 from purecompose._checks import check_number, check_whole, shown
 from purecompose.layers._forms import Wrapping
+from purecompose.layers._widths import latent_size
 
 
-__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "latent_size"]
-
-
-def latent_size(latent: float, full: int) -> int:
-    """A width given as a number, or below 1 as a share of the full one, rounded down; at least 1."""
-    # 0.29 of 100 is 28.999999999999996.
-    return max(1, int(latent if latent >= 1 else latent * full + 1e-9))
+__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d"]
 
 
 class SqueezeExcite2d(nn.Module):

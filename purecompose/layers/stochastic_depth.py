@@ -7,11 +7,14 @@ With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p a
     "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
     in evaluation            act((1 - p) F(x) + S(x))
 
+A block of a transformer has two such steps, one after the other: each is left out by a draw of its own, both with p.
+
 References:
     Gao Huang, Yu Sun, Zhuang Liu, Daniel Sedra, Kilian Weinberger: Deep Networks with Stochastic Depth. ECCV 2016.
     https://arxiv.org/abs/1603.09382
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -22,17 +25,19 @@ from purecompose._checks import check_number, shown
 from purecompose.layers._forms import has_hooks
 
 
-__all__ = ["Residual", "StochasticDepth", "residual"]
+__all__ = ["Residual", "StochasticDepth", "residuals"]
 
-# The blocks of torchvision's residual networks, and of those that took them for a model.
-_STEPS = (
+# The branches of torchvision's residual networks, and of those that took them for a model.
+_CONVOLUTIONS = (
     ("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3"),
     ("conv1", "bn1", "relu", "conv2", "bn2"),
 )
+# The branches of a transformer's block, each followed by the dropout.
+_BRANCHES = (("norm1", "attention"), ("norm2", "feed_forward"))
 
 
 class Residual(NamedTuple):
-    """What a block act(F(x) + S(x)) consists of."""
+    """What one step act(F(x) + S(x)) of a block consists of."""
 
     branch: tuple[nn.Module, ...]
     """F, one after the other."""
@@ -42,12 +47,18 @@ class Residual(NamedTuple):
     """`None` for the identity."""
 
 
-def residual(block: nn.Module) -> Residual | None:
-    """The parts of a residual block, known by the names of its children; `None` for other modules.
+def residuals(block: nn.Module) -> tuple[Residual, ...]:
+    """The steps of a residual block, one after the other, known by the names of its children; `()` for other modules.
 
-    Blocks have either a `branch` and a `shortcut`, and perhaps a `relu`, or the children of torchvision's `BasicBlock`
-    (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (and conv3, bn3), and no others. The steps of the latter
-    two are defined in this order: where normalisation comes first, so it does in the forward, presumably.
+    Blocks of one step have either a `branch` and a `shortcut`, and perhaps a `relu`, or the children of torchvision's
+    `BasicBlock` (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (and conv3, bn3), and no others. The steps
+    of the latter two are defined in this order: where normalisation comes first, so it does in the forward, presumably.
+
+    Blocks of two steps are x + dropout(attention(norm1(x))), then the same with norm2 and feed_forward, as in
+    `purecompose.models`: they have children of these names, perhaps without dropout, and no others. Each norm is
+    defined before what follows it: where it comes after, so it does in the forward, presumably. The forwards of the
+    block, the attention and the feed-forward part take one argument each: others, such as a mask, would be lost. The
+    blocks of `torch.nn` and of Hugging Face's networks are not known: they have other names, masks and caches.
 
     Blocks with parameters, buffers or hooks of their own, or with a forward put on the instance, are not known: what
     these do would be lost.
@@ -55,21 +66,23 @@ def residual(block: nn.Module) -> Residual | None:
     Example:
         >>> block = nn.Module()
         >>> block.branch, block.shortcut = nn.Linear(2, 2), nn.Identity()
-        >>> residual(block)
-        Residual(branch=(Linear(in_features=2, out_features=2, bias=True),), shortcut=None, act=None)
+        >>> residuals(block)
+        (Residual(branch=(Linear(in_features=2, out_features=2, bias=True),), shortcut=None, act=None),)
     """
     own = (*block._parameters.values(), *block._buffers.values())
     if has_hooks(block) or any(tensor is not None for tensor in own):
-        return None
-    return _parts(block._modules)
+        return ()
+    steps = _steps(block._modules)
+    callees = [block, *(block.get_submodule(name) for _, name in _BRANCHES)] if len(steps) > 1 else []
+    return steps if all(map(_takes_one, callees)) else ()
 
 
 class StochasticDepth(nn.Module):
-    """A residual block whose branch is left out at random; its children have the names they had.
+    """A residual block whose branches are left out at random; its children have the names they had.
 
     Args:
-        block: A block whose parts `residual` knows.
-        method: "block" for one decision for the batch, "sample" for one for each example.
+        block: A block whose steps `residuals` knows.
+        method: "block" for one decision for the batch, "sample" for one for each example; each branch has its own.
         drop_rate: p, in [0, 1].
 
     Attributes:
@@ -89,7 +102,7 @@ class StochasticDepth(nn.Module):
 
     def __init__(self, block: nn.Module, method: str = "block", drop_rate: float = 0.2) -> None:
         super().__init__()
-        if residual(block) is None:
+        if not residuals(block):
             raise TypeError(
                 "StochasticDepth: expected a residual block of known parts, without parameters, buffers or hooks of "
                 f"its own, got a {type(block).__name__}"
@@ -103,22 +116,27 @@ class StochasticDepth(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, ...) to what the block gives."""
-        parts = _parts(self._modules)
-        assert parts is not None
-        act = parts.act or nn.Identity()
+        steps = _steps(self._modules)
+        assert steps
+        for step in steps:
+            input = self._stepped(step, input)
+        return input
+
+    def _stepped(self, step: Residual, input: Tensor) -> Tensor:
+        act = step.act or nn.Identity()
         if not self.training:
-            branch = _run(parts.branch, input)
-            by_pass = _shortcut(parts, input)
+            branch = _run(step.branch, input)
+            by_pass = _shortcut(step, input)
             return act((1 - self.drop_rate).to(by_pass.dtype) * branch + by_pass)
         if self.method == "sample":
             rows = torch.rand(input.shape[0], device=input.device) >= self.drop_rate
-            branch = _run(parts.branch, input)
+            branch = _run(step.branch, input)
             is_kept = rows.view(-1, *[1] * (branch.ndim - 1))
-            return act(torch.where(is_kept, branch, 0) + _shortcut(parts, input))
+            return act(torch.where(is_kept, branch, 0) + _shortcut(step, input))
         is_kept = torch.rand((), device=input.device) >= self.drop_rate
-        branch = _run_if(is_kept, parts.branch, input)
-        by_pass = _shortcut(parts, input)
-        if parts.shortcut is None:
+        branch = _run_if(is_kept, step.branch, input)
+        by_pass = _shortcut(step, input)
+        if step.shortcut is None:
             return torch.where(is_kept, act(branch + by_pass), input)
         return act(torch.where(is_kept, branch, 0) + by_pass)
 
@@ -145,21 +163,37 @@ def _run_if(is_kept: Tensor, modules: Iterable[nn.Module], value: Tensor) -> Ten
     return value
 
 
-def _parts(parts: Mapping[str, nn.Module | None]) -> Residual | None:
-    """The parts by the names of the children."""
+def _steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual, ...]:
+    """The steps by the names of the children."""
     branch, shortcut = parts.get("branch"), parts.get("shortcut")
     if branch is not None and shortcut is not None and parts.keys() <= {"branch", "shortcut", "relu"}:
-        return Residual((branch,), _unless_identity(shortcut), parts.get("relu"))
-    for steps in _STEPS:
-        modules = tuple(module for step in steps if (module := parts.get(step)) is not None)
-        defined, expected = ([name for name in names if name[-1].isdigit()] for names in (parts, steps))
-        if len(modules) == len(steps) and parts.keys() <= {*steps, "downsample"} and defined == expected:
-            return Residual(modules, _unless_identity(parts.get("downsample")), parts["relu"])
-    return None
+        return (Residual((branch,), _unless_identity(shortcut), parts.get("relu")),)
+    for names in _CONVOLUTIONS:
+        modules = tuple(module for name in names if (module := parts.get(name)) is not None)
+        defined, expected = ([name for name in some if name[-1].isdigit()] for some in (parts, names))
+        if len(modules) == len(names) and parts.keys() <= {*names, "downsample"} and defined == expected:
+            return (Residual(modules, _unless_identity(parts.get("downsample")), parts["relu"]),)
+    return _transformer_steps(parts)
 
 
-def _shortcut(parts: Residual, input: Tensor) -> Tensor:
-    return input if parts.shortcut is None else parts.shortcut(input)
+def _transformer_steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual, ...]:
+    places = {name: place for place, (name, module) in enumerate(parts.items()) if module is not None}
+    needed = {name for branch in _BRANCHES for name in branch}
+    if not needed <= places.keys() or parts.keys() - needed - {"dropout"}:
+        return ()
+    if any(places[norm] > places[name] for norm, name in _BRANCHES):
+        return ()
+    branches = ([parts.get(name) for name in (*branch, "dropout")] for branch in _BRANCHES)
+    return tuple(Residual(tuple(part for part in branch if part is not None), None, None) for branch in branches)
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether its forward takes one argument and no more."""
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def _shortcut(step: Residual, input: Tensor) -> Tensor:
+    return input if step.shortcut is None else step.shortcut(input)
 
 
 def _unless_identity(module: nn.Module | None) -> nn.Module | None:

@@ -25,7 +25,7 @@ from purecompose.testing.pair_search import NoAnswer, Pair
 from purecompose.testing.rows import Row, plain
 from purecompose.testing.search import Search, Stop, Tried, search
 from purecompose.testing.subject import Subject
-from purecompose.testing.tasks import TASKS, Task
+from purecompose.testing.tasks import FULL_TASKS, TASKS, Task
 
 
 __all__ = ["Commutation", "OrderOptions", "commutes", "meeting_events"]
@@ -40,7 +40,7 @@ class OrderOptions(TypedDict, total=False):
     """On what cases pairs are tried."""
 
     tasks: Iterable[Task | str] | None
-    """The tasks, or their names in `TASKS`; by default all of them."""
+    """The tasks, or their names in `TASKS`; by default all in full precision, whose rounding tells no order."""
     tolerance: float
     """By which share of its largest magnitude a leaf may differ, 1e-6 by default."""
     max_examples: int
@@ -128,7 +128,8 @@ def commutes(
         a: An algorithm, or a text as for `Subject.of`.
         b: The other, under another name.
         event: Where; by default each event at which both may act, up to the first at which they do not commute.
-        tasks: The tasks to try, or their names; by default all of `TASKS`.
+        tasks: The tasks to try, or their names; by default all of `TASKS` in full precision, since half precision
+            rounds by more than `tolerance`.
         tolerance: By which share of its largest magnitude a leaf may differ.
         max_examples: How many cases in which both act are tried at an event.
         seed: Another one gives other cases.
@@ -151,7 +152,7 @@ def commutes(
         where = "the same event" if asked is None else asked.name
         return Commutation(names, True, () if asked is None else (asked,), 0, f"they never both act at {where}")
     attempts = partial(_Attempts, Pair(first, second, tolerance), max_tries=_MAX_TRIES * max_examples)
-    chosen_tasks = chosen("task", TASKS.values() if tasks is None else tasks, TASKS, Task)
+    chosen_tasks = chosen("task", FULL_TASKS if tasks is None else tasks, TASKS, Task)
     answers: list[Commutation] = []
     for one in events:
         attempt = attempts(one)

@@ -2,7 +2,7 @@
 
 The networks take a fraction of a millisecond, and between them have what breaks algorithms: dropout, BatchNorm,
 GroupNorm, strides, attention, tied weights, frozen parameters, integer inputs, soft targets, ignored positions,
-dictionaries as batches.
+dictionaries as batches, a forward pass in half precision.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, optim
+from purecompose._device import AUTOCAST, PRECISIONS
 from purecompose.layers.attention import FeedForward, SelfAttention
 from purecompose.schedule import hparam
 from purecompose.state import State
 from purecompose.testing.process import seeded
 
 
-__all__ = ["KINDS", "TASKS", "MakeBatch", "MakeNet", "Task", "Transformer", "make_cnn", "make_mlp", "make_task"]
+__all__ = [
+    "FULL_TASKS",
+    "KINDS",
+    "TASKS",
+    "MakeBatch",
+    "MakeNet",
+    "Task",
+    "Transformer",
+    "make_cnn",
+    "make_mlp",
+    "make_task",
+]
 
 KINDS = ("vectors", "images", "tokens")
 """What inputs are: float (N, 4), float (N, 2, 6, 6), or token ids int64 (N, 5)."""
@@ -70,6 +82,11 @@ class Task:
     def kind(self) -> str | None:
         """What its inputs are, one of `KINDS`; `None` where its batches come from elsewhere."""
         return self.batch.kind if isinstance(self.batch, MakeBatch) else None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the forward pass is in half precision, for weights in float32: autocast leaves float64 alone."""
+        return self.options.get("precision") in AUTOCAST
 
     @property
     def has_buffers(self) -> bool:
@@ -225,32 +242,36 @@ def make_task(
     dropout: float = 0.0,
     tied: bool = False,
     frozen: bool = False,
+    precision: str = "fp32",
 ) -> Task:
-    """A task of a network and batches that fit it; see `MakeNet` and `MakeBatch`.
+    """A task of a network and batches that fit it; see `MakeNet` and `MakeBatch`, and for the precision `State.create`.
 
     Raises:
-        ValueError: A kind, targets or form that do not exist, or weights that cannot be tied.
+        ValueError: A kind, targets, form or precision that do not exist, or weights that cannot be tied.
 
     Example:
         >>> make_task("images", targets="soft", dropout=0.2)
         make_task('images', targets='soft', dropout=0.2)
+        >>> make_task("vectors", precision="bf16").make_state(0).context.precision
+        'bf16'
         >>> make_task("tokens", form="dict").make_batch(0, 2)["input_ids"].shape
         torch.Size([2, 5])
     """
-    return _made(MakeNet(kind, dropout, tied, frozen), MakeBatch(kind, targets, form))
+    return _made(MakeNet(kind, dropout, tied, frozen), MakeBatch(kind, targets, form), precision=precision)
 
 
-def _made(net: MakeNet, batch: MakeBatch, name: str | None = None) -> Task:
-    options: dict[str, Any] = {}
+def _made(net: MakeNet, batch: MakeBatch, name: str | None = None, *, precision: str = "fp32") -> Task:
+    _check_one_of("precision", precision, PRECISIONS)
+    options: dict[str, Any] = {} if precision == "fp32" else {"precision": precision}
     if batch.keys is not None:
         options["input_key"], options["target_key"] = batch.keys
-    return Task(name or _call(net, batch), net, batch, options=options)
+    return Task(name or _call(net, batch, precision), net, batch, options=options)
 
 
-def _call(net: MakeNet, batch: MakeBatch) -> str:
+def _call(net: MakeNet, batch: MakeBatch, precision: str) -> str:
     """What one types for it, with those arguments that are not the default."""
-    settings = {**vars(batch), **vars(net)}
-    defaults = {**vars(MakeBatch()), **vars(MakeNet())}
+    settings = {**vars(batch), **vars(net), "precision": precision}
+    defaults = {**vars(MakeBatch()), **vars(MakeNet()), "precision": "fp32"}
     given = [f"{key}={value!r}" for key, value in settings.items() if key != "kind" and value != defaults[key]]
     return f"make_task({', '.join([repr(net.kind), *given])})"
 
@@ -283,12 +304,18 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             _made(MakeNet("images"), MakeBatch("images"), "images"),
             _made(MakeNet("tokens", dropout=0.2, tied=True), MakeBatch("tokens", form="dict"), "tokens"),
             _made(MakeNet(frozen=True), MakeBatch(targets="soft", form="dict"), "frozen"),
+            _made(MakeNet("images"), MakeBatch("images"), "bf16_images", precision="bf16"),
+            _made(MakeNet("tokens", dropout=0.2), MakeBatch("tokens", form="dict"), "bf16_tokens", precision="bf16"),
         )
     }
 )
 """By name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm, GroupNorm and a
 stride), tokens (a small transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an MLP
-whose first weight is frozen, dense targets in dictionaries)."""
+whose first weight is frozen, dense targets in dictionaries), bf16_images and bf16_tokens (the same CNN, and the
+transformer without tied weights, whose forward pass is in bfloat16)."""
+
+FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
+"""The names of those in full precision."""
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -3,13 +3,28 @@
 import copy
 import pickle
 import types
+from collections.abc import Collection
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from purecompose import State, compose, loop_events, losses, optim, surgery, to_module, tree
+from purecompose import (
+    Algorithm,
+    State,
+    Trait,
+    compile,
+    compose,
+    loop_events,
+    losses,
+    optim,
+    population,
+    stack_states,
+    surgery,
+    to_module,
+    tree,
+)
 
 
 def make_state(net: nn.Module, *, key: int = 0, **options: Any) -> State:
@@ -85,16 +100,18 @@ def check_shows(layer: nn.Module, inner: nn.Module, name: str) -> None:
     assert layer.weight is inner.weight and layer.state_dict().keys() != inner.state_dict().keys()
 
 
-def check_keeps_all(state: State, rules: surgery.Rules) -> tuple[State, surgery.Report]:
-    """One surgery, of which is asserted what all promise: nothing old is touched, tensors and momentum are kept, a
-    second surgery changes nothing, and the next step runs."""
+def check_keeps_all(
+    state: State, rules: surgery.Rules, *, dropped: Collection[str] = ()
+) -> tuple[State, surgery.Report]:
+    """One surgery, of which is asserted what all promise: nothing old is touched, tensors and momentum are kept, but
+    for those that are to be dropped, and a second surgery changes nothing."""
     before, text = state.copy(), str(state.model.module)
     after, report = surgery.operate(state, rules, name="method")
     assert not tree.diff(before, state)
     assert str(state.model.module) == text
-    assert report.replaced and report.dropped == ()
+    assert report.replaced and sorted(report.dropped) == sorted(dropped)
     old, new = {**state.params, **state.buffers}, {**after.params, **after.buffers}
-    assert set(report.kept.values()) == set(old) and set(report.kept) | set(report.made) == set(new)
+    assert set(report.kept.values()) == set(old) - set(dropped) and set(report.kept) | set(report.made) == set(new)
     for name, was in report.kept.items():
         assert new[name] is old[was]
         if was in state.params:
@@ -103,3 +120,30 @@ def check_keeps_all(state: State, rules: surgery.Rules) -> tuple[State, surgery.
     again, second = surgery.operate(after, rules, name="method")  # warnings are errors: it says nothing
     assert again is after and not second.replaced
     return after, report
+
+
+def check_at_init(method: Algorithm, net: nn.Module) -> State:
+    """The state after INIT, which a checkpoint of the run needs, and where the method has no more to do."""
+    assert Trait.REQUIRED_ON_LOAD in method.traits
+    step = compose(loop_events, [method])
+    state = make_state(net)
+    once = step.init(state)
+    assert once.model != state.model
+    again = step.init(once)
+    assert again.model == once.model and not tree.diff(again, once)
+    return once
+
+
+def check_in_steps_of_all_kinds(method: Algorithm, net: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """With a method, a population's step and a compiled one do what plain ones do, to parameters and buffers."""
+    step, batch = compose(loop_events, [method]), make_batch(3)
+    members = [step.init(make_state(net, key=key)) for key in (0, 1)]
+    alone = [step(member, batch) for member in members]
+    together = population(step, 2)(stack_states(members), batch)
+    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
+    for field in ("params", "buffers"):
+        for name, tensor in getattr(alone[0], field).items():
+            for index, state in enumerate(alone):
+                member = getattr(together, field)[name][index]
+                torch.testing.assert_close(member, getattr(state, field)[name], rtol=1e-4, atol=atol)
+            torch.testing.assert_close(getattr(compiled, field)[name], tensor, rtol=rtol, atol=atol)

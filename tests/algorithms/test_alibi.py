@@ -252,9 +252,10 @@ def test_scaling_by_one_leaves_batches_of_any_kind_alone() -> None:
     assert seen_batch(batch, algorithm) == batch
 
 
-def test_a_warm_up_is_of_the_rows_that_are_trained_on() -> None:
-    warmup = seq_length_warmup(1.0, 1, 2, 1)
-    for order in ([alibi(0.5), warmup], [warmup, alibi(0.5)]):
+@pytest.mark.parametrize("names", [("alibi", "seq_length_warmup"), ("biases", "lengths"), ("seq_length_warmup", "z")])
+def test_a_warm_up_is_of_the_rows_that_are_trained_on_whatever_their_names_and_order(names: tuple[str, str]) -> None:
+    methods = [alibi(0.5, name=names[0]), seq_length_warmup(1.0, 1, 2, 1, name=names[1])]
+    for order in (methods, methods[::-1]):
         assert seen_batch(make_batch(), *order)[0].shape == (8, 1)
 
 

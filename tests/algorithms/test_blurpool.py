@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
 from scipy import ndimage
 from surgery_checks import (
+    check_at_init,
+    check_in_steps_of_all_kinds,
     check_keeps_all,
     check_leaves,
     check_shows,
@@ -24,7 +26,7 @@ from surgery_checks import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from purecompose import Trait, compile, compose, loop_events, population, stack_states, surgery, testing
+from purecompose import compose, loop_events, surgery, testing
 from purecompose.algorithms import blurpool
 from purecompose.functional import blur_2d, blurmax_pool2d, blurpool_rules
 from purecompose.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d
@@ -337,26 +339,14 @@ def test_max_poolings_keep_laws():
 
 
 def test_a_population_and_compiled_steps_do_what_plain_ones_do():
-    method = blurpool(min_channels=1)
-    step = compose(loop_events, [method])
-    members = [step.init(make_state(make_net(), key=key)) for key in (0, 1)]
-    batch = make_batch(3)
-    alone = [step(state, batch) for state in members]
-    together = population(step, 2)(stack_states(members), batch)
-    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
-    for name, param in alone[0].params.items():
-        for index, state in enumerate(alone):
-            torch.testing.assert_close(together.params[name][index], state.params[name], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(compiled.params[name], param, rtol=1e-5, atol=1e-6)
+    check_in_steps_of_all_kinds(blurpool(min_channels=1), make_net())
 
 
 def test_the_method_is_the_surgery_at_init():
     method = blurpool(min_channels=1)
     assert repr(method) == "blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=1)"
-    assert Trait.REQUIRED_ON_LOAD in method.traits and blurpool(name="b").name == "b"
-    step = compose(loop_events, [method])
-    once = step.init(make_state(make_net()))
-    assert "0.conv.weight" in once.params and step.init(once).params.keys() == once.params.keys()
+    assert blurpool(name="b").name == "b"
+    assert "0.conv.weight" in check_at_init(method, make_net()).params
 
 
 @pytest.mark.parametrize(

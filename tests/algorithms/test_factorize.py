@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same
 from hypothesis import given, settings, strategies as st
+from surgery_checks import check_keeps_all, trained
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -16,7 +17,7 @@ from purecompose import State, compose, loop_events, surgery
 from purecompose.algorithms import factorize
 from purecompose.functional import factorize_conv2d, factorize_matrix, factorize_rules, factorizing_could_speedup
 from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
-from purecompose.layers.low_rank import max_latent, split_weight
+from purecompose.layers.low_rank import LowRankSolution, max_latent, split_weight
 
 
 SMALL: dict[str, Any] = {"min_channels": 4, "latent_channels": 0.25, "min_features": 4, "latent_features": 0.25}
@@ -118,20 +119,10 @@ def test_factors_miss_by_the_singular_values_that_are_left_out(out, width, rank,
 
 
 def test_the_old_state_stays_and_momentum_survives_and_twice_is_once():
-    step = compose(loop_events)
-    before = step(step(make_state(), make_batch(0)), make_batch(1))
-    net, copied = copy.deepcopy(before.model.module), before.copy()
-    rules = factorize_rules(**SMALL)
-    after, report = surgery.operate(before, rules, name="factorize")
-    assert_same(before, copied)
-    assert str(net) == str(before.model.module)
-    for new, old in report.kept.items():
-        assert after.params[new] is before.params[old]
-        assert after.opt_state["momentum"][new] is before.opt_state["momentum"][old]
-    assert report.kept["7.second.bias"] == "7.bias" and set(report.dropped) == {"2.weight", "7.weight"}
-    again, second = surgery.operate(after, rules, name="factorize")
-    assert again is after and not second.replaced
-    assert step(after, make_batch(2)).timestamp.batch == 3
+    before = trained(make_state(), channels=3, size=8)
+    after, report = check_keeps_all(before, factorize_rules(**SMALL), dropped=("2.weight", "7.weight"))
+    assert report.kept["7.second.bias"] == "7.bias"
+    assert compose(loop_events)(after, make_batch(2)).timestamp.batch == 3
 
 
 def test_frozen_weights_have_frozen_factors_of_their_dtype():
@@ -358,3 +349,35 @@ def test_ranks_of_convolutions_go_down_too(mode: Any):
     torch.testing.assert_close(single(x[0]), layer.with_rank(x[:1], 9)(x[0]))
     plain = FactorizedConv2d(conv, 9)  # without data
     assert (lower(x) - conv(x)).square().sum() <= (plain(x) - conv(x)).square().sum() * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_takes_the_factors_of_a_solution(kind: type[nn.Module], has_bias: bool):
+    torch.manual_seed(0)
+    bias = torch.randn(6) if has_bias else None
+    if kind is nn.Conv2d:
+        x, whole = torch.randn(3, 4, 7, 7), nn.Conv2d(4, 6, 3, stride=2, bias=False).requires_grad_(False)
+        layer: Any = FactorizedConv2d(whole, 4).eval()
+        first, second = factors = layer.first.weight[:2], layer.second.weight[:, :2]
+        product, expected = layer.weight, F.conv2d(F.conv2d(x, first, stride=2), second, bias)
+        single = F.conv2d(x, product, bias, stride=2)
+    else:
+        x, whole = torch.randn(3, 4), nn.Linear(4, 6, bias=False).requires_grad_(False)
+        layer = FactorizedLinear(whole, 4).eval()
+        first, second = factors = layer.first.weight[:2].T, layer.second.weight[:, :2].T
+        product, expected = layer.weight.T, F.linear(x @ first, second.T, bias)
+        single = F.linear(x, layer.weight, bias)
+    before = copy.deepcopy(layer.state_dict())
+    two: Any = layer.with_solution(LowRankSolution(*factors, bias, 2, 0.0))
+    one: Any = layer.with_solution(LowRankSolution(product, None, bias, -1, 0.0))
+    torch.testing.assert_close(two(x), expected)
+    torch.testing.assert_close(one(x), single)
+    assert type(two) is type(layer) and type(one) is kind
+    assert_same(dict(layer.state_dict()), dict(before))
+    for new in (two, one):
+        # What was frozen stays so; a bias where there was none trains.
+        free = {name for name, param in new.named_parameters() if param.requires_grad}
+        assert free == {name for name, _ in new.named_parameters() if name.endswith("bias")}
+        assert len(free) == has_bias and not any(module.training for module in new.modules())
+        assert all(param.is_contiguous() for param in new.parameters())

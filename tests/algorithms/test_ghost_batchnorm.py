@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from surgery_checks import (
+    check_at_init,
+    check_in_steps_of_all_kinds,
     check_keeps_all,
     check_leaves,
     check_shows,
@@ -21,7 +23,7 @@ from surgery_checks import (
 )
 from torch import Tensor, nn
 
-from purecompose import Trait, compile, compose, loop_events, population, stack_states
+from purecompose import compose, loop_events
 from purecompose.algorithms import ghost_batchnorm
 from purecompose.functional import ghost_batchnorm_rules
 from purecompose.layers import GhostBatchNorm
@@ -257,27 +259,14 @@ def test_a_batch_normalisation_can_be_read_where_it_was():
 
 
 def test_a_population_and_compiled_steps_do_what_plain_ones_do():
-    step = compose(loop_events, [ghost_batchnorm(4)])
-    members = [step.init(make_state(make_net(), key=key)) for key in (0, 1)]
-    batch = make_batch(3)
-    alone = [step(state, batch) for state in members]
-    together = population(step, 2)(stack_states(members), batch)
-    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
-    for field in ("params", "buffers"):
-        for name, tensor in getattr(alone[0], field).items():
-            for index, state in enumerate(alone):
-                one = getattr(together, field)[name][index]
-                torch.testing.assert_close(one, getattr(state, field)[name], rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(getattr(compiled, field)[name], tensor, rtol=1e-4, atol=1e-5)
+    check_in_steps_of_all_kinds(ghost_batchnorm(4), make_net(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_method_is_the_surgery_at_init():
     method = ghost_batchnorm(2)
     assert repr(method) == "ghost_batchnorm(ghost_batch_size=2)"
-    assert Trait.REQUIRED_ON_LOAD in method.traits and ghost_batchnorm(name="b").name == "b"
-    step = compose(loop_events, [method])
-    once = step.init(make_state(make_net()))
-    assert "1.batchnorm.weight" in once.params and step.init(once).params.keys() == once.params.keys()
+    assert ghost_batchnorm(name="b").name == "b"
+    assert "1.batchnorm.weight" in check_at_init(method, make_net()).params
 
 
 def test_means_over_all_batches_are_refused():

@@ -5,7 +5,7 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import losses, tree
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.seq_length_warmup import seq_length_warmup, warmup_length
 from purecompose.compose import compose
@@ -216,6 +216,7 @@ def test_bad_settings_are_refused_when_built(settings, error):
 def test_registry_and_print():
     assert FACTORIES["seq_length_warmup"] is seq_length_warmup
     assert seq_length_warmup().events == (Event.AFTER_DATALOADER,) and seq_length_warmup().host
+    assert seq_length_warmup(name="w").traits == {Trait.SHORTENS_SEQUENCES}
     assert warmup_length(0.15) == 8 + 64 * 8
     assert repr(seq_length_warmup(0.5, 64, 512, 64)) == (
         "seq_length_warmup(duration=0.5, min_seq_length=64, max_seq_length=512, step_size=64, truncate=True, "

@@ -6,10 +6,20 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from surgery_checks import check_keeps_all, check_shows, hooked, make_batch, make_state, operated, trained
+from surgery_checks import (
+    check_at_init,
+    check_in_steps_of_all_kinds,
+    check_keeps_all,
+    check_shows,
+    hooked,
+    make_batch,
+    make_state,
+    operated,
+    trained,
+)
 from torch import Tensor, nn
 
-from purecompose import Trait, compile, compose, loop_events, population, stack_states, surgery
+from purecompose import compose, loop_events, surgery
 from purecompose.algorithms import squeeze_excite
 from purecompose.functional import squeeze_excite_rules
 from purecompose.layers import SqueezeExcite2d, SqueezeExciteConv2d
@@ -197,25 +207,14 @@ def test_convolutions_of_any_kind_are_wrapped_whole_and_can_be_read_where_they_w
 
 
 def test_a_population_and_compiled_steps_do_what_plain_ones_do():
-    step = compose(loop_events, [squeeze_excite(2, 4)])
-    members = [step.init(make_state(make_net(), key=key)) for key in (0, 1)]
-    batch = make_batch(3)
-    alone = [step(state, batch) for state in members]
-    together = population(step, 2)(stack_states(members), batch)
-    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
-    for name, param in alone[0].params.items():
-        for index, state in enumerate(alone):
-            torch.testing.assert_close(together.params[name][index], state.params[name], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(compiled.params[name], param, rtol=1e-5, atol=1e-6)
+    check_in_steps_of_all_kinds(squeeze_excite(2, 4), make_net())
 
 
 def test_the_method_is_the_surgery_at_init():
     method = squeeze_excite(0.5, 4)
     assert repr(method) == "squeeze_excite(latent_channels=0.5, min_channels=4)"
-    assert Trait.REQUIRED_ON_LOAD in method.traits and squeeze_excite(name="b").name == "b"
-    step = compose(loop_events, [method])
-    once = step.init(make_state(make_net()))
-    assert "2.se.excite.weight" in once.params and step.init(once).params.keys() == once.params.keys()
+    assert squeeze_excite(name="b").name == "b"
+    assert "2.se.excite.weight" in check_at_init(method, make_net()).params
 
 
 @pytest.mark.parametrize(

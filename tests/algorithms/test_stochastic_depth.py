@@ -10,11 +10,12 @@ from hypothesis import given, settings, strategies as st
 from method_helpers import one_step
 from surgery_checks import hooked, patched
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import purecompose as pc
-from purecompose import compose, functional, loop_events, models, surgery
+from purecompose import algorithms as alg, compose, functional, loop_events, models, surgery
 from purecompose.algorithms import stochastic_depth
-from purecompose.layers import StochasticDepth, residual
+from purecompose.layers import ClassesSecond, StochasticDepth, residuals
 
 
 METHODS = ["block", "sample"]
@@ -219,17 +220,201 @@ def test_a_branch_that_is_kept_counts_the_batch() -> None:
 def test_other_modules_are_no_blocks() -> None:
     block = Bottleneck()
     block.extra = nn.ReLU()  # what it does is not known
-    assert residual(block) is None
+    assert not residuals(block)
     scaled, counted, gated = Bottleneck(), make_block("ours"), make_block("basic")
     scaled.alpha = nn.Parameter(torch.tensor(0.1))
     counted.register_buffer("count", torch.zeros(()))
     gated.register_parameter("gate", None)
-    assert residual(scaled) is None and residual(counted) is None and residual(gated) is not None
-    assert residual(hooked(make_block("ours"))) is None and residual(patched(make_block("basic"))) is None
-    assert residual(PreActivated()) is None
-    assert residual(nn.Linear(2, 2)) is None
+    assert not residuals(scaled) and not residuals(counted) and len(residuals(gated)) == 1
+    assert not residuals(hooked(make_block("ours"))) and not residuals(patched(make_block("basic")))
+    assert not residuals(PreActivated())
+    assert not residuals(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="got a Linear"):
         StochasticDepth(nn.Linear(2, 2))
+
+
+# A block of a transformer
+
+
+class Affine(nn.Module):
+    """x + attention(norm1(x)), then with norm2 and feed_forward, all of them affine: so is the mean over draws."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.Identity(), nn.Linear(width, width)
+        self.norm2, self.feed_forward = nn.Identity(), nn.Linear(width, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        attended = input + self.attention(self.norm1(input))
+        return attended + self.feed_forward(self.norm2(attended))
+
+
+class NormedAfter(nn.Module):
+    """norm1(x + attention(x)), then with norm2 and feed_forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm1 = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.feed_forward, self.norm2 = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        attended = self.norm1(input + self.attention(input))
+        return self.norm2(attended + self.feed_forward(attended))
+
+
+class Masked(Affine):
+    """Its forward takes a mask besides."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(input if mask is None else input * mask)
+
+
+NETS = {
+    "vit": lambda dropout: models.vit((1, 4, 4), 3, patch_size=2, width=8, depth=2, num_heads=2, dropout=dropout),
+    "gpt": lambda dropout: ClassesSecond(models.gpt(7, 6, width=8, depth=2, num_heads=2, dropout=dropout)),
+}
+nets = st.sampled_from(sorted(NETS))
+
+
+def make_transformer(name: str, *, dropout: float = 0.0, **options: Any) -> pc.State:
+    torch.manual_seed(0)
+    given = {"optimizer": pc.optim.adam(0.01), "duration": "8ba", "key": 3, **options}
+    return pc.State.create(NETS[name](dropout), loss=pc.losses.cross_entropy, **given)
+
+
+def batch_for(name: str, seed: int = 0, num: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        return torch.randn(num, 1, 4, 4, generator=generator), torch.randint(3, (num,), generator=generator)
+    tokens = torch.randint(7, (num, 7), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def with_drops(state: pc.State, method: str, rate: float, distribution: str = "uniform") -> nn.Module:
+    """The network of a state, with its blocks replaced."""
+    rules = functional.stochastic_depth_rules(state.model.module, method, rate, distribution)
+    return pc.to_module(surgery.operate(state, rules, name="drop")[0])
+
+
+def make_transformer_block(dropout: float = 0.0, *, seed: int = 0, is_causal: bool = True) -> models.TransformerBlock:
+    """In double precision, with branches of about the size of what they are added to."""
+    torch.manual_seed(seed)
+    return models.TransformerBlock(8, 2, is_causal=is_causal, dropout=dropout).double()
+
+
+def make_places(num: int = 6, seed: int = 0) -> Tensor:
+    """(N, L, d)"""
+    return torch.randn(num, 5, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def outcomes(block: models.TransformerBlock, places: Tensor) -> Tensor:
+    """(4, N, L, d): what is given with neither branch, with the second alone, with the first alone, with both."""
+    found = []
+    for attends in (0, 1):
+        attended = places + attends * block.attention(block.norm1(places))
+        found += [attended + feeds * block.feed_forward(block.norm2(attended)) for feeds in (0, 1)]
+    return torch.stack(found)
+
+
+def which(output: Tensor, expected: Tensor) -> Tensor:
+    """(N,), int64: which of the outcomes each example has; it has exactly one."""
+    is_one = (output - expected).abs().amax((2, 3)) < 1e-9
+    assert torch.equal(is_one.sum(0), torch.ones(len(output), dtype=torch.int64))
+    return is_one.int().argmax(0)
+
+
+@given(nets, st.sampled_from(METHODS), st.booleans(), SEEDS)
+def test_at_rate_0_a_transformer_gives_what_it_gave(name: str, method: str, train: bool, seed: int) -> None:
+    state, (inputs, _) = make_transformer(name), batch_for(name, seed)
+    expected = pc.to_module(state).train(train)(inputs)
+    assert torch.equal(with_drops(state, method, 0.0).train(train)(inputs), expected)
+
+
+@given(st.sampled_from(METHODS), st.sampled_from([0.0, 0.3]), st.booleans(), SEEDS)
+def test_at_rate_1_what_enters_a_transformers_block_leaves_it(
+    method: str, dropout: float, is_causal: bool, seed: int
+) -> None:
+    places = make_places(seed=seed).requires_grad_()
+    wrapped = StochasticDepth(make_transformer_block(dropout, seed=seed, is_causal=is_causal), method, 1.0)
+    output = wrapped(places)
+    assert torch.equal(output, places)
+    gradient, *rest = torch.autograd.grad(output.sum(), [places, *wrapped.parameters()], materialize_grads=True)
+    assert torch.equal(gradient, torch.ones_like(places)) and not any(grad.any() for grad in rest)
+
+
+@pytest.mark.parametrize("name", sorted(NETS))
+@pytest.mark.parametrize("method", METHODS)
+def test_at_rate_1_a_transformer_is_what_surrounds_its_blocks(name: str, method: str) -> None:
+    state, (inputs, _) = make_transformer(name), batch_for(name)
+    without = pc.to_module(state)
+    for inner in without.modules():
+        if isinstance(inner, models.VisionTransformer | models.GPT):
+            inner.blocks = nn.Sequential()
+    assert torch.equal(with_drops(state, method, 1.0)(inputs), without(inputs))
+
+
+@given(st.sampled_from(METHODS), st.floats(0, 1), st.sampled_from([0.0, 0.3]), SEEDS)
+def test_evaluation_takes_both_branches_as_often_as_they_are_kept(
+    method: str, rate: float, dropout: float, seed: int
+) -> None:
+    block, places = make_transformer_block(dropout, seed=seed).eval(), make_places(seed=seed)
+    attended = places + (1 - rate) * block.attention(block.norm1(places))
+    expected = attended + (1 - rate) * block.feed_forward(block.norm2(attended))
+    wrapped = StochasticDepth(block, method, rate).eval()
+    torch.testing.assert_close(wrapped(places), expected, rtol=1e-6, atol=1e-6)  # the rate is float32
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_branches_of_a_transformers_block_are_left_out_apart(method: str) -> None:
+    """Each in 0.3 of all draws, both in 0.09; counts of 1000 within 3.5 standard deviations."""
+    block, places, rate = make_transformer_block(), make_places(4), 0.3
+    wrapped, expected = StochasticDepth(block, method, rate), outcomes(block, places)
+    torch.manual_seed(0)
+    drawn = torch.stack([which(wrapped(places), expected) for _ in range(1000 if method == "block" else 250)])
+    is_same = (drawn == drawn[:, :1]).all(1)  # for the whole batch
+    assert is_same.all() if method == "block" else is_same.float().mean() < 0.3
+    counts = torch.bincount(drawn[:, 0] if method == "block" else drawn.flatten(), minlength=4)
+    shares = [rate**2, rate * (1 - rate), rate * (1 - rate), (1 - rate) ** 2]
+    for count, share in zip(counts.tolist(), shares, strict=True):
+        assert abs(count - 1000 * share) < 3.5 * (1000 * share * (1 - share)) ** 0.5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_mean_over_draws_of_two_affine_branches_is_what_evaluation_gives(method: str) -> None:
+    torch.manual_seed(0)
+    wrapped = StochasticDepth(Affine().double().requires_grad_(False), method, 0.4)
+    places = torch.randn(3, 2, 4, dtype=torch.float64)
+    expected = wrapped.eval()(places)
+    wrapped.train()
+    draws = torch.stack([wrapped(places) for _ in range(4000)])
+    assert ((draws.mean(0) - expected).abs() < 4.5 * draws.std(0) / 4000**0.5).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_examples_that_are_mapped_over_decide_apart(method: str) -> None:
+    block, places = make_transformer_block(), make_places(32)
+    wrapped = StochasticDepth(block, method, 0.5)
+    torch.manual_seed(0)
+    with sdpa_kernel(SDPBackend.MATH):  # vmap runs the others in a loop, and warns
+        output = torch.func.vmap(lambda place: wrapped(place[None])[0], randomness="different")(places)
+    assert len(which(output, outcomes(block, places)).unique()) == 4
+
+
+def test_a_transformers_block_is_known_by_names_order_and_arguments() -> None:
+    assert len(residuals(models.TransformerBlock(4, 2))) == len(residuals(Affine())) == 2
+    steps = residuals(models.TransformerBlock(4, 2, dropout=0.5))
+    assert [[type(part).__name__ for part in step.branch] for step in steps] == [
+        ["LayerNorm", "SelfAttention", "Dropout"],
+        ["LayerNorm", "FeedForward", "Dropout"],
+    ]
+    extra, scaled, several, partial = Affine(), Affine(), Affine(), Affine()
+    extra.scale = nn.Identity()
+    scaled.gain = nn.Parameter(torch.ones(4))
+    several.attention = nn.MultiheadAttention(4, 2)  # pyright: ignore[reportAttributeAccessIssue]
+    del partial.norm2
+    for block in (extra, scaled, several, partial, NormedAfter(), Masked(), hooked(Affine()), patched(Affine())):
+        assert residuals(block) == ()
+    assert residuals(nn.TransformerEncoderLayer(4, 2)) == ()
 
 
 # Rates
@@ -276,6 +461,79 @@ def test_members_of_a_population_differ_in_their_rate() -> None:
 
 
 # In a run
+
+
+@pytest.mark.parametrize("name", sorted(NETS))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_transformer_keeps_its_names_and_its_rates_count_blocks(name: str, method: str) -> None:
+    state = make_transformer(name)
+    after = compose(loop_events, [stochastic_depth(method, 0.5)]).init(state)
+    assert list(after.params) == list(state.params)
+    assert all(after.params[name] is param for name, param in state.params.items())
+    made = [name for name in after.buffers if name not in state.buffers]
+    assert [name.split(".")[-3:] for name in made] == [["blocks", "0", "drop_rate"], ["blocks", "1", "drop_rate"]]
+    assert rates_of(after) == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("name", sorted(NETS))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_transformer_trains(name: str, method: str) -> None:
+    step, batch = compose(loop_events, [stochastic_depth(method, 0.3, drop_warmup="2ba")]), batch_for(name, num=4)
+    state, losses = step.init(make_transformer(name, dropout=0.1, duration="40ba")), []
+    for _ in range(40):
+        state = step(state, batch)
+        assert state.loss is not None
+        losses.append(state.loss.item())
+    assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", sorted(NETS))
+@pytest.mark.parametrize("method", METHODS)
+def test_microbatches_and_members_of_a_transformer_draw_as_the_whole_and_alone(name: str, method: str) -> None:
+    algorithm, batch = stochastic_depth(method, 0.5, "uniform"), batch_for(name)
+    step = compose(loop_events, [algorithm])
+    started = [step.init(make_transformer(name, dropout=0.1, optimizer=pc.optim.sgd(0.1), key=key)) for key in range(3)]
+    alone = [step(state, batch) for state in started]
+    sliced = compose(loop_events, [algorithm], microbatches=3)
+    many = pc.unstack_states(pc.population(step, 3)(pc.stack_states(started), batch))
+    for state, one, member in zip(started, alone, many, strict=True):
+        torch.testing.assert_close(sliced(state, batch).params, one.params)
+        torch.testing.assert_close(member.params, one.params)
+    assert any(not torch.equal(alone[0].params[name], alone[1].params[name]) for name in alone[0].params)
+
+
+@pytest.mark.parametrize("make_other", [lambda: alg.alibi(1), lambda: alg.gated_linear_units()])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_inside_of_a_transformers_blocks_may_change(make_other: Any, is_first: bool) -> None:
+    methods = [stochastic_depth("sample", 0.5), make_other()]
+    step = compose(loop_events, methods if is_first else methods[::-1], passes=[])
+    state = step.init(make_transformer("gpt"))
+    assert len(rates_of(state)) == 2
+    alone = compose(loop_events, [make_other()]).init(make_transformer("gpt"))
+    assert state.params.keys() == alone.params.keys()
+    after = step(state, batch_for("gpt"))
+    assert any(not torch.equal(after.params[name], param) for name, param in state.params.items())
+
+
+@pytest.mark.parametrize(("name", "method"), [("gpt", "block"), ("vit", "sample")])
+def test_a_traced_step_of_a_transformer_is_the_eager_one(name: str, method: str) -> None:
+    check_compiled(name, method, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's compiler uses
+def test_a_compiled_step_of_a_transformer_is_the_eager_one() -> None:
+    check_compiled("gpt", "sample", "inductor")
+
+
+def check_compiled(name: str, method: str, backend: str) -> None:
+    step = compose(loop_events, [stochastic_depth(method, 0.5, "uniform")])
+    slow = step.init(make_transformer(name, dropout=0.1, optimizer=pc.optim.sgd(0.1)))
+    compiled, quick = pc.compile(step, backend=backend, donate=False, quiet=True), slow
+    for seed in range(4):
+        slow, quick = step(slow, batch_for(name, seed)), compiled(quick, batch_for(name, seed))
+        torch.testing.assert_close(quick.params, slow.params)
+    assert len(compiled.variants()) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
 from surgery_checks import (
+    check_at_init,
+    check_in_steps_of_all_kinds,
     check_keeps_all,
     check_leaves,
     hooked,
@@ -22,7 +24,7 @@ from surgery_checks import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from purecompose import State, Trait, compile, compose, loop_events, population, stack_states, surgery, to_module
+from purecompose import State, compile, compose, loop_events, surgery, to_module
 from purecompose.algorithms import weight_standardization
 from purecompose.functional import (
     blurpool_rules,
@@ -353,28 +355,16 @@ def test_it_goes_with_blurpool_and_squeeze_excite_in_any_order():
 
 
 def test_a_population_and_compiled_steps_do_what_plain_ones_do():
-    step = compose(loop_events, [weight_standardization(1)])
     net = nn.Sequential(*list(make_net())[:3], nn.Flatten(), nn.Linear(36, 3))
-    members = [step.init(make_state(net, key=key)) for key in (0, 1)]
-    batch = make_batch(3)
-    alone = [step(state, batch) for state in members]
-    together = population(step, 2)(stack_states(members), batch)
-    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
-    for name, param in alone[0].params.items():
-        for index, state in enumerate(alone):
-            torch.testing.assert_close(together.params[name][index], state.params[name], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(compiled.params[name], param, rtol=1e-5, atol=1e-6)
+    check_in_steps_of_all_kinds(weight_standardization(1), net)
 
 
 def test_the_method_is_the_surgery_at_init():
     method = weight_standardization(1)
     assert repr(method) == "weight_standardization(n_last_layers_ignore=1)"
-    assert Trait.REQUIRED_ON_LOAD in method.traits and weight_standardization(name="w").name == "w"
-    step = compose(loop_events, [method])
-    once = step.init(make_state(make_net()))
-    module: Any = once.model.module
+    assert weight_standardization(name="w").name == "w"
+    module: Any = check_at_init(method, make_net()).model.module
     assert [type(module[number]) for number in (0, 3, 5)] == [StandardizedConv2d] * 2 + [nn.Conv1d]
-    assert step.init(once).model == once.model
 
 
 @pytest.mark.parametrize(

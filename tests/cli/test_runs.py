@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from purecompose import Event
-from purecompose.cli import main
+from purecompose import Event, evaluate, fit, metrics, to_module, tree
+from purecompose.cli import load_run, main
+from purecompose.cli.settings import UsageError
 from purecompose.runs import RunFolder
 
 
@@ -138,6 +140,24 @@ def test_a_damaged_checkpoint_is_an_error_of_its_own(run: Run) -> None:
     pathlib.Path("a/checkpoints/ep0002-ba00000044/state.safetensors").write_bytes(b"no")
     status, _, err = run("evaluate", "a")
     assert status == 1 and "not whole" in err
+
+
+def test_a_run_goes_on_in_python(run: Run) -> None:
+    run("train", *SMALL, "--out", "a")
+    told = json.loads(run("evaluate", "a", "--json")[1])
+    loaded = load_run("a")
+    assert str(loaded.checkpoint) == told["checkpoint"] and loaded.state.timestamp.batch == told["batch"]
+    found = evaluate(loaded.state, loaded.test_data, {"accuracy": metrics.accuracy}, step=loaded.step)
+    assert found["accuracy"] == pytest.approx(told["accuracy"])
+    net = to_module(loaded.state).eval()
+    inputs = next(iter(loaded.test_data))[0]
+    torch.testing.assert_close(net(inputs), loaded.state.forward(inputs))
+    went_on = fit(loaded.step, loaded.state, loaded.train_data, duration="3ep")
+    assert went_on.timestamp.epoch == 3
+    by_name = load_run(loaded.checkpoint, data="digits")
+    assert not tree.diff(by_name.state, load_run("a", loaded.checkpoint.name).state)
+    with pytest.raises(UsageError, match="b is no run's folder"):
+        load_run("b")
 
 
 def test_predictions_are_written(run: Run) -> None:

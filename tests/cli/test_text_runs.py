@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from purecompose import Event, compose, data, layers, loop_events, losses, models, optim, random, to_module
 from purecompose.cli import main
 from purecompose.cli.settings import read_config
-from purecompose.cli.train import checksum as checksum_of
+from purecompose.cli.telling import checksum as checksum_of
 from purecompose.data import CharacterVocabulary
 from purecompose.runs import RunFolder
 from purecompose.saving import load

@@ -9,7 +9,7 @@ import torch
 
 from purecompose import compose, data, loop_events, losses, models, optim, schedule
 from purecompose.cli import main
-from purecompose.cli.train import checksum
+from purecompose.cli.telling import checksum
 from purecompose.state import State
 
 

@@ -13,6 +13,7 @@ LAW = {law.name: law for law in LAWS}
 WEIGHT, GRAD, INPUTS = "params['0.weight']", "grads['0.weight']", "batch[0]"
 PLACES = {
     (Event.INIT, WEIGHT): "rescales_at_init makes_room_at_init hooks_at_init",
+    (Event.INIT, "params['norm.inner.weight']"): "wraps_norms_again",
     (Event.INIT, "hparams['lr']"): "warms_up_at_init",
     (Event.INIT, "key"): "splits_the_key_at_init",
     (Event.INIT, "slots['steps']"): "shares_a_slot",

@@ -11,7 +11,7 @@ from purecompose.algorithm import identity
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, vmap_agrees
-from purecompose.testing.tasks import TASKS, Task
+from purecompose.testing.tasks import TASKS, Task, make_task
 
 
 LAWS = (microbatches_agree, vmap_agrees, gradient_exact)
@@ -259,3 +259,45 @@ def test_an_error_under_grad_alone_breaks_the_law():
     with pytest.raises(LawViolation, match="raised only where a gradient is taken through the step") as caught:
         gradient_exact(squared, Case())
     assert caught.value.event is Event.AFTER_TRAIN_BATCH
+
+
+# Half precision
+
+
+def wrong_by(inputs_of, *, is_for_half=True):
+    """Replaces inputs under BEFORE_FORWARD, in half precision or where there is none."""
+    return at(
+        Event.BEFORE_FORWARD,
+        lambda s: s.replace(inputs=inputs_of(s.inputs)) if (s.context.precision == "bf16") == is_for_half else s,
+    )
+
+
+@pytest.mark.parametrize("kind", ["vectors", "images"])
+def test_slices_are_compared_in_the_precision_of_the_task(kind):
+    half, full = (Case(make_task(kind, precision=precision), microbatches=2) for precision in ("bf16", "fp32"))
+    centred = wrong_by(lambda inputs: inputs - inputs.mean(0))
+    with pytest.raises(LawViolation) as caught:
+        microbatches_agree(centred, half)
+    assert caught.value.path.startswith("grads")
+    assert microbatches_agree(centred, full) is True
+    assert microbatches_agree(wrong_by(lambda inputs: 2 * inputs), half) is True
+
+
+def test_mapped_steps_are_compared_in_the_precision_of_the_task():
+    case = Case(make_task("vectors", precision="bf16"))
+    assert vmap_agrees(wrong_by(lambda inputs: 2 * inputs), case) is True
+    with pytest.raises(LawViolation, match="raised only under vmap"):
+        vmap_agrees(wrong_by(lambda inputs: inputs * float(inputs.mean() > 0)), case)
+
+
+def test_what_cannot_be_judged_in_half_precision_is_skipped_with_the_reason():
+    tokens, full = TASKS["bf16_tokens"], TASKS["tokens"]
+    assert gradient_exact.unsuited(tokens) == "differences are lost in the rounding of half precision"
+    assert gradient_exact.unsuited(full) is None
+    assert gradient_exact(scaled_grads(lambda state: 0.5), Case(tokens)) is False
+
+
+def test_a_choice_that_half_precision_tips_under_vmap_is_not_judged():
+    """It ranks examples by losses of which two are as close as rounding under vmap is."""
+    case = Case(TASKS["bf16_tokens"], batch_size=6, num_batches=3, batches_per_epoch=1, epochs=7)
+    assert vmap_agrees("selective_backprop(0, 1.0, interrupt=0)", case) is True

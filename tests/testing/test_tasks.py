@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from purecompose import compose, loop_events
 from purecompose.testing.strategies import tasks
-from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_mlp, make_task
+from purecompose.testing.tasks import FULL_TASKS, KINDS, TASKS, MakeBatch, MakeNet, Task, make_mlp, make_task
 
 
 def own_batch(seed, size):
@@ -40,7 +40,8 @@ def test_own_tasks_print_by_name_and_pickle():
 
 
 def test_the_tasks_between_them_have_what_breaks_algorithms():
-    assert [name for name, task in TASKS.items() if task.has_buffers] == ["images"]
+    assert [name for name, task in TASKS.items() if task.has_buffers] == ["images", "bf16_images"]
+    assert [name for name in TASKS if name not in FULL_TASKS] == ["bf16_images", "bf16_tokens"]
     assert {task.kind for task in TASKS.values()} == set(KINDS)
     states = {name: task.make_state(0) for name, task in TASKS.items()}
     assert [name for name, state in states.items() if state.context.frozen] == ["frozen"]
@@ -64,6 +65,18 @@ def test_targets_fit_outputs(kind, form):
     assert targets.dtype == torch.int64 and targets.shape == outputs.select(1, 0).shape
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_is_that_of_the_forward_pass_alone(kind):
+    task = make_task(kind, precision="bf16")
+    assert task.is_half and not make_task(kind, precision="tf32").is_half and not make_task(kind).is_half
+    assert repr(task) == f"make_task({kind!r}, precision='bf16')" and task != make_task(kind)
+    rounded, plain = (one.make_state(0) for one in (task, make_task(kind)))
+    assert {param.dtype for param in rounded.params.values()} == {torch.float32}
+    inputs = task.make_batch(0, 4)[0]
+    ours, theirs = (state.forward(inputs) for state in (rounded, plain))
+    assert not torch.equal(ours, theirs) and torch.allclose(ours, theirs, atol=0.05)
+
+
 def test_batches_of_different_seeds_differ_and_share_nothing():
     task = TASKS["images"]
     first, again, other = task.make_batch(0, 2), task.make_batch(0, 2), task.make_batch(1, 2)
@@ -83,6 +96,7 @@ def test_images_may_be_smaller():
         (lambda: make_task("graphs"), "kind='graphs' .str.: expected one of 'vectors', 'images', 'tokens'"),
         (lambda: MakeBatch(targets="hard"), "targets='hard'"),
         (lambda: MakeBatch(form="list"), "form='list'"),
+        (lambda: make_task(precision="fp8"), "precision='fp8'.*expected one of 'fp32', 'tf32', 'bf16'"),
         (lambda: MakeNet("images", tied=True), "tied=True.*images.*kind='tokens'"),
     ],
 )

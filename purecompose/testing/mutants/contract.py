@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from purecompose import losses, random, tree
+from purecompose import losses, random, surgery, tree
+from purecompose._device import AUTOCAST
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.predicate import on
@@ -217,3 +218,22 @@ def slot_by_position(state: State) -> State:
 def counts_inits(state: State) -> State:
     """Adds to its slot at INIT if there is one: INIT done twice is not INIT done once."""
     return with_slot(state, "counts_inits", state.slots.get("counts_inits", torch.zeros(())) + 1)
+
+
+class _InHalf(nn.Module):
+    """A layer whose result is rounded to bfloat16."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.inner(input).bfloat16()
+
+
+@mutant("init_once", at=Event.INIT, task="bf16_tokens")
+def wraps_norms_again(state: State) -> State:
+    """Puts layer norms into half precision by a layer around them, and at a second INIT does so to the one inside."""
+    if state.context.precision not in AUTOCAST:
+        return state
+    return surgery.operate(state, {nn.LayerNorm: lambda norm, site: _InHalf(norm)}, name="wraps_norms_again")[0]

@@ -1,23 +1,18 @@
 """The law of compiled steps: a flat graph that is traced once does what the step does each time."""
 
 import dataclasses
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from purecompose import batch as batches
 from purecompose.algorithm import Algorithm
 from purecompose.compilation import compile as compile_step
-from purecompose.compose import Step
 from purecompose.event import Event
 from purecompose.predicate import every, on
-from purecompose.state import State
 from purecompose.testing.case import COMPANY, Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.record import LASTING, Watched
 from purecompose.testing.subject import Subject
-from purecompose.testing.suite.judging import attempted, compare_rounded, judged, rounding
+from purecompose.testing.suite.judging import attempted, compare_rounded, is_on_the_edge, judged
 
 
 __all__ = ["compiled_agrees"]
@@ -68,7 +63,7 @@ def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         try:
             compare_rounded(expected, found, _LABELS, LASTING)
         except Broken:
-            if _is_on_the_edge(composed, state, batch, expected):
+            if is_on_the_edge(composed, state, batch, expected):
                 return had_acted
             raise
         state, twin = expected, found
@@ -94,35 +89,3 @@ def _made_anew(subject: Subject) -> Algorithm:
     if algorithm.events == events:
         return algorithm
     return dataclasses.replace(algorithm, match=algorithm.predicate & on(*events))
-
-
-def _is_on_the_edge(step: Step, state: State, batch: Any, expected: State) -> bool:
-    """Whether the step itself does something else once params and inputs move by less than rounding: a choice flips.
-
-    A step that does something else anyway, such as counting its calls, is no such case.
-    """
-    if _differs(step(state, batch), expected):
-        return False
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        params = {name: _shaken(param, generator) for name, param in state.params.items()}
-        shaken = batches.map_tensors(lambda tensor, g=generator: _shaken(tensor, g), batch)
-        if _differs(step(state.replace(params=params), shaken), expected):
-            return True
-    return False
-
-
-def _differs(first: State, second: State) -> bool:
-    try:
-        compare_rounded(first, second, _LABELS, LASTING)
-    except Broken:
-        return True
-    return False
-
-
-def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """The tensor, each element moved by up to a thousandth of the share that comparisons allow."""
-    if not tensor.is_floating_point():
-        return tensor
-    moves = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
-    return tensor * (1 + 1e-3 * rounding(tensor.dtype).share * moves).to(tensor)

@@ -1,4 +1,4 @@
-"""Attention in half precision under transforms: populations, and gradients through whole steps."""
+"""Attention and batch norm in half precision under transforms: populations, and gradients through whole steps."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,13 @@ def make_vit() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (6, 4, 4)), vit)
 
 
-NETWORKS = {"nn.TransformerEncoderLayer": make_encoder, "vit": make_vit}
+def make_normed() -> nn.Module:
+    torch.manual_seed(0)
+    convolution = nn.Sequential(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Tanh())
+    return nn.Sequential(nn.Unflatten(1, (6, 4, 4)), convolution, nn.Flatten(), nn.Linear(16, 2))
+
+
+NETWORKS = {"nn.TransformerEncoderLayer": make_encoder, "vit": make_vit, "nn.BatchNorm2d": make_normed}
 BATCH = torch.randn(4, 96, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
 
 
@@ -39,6 +45,14 @@ def test_members_are_their_own_runs(make: Callable[[], nn.Module], precision: st
     for state, member in zip(alone, pc.unstack_states(stacked), strict=True):
         expected = step(state, BATCH)
         torch.testing.assert_close(member.params, expected.params, rtol=0.02, atol=2e-3)
+        torch.testing.assert_close(member.buffers, expected.buffers, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_members_are_evaluated_as_alone(make: Callable[[], nn.Module]) -> None:
+    alone = [make_state(make, "bf16"), make_state(make, "bf16")]
+    (together,) = pc.predict(pc.stack_states(alone), [BATCH], step=pc.population(compose(loop_events), 2))
+    torch.testing.assert_close(together[1], alone[1].forward(BATCH[0]), rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -1,0 +1,127 @@
+"""A run that has a folder, at one of its checkpoints."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from purecompose.cli.kinds import Data, Kind
+from purecompose.cli.settings import UsageError, settings_of
+from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
+from purecompose.compose import Step
+from purecompose.data import Arrays
+from purecompose.saving import load, newest
+from purecompose.saving.folder import all_in, read_index
+from purecompose.saving.index import Index
+from purecompose.state import State
+
+
+__all__ = ["LoadedRun", "Trained", "index_of", "load_run", "settings_for", "trained"]
+
+
+class LoadedRun(NamedTuple):
+    """What `load_run` finds."""
+
+    state: State
+    """At the checkpoint; `to_module(state)` is its network."""
+    step: Step
+    """The step that trains it, with the run's algorithms; not compiled."""
+    train_data: Arrays
+    """The run's batches for training, an iterable for `fit`."""
+    test_data: Arrays
+    """Those for evaluation."""
+    checkpoint: Path
+    """Its folder."""
+
+
+class Trained(NamedTuple):
+    """A run's state at one of its checkpoints."""
+
+    setup: Setup
+    state: State
+    checkpoint: Path
+
+
+def load_run(run: str | Path, checkpoint: str = "newest", *, data: str | Path | None = None) -> LoadedRun:
+    """What `python -m purecompose train --out FOLDER` has trained, in Python.
+
+    The command line fixes threads and kernels for a run; here they are the process's own, so training that goes on
+    here, and not by `--resume`, may do so to other bits.
+
+    Args:
+        run: The run's folder, or that of one of its checkpoints.
+        checkpoint: "newest", "best", or a checkpoint's name.
+        data: In place of the data that the run was trained on, as for `--data`.
+
+    Raises:
+        UsageError: There is no such run or checkpoint, or its data are gone.
+        CheckpointError: The checkpoint cannot be used.
+        ImportError: A package that the data need is missing.
+
+    Example::
+
+        run = load_run("runs/first", "best")
+        net = purecompose.to_module(run.state)
+        outputs = run.state.forward(images)
+        state = purecompose.fit(run.step, run.state, run.train_data, duration="60ep")
+    """
+    settings, found = completed(settings_for(run, None if data is None else str(data)))
+    with fixed_arithmetic(settings["threads"]):
+        setup, state, place = trained(run, checkpoint, settings, found)
+    return LoadedRun(state, setup.plain_step, setup.train_data, setup.test_data, place)
+
+
+def settings_for(run: str | Path, data: str | None) -> dict[str, Any]:
+    """The settings of a run, with the data that it is asked about."""
+    folder, _ = _places(run)
+    return {**settings_of(folder), **({} if data is None else {"data": data})}
+
+
+def trained(run: str | Path, checkpoint: str, settings: Mapping[str, Any], data: Data) -> Trained:
+    """A run as its complete settings say, at one of its checkpoints."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what methods say when they are initialised, the run has told
+        setup = prepare(settings, data)
+    path = _checkpoint(run, checkpoint, setup.kind)
+    return Trained(setup, load(path, setup.state, step=setup.step), path)
+
+
+def index_of(run: str | Path, checkpoint: str, kind: Kind) -> Index:
+    """What a checkpoint says of itself."""
+    return read_index(_checkpoint(run, checkpoint, kind))
+
+
+def _checkpoint(run: str | Path, checkpoint: str, kind: Kind) -> Path:
+    _, folder = _places(run)
+    return folder if (folder / "index.json").exists() else _chosen(folder, checkpoint, kind)
+
+
+def _places(run: str | Path) -> tuple[Path, Path]:
+    """The run's folder, and that of its checkpoints or of the one that was named."""
+    path = Path(run)
+    if (path / "index.json").exists():
+        return path.parent.parent, path
+    return path, path / "checkpoints"
+
+
+def _chosen(folder: Path, which: str, kind: Kind) -> Path:
+    """A run's newest checkpoint, its best, or the one of that name."""
+    if which not in ("newest", "best"):
+        if not (folder / which / "index.json").exists():
+            known = sorted(path.name for path in folder.glob("*") if not _is_hidden(path))
+            raise UsageError(f"--checkpoint: {folder} has no {which}; there are {', '.join(known) or 'none'}")
+        return folder / which
+    found = newest(folder)
+    if found is None:
+        raise UsageError(f"there is no checkpoint in {folder}: has the run written one yet?")
+    if which == "newest":
+        return found
+    indexes = {one.path: one.index for one in all_in(folder)[0]}
+    names = (f"val/{kind.decides}", f"eval/{kind.decides}")
+    rated = {path: next((i.metrics[name] for name in names if name in i.metrics), None) for path, i in indexes.items()}
+    known = {path: value for path, value in rated.items() if isinstance(value, float)}
+    return max(known, key=lambda path: kind.rating(known[path])) if known else found
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")

@@ -1,0 +1,58 @@
+"""`plan`: which algorithms act at which events, at a point of a run."""
+
+import argparse
+from pathlib import Path
+
+from purecompose.cli.kinds import TEXT
+from purecompose.cli.settings import chosen, settings_of
+from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
+from purecompose.state import State
+from purecompose.time import Time, TimeUnit
+from purecompose.time.units import snapped
+
+
+__all__ = ["show_plan"]
+
+
+def show_plan(options: argparse.Namespace) -> None:
+    """Prints which algorithms act at which events at a point of the run, one that has a folder or one to come.
+
+    Raises:
+        UsageError: An option that cannot be, or a folder that is no run's.
+        ImportError: A package that the data need is missing.
+    """
+    settings, data = completed(chosen(options, {} if options.run is None else settings_of(Path(options.run))))
+    with fixed_arithmetic(settings["threads"]), plain_warnings():
+        setup = prepare(settings, data)
+        with reported_as("--at"):
+            state = _moved(setup, options.at)
+        print(setup.step.plan(state, next(iter(setup.train_data))))
+
+
+def _moved(setup: Setup, at: str) -> State:
+    """The state as if it stood at a point of its run; the counters alone move."""
+    state = setup.state
+    batches, length = _in_batches(setup, Time.of(at)), _in_batches(setup, state.timestamp.run.duration)
+    if batches is None or batches < 0:
+        raise ValueError(f"{at}: expected a point of the run, such as 0.6dur, 5ep or 100ba")
+    if length is not None and batches > length:
+        raise ValueError(f"{at}: the run ends before, after {length:g} batches")
+    samples = setup.train_data.batch_size
+    return state.replace(timestamp=state.timestamp.advance_by(int(batches), samples, samples * _tokens(setup)))
+
+
+def _in_batches(setup: Setup, time: Time | None) -> float | None:
+    """A time as a number of batches, each as large as the loader's."""
+    run, samples = setup.state.timestamp.run, setup.train_data.batch_size
+    if time is None or (time.unit is TimeUnit.TOKEN and not _tokens(setup)):
+        return None
+    if time.unit is TimeUnit.DURATION:
+        length = _in_batches(setup, run.duration)
+        return None if length is None else snapped(time.value * length)
+    sizes = {TimeUnit.SAMPLE: samples, TimeUnit.TOKEN: samples * _tokens(setup)}
+    return time.value / sizes[time.unit] if time.unit in sizes else run.in_batches(time)
+
+
+def _tokens(setup: Setup) -> int:
+    """How many tokens an example has; images have none."""
+    return setup.data.in_shape[0] if setup.kind is TEXT else 0

@@ -1,0 +1,85 @@
+"""Going on with a run: the settings that it began with, and those that cannot change."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from purecompose import _specs as specs
+from purecompose.cli.settings import SETTINGS, UsageError, read_config
+from purecompose.models import MODELS
+from purecompose.saving import MismatchError
+
+
+__all__ = ["changes", "check_model", "check_seed", "earlier_settings", "told_as_settings"]
+
+_CAUSES = {"duration": ("duration",), "batches_per_epoch": ("data", "length", "batch_size", "validation")}
+"""The settings that a difference may come from; another one comes from those of the network and its training."""
+_OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")
+_MOST_LINES = 12
+
+
+def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
+    """The settings of the run that goes on, if there is one.
+
+    Raises:
+        UsageError: No folder says which run, or its settings cannot be read.
+    """
+    if not is_asked:
+        return {}
+    if out is None:
+        raise UsageError("--resume: say which run, --out FOLDER")
+    config = out / "config.toml"
+    return read_config(config, option="") if config.exists() else {}
+
+
+def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Raises a `UsageError` where a run is to go on with another key of all its draws, which cannot change."""
+    for name in ("seed", "seeds"):
+        if name in earlier and earlier[name] != settings[name]:
+            raise UsageError(
+                f"--{name}: the run goes on with {earlier[name]}, as it began; another one needs another --out"
+            )
+
+
+def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Raises a `UsageError` where a run is to go on with another network, also with one that its tensors would fit."""
+    if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
+        raise UsageError(
+            f"--model: {earlier['model']} in the run, {settings['model']} here; another network needs another --out"
+        )
+
+
+def _options(model: str) -> tuple[str, dict[str, Any]]:
+    """A network's name and all its options, those that nobody gave included."""
+    call = specs.parse_one(model)
+    parameters = inspect.signature(MODELS[call.name]).parameters.values() if call.name in MODELS else ()
+    return call.name, {**{one.name: one.default for one in parameters}, **call.kwargs}
+
+
+def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
+    """One line on the settings that differ from those of the run that goes on."""
+    changed = [name for name in SETTINGS if earlier and earlier.get(name) != settings[name]]
+    told = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
+    return [f"  goes on with {', '.join(told)}"] if told else []
+
+
+@contextmanager
+def told_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
+    """Says which settings make a checkpoint unfit, before what that does to its tensors."""
+    try:
+        yield
+    except MismatchError as error:
+        blamed = {name for line in error.differences for name in _CAUSES.get(line.partition(":")[0], _OF_STATE)}
+        changed = [name for name in SETTINGS if name in blamed and earlier.get(name) != settings[name]]
+        if not changed:
+            raise
+        lines = [f"{SETTINGS[name].option}: {earlier.get(name)} in the run, {settings[name]} here" for name in changed]
+        found = error.differences[:_MOST_LINES]
+        raise MismatchError(
+            "\n  ".join([f"{out} cannot go on with other settings:", *lines])
+            + "\nleave them out, or choose another --out; "
+            + "\n  ".join([f"what does not fit, of {len(error.differences)}:", *found]),
+            error.differences,
+        ) from error

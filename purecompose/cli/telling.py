@@ -1,0 +1,102 @@
+"""What `train` tells: what it trains at the start, how good and fast that was at the end."""
+
+import hashlib
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose.cli.kinds import TEXT
+from purecompose.cli.setup import Setup
+from purecompose.data import TextData
+from purecompose.observers import History, Stopwatch
+from purecompose.state import State
+
+
+__all__ = ["checksum", "describe", "print_results"]
+
+
+def describe(setup: Setup, settings: Mapping[str, Any]) -> list[str]:
+    """The lines before the first batch: how many examples and weights, where, how long, and the algorithms."""
+    state, train_data = setup.state, setup.train_data
+    members = settings["seeds"]
+    size = sum(tensor.numel() for tensor in state.params.values()) // members
+    networks = f"{members} networks of {size:,} weights" if members > 1 else f"{size:,} weights"
+    return [
+        f"{train_data.num_examples:,} {setup.kind.noun} in batches of {train_data.batch_size}, "
+        f"{networks} on {state.device}, {state.timestamp.run.duration}",
+        *_describe_text(setup),
+        *(f"  {algorithm!r}" for algorithm in setup.step.algorithms),
+    ]
+
+
+def _describe_text(setup: Setup) -> list[str]:
+    if not isinstance(setup.data, TextData):
+        return []
+    length, num_tested = setup.data.in_shape[0], len(setup.data.test_targets)
+    return [
+        f"  a window is {length} characters out of {setup.data.num_classes}; the text's last {num_tested:,} windows "
+        f"are for testing; {setup.data.num_dropped:,} characters fill no window"
+    ]
+
+
+def print_results(
+    setup: Setup, state: State, history: History, stopwatch: Stopwatch, settings: Mapping[str, Any], out: Path | None
+) -> None:
+    """Prints the table at the end.
+
+    Raises:
+        ImportError: rich is missing.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    evaluating = stopwatch.seconds - stopwatch.training_seconds
+    threads = settings["threads"]
+    on = f"{threads} thread{'s' * (threads > 1)}" if state.device.type == "cpu" else str(state.device)
+    table = Table(show_header=False)
+    for name in ("loss", *setup.kind.metrics) if setup.kind is TEXT else setup.kind.metrics:
+        table.add_row(f"test {name}", _shown(name, history.series(f"eval/{name}")[1][-1]))
+    decides = setup.kind.decides
+    at, values = history.series(f"{setup.watched}/{decides}")
+    best = max(values, key=setup.kind.rating) if settings["seeds"] == 1 else None
+    if best is not None and (setup.watched == "val" or best != values[-1]):
+        name = "best validation" if setup.watched == "val" else "best"
+        table.add_row(f"{name} {decides}", f"{_shown(decides, best)}, after batch {at[values.index(best)]}")
+        if out is not None:
+            table.add_row("", f"evaluate {out} --checkpoint best")
+    if setup.stop and not state.timestamp.is_finished():
+        table.add_row("stopped early", f"the loss has not become better for {settings['patience']}")
+    table.add_row("time", f"{stopwatch.seconds:.1f} s, {evaluating:.1f} s of it for evaluation")
+    table.add_row("steps", f"{stopwatch.batches:,}, {stopwatch.batches_per_second:.1f} a second")
+    table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
+    if out is not None:
+        table.add_row("report", str(out / "report.html"))
+    Console(highlight=False).print(table)
+
+
+def checksum(params: Mapping[str, Tensor]) -> str:
+    """A short hash over the names, dtypes, shapes and bits of tensors: equal where all bits are equal.
+
+    Example:
+        >>> zero, negative_zero = torch.tensor([0.0]), torch.tensor([-0.0])
+        >>> checksum({"w": zero}) == checksum({"w": negative_zero})
+        False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(params.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _shown(name: str, value: Any) -> str:
+    """A metric of one network, or what a population's have in common."""
+    form = ".2%" if name == "accuracy" else ".4g"
+    if not isinstance(value, list):
+        return f"{value:{form}}"
+    mean, spread = statistics.fmean(value), statistics.stdev(value)
+    return f"{mean:{form}} on average, spread {spread:{form}} ({min(value):{form}} to {max(value):{form}})"
