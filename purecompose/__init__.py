@@ -76,10 +76,11 @@ from purecompose.saving import (
     save_weights,
 )
 from purecompose.schedule import hparam
-from purecompose.state import State, to_module
+from purecompose.state import State
 from purecompose.stopping import EarlyStopping, Threshold
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.trace import Trace, traced
+from purecompose.weights import to_module, with_weights
 
 
 __all__ = [
@@ -173,6 +174,7 @@ __all__ = [
     "unstack_states",
     "update",
     "warn_if_multiple_loss_interpolation",
+    "with_weights",
 ]
 
 

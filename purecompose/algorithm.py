@@ -35,6 +35,7 @@ class Trait(enum.Enum):
     FUSES_LAYERNORM = "replaces layer norms by fused ones: comes last"
     EDITS_LOSS = "replaces the loss value itself, not the targets: two of these do not compose"
     SCALES_LOSS = "scales the loss for its gradient: the last before the gradient, the first after it"
+    RENEWS_GRADIENTS = "computes the gradients anew, from the batch: comes before what edits or collects them"
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes them anew"
     MAY_LEAVE_UNUSED = "may leave parameters without a gradient"
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"

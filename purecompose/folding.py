@@ -280,6 +280,8 @@ def _num_terms(state: State) -> int | Tensor:
 def _update(state: State, node: Update, used: set[str]) -> State:
     if state.grads is None:
         raise RuntimeError("the program's update comes before any Grad: there are no gradients")
+    if not state.grads:  # a method has taken them all, for a later step
+        return state
     if node.wrt is None:
         chosen = state.grads
     else:

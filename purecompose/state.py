@@ -18,14 +18,14 @@ from purecompose._changes import as_hparams, translated
 from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
 from purecompose.context import Context, Static
-from purecompose.model import Model, from_module, to_module as filled_module
+from purecompose.model import Model, from_module
 from purecompose.network import call_model
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
 
 
-__all__ = ["State", "check_single", "to_module"]
+__all__ = ["State", "check_single"]
 
 
 def _nothing() -> Any:
@@ -357,16 +357,6 @@ def check_single(state: State, where: str, remedy: str) -> None:
     """Raises a `ValueError` where a state is a population's."""
     if state.key.ndim > 1:
         raise ValueError(f"{where}: expected a single state, got a stacked one of {len(state.key)} members: {remedy}")
-
-
-def to_module(state: State) -> nn.Module:
-    """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties.
-
-    Raises:
-        ValueError: The state is a population's.
-    """
-    check_single(state, "to_module(state)", "to_module(unstack_states(state)[0]) is the first one's")
-    return filled_module(state.model, state.params, state.buffers)
 
 
 def _flatten(state: State) -> tuple[tuple[str, ...], tuple[Any, ...], Hashable]:

@@ -22,7 +22,8 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.predicate import on
 from purecompose.random.modules import UnkeyedRandomError
-from purecompose.state import State, to_module
+from purecompose.state import State
+from purecompose.weights import to_module
 from purecompose.time import RunLength, Timestamp
 
 

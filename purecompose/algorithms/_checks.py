@@ -16,6 +16,7 @@ from purecompose.schedule import Hparam, Product, Schedule, collect, number
 
 __all__ = [
     "check_can_write",
+    "check_one_of",
     "check_per_example",
     "check_reads_targets",
     "check_scalar",
@@ -33,6 +34,12 @@ def check_scalar(value: Any, where: str, low: float, high: float = math.inf, *, 
         return
     plain = number(value) if isinstance(value, (Hparam, Product)) else value
     check_number(plain, where, low, high, hint=hint)
+
+
+def check_one_of(value: Any, where: str, choices: Sequence[str]) -> None:
+    """Raises a `ValueError` for what is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{where}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def given_keys(*, writes: Sequence[str] = (), **keys: batches.Key | None) -> dict[str, batches.Key]:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from purecompose import surgery
 from purecompose._checks import check_number, check_whole
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._checks import check_scalar
+from purecompose.algorithms._checks import check_one_of, check_scalar
 from purecompose.algorithms._surgery import warn_of_nothing
 from purecompose.event import Event
 from purecompose.layers.stochastic_depth import StochasticDepth, residuals
@@ -75,7 +75,7 @@ def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribut
     check_whole(num_blocks, f"{where}: num_blocks", 0)
     if not isinstance(drop_rate, Tensor):
         check_number(drop_rate, f"{where}: drop_rate", 0, 1)
-    _check_one_of(drop_distribution, f"{where}: drop_distribution", _DISTRIBUTIONS)
+    check_one_of(drop_distribution, f"{where}: drop_distribution", _DISTRIBUTIONS)
     if drop_distribution == "uniform":
         return [drop_rate] * num_blocks
     return [drop_rate * ((place + 1) / num_blocks) for place in range(num_blocks)]
@@ -98,7 +98,7 @@ def stochastic_depth_rules(
         >>> [kind.__name__ for kind in stochastic_depth_rules(models.resnet8(1, 10, width=4))]
         ['Module', 'StochasticDepth']
     """
-    _check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
+    check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
     check_number(drop_rate, "stochastic_depth: drop_rate", 0, 1)
     names = _blocks(module)
     rates = dict(zip(names, stochastic_depth_rates(len(names), drop_rate, drop_distribution), strict=True))
@@ -140,8 +140,8 @@ def stochastic_depth(
         >>> stochastic_depth(drop_rate=0.0).match
         never
     """
-    _check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
-    _check_one_of(drop_distribution, "stochastic_depth: drop_distribution", _DISTRIBUTIONS)
+    check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
+    check_one_of(drop_distribution, "stochastic_depth: drop_distribution", _DISTRIBUTIONS)
     check_scalar(drop_rate, "stochastic_depth: drop_rate", 0, 1, hint="it is how often a branch is left out")
     ramp = _ramp(drop_warmup)
     rate = drop_rate if ramp is None else drop_rate * ramp
@@ -228,8 +228,3 @@ def _ramp(drop_warmup: TimeLike | float) -> Schedule | None:
         return linear(0.0, 1.0, length) if length else None
     except (TypeError, ValueError) as error:
         raise type(error)(f"stochastic_depth: drop_warmup: {error}") from None
-
-
-def _check_one_of(value: str, where: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{where}: expected {' or '.join(map(repr, choices))}, got {value!r}")

@@ -12,7 +12,8 @@ from purecompose._device import AUTOCAST, arithmetic
 from purecompose.cli.settings import UsageError
 from purecompose.cli.setup import reported_as
 from purecompose.data import CharacterVocabulary
-from purecompose.state import State, to_module
+from purecompose.state import State
+from purecompose.weights import to_module
 
 
 __all__ = ["Prompt", "continued", "prompt_of"]

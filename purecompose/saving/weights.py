@@ -11,7 +11,8 @@ from purecompose import tree
 from purecompose.saving.errors import DamagedError, MismatchError
 from purecompose.saving.folder import library, written
 from purecompose.saving.leaves import stored
-from purecompose.state import State, to_module
+from purecompose.state import State
+from purecompose.weights import to_module
 
 
 __all__ = ["export_onnx", "load_weights", "save_weights"]

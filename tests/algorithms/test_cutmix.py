@@ -18,7 +18,8 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
-from purecompose.state import State, to_module
+from purecompose.state import State
+from purecompose.weights import to_module
 from purecompose.targets import Mixture
 
 

@@ -20,7 +20,7 @@ from purecompose.compose import compose
 from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.predicate import NEVER, on
-from purecompose.state import to_module
+from purecompose.weights import to_module
 
 
 PLACE = "gyro_dropout_place"

@@ -13,7 +13,7 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import hparam, linear
-from purecompose.state import to_module
+from purecompose.weights import to_module
 from purecompose.targets import Mixture
 
 

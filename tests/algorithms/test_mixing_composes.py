@@ -20,7 +20,8 @@ from purecompose.compose import compose
 from purecompose.loop import loop_events
 from purecompose.passes import DEFAULT_PASSES
 from purecompose.population import population, stack_states, unstack_states
-from purecompose.state import State, to_module
+from purecompose.state import State
+from purecompose.weights import to_module
 
 
 NUM, CLASSES, SIZE, SMOOTHING = 6, 3, 5, 0.1

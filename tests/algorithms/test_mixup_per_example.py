@@ -13,7 +13,7 @@ from purecompose.compose import compose
 from purecompose.loop import loop_events
 from purecompose.random import Rng
 from purecompose.schedule import hparam
-from purecompose.state import to_module
+from purecompose.weights import to_module
 
 
 SEEDS = st.integers(0, 2**64 - 1)

@@ -24,7 +24,7 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.passes import DEFAULT_PASSES
 from purecompose.predicate import NEVER, on
-from purecompose.state import to_module
+from purecompose.weights import to_module
 from purecompose.targets import Mixture
 
 

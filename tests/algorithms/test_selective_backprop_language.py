@@ -19,7 +19,7 @@ from purecompose.algorithms.selective_backprop import choose_by_loss, select_usi
 from purecompose.compose import compose
 from purecompose.loop import loop_events
 from purecompose.predicate import on
-from purecompose.state import to_module
+from purecompose.weights import to_module
 
 
 VOCABULARY, LENGTH = 7, 6

@@ -13,7 +13,8 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.optim import sgd
 from purecompose.predicate import NEVER, on
-from purecompose.state import State, to_module
+from purecompose.state import State
+from purecompose.weights import to_module
 
 
 class Bigram(nn.Module):

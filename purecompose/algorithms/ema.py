@@ -1,0 +1,155 @@
+"""EMA: an exponential moving average of the weights, for evaluation and export; the live weights train on.
+
+    E <- s E + (1 - s) W,   s = 2^(-u / h)
+
+with W the weights after an update, u the time since the last one and h the half-life, in its unit; or s a number of its
+own. The first update takes W as it is. Averaged are the trainable parameters and floating buffers (statistics); frozen
+parameters and counters are those of the live network.
+
+The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
+`to_module(state, weights="ema")` and `with_weights(state, "ema")` give them to others. Until the first update they are
+the live weights. Nothing writes into the live weights, so training is the same, bit for bit, with the method and
+without it.
+
+Events: INIT; BATCH_END in every `update_interval` from `ema_start` on; EVAL_START and PREDICT_START, where the state is
+one that is thrown away. Reads parameters and buffers.
+
+What differs from the original: nothing is swapped, so no save, evaluation or error can leave averages in training;
+prediction sees averages, too; integers are not averaged; `smoothing` alone will do, and a half-life of 0 is refused;
+half-life, start and interval may be in different units, and the start in any; weights in half precision have averages
+in float32. Use it or `swa`: where both are in a list, the later one decides what evaluation sees.
+
+References:
+    Boris T. Polyak, Anatoli B. Juditsky: Acceleration of Stochastic Approximation by Averaging. SIAM Journal on
+    Control and Optimization 30(4), 1992.
+    Antti Tarvainen, Harri Valpola: Mean Teachers Are Better Role Models. NeurIPS 2017. https://arxiv.org/abs/1703.01780
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import check_number
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithms._averages import as_scalar, checked_every, point, time_in
+from purecompose.event import Event
+from purecompose.intervals import checked_interval
+from purecompose.predicate import after, every, on
+from purecompose.state import State
+from purecompose.time import Time, TimeLike, TimeUnit
+from purecompose.weights import Averages, with_weights
+
+
+__all__ = ["EmaState", "compute_ema", "ema"]
+
+
+class EmaState(NamedTuple):
+    """What `ema` remembers."""
+
+    averages: Averages
+    at: Tensor
+    """When the last weights were taken, in half-lives from the start of the run, 0-d float64; 0 with `smoothing`."""
+
+
+def compute_ema(
+    averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], smoothing: float | Tensor
+) -> dict[str, Tensor]:
+    """Averages that new weights have come to: `smoothing * average + (1 - smoothing) * weight`, element by element.
+
+    Args:
+        averages: By name, floating.
+        weights: At least the same names, of the same shapes.
+        smoothing: s, in [0, 1]; a number or a 0-d tensor. 1 gives the averages, 0 the weights, exactly.
+
+    Returns:
+        New tensors in the averages' dtypes.
+
+    Raises:
+        KeyError: An average without a weight.
+
+    Example:
+        >>> compute_ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, 0.75)["w"]
+        tensor([1.5000, 2.0000])
+    """
+
+    def mixed(average: Tensor, weight: Tensor) -> Tensor:
+        share = as_scalar(smoothing, average.dtype, average.device)
+        return torch.lerp(weight.to(average.dtype), average, share)
+
+    return {name: mixed(average, weights[name]) for name, average in averages.items()}
+
+
+def ema(
+    half_life: TimeLike | None = None,
+    smoothing: float | None = None,
+    ema_start: TimeLike | float = 0.0,
+    update_interval: TimeLike | None = None,
+    *,
+    name: str = "ema",
+) -> Algorithm:
+    """Averages the weights for evaluation and export; see `purecompose.algorithms.ema`.
+
+    Args:
+        half_life: After how long a weight counts for half, positive, in any unit but seconds: "2ep", "0.01dur",
+            "1e6sp"; by default "1000ba" unless `smoothing` is given.
+        smoothing: s, in [0, 1], for each update, in place of a half-life.
+        ema_start: When averaging begins, a share of the run or a time.
+        update_interval: How often weights are taken, in batches, epochs or a share of the run; by default after every
+            batch. It should be much smaller than the half-life.
+        name: Names the slot, and the weights for `to_module`.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or both half-life and smoothing. In the
+            step: an interval or a start that the run cannot tell.
+
+    Example:
+        >>> ema("100ba")
+        ema(half_life='100ba', ema_start='0.0dur', update_interval='1ba')
+        >>> ema(smoothing=0.99).config["smoothing"]
+        0.99
+    """
+    if half_life is not None and smoothing is not None:
+        raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
+    if smoothing is not None:
+        smoothing = check_number(smoothing, "ema: smoothing", 0, 1)
+    # How many half-lives have gone by, which the host says in every step.
+    gone = None if smoothing is not None else time_in(_checked(half_life or "1000ba"))
+    interval = checked_every(update_interval or "1ba", "ema: update_interval")
+    start = point(ema_start, "ema: ema_start")
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            at = torch.zeros((), dtype=torch.float64, device=state.device)
+            return state.replace(slots={**state.slots, name: EmaState(Averages.empty(state), at)})
+        if event is not Event.BATCH_END:
+            return with_weights(state, name)
+        averages, at = state.slots[name]
+        now = at if gone is None else as_scalar(state.scalar(gone), torch.float64, state.device)
+        kept = smoothing if smoothing is not None else torch.exp2(at - now)
+        share = torch.where(averages.num > 0, kept, 0.0)
+        new = Averages(
+            compute_ema(averages.params, state.params, share),
+            compute_ema(averages.buffers, state.buffers, share),
+            averages.num + 1,
+        )
+        return state.replace(slots={**state.slots, name: EmaState(new, now)})
+
+    settings: dict[str, Any] = {
+        "half_life": gone,
+        "smoothing": smoothing,
+        "ema_start": str(start),
+        "update_interval": str(interval),
+    }
+    return Algorithm(
+        name,
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & every(interval) & after(start),
+        apply,
+        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        config={setting: value for setting, value in settings.items() if value is not None},
+    )
+
+
+def _checked(half_life: TimeLike) -> Time:
+    return checked_interval(Time.of(half_life, TimeUnit.BATCH), "ema: half_life")

@@ -1,0 +1,95 @@
+"""Lookahead: every k steps, back along the way to a point from which the next k steps begin.
+
+    every `interval` steps:   slow <- slow + alpha (fast - slow),   fast <- slow
+
+with fast the weights that the optimizer moves, and slow those of `interval` steps before. What the optimizer remembers
+stays as it is.
+
+Events: INIT; BATCH_END of every `interval`-th step, counted from 1. Reads and replaces: the trainable parameters. The
+slot holds the slow ones, by name; those of a network whose weights are put in after `step.init` are taken by another
+`step.init`.
+
+References:
+    Michael R. Zhang, James Lucas, Geoffrey Hinton, Jimmy Ba: Lookahead Optimizer: k Steps Forward, 1 Step Back. NeurIPS
+    2019. https://arxiv.org/abs/1907.08610
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import check_whole
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithms._averages import as_scalar
+from purecompose.algorithms._checks import check_scalar
+from purecompose.event import Event
+from purecompose.predicate import NEVER, every, on
+from purecompose.schedule import Scalar
+from purecompose.state import State
+
+
+__all__ = ["lookahead", "pull_back"]
+
+
+def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: float | Tensor) -> dict[str, Tensor]:
+    """The points between: `slow + alpha * (fast - slow)`, element by element.
+
+    Args:
+        slow: By name, floating.
+        fast: At least the same names, of the same shapes and dtypes.
+        alpha: A number or a 0-d tensor; 0 gives the slow ones, 1 the fast ones, exactly.
+
+    Returns:
+        New tensors.
+
+    Raises:
+        KeyError: A slow one without a fast one.
+
+    Example:
+        >>> pull_back({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)["w"]
+        tensor([2.])
+    """
+
+    def between(low: Tensor, high: Tensor) -> Tensor:
+        return torch.lerp(low, high, as_scalar(alpha, low.dtype, low.device))
+
+    return {name: between(value, fast[name]) for name, value in slow.items()}
+
+
+def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead") -> Algorithm:
+    """Goes back along the way in every `interval`-th step; see `purecompose.algorithms.lookahead`.
+
+    Args:
+        alpha: Which share of the way stays, in [0, 1]; 1 never matches. An `hparam` or a schedule may be given: its
+            default is checked; what becomes of it later is not. 0.5 and 0.8 are common.
+        interval: k, after how many steps; 5 and 10 are common.
+        name: Names its slot.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> lookahead(0.8, interval=10)
+        lookahead(alpha=0.8, interval=10)
+        >>> lookahead(1.0).match
+        never
+    """
+    check_scalar(alpha, "lookahead: alpha", 0, 1, hint="it is the share of the way that stays")
+    interval = check_whole(interval, "lookahead: interval", 1, hint="it counts steps")
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            slow = {key: state.params[key].clone() for key in state.context.trainable}
+            return state.replace(slots={**state.slots, name: slow})
+        slow = pull_back(state.slots[name], state.params, state.scalar(alpha))
+        return state.replace(params={**state.params, **slow}, slots={**state.slots, name: slow})
+
+    is_neutral = isinstance(alpha, (int, float)) and alpha == 1
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT) | on(Event.BATCH_END) & every(interval),
+        apply,
+        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        config={"alpha": alpha, "interval": interval},
+    )

@@ -1,0 +1,205 @@
+"""SWA, stochastic weight averaging: the mean of the weights that the end of training passes through.
+
+    A_n = A_{n-1} + (W_n - A_{n-1}) / n
+
+with W_n the weights at the n-th of the times `update_interval` between `swa_start` and `swa_end`. Averaged are the
+trainable parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps`
+intervals from `swa_start` on, and stays there; for each group that has a rate of its own as well:
+
+    lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
+
+BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
+`swa_end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to date;
+a network without such statistics pays nothing.
+
+The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
+`to_module(state, weights="swa")` and `with_weights(state, "swa")` give them to others. Until the first update they are
+the live weights. The live weights train on and are never overwritten.
+
+Events: INIT; BATCH_END in every interval from `swa_start` on and before `swa_end`; AFTER_TRAIN_BATCH from `swa_end` on;
+EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads parameters and buffers; at INIT it
+replaces the optimizer's learning rate, if that is asked for.
+
+What differs from the original: `swa_lr` is what the rate becomes, where it was ignored for the schedule's last one, or
+1; the schedule does not write over it; averages are where the weights are; they do not take the place of the live
+weights, whose optimizer remembers others; a run that ends before `swa_end` has its averages all the same; times may be
+in any unit. With `swa_end` at the end of the run (1.0) the last weights are averaged, too.
+
+References:
+    Pavel Izmailov, Dmitrii Podoprikhin, Timur Garipov, Dmitry Vetrov, Andrew Gordon Wilson: Averaging Weights Leads to
+    Wider Optima and Better Generalization. UAI 2018. https://arxiv.org/abs/1803.05407
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import check_number, check_whole
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithms._averages import as_scalar, checked_every, gone, point, with_rate
+from purecompose.algorithms._checks import check_one_of
+from purecompose.event import Event
+from purecompose.predicate import after, before, every, on
+from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
+from purecompose.state import State
+from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
+from purecompose.weights import Averages, with_weights
+
+
+__all__ = ["add_to_mean", "swa"]
+
+
+def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
+    """Means with one more weight in them: `mean + (weight - mean) / (num + 1)`, element by element.
+
+    Args:
+        means: By name, floating; those of `num` weights.
+        weights: At least the same names, of the same shapes.
+        num: At least 0; a number or a 0-d tensor. With 0 the means count for nothing.
+
+    Returns:
+        New tensors in the means' dtypes.
+
+    Raises:
+        KeyError: A mean without a weight.
+
+    Example:
+        >>> add_to_mean({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([4.0, 2.0])}, 2)["w"]
+        tensor([2., 2.])
+    """
+
+    def added(mean: Tensor, weight: Tensor) -> Tensor:
+        share = 1 / (as_scalar(num, mean.dtype, mean.device) + 1)
+        return torch.lerp(mean, weight.to(mean.dtype), share)
+
+    return {name: added(mean, weights[name]) for name, mean in means.items()}
+
+
+def swa(
+    swa_start: TimeLike | float = 0.7,
+    swa_end: TimeLike | float = 0.97,
+    update_interval: TimeLike = "1ep",
+    swa_lr: float | None = None,
+    anneal_strategy: str = "linear",
+    anneal_steps: int = 10,
+    *,
+    name: str = "swa",
+) -> Algorithm:
+    """Averages the weights at the end of training; see `purecompose.algorithms.swa`.
+
+    Args:
+        swa_start: When averaging begins, a share of the run or a time.
+        swa_end: When it ends and statistics are brought up to date, later than the start. A share of 1 never comes
+            to that, as a network without batch statistics does not need to.
+        update_interval: How often weights are taken, in batches, epochs or a share of the run.
+        swa_lr: The learning rate to go to, at least 0; by default it stays as it is.
+        anneal_strategy: How it goes there, "linear" or "cosine".
+        anneal_steps: Over how many intervals it does, at least 1.
+        name: Names the slot, and the weights for `to_module`.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT, with `swa_lr`: an optimizer
+            without a learning rate, or one with an `hparam` in it. In the step: an interval or a time that the run
+            cannot tell.
+
+    Example:
+        >>> swa(0.75, update_interval="2ep", swa_lr=0.01)
+        swa(swa_start='0.75dur', swa_end='0.97dur', update_interval='2ep', swa_lr=0.01, anneal_strategy='linear', ...)
+    """
+    start, end = point(swa_start, "swa: swa_start"), point(swa_end, "swa: swa_end")
+    if start.unit is end.unit and end <= start:
+        raise ValueError(f"swa: expected swa_end after swa_start, got {start} and {end}")
+    interval = checked_every(update_interval, "swa: update_interval")
+    check_one_of(anneal_strategy, "swa: anneal_strategy", ("linear", "cosine"))
+    check_whole(anneal_steps, "swa: anneal_steps", 1)
+    if swa_lr is not None:
+        swa_lr = check_number(swa_lr, "swa: swa_lr", 0)
+
+    def new_rate(rate: Scalar) -> Scalar:
+        assert swa_lr is not None
+        if collect(rate, Hparam):
+            raise ValueError(
+                f"{name}: swa_lr={swa_lr} takes the place of the learning rate, which is {rate!r}: leave the hparam "
+                "out of the rate, or leave swa_lr out"
+            )
+        if isinstance(rate, Schedule) and isinstance(rate.fn, _Annealed):
+            return rate
+        return Schedule(
+            _Annealed(rate, swa_lr, start, anneal_steps * interval, anneal_strategy),
+            f"{rate!r} (to {swa_lr} by {name})",
+        )
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            state = state.replace(slots={**state.slots, name: Averages.empty(state)})
+            if swa_lr is None:
+                return state
+            return state.replace(optimizer=with_rate(state.optimizer, new_rate, name))
+        if event in (Event.EVAL_START, Event.PREDICT_START):
+            return with_weights(state, name)
+        averages = state.slots[name]
+        if event is Event.AFTER_TRAIN_BATCH:
+            new = _with_statistics(averages, state, name)
+        else:
+            params = add_to_mean(averages.params, state.params, averages.num)
+            buffers = {key: state.buffers[key].to(buffer.dtype) for key, buffer in averages.buffers.items()}
+            new = Averages(params, buffers, averages.num + 1)
+        return state.replace(slots={**state.slots, name: new})
+
+    is_whole = end == Time(1.0, TimeUnit.DURATION)
+    averaging = on(Event.BATCH_END) & every(interval) & after(start)
+    match = averaging if is_whole else averaging & before(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
+    settings: dict[str, Any] = {"swa_start": str(start), "swa_end": str(end), "update_interval": str(interval)}
+    if swa_lr is not None:
+        settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
+    return Algorithm(
+        name,
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | match,
+        apply,
+        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        config=settings,
+    )
+
+
+def _with_statistics(averages: Averages, state: State, name: str) -> Averages:
+    """The averages, with buffers as they are after the averaged network has seen the batch."""
+    if not averages.buffers:
+        return averages
+    averaged = with_weights(state, name)
+    _, buffers = averaged.run_model(state.inputs, train=True, rng_name=f"{name}.statistics")
+    found = {key: buffers[key].detach().to(buffer.dtype) for key, buffer in averages.buffers.items()}
+    return averages._replace(buffers=found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Annealed:
+    """A learning rate that goes over to another one."""
+
+    rate: Scalar
+    last: float
+    start: Time
+    length: Time
+    strategy: str
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        rate = float(resolve(self.rate, hparams={}, scheduled=lambda schedule: schedule(timestamp)))
+        share = min(max(gone(timestamp, self.length) - self._first(timestamp), 0.0), 1.0)
+        if self.strategy == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return (1 - share) * rate + share * self.last
+
+    def _first(self, timestamp: Timestamp) -> float:
+        """When it begins, in lengths from the start of the run."""
+        start, length = (timestamp.run.in_batches(time) for time in (self.start, self.length))
+        if start is not None and length is not None:
+            return start / length
+        if self.start and self.start.unit is not self.length.unit:
+            raise ValueError(
+                f"swa: swa_start={self.start} and {self.length} of annealing have no unit in common in this run; give "
+                "State.create batches_per_epoch, or write swa_start and update_interval in one unit"
+            )
+        return self.start.value / self.length.value
