@@ -88,17 +88,15 @@ def with_rate(optimizer: Any, change: Callable[[Scalar], Scalar], name: str) -> 
     Raises:
         ValueError: It has no `lr`.
     """
-    fields = {field.name for field in dataclasses.fields(optimizer)} if dataclasses.is_dataclass(optimizer) else set()
-    if "inner" in fields:
+    if hasattr(optimizer, "inner"):
         return dataclasses.replace(optimizer, inner=with_rate(optimizer.inner, change, name))
-    if "lr" not in fields:
+    if not hasattr(optimizer, "lr"):
         raise ValueError(f"{name}: expected an optimizer with a learning rate, a field lr, got {optimizer!r}")
-    changed = {"lr": change(optimizer.lr)}
-    if "groups" in fields:
-        changed["groups"] = tuple(
-            (pattern, tuple((option, change(value) if option == "lr" else value) for option, value in options))
-            for pattern, options in optimizer.groups
-        )
+    grouped = tuple(
+        (pattern, tuple((option, change(value) if option == "lr" else value) for option, value in options))
+        for pattern, options in getattr(optimizer, "groups", ())
+    )
+    changed: dict[str, Any] = {"lr": change(optimizer.lr), **({"groups": grouped} if grouped else {})}
     return dataclasses.replace(optimizer, **changed)
 
 
