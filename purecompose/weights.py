@@ -1,16 +1,31 @@
 """The weights of a state: the live ones, which train, and averages of them, which methods keep in their slots."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import functools
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from purecompose import model as models
+from purecompose import batch as batches, model as models
+from purecompose._skeleton import places
+from purecompose.layers.ghost_batchnorm import GhostBatchNorm
 from purecompose.state import State, check_single
 
 
-__all__ = ["Averages", "averages_in", "to_module", "wide", "with_weights"]
+__all__ = [
+    "Averages",
+    "Statistics",
+    "averages_in",
+    "statistics_of",
+    "to_module",
+    "wide",
+    "with_batch",
+    "with_statistics",
+    "with_weights",
+]
 
 
 class Averages(NamedTuple):
@@ -72,6 +87,42 @@ def with_weights(state: State, name: str) -> State:
     return state.replace(params=params, buffers=buffers)
 
 
+def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State:
+    """The state with BatchNorm's statistics of the averaged network beside the averages: means over all batches.
+
+    Activations of averaged weights have other means and variances than those of the weights that the average is made
+    of. Here the averaged network sees the data once, every module but BatchNorm in evaluation mode, and each batch
+    counts the same. The live weights and their statistics stay as they were. A method that goes on averaging
+    replaces what was found when it next takes weights. A network without BatchNorm comes back as it is.
+
+    Args:
+        state: A single state, between steps.
+        data: Batches of the form that training uses; some dozens are enough.
+        weights: The name of the algorithm that averages, such as "swa".
+
+    Raises:
+        ValueError: The state is a population's, there are no such averages, nothing is averaged yet, or there is no
+            batch.
+    """
+    check_single(state, "with_statistics(state, data)", "take the members of unstack_states(state) one by one")
+    averages = averages_in(state, weights)
+    if not averages.num:
+        raise ValueError(f"with_statistics: {weights} has not averaged any weights yet; train on, to its start")
+    found = statistics_of(state.model)
+    if not found.names:
+        return state
+    buffers, num_batches = averages.buffers, 0
+    for batch in data:
+        inputs = batches.get(batch, state.context.input_key)
+        inputs = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
+        with torch.no_grad():
+            buffers = with_batch(buffers, found.of(with_weights(state, weights), inputs), num_batches)
+        num_batches += 1
+    if not num_batches:
+        raise ValueError("with_statistics: the data has no batch; is it an iterator used up?")
+    return _with_averages(state, weights, averages._replace(buffers=buffers))
+
+
 def to_module(state: State, *, weights: str | None = None) -> nn.Module:
     """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties.
 
@@ -87,10 +138,77 @@ def to_module(state: State, *, weights: str | None = None) -> nn.Module:
     return models.to_module(state.model, state.params, state.buffers)
 
 
+class Statistics(NamedTuple):
+    """How to find the statistics of single batches that BatchNorm takes."""
+
+    model: models.Model
+    """The network with BatchNorm alone in training mode, where its buffers become the statistics of the batch."""
+    names: frozenset[str]
+    """The buffers that hold statistics."""
+
+    def of(self, state: State, inputs: Any) -> dict[str, Tensor]:
+        """Those of the state's network for these inputs, by the buffers' names."""
+        _, buffers = state.replace(model=self.model).run_model(inputs, train=True, rng_name=".statistics")
+        return {name: buffers[name].detach() for name in sorted(self.names)}
+
+
+@functools.lru_cache(maxsize=8)
+def statistics_of(model: models.Model) -> Statistics:
+    """How to find a network's statistics; those of modules that do not train, or keep none, are no part of them.
+
+    Ghost batch normalisation takes those of whole batches, which are the same in expectation.
+    """
+    root = model.skeleton(train=True).blank_copy()
+    norms = [module for module in root.modules() if isinstance(module, _BatchNorm) and module.training]
+    norms = [norm for norm in norms if norm.running_mean is not None]
+    root.eval()
+    for norm in norms:
+        norm.train()
+        norm.register_forward_hook(_measured)
+    for module in root.modules():
+        if isinstance(module, GhostBatchNorm):
+            module.ghost_batch_size = sys.maxsize
+    names: dict[int, str] = {}
+    for place in places(root):
+        names.setdefault(id(place.tensor), place.name)
+    held = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
+    return Statistics(models.Model(root, names, model.param_names), frozenset(names[id(tensor)] for tensor in held))
+
+
+def _measured(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    """Puts the statistics of a layer's input into its buffers.
+
+    Not by its own momentum: the kernel does not say that it writes, and of a pass whose outputs nobody reads a compiler
+    takes it out.
+    """
+    del output
+    inputs = args[0] if args[0].dtype is torch.float64 else args[0].float()
+    dims = [dim for dim in range(inputs.ndim) if dim != 1]
+    norm.running_var, norm.running_mean = torch.var_mean(inputs, dims, correction=1)
+
+
+def with_batch(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
+    """Buffers whose statistics are means over `num` batches, with one batch more in them."""
+    share = 1 / ((num.double() if isinstance(num, Tensor) else num) + 1)
+
+    def mean(old: Tensor, new: Tensor) -> Tensor:
+        weight = torch.as_tensor(share, dtype=old.dtype, device=old.device)
+        return torch.lerp(old, new.to(old.dtype), weight)
+
+    return {name: mean(old, found[name]) if name in found else old for name, old in buffers.items()}
+
+
 def _of(num: Tensor, averaged: Tensor, live: Tensor) -> Tensor:
     # In a population there is a number for each member.
     is_there = (num > 0).view(*num.shape, *[1] * (live.ndim - num.ndim))
     return torch.where(is_there, averaged.to(live.dtype), live)
+
+
+def _with_averages(state: State, name: str, averages: Averages) -> State:
+    slot = state.slots[name]
+    if not isinstance(slot, Averages):
+        averages = type(slot)(*[averages if isinstance(part, Averages) else part for part in slot])
+    return state.replace(slots={**state.slots, name: averages})
 
 
 def _all_averages(state: State) -> dict[str, Averages]:

@@ -88,3 +88,54 @@ def test_an_update_of_what_no_grad_differentiates_says_so():
     program = [Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="3.*")]
     with pytest.raises(RuntimeError, match=r"there are gradients of 0\.weight, 0\.bias alone"):
         compose(program)(make_state(), make_batch())
+
+
+def taken(*events):
+    """Takes the gradients away, so that nothing is left to apply."""
+    return [changing(f"taken at {event.name}", event, lambda s: s.replace(grads={})) for event in events]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_whose_gradients_a_method_has_taken_moves_time_alone(microbatches):
+    step = compose(loop_events, taken(Event.AFTER_TRAIN_BATCH), microbatches=microbatches)
+    state = compose(loop_events)(make_state(), make_batch())
+    after = step(state, make_batch())
+    assert tree.equal((after.params, after.opt_state), (state.params, state.opt_state))
+    assert after.timestamp.batch == 2 and after.loss is not None and after.loss.isfinite()
+
+
+def test_gradients_that_are_taken_leave_out_every_update_up_to_the_next_grad():
+    """The two updates after them; the third, of another Grad, applies what that one found."""
+    program = [
+        Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update(wrt="0.*"), update(wrt="3.*"),
+        Grad(pc.forward, pc.loss, wrt="3.*"), update, advance,
+    ]  # fmt: skip
+    state, batch = make_state(), make_batch()
+    after = compose(program, taken(Event.AFTER_TRAIN_BATCH))(state, batch)
+    expected = compose([Grad(pc.forward, pc.loss, wrt="3.*"), update, advance])(state, batch)
+    assert tree.equal((after.params, after.opt_state), (expected.params, expected.opt_state))
+    assert tree.equal(after.params["0.weight"], state.params["0.weight"])
+
+
+def test_gradients_that_are_taken_are_no_slices_either():
+    """Slices after them find gradients of their own, and those alone are applied."""
+    sliced = Microbatches(Grad(pc.forward, pc.loss), k=2)
+    program = [Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, sliced, update, advance]
+    after = compose(program, taken(Event.AFTER_TRAIN_BATCH))(make_state(), make_batch())
+    assert_close(after.params, compose([PLAIN, update, advance])(make_state(), make_batch()).params)
+
+
+def test_gradients_that_never_were_are_an_error_all_the_same():
+    with pytest.raises(RuntimeError, match="the program's update comes before any Grad"):
+        compose([Event.AFTER_TRAIN_BATCH, update, advance])(make_state(), make_batch())
+
+
+def test_of_gradients_that_are_taken_in_part_the_rest_is_applied():
+    def keep(state):
+        return state.replace(grads={"0.bias": state.grads["0.bias"]})
+
+    kept = changing("kept", Event.AFTER_TRAIN_BATCH, keep)
+    state = make_state()
+    after, plain = compose(loop_events, [kept])(state, make_batch()), compose(loop_events)(state, make_batch())
+    changed = {name for name, param in after.params.items() if not torch.equal(param, state.params[name])}
+    assert changed == {"0.bias"} and torch.equal(after.params["0.bias"], plain.params["0.bias"])

@@ -1,7 +1,7 @@
-"""What methods that average weights have in common: times at which they do, how far a run has come, and rates."""
+"""What methods that average weights have in common: means, times at which they are taken, and learning rates."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from purecompose.schedule import Scalar, Schedule
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 
 
-__all__ = ["as_scalar", "checked_every", "gone", "point", "time_in", "with_rate"]
+__all__ = ["Measure", "as_scalar", "between", "checked_every", "gone", "measure", "parts", "point", "with_rate"]
 
 _COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
 
@@ -22,6 +22,25 @@ def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -
     if isinstance(value, Tensor):
         return value.to(dtype=dtype, device=device)
     return torch.full((), value, dtype=dtype, device=device)
+
+
+def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:
+    """`low + share * (high - low)`, element by element, in the dtypes of `low`; with 0 and 1 exactly these two.
+
+    The share, a number or a 0-d tensor, is rounded to each dtype as late as possible: give a small one in float64.
+
+    Raises:
+        KeyError: `high` lacks a name.
+    """
+    kinds = dict.fromkeys((value.dtype, value.device) for value in low.values())
+    shares = {kind: as_scalar(share, *kind) for kind in kinds}
+    return {
+        name: torch.lerp(value, high[name].to(value.dtype), shares[value.dtype, value.device])
+        for name, value in low.items()
+    }
+
+
+# Times
 
 
 def checked_every(value: TimeLike, where: str) -> Time:
@@ -50,59 +69,105 @@ def point(value: TimeLike | float, where: str) -> Time:
     return time
 
 
-def time_in(unit_of_time: Time) -> Schedule:
-    """How many times this time has gone by: a number for each point of the run.
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A time by which traced code measures others: two numbers that the host tells in every step, in one counter.
+
+    Both are needed: what a slot remembers in `now` stays true where another run goes on with another `length`.
+    """
+
+    time: Time
+    now: Schedule
+    """What the counter stands at: batches where the time can be told in them, else samples, tokens, epochs."""
+    length: Schedule
+    """How long the time is."""
+
+    def __repr__(self) -> str:
+        return repr(str(self.time))
+
+
+def measure(time: Time) -> Measure:
+    """Makes a measure of a time, positive and not in seconds.
 
     Example:
-        >>> time_in(Time.of("2ep"))(Timestamp(batch=30, epoch=3))
-        1.5
+        >>> two = measure(Time.of("2ep"))
+        >>> two.now(Timestamp(batch=30, epoch=3)), two.length(Timestamp(batch=30, epoch=3))
+        (3.0, 2.0)
     """
-    return Schedule(_Gone(unit_of_time), repr(str(unit_of_time)))
+    words = repr(str(time))
+    return Measure(time, Schedule(_Counted(time, 0), words), Schedule(_Counted(time, 1), words))
 
 
 def gone(timestamp: Timestamp, time: Time) -> float:
     """How often a time, positive and not in seconds, has gone by at a point of a run.
 
     Raises:
-        ValueError: A share of a run without a duration.
+        ValueError: A share of a run without a duration, or with one in seconds.
     """
+    now, length = _counted(timestamp, time)
+    return now / length
+
+
+def _counted(timestamp: Timestamp, time: Time) -> tuple[float, float]:
+    """What a counter stands at, and how long the time is by it."""
     in_batches = timestamp.run.in_batches(time)
     if in_batches is not None:
-        return timestamp.batch / in_batches
+        return timestamp.batch, in_batches
     if time.unit is not TimeUnit.DURATION:
-        return timestamp.get(time.unit) / time.value
-    elapsed = timestamp.elapsed()
-    if elapsed is None:
-        raise ValueError(f"{time} is a share of a run that has no duration; give State.create one")
-    return elapsed / time.value
+        return timestamp.get(time.unit), time.value
+    duration = timestamp.run.duration
+    if duration is None or duration.unit is TimeUnit.SECOND:
+        has = "no duration" if duration is None else f"a duration of {duration}"
+        raise ValueError(f"{time} is a share of a run that has {has}; give State.create one in batches or epochs")
+    return timestamp.get(duration.unit), time.value * duration.value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counted:
+    time: Time
+    index: int
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        return float(_counted(timestamp, self.time)[self.index])
+
+
+# Learning rates
+
+
+def parts(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that move weights: one that holds another in `inner`, or several in `groups` and `rest`, is none.
+
+    The first is that of whatever no pattern names.
+    """
+    if hasattr(optimizer, "inner"):
+        return parts(optimizer.inner)
+    if not hasattr(optimizer, "rest"):
+        return (optimizer,)
+    return (*parts(optimizer.rest), *[part for _, own in optimizer.groups for part in parts(own)])
 
 
 def with_rate(optimizer: Any, change: Callable[[Scalar], Scalar], name: str) -> Any:
     """An optimizer with other learning rates, its own and those of its groups.
 
     Args:
-        optimizer: A frozen dataclass with a field `lr`, or with one in its field `inner`.
+        optimizer: A frozen dataclass with a field `lr`, or with optimizers in its fields; see `parts`.
         change: Makes a rate of a rate.
         name: The algorithm's, for errors.
 
     Raises:
-        ValueError: It has no `lr`.
+        ValueError: One of its parts has no `lr`.
     """
     if hasattr(optimizer, "inner"):
         return dataclasses.replace(optimizer, inner=with_rate(optimizer.inner, change, name))
+    if hasattr(optimizer, "rest"):
+        groups = tuple((pattern, with_rate(own, change, name)) for pattern, own in optimizer.groups)
+        return dataclasses.replace(optimizer, groups=groups, rest=with_rate(optimizer.rest, change, name))
     if not hasattr(optimizer, "lr"):
         raise ValueError(f"{name}: expected an optimizer with a learning rate, a field lr, got {optimizer!r}")
-    grouped = tuple(
-        (pattern, tuple((option, change(value) if option == "lr" else value) for option, value in options))
-        for pattern, options in getattr(optimizer, "groups", ())
-    )
-    changed: dict[str, Any] = {"lr": change(optimizer.lr), **({"groups": grouped} if grouped else {})}
+    changed: dict[str, Any] = {"lr": change(optimizer.lr)}
+    if getattr(optimizer, "groups", ()):
+        changed["groups"] = tuple(
+            (pattern, tuple((option, change(value) if option == "lr" else value) for option, value in options))
+            for pattern, options in optimizer.groups
+        )
     return dataclasses.replace(optimizer, **changed)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gone:
-    time: Time
-
-    def __call__(self, timestamp: Timestamp) -> float:
-        return gone(timestamp, self.time)

@@ -2,9 +2,9 @@
 
     E <- s E + (1 - s) W,   s = 2^(-u / h)
 
-with W the weights after an update, u the time since the last one and h the half-life, in its unit; or s a number of its
-own. The first update takes W as it is. Averaged are the trainable parameters and floating buffers (statistics); frozen
-parameters and counters are those of the live network.
+with W the weights after a step, u the time since they were last taken and h the half-life, in its unit; or s a number
+of its own. At first W is taken as it is. Averaged are the trainable parameters and floating buffers (statistics);
+frozen parameters and counters are those of the live network.
 
 The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
 `to_module(state, weights="ema")` and `with_weights(state, "ema")` give them to others. Until the first update they are
@@ -26,14 +26,14 @@ References:
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import as_scalar, checked_every, point, time_in
+from purecompose.algorithms._averages import Measure, as_scalar, between, checked_every, measure, point
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.predicate import after, every, on
@@ -50,7 +50,7 @@ class EmaState(NamedTuple):
 
     averages: Averages
     at: Tensor
-    """When the last weights were taken, in half-lives from the start of the run, 0-d float64; 0 with `smoothing`."""
+    """When weights were last taken, 0-d float64: what the half-life's counter stood at; 0 with `smoothing`."""
 
 
 def compute_ema(
@@ -73,12 +73,9 @@ def compute_ema(
         >>> compute_ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, 0.75)["w"]
         tensor([1.5000, 2.0000])
     """
-
-    def mixed(average: Tensor, weight: Tensor) -> Tensor:
-        share = as_scalar(smoothing, average.dtype, average.device)
-        return torch.lerp(weight.to(average.dtype), average, share)
-
-    return {name: mixed(average, weights[name]) for name, average in averages.items()}
+    # 1 - s before it is rounded to the averages' dtype: of s = 0.999999 float32 leaves one digit of the difference.
+    share = 1 - (smoothing.double() if isinstance(smoothing, Tensor) else smoothing)
+    return between(averages, weights, share)
 
 
 def ema(
@@ -112,11 +109,12 @@ def ema(
     """
     if half_life is not None and smoothing is not None:
         raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
-    if smoothing is not None:
-        smoothing = check_number(smoothing, "ema: smoothing", 0, 1)
-    # How many half-lives have gone by, which the host says in every step.
-    gone = None if smoothing is not None else time_in(_checked(half_life or "1000ba"))
-    interval = checked_every(update_interval or "1ba", "ema: update_interval")
+    if smoothing is None:
+        time = Time.of("1000ba" if half_life is None else half_life, TimeUnit.BATCH)
+        pace = measure(checked_interval(time, "ema: half_life"))
+    else:
+        pace = check_number(smoothing, "ema: smoothing", 0, 1)
+    interval = checked_every("1ba" if update_interval is None else update_interval, "ema: update_interval")
     start = point(ema_start, "ema: ema_start")
 
     def apply(event: Event, state: State) -> State:
@@ -126,30 +124,30 @@ def ema(
         if event is not Event.BATCH_END:
             return with_weights(state, name)
         averages, at = state.slots[name]
-        now = at if gone is None else as_scalar(state.scalar(gone), torch.float64, state.device)
-        kept = smoothing if smoothing is not None else torch.exp2(at - now)
-        share = torch.where(averages.num > 0, kept, 0.0)
-        new = Averages(
-            compute_ema(averages.params, state.params, share),
-            compute_ema(averages.buffers, state.buffers, share),
-            averages.num + 1,
-        )
-        return state.replace(slots={**state.slots, name: EmaState(new, now)})
+        if isinstance(pace, Measure):
+            now, length = (as_scalar(state.scalar(it), torch.float64, state.device) for it in (pace.now, pace.length))
+            # A counter that starts again, in another run from these weights, is no time that has gone by.
+            kept, at = torch.exp2((at - now).clamp(max=0) / length), now
+        else:
+            kept = as_scalar(pace, torch.float64, state.device)
+        kept = torch.where(averages.num > 0, kept, 0.0)
+        params = compute_ema(averages.params, state.params, kept)
+        buffers = compute_ema(averages.buffers, state.buffers, kept)
+        new = Averages(params, _with_infinities(buffers, state.buffers), averages.num + 1)
+        return state.replace(slots={**state.slots, name: EmaState(new, at)})
 
-    settings: dict[str, Any] = {
-        "half_life": gone,
-        "smoothing": smoothing,
-        "ema_start": str(start),
-        "update_interval": str(interval),
-    }
+    updates = on(Event.BATCH_END) & every(interval)
+    setting = "half_life" if isinstance(pace, Measure) else "smoothing"
     return Algorithm(
         name,
-        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & every(interval) & after(start),
+        # From the beginning on is from no share of the run, whose length nobody need know.
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | (updates & after(start) if start else updates),
         apply,
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config={setting: value for setting, value in settings.items() if value is not None},
+        config={setting: pace, "ema_start": str(start), "update_interval": str(interval)},
     )
 
 
-def _checked(half_life: TimeLike) -> Time:
-    return checked_interval(Time.of(half_life, TimeUnit.BATCH), "ema: half_life")
+def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Averages of buffers; masks have infinities, whose mean with themselves would be NaN."""
+    return {name: torch.where(buffers[name].isinf(), buffers[name].to(a.dtype), a) for name, a in averages.items()}

@@ -3,16 +3,22 @@
     steps 1 ... k-1:   sum <- sum + n g,   and no update
     step k:            g <- (sum + n g) / (total of n),   the update, and the sum is 0 again
 
-with g a batch's gradient and n its examples. k batches of n examples train as one of k n does, BatchNorm and draws
-aside, in the memory of one. `compose(..., microbatches=k)` does that to a batch that the loader gives at once; this is
-for batches that come one by one.
+with g a batch's gradient and n the terms that its loss is a mean of: examples or, in a loss over tokens, those that are
+not ignored. So k batches of n examples train as one of k n does, BatchNorm and draws aside, in the memory of one.
+`compose(..., microbatches=k)` does that to a batch that the loader gives at once; this is for batches that come one by
+one.
 
 In a step without an update there are no gradients after AFTER_TRAIN_BATCH: the optimizer neither moves nor remembers.
 Time counts batches, so schedules and intervals of other methods do, too. Batches after the last whole group of a run
-are not applied; the next run from that state would finish the group, as a resumed one does.
+are not applied; a run that goes on from its end finishes the group.
 
-Events: INIT; BATCH_START of each k-th step; AFTER_TRAIN_BATCH of every step, after what computes gradients anew and
-before what clips them. Reads and replaces: the gradients. The slot holds the sum, as large as the parameters.
+Events: INIT; BATCH_START of each k-th step, counted from 1, without which nothing is ever updated; AFTER_LOSS of every
+slice, which counts its terms (in a program without it batches weigh their examples); AFTER_TRAIN_BATCH of every step,
+once, after what computes gradients anew and before what clips them. Reads and replaces: the gradients. The slot holds
+the sum, as large as the parameters; float32 for those in half precision.
+
+A batch whose gradients are not finite spoils its group: under loss scaling the group's update is skipped, and the scale
+falls twice, in the batch's step and in the update's.
 
 References:
     Priya Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour. 2017.
@@ -24,23 +30,56 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose import losses
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
 from purecompose.predicate import NEVER, every, on
 from purecompose.state import State
+from purecompose.weights import wide
 
 
 __all__ = ["AccumulatedGradients", "gradient_accumulation"]
+
+_UNCOUNTED = -1
 
 
 class AccumulatedGradients(NamedTuple):
     """What `gradient_accumulation` remembers."""
 
     sums: dict[str, Tensor]
-    """Gradients of trainable parameters, each times its batch's examples."""
-    num_examples: Tensor
-    """Of how many examples, 0-d int64."""
+    """Gradients of the trainable parameters, each times its batch's terms; float32 for those in half precision."""
+    num_terms: Tensor
+    """Of how many terms, 0-d int64."""
+    current: Tensor
+    """The terms of the running step so far, 0-d int64; -1 between steps, and where nobody counts them."""
+
+    @classmethod
+    def empty(cls, params: dict[str, Tensor]) -> "AccumulatedGradients":
+        """Of no batch; for these parameters or, which is as good, for the sums of some."""
+        device = next(iter(params.values())).device if params else None
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        sums = {name: torch.zeros_like(wide(param)) for name, param in params.items()}
+        return cls(sums, zero, torch.full_like(zero, _UNCOUNTED))
+
+    def counted(self, num: int | Tensor) -> "AccumulatedGradients":
+        """With so many terms more in the running step."""
+        return self._replace(current=self.current.clamp(min=0) + num)
+
+    def added(self, grads: dict[str, Tensor], num_examples: int) -> "AccumulatedGradients":
+        """With the gradients of the running step, which is over."""
+        num = torch.where(self.current < 0, num_examples, self.current)
+
+        def with_one(total: Tensor, grad: Tensor) -> Tensor:
+            return total + torch.where(num > 0, num * grad.to(total.dtype), 0)  # a mean of nothing may be NaN
+
+        sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
+        return AccumulatedGradients(sums, self.num_terms + num, torch.full_like(self.current, _UNCOUNTED))
+
+    def mean(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The means, for the parameters and in the dtypes of these gradients."""
+        total = self.num_terms.clamp(min=1)
+        return {name: (self.sums[name] / total).to(grad.dtype) for name, grad in grads.items()}
 
 
 class _Last(NamedTuple):
@@ -57,7 +96,8 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         name: Names its slot.
 
     Raises:
-        TypeError, ValueError: A number that is none, or below 1.
+        TypeError, ValueError: A number that is no int, or below 1. RuntimeError, in the step: a parameter is trained
+            that was frozen at INIT.
 
     Example:
         >>> gradient_accumulation(4)
@@ -67,24 +107,33 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
     """
     num_steps = check_whole(num_steps, "gradient_accumulation: num_steps", 1, hint="it counts batches")
 
+    def with_slot(state: State, slot: AccumulatedGradients | _Last) -> State:
+        return state.replace(slots={**state.slots, name: slot})
+
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            return state.replace(slots={**state.slots, name: _empty(state)})
+            trained = {key: state.params[key] for key in state.context.trainable}
+            return with_slot(state, AccumulatedGradients.empty(trained))
         slot = state.slots[name]
-        if event is Event.BATCH_START:
-            return state.replace(slots={**state.slots, name: _Last(slot)})
         is_last = isinstance(slot, _Last)
-        own, grads, num = slot.own if is_last else slot, state.grads or {}, state.num_examples
-        sums = {key: total + num * grads[key] if key in grads else total for key, total in own.sums.items()}
-        total = own.num_examples + num
+        own = slot.own if is_last else slot
+        if event is Event.BATCH_START:
+            return with_slot(state, _Last(own))
+        if event is Event.AFTER_LOSS:
+            counted = own.counted(_num_terms(state))
+            return with_slot(state, _Last(counted) if is_last else counted)
+        if state.grads is None:  # a program without a gradient so far
+            return with_slot(state, own)
+        _check_known(name, own, state.grads)
+        own = own.added(state.grads, state.num_examples)
         if not is_last:
-            return state.replace(grads={}, slots={**state.slots, name: AccumulatedGradients(sums, total)})
-        means = {key: (sums[key] / total).to(grad.dtype) for key, grad in grads.items()}
-        return state.replace(grads=means, slots={**state.slots, name: _empty(state)})
+            return with_slot(state.replace(grads={}), own)
+        return with_slot(state.replace(grads=own.mean(state.grads)), AccumulatedGradients.empty(own.sums))
 
+    acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | on(Event.BATCH_START) & every(num_steps)
     return Algorithm(
         name,
-        NEVER if num_steps == 1 else on(Event.INIT, Event.AFTER_TRAIN_BATCH) | on(Event.BATCH_START) & every(num_steps),
+        NEVER if num_steps == 1 else acts,
         apply,
         runs_before=(Trait.CLIPS_GRADIENTS,),
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
@@ -92,6 +141,19 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
     )
 
 
-def _empty(state: State) -> AccumulatedGradients:
-    sums = {key: torch.zeros_like(state.params[key]) for key in state.context.trainable}
-    return AccumulatedGradients(sums, torch.zeros((), dtype=torch.int64, device=state.device))
+@torch.no_grad()
+def _num_terms(state: State) -> int | Tensor:
+    """How many terms the loss of the slice at hand is a mean of."""
+    loss_fn = state.context.loss
+    # A model that computes its loss finds its targets in the batch, by a way of its own.
+    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
+    return losses.num_terms(loss_fn, state.outputs, targets)
+
+
+def _check_known(name: str, own: AccumulatedGradients, grads: dict[str, Tensor]) -> None:
+    unknown = [key for key in grads if key not in own.sums]
+    if unknown:
+        raise RuntimeError(
+            f"{name}: expected gradients of what was trainable at INIT, got one of {unknown[0]}, which has no sum: "
+            "thaw parameters before step.init"
+        )

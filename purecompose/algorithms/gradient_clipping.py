@@ -7,18 +7,20 @@ With the threshold T, gradients g and weights W:
     "adaptive"   g_u <- g_u min(1, T max(|W_u|, 1e-3) / |g_u|), for each unit u
 
 A unit is what feeds one output: all dimensions but the first of a matrix or a kernel, and the whole of a bias, a gain
-or a number. Bounds of "adaptive" are so for directions of a unit; those of "norm" for the direction of the whole.
+or a number. "norm" keeps the direction of the whole gradient, "adaptive" that of each unit, "value" neither.
 
-Events: AFTER_TRAIN_BATCH, after what computes gradients anew, such as `sam`. Reads and
-replaces: the gradients; "adaptive" reads the parameters. Remembers nothing. Gradients are those of the whole batch,
-without a loss's scale, whatever the microbatches.
+Events: AFTER_TRAIN_BATCH, after what computes gradients anew, such as `sam`. Reads and replaces: the gradients;
+"adaptive" reads the parameters. Remembers nothing. Gradients are those of the whole batch, without a loss's scale,
+whatever the microbatches.
 
-Gradients that are not finite stay so: of "norm" all become NaN, as where there is no direction there is none to keep.
-`skip_nonfinite` leaves such a step out.
+No NaN becomes a number: with "norm" one NaN makes all gradients NaN, with "adaptive" those of its unit, with "value" it
+stays alone. "value" bounds infinite elements as it does others; with "norm" and "adaptive" they become NaN, and the
+others of the whole or the unit 0. So do finite ones whose squares leave float32's range, from 1.8e19 on. A step with
+NaN is left out under loss scaling, or with the optimizer in an `optim.guarded.Guarded`.
 
 What differs from the original: the type and the threshold are checked when the method is made, not in the first step;
 weights of zero (biases, and gains that begin there) have the floor of the paper, 1e-3, and are not frozen for ever;
-parameters may be left out by the patterns of their names, as the paper leaves out the last layer; the threshold may be
+parameters may be left out by patterns of their names, as the paper leaves out the last layer; the threshold may be
 an hparam or a schedule.
 
 References:
@@ -36,15 +38,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import as_scalar
 from purecompose.algorithms._checks import check_one_of, check_scalar
-from purecompose.algorithms.gradient_norm import norm_of
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
-from purecompose.schedule import Scalar
+from purecompose.schedule import Hparam, Product, Scalar, Schedule
 from purecompose.state import State
+from purecompose.weights import wide
 
 
 __all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "gradient_clipping"]
@@ -68,8 +70,8 @@ def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
         >>> clip_by_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)
         {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
-    share = (threshold / (norm_of(grads.values()) + _SLACK)).clamp(max=1.0)
-    return {name: grad * share.to(grad.dtype) for name, grad in grads.items()}
+    share = (threshold / (tree.global_norm(list(map(wide, grads.values()))) + _SLACK)).clamp(max=1.0)
+    return {name: (wide(grad) * share).to(grad.dtype) for name, grad in grads.items()}
 
 
 def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
@@ -81,7 +83,9 @@ def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
     """
 
     def clipped(grad: Tensor) -> Tensor:
-        most = as_scalar(threshold, grad.dtype, grad.device)
+        if not isinstance(threshold, Tensor):
+            return grad.clamp(-threshold, threshold)
+        most = threshold.to(grad.dtype)
         return grad.clamp(-most, most)
 
     return {name: clipped(grad) for name, grad in grads.items()}
@@ -115,7 +119,7 @@ def clip_adaptively(
         most, length = threshold * _unit_norm(weight).clamp(min=floor), _unit_norm(grad)
         is_long = length > most
         share = torch.where(is_long, most / torch.where(is_long, length, 1.0), 1.0)
-        return grad * share.to(grad.dtype)
+        return (wide(grad) * share).to(grad.dtype)
 
     return {name: clipped(grad, params[name]) for name, grad in grads.items()}
 
@@ -131,9 +135,9 @@ def gradient_clipping(
 
     Args:
         clipping_type: "norm", "value" or "adaptive".
-        clipping_threshold: T, above 0; infinity never matches. An hparam or a schedule may be given: its default is
-            checked; what becomes of it later is not. Common are 0.1 to 2 for "norm", 15 for "value" and 0.01 for
-            "adaptive" with batches of 1024 to 4096, up to 0.16 with smaller ones.
+        clipping_threshold: T, a number above 0; infinity never matches. An hparam or a schedule may be given: its
+            default is checked to be at least 0; what becomes of it later is not. Common are 0.1 to 2 for "norm", 15 for
+            "value" and 0.01 for "adaptive" with batches of 1024 to 4096, up to 0.16 with smaller ones.
         exclude: Patterns of names (`fnmatch`) of parameters whose gradients are not clipped, nor count in the norm:
             `("head.*",)`.
         name: Names it.
@@ -150,11 +154,11 @@ def gradient_clipping(
     """
     check_one_of(clipping_type, "gradient_clipping: clipping_type", ("norm", "value", "adaptive"))
     is_neutral = isinstance(clipping_threshold, float) and clipping_threshold == math.inf
-    if not is_neutral:
-        where, hint = "gradient_clipping: clipping_threshold", "infinity clips nothing"
+    where, hint = "gradient_clipping: clipping_threshold", "infinity clips nothing"
+    if isinstance(clipping_threshold, (Hparam, Product, Schedule)):
         check_scalar(clipping_threshold, where, 0, hint=hint)
-        if isinstance(clipping_threshold, (int, float)):
-            check_number(clipping_threshold, where, 0, above=True, hint=hint)
+    elif not is_neutral:
+        check_number(clipping_threshold, where, 0, above=True, hint=hint)
     if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
         raise TypeError(f"gradient_clipping: exclude: expected patterns of names, such as ('head.*',), got {exclude!r}")
     patterns = tuple(exclude)
@@ -187,9 +191,8 @@ def gradient_clipping(
 
 def _unit_norm(tensor: Tensor) -> Tensor:
     """The length of each unit, with its dimensions kept as 1; float32 at least."""
-    tensor = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
     dims = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=tensor.ndim > 1)
+    return torch.linalg.vector_norm(wide(tensor), dim=dims, keepdim=tensor.ndim > 1)
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:

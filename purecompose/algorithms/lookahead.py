@@ -5,9 +5,9 @@
 with fast the weights that the optimizer moves, and slow those of `interval` steps before. What the optimizer remembers
 stays as it is.
 
-Events: INIT; BATCH_END of every `interval`-th step, counted from 1. Reads and replaces: the trainable parameters. The
-slot holds the slow ones, by name; those of a network whose weights are put in after `step.init` are taken by another
-`step.init`.
+Events: INIT; BATCH_END of every `interval`-th step, counted from 1. Reads and replaces: the parameters that were
+trainable at INIT and still are. The slot holds the slow ones, by name. They begin as the weights are at INIT, so
+weights from elsewhere are put in before `step.init`.
 
 References:
     Michael R. Zhang, James Lucas, Geoffrey Hinton, Jimmy Ba: Lookahead Optimizer: k Steps Forward, 1 Step Back. NeurIPS
@@ -82,8 +82,11 @@ def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead"
         if event is Event.INIT:
             slow = {key: state.params[key].clone() for key in state.context.trainable}
             return state.replace(slots={**state.slots, name: slow})
-        slow = pull_back(state.slots[name], state.params, state.scalar(alpha))
-        return state.replace(params={**state.params, **slow}, slots={**state.slots, name: slow})
+        own, trained = state.slots[name], set(state.context.trainable)
+        slow = {key: value for key, value in own.items() if key in trained}
+        params = {**state.params, **pull_back(slow, state.params, state.scalar(alpha))}
+        # What has been frozen since stays, and begins where it is if it is ever trained again.
+        return state.replace(params=params, slots={**state.slots, name: {key: params[key] for key in own}})
 
     is_neutral = isinstance(alpha, (int, float)) and alpha == 1
     return Algorithm(

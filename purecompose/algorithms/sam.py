@@ -10,13 +10,14 @@ the optimizer is not wrapped: its state is in the checkpoint as ever.
 
 Events: AFTER_TRAIN_BATCH of every `interval`-th step, counted from 1, before what clips gradients. Reads and replaces:
 the gradients; reports in `metrics` the loss at w + e less the loss at w, as f"{name}/sharpness". Remembers nothing.
-Under loss scaling both gradients are scaled, and a step of which either overflows is left out.
+Under loss scaling both gradients are scaled, and a step of which either overflows is left out. Of a program with
+several `Grad`s the last one before the event is taken again; its loss is at a point moved along all gradients there.
 
 What differs from the original: the batch's draws are the same for both gradients, where augmentations and dropout were
 drawn twice; batch statistics move once; gradient clipping acts on the gradient of the step alone (a common norm does
 not change e); a loss of exactly 0 is a loss; momentum and moments are in the checkpoint, and so is the count of steps,
 the run's own; rho may be an hparam or a schedule. The perturbation is that of the whole batch: over several processes
-it was each one's own, which for equal rho is a little stronger.
+it was each one's own.
 
 References:
     Pierre Foret, Ariel Kleiner, Hossein Mobahi, Behnam Neyshabur: Sharpness-Aware Minimization for Efficiently
@@ -27,17 +28,22 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._checks import check_number, check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_scalar
-from purecompose.algorithms.gradient_norm import norm_of
 from purecompose.event import Event
 from purecompose.predicate import NEVER, every, on
 from purecompose.schedule import Scalar
 from purecompose.state import State
+from purecompose.weights import wide
 
 
 __all__ = ["perturb_params", "sam"]
+
+_LEAST_EPSILON = (
+    1e-30  # a float32, whose inverse is one as well: so much more than any rho that 0 * (rho / epsilon) is 0
+)
 
 
 def perturb_params(
@@ -62,8 +68,9 @@ def perturb_params(
         >>> perturb_params({"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([0.0, 2.0])}, rho=0.5)["w"]
         tensor([1.0000, 1.5000])
     """
-    share = rho / (norm_of(grads.values()) + epsilon)
-    return {**params, **{name: params[name] + (share * grad).to(params[name].dtype) for name, grad in grads.items()}}
+    share = rho / (tree.global_norm(list(map(wide, grads.values()))) + epsilon)
+    moves = {name: (share * wide(grad)).to(params[name].dtype) for name, grad in grads.items()}
+    return {**params, **{name: params[name] + move for name, move in moves.items()}}
 
 
 def sam(rho: Scalar = 0.05, epsilon: float = 1e-12, interval: int = 1, *, name: str = "sam") -> Algorithm:
@@ -72,7 +79,7 @@ def sam(rho: Scalar = 0.05, epsilon: float = 1e-12, interval: int = 1, *, name: 
     Args:
         rho: How far that point is, at least 0; 0 never matches. An `hparam` or a schedule may be given: its default is
             checked; what becomes of it later is not.
-        epsilon: Added to the norm of the gradient, above 0.
+        epsilon: Added to the norm of the gradient, at least 1e-30.
         interval: In every how many-th step. 0.05 in every step is common; with an interval of 10 a rho of 0.5 costs a
             tenth, and gains most of it.
         name: Names its metric.
@@ -87,7 +94,7 @@ def sam(rho: Scalar = 0.05, epsilon: float = 1e-12, interval: int = 1, *, name: 
         never
     """
     check_scalar(rho, "sam: rho", 0, hint="it is how far the second gradient's point is")
-    epsilon = check_number(epsilon, "sam: epsilon", 0, above=True)
+    epsilon = check_number(epsilon, "sam: epsilon", _LEAST_EPSILON, hint="1e-12 is common")
     interval = check_whole(interval, "sam: interval", 1, hint="it counts steps")
 
     def apply(event: Event, state: State) -> State:

@@ -6,20 +6,27 @@
 
 x is what has been learned: a running mean of z, and what evaluation sees. The optimizer is the step's own, without
 momentum, which is beta's part: `sgd(lr)`, or `adamw(lr, betas=(0.0, 0.999))`. Its weight decay is taken at y. Its rate
-may warm up, and should not fall.
+may warm up, and should not fall. The learning rate of w is the optimizer's own, not its groups'; where it has none, x
+is the plain mean.
 
 The slot holds z, and x as `Averages`. Evaluation and prediction with `step=` look at x, as `fit` does;
 `to_module(state, weights="schedule_free")` and `with_weights` give it to others. Statistics of BatchNorm are those of
-y, so networks with BatchNorm do less well in evaluation than they could.
+y, and wrong for x: `with_statistics(state, data, weights="schedule_free")` finds the right ones.
 
-Events: INIT; BATCH_END; EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads and replaces:
-the trainable parameters.
+A step whose gradients another method has kept for later changes nothing.
+
+Events: INIT; AFTER_TRAIN_BATCH, which notes the learning rate; BATCH_END; EVAL_START and PREDICT_START, where the state
+is one that is thrown away. Reads and replaces: the trainable parameters.
+
+What differs from the authors' paper: Adam's correction of its start is a part of Adam's step and not of the learning
+rate, so that w has no part in it, as in their later code.
 
 References:
     Aaron Defazio, Xingyu Alice Yang, Harsh Mehta, Konstantin Mishchenko, Ahmed Khaled, Ashok Cutkosky: The Road Less
     Scheduled. NeurIPS 2024. https://arxiv.org/abs/2405.15682
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +34,14 @@ from torch import Tensor
 
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import as_scalar
-from purecompose.algorithms.lookahead import pull_back
+from purecompose.algorithms._averages import as_scalar, between, parts
 from purecompose.event import Event
 from purecompose.predicate import on
 from purecompose.state import State
-from purecompose.weights import Averages, with_weights
+from purecompose.weights import Averages, wide, with_weights
 
 
-__all__ = ["ScheduleFree", "schedule_free"]
+__all__ = ["ScheduleFree", "schedule_free", "schedule_free_step"]
 
 
 class ScheduleFree(NamedTuple):
@@ -44,11 +50,51 @@ class ScheduleFree(NamedTuple):
     averages: Averages
     """x."""
     base: dict[str, Tensor]
-    """z, by name."""
+    """z, by name; as the averages, float32 for parameters in half precision."""
+    rate: Tensor
+    """The learning rate of the step, 0-d float64; changes at AFTER_TRAIN_BATCH, as the others do at BATCH_END."""
     greatest_rate: Tensor
     """The greatest learning rate so far, 0-d float64."""
-    weight: Tensor
+    total: Tensor
     """The sum of w, 0-d float64."""
+
+
+def schedule_free_step(
+    base: Mapping[str, Tensor],
+    averages: Mapping[str, Tensor],
+    moved: Mapping[str, Tensor],
+    beta: float,
+    share: float | Tensor,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """What becomes of z and x after an optimizer has moved y, and the next y.
+
+    Args:
+        base: z, by name, floating.
+        averages: x, with the same names, shapes and dtypes.
+        moved: `(1 - beta) z + beta x` after an optimizer's step, with the same names and shapes; in half precision it
+            may stand beside z and x in float32.
+        beta: How far y is towards x.
+        share: c, how much the new z counts in x, in [0, 1]; a number or a 0-d tensor. 1 in the first step.
+
+    Returns:
+        New z, new x, and y between them, in the dtypes of `moved`.
+
+    Raises:
+        KeyError: A name is missing.
+
+    Example:
+        >>> z, x, y = ({"w": torch.tensor([value])} for value in (1.0, 3.0, 2.0))
+        >>> schedule_free_step(z, x, {"w": y["w"] - 1}, beta=0.5, share=0.5)
+        ({'w': tensor([0.])}, {'w': tensor([1.5000])}, {'w': tensor([0.7500])})
+    """
+
+    def as_moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(moved[name].dtype) for name, value in values.items()}
+
+    y = as_moved(between(base, averages, beta))
+    z = {name: value + (moved[name].to(value.dtype) - y[name].to(value.dtype)) for name, value in base.items()}
+    x = between(averages, z, share)
+    return z, x, as_moved(between(z, x, beta))
 
 
 def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorithm:
@@ -71,25 +117,28 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
         if event is Event.INIT:
             _check_momentum(name, state.optimizer)
             return state.replace(slots={**state.slots, name: _fresh(state)})
-        if event is not Event.BATCH_END:
+        if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
-        averages, base, greatest, weight = state.slots[name]
-        trained = {key: state.params[key] for key in base}
-        before = pull_back(base, averages.params, beta)
-        base = {key: value + (trained[key] - before[key]) for key, value in base.items()}
-        rate = as_scalar(_rate(state), torch.float64, state.device)
-        greatest = torch.maximum(greatest, rate)
-        weight = weight + greatest**2
-        share = torch.where(weight > 0, greatest**2 / torch.where(weight > 0, weight, 1.0), 1.0)
-        average = pull_back(averages.params, base, share)
-        buffers = {key: state.buffers[key].to(value.dtype) for key, value in averages.buffers.items()}
-        new = ScheduleFree(Averages(average, buffers, averages.num + 1), base, greatest, weight)
-        params = {**state.params, **pull_back(base, average, beta)}
-        return state.replace(params=params, slots={**state.slots, name: new})
+        own = state.slots[name]
+        if event is Event.AFTER_TRAIN_BATCH:
+            # Here, since at BATCH_END schedules tell the next step's.
+            rate = as_scalar(_rate(state), torch.float64, state.device)
+            return state.replace(slots={**state.slots, name: own._replace(rate=rate)})
+        if not state.grads:
+            return state
+        greatest = torch.maximum(own.greatest_rate, own.rate)
+        total = own.total + greatest**2
+        # Rates of 0 weigh nothing, all together too.
+        share = torch.where(total > 0, greatest**2 / torch.where(total > 0, total, 1.0), 1.0)
+        moved = {key: state.params[key] for key in own.base}
+        base, average, params = schedule_free_step(own.base, own.averages.params, moved, beta, share)
+        buffers = {key: state.buffers[key].to(value.dtype) for key, value in own.averages.buffers.items()}
+        new = ScheduleFree(Averages(average, buffers, own.averages.num + 1), base, own.rate, greatest, total)
+        return state.replace(params={**state.params, **params}, slots={**state.slots, name: new})
 
     return Algorithm(
         name,
-        on(Event.INIT, Event.BATCH_END, Event.EVAL_START, Event.PREDICT_START),
+        on(Event.INIT, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_START, Event.PREDICT_START),
         apply,
         runs_after=(Trait.REQUIRED_ON_LOAD,),
         config={"beta": beta},
@@ -97,26 +146,26 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
 
 
 def _fresh(state: State) -> ScheduleFree:
-    zero = torch.zeros((), dtype=torch.float64, device=state.device)
-    trained = {key: state.params[key] for key in state.context.trainable}
-    averages = Averages.empty(state)._replace(params={key: value.clone() for key, value in trained.items()})
-    return ScheduleFree(averages, {key: value.clone() for key, value in trained.items()}, zero, zero.clone())
+    # Of each a tensor of its own: a compiled step writes its results over what it was given.
+    x, z = ({key: wide(state.params[key]).clone() for key in state.context.trainable} for _ in range(2))
+    rate, greatest, total = (torch.zeros((), dtype=torch.float64, device=state.device) for _ in range(3))
+    return ScheduleFree(Averages.empty(state)._replace(params=x), z, rate, greatest, total)
 
 
 def _rate(state: State) -> Any:
-    """The learning rate now, of the optimizer or of the one in it; 1 where none is to be found."""
-    optimizer = state.optimizer
-    while hasattr(optimizer, "inner"):
-        optimizer = optimizer.inner
-    return state.scalar(getattr(optimizer, "lr", 1.0))
+    """The learning rate now; 1 where none is to be found."""
+    return state.scalar(getattr(parts(state.optimizer)[0], "lr", 1.0))
 
 
 def _check_momentum(name: str, optimizer: Any) -> None:
-    while hasattr(optimizer, "inner"):
-        optimizer = optimizer.inner
-    has_momentum = getattr(optimizer, "momentum", 0) != 0 or (getattr(optimizer, "betas", None) or (0,))[0] != 0
-    if has_momentum:
-        raise ValueError(
-            f"{name}: expected an optimizer without momentum, whose part beta plays, got {optimizer!r}; give "
-            "sgd(lr) or adamw(lr, betas=(0.0, 0.999))"
-        )
+    """Raises a `ValueError` for an optimizer with momentum, be it in one of its groups."""
+    for part in parts(optimizer):
+        settings: list[tuple[str, Any]] = [(option, getattr(part, option, None)) for option in ("momentum", "betas")]
+        settings += [setting for _, options in getattr(part, "groups", ()) for setting in options]
+        for option, value in settings:
+            momentum = value[0] if option == "betas" and value else value
+            if option in ("momentum", "betas") and momentum not in (None, 0):
+                raise ValueError(
+                    f"{name}: expected an optimizer without momentum, whose part beta plays, got {optimizer!r}; give "
+                    "sgd(lr) or adamw(lr, betas=(0.0, 0.999))"
+                )

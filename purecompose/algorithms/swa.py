@@ -9,16 +9,17 @@ intervals from `swa_start` on, and stays there; for each group that has a rate o
     lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
 BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
-`swa_end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to date;
-a network without such statistics pays nothing.
+`swa_end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to date:
+they become means over these batches, with every module but BatchNorm in evaluation mode. A network without BatchNorm
+is spared that. A run that has no batches left for it has `with_statistics(state, data, weights="swa")`.
 
 The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
 `to_module(state, weights="swa")` and `with_weights(state, "swa")` give them to others. Until the first update they are
 the live weights. The live weights train on and are never overwritten.
 
 Events: INIT; BATCH_END in every interval from `swa_start` on and before `swa_end`; AFTER_TRAIN_BATCH from `swa_end` on;
-EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads parameters and buffers; at INIT it
-replaces the optimizer's learning rate, if that is asked for.
+EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads parameters and buffers; with
+`swa_lr`, it replaces the optimizer's learning rate at INIT.
 
 What differs from the original: `swa_lr` is what the rate becomes, where it was ignored for the schedule's last one, or
 1; the schedule does not write over it; averages are where the weights are; they do not take the place of the live
@@ -33,24 +34,32 @@ References:
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purecompose._checks import check_number, check_whole
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import as_scalar, checked_every, gone, point, with_rate
+from purecompose.algorithms._averages import between, checked_every, gone, point, with_rate
 from purecompose.algorithms._checks import check_one_of
 from purecompose.event import Event
 from purecompose.predicate import after, before, every, on
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.state import State
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
-from purecompose.weights import Averages, with_weights
+from purecompose.weights import Averages, statistics_of, with_batch, with_weights
 
 
-__all__ = ["add_to_mean", "swa"]
+__all__ = ["SwaState", "add_to_mean", "swa"]
+
+
+class SwaState(NamedTuple):
+    """What `swa` remembers."""
+
+    averages: Averages
+    num_batches: Tensor
+    """How many batches are in the statistics since `swa_end`, 0-d int64."""
 
 
 def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
@@ -72,11 +81,7 @@ def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num:
         tensor([2., 2.])
     """
 
-    def added(mean: Tensor, weight: Tensor) -> Tensor:
-        share = 1 / (as_scalar(num, mean.dtype, mean.device) + 1)
-        return torch.lerp(mean, weight.to(mean.dtype), share)
-
-    return {name: added(mean, weights[name]) for name, mean in means.items()}
+    return between(means, weights, 1 / ((num.double() if isinstance(num, Tensor) else num) + 1))
 
 
 def swa(
@@ -93,8 +98,9 @@ def swa(
 
     Args:
         swa_start: When averaging begins, a share of the run or a time.
-        swa_end: When it ends and statistics are brought up to date, later than the start. A share of 1 never comes
-            to that, as a network without batch statistics does not need to.
+        swa_end: From when on no weights are taken and statistics are brought up to date, later than the start. With a
+            share of 1 the last weights count, too, and nothing is brought up to date: for networks without batch
+            statistics.
         update_interval: How often weights are taken, in batches, epochs or a share of the run.
         swa_lr: The learning rate to go to, at least 0; by default it stays as it is.
         anneal_strategy: How it goes there, "linear" or "cosine".
@@ -126,28 +132,26 @@ def swa(
                 f"{name}: swa_lr={swa_lr} takes the place of the learning rate, which is {rate!r}: leave the hparam "
                 "out of the rate, or leave swa_lr out"
             )
-        if isinstance(rate, Schedule) and isinstance(rate.fn, _Annealed):
+        annealed = _Annealed(rate, swa_lr, start, anneal_steps * interval, anneal_strategy)
+        if isinstance(rate, Schedule) and annealed.is_like(rate.fn):  # INIT once more
             return rate
-        return Schedule(
-            _Annealed(rate, swa_lr, start, anneal_steps * interval, anneal_strategy),
-            f"{rate!r} (to {swa_lr} by {name})",
-        )
+        return Schedule(annealed, f"{rate!r} (to {swa_lr} by {name})")
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            state = state.replace(slots={**state.slots, name: Averages.empty(state)})
+            zero = torch.zeros((), dtype=torch.int64, device=state.device)
+            state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero)})
             if swa_lr is None:
                 return state
             return state.replace(optimizer=with_rate(state.optimizer, new_rate, name))
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
-        averages = state.slots[name]
         if event is Event.AFTER_TRAIN_BATCH:
-            new = _with_statistics(averages, state, name)
-        else:
-            params = add_to_mean(averages.params, state.params, averages.num)
-            buffers = {key: state.buffers[key].to(buffer.dtype) for key, buffer in averages.buffers.items()}
-            new = Averages(params, buffers, averages.num + 1)
+            return _with_statistics(state, name)
+        averages, num_batches = state.slots[name]
+        params = add_to_mean(averages.params, state.params, averages.num)
+        buffers = {key: state.buffers[key].to(buffer.dtype) for key, buffer in averages.buffers.items()}
+        new = SwaState(Averages(params, buffers, averages.num + 1), num_batches)
         return state.replace(slots={**state.slots, name: new})
 
     is_whole = end == Time(1.0, TimeUnit.DURATION)
@@ -165,14 +169,15 @@ def swa(
     )
 
 
-def _with_statistics(averages: Averages, state: State, name: str) -> Averages:
-    """The averages, with buffers as they are after the averaged network has seen the batch."""
-    if not averages.buffers:
-        return averages
-    averaged = with_weights(state, name)
-    _, buffers = averaged.run_model(state.inputs, train=True, rng_name=f"{name}.statistics")
-    found = {key: buffers[key].detach().to(buffer.dtype) for key, buffer in averages.buffers.items()}
-    return averages._replace(buffers=found)
+def _with_statistics(state: State, name: str) -> State:
+    """The state whose averages have the batch in their statistics."""
+    found = statistics_of(state.model)
+    if not found.names:
+        return state
+    averages, num_batches = state.slots[name]
+    buffers = with_batch(averages.buffers, found.of(with_weights(state, name), state.inputs), num_batches)
+    new = SwaState(averages._replace(buffers=buffers), num_batches + 1)
+    return state.replace(slots={**state.slots, name: new})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +189,10 @@ class _Annealed:
     start: Time
     length: Time
     strategy: str
+
+    def is_like(self, other: object) -> bool:
+        """Whether another one goes the same way, from whichever rate."""
+        return isinstance(other, _Annealed) and dataclasses.replace(other, rate=self.rate) == self
 
     def __call__(self, timestamp: Timestamp) -> float:
         rate = float(resolve(self.rate, hparams={}, scheduled=lambda schedule: schedule(timestamp)))

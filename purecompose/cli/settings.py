@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from purecompose import _specs as specs
 from purecompose.models import MODELS
+from purecompose.recipes import RECIPES
 
 
 __all__ = [
@@ -103,6 +104,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
             group.add_argument(setting.option, action="store_const", const=True, help=setting.help)
         else:
             group.add_argument(setting.option, type=_READ[setting.kind], metavar=setting.metavar, help=setting.help)
+    group.add_argument("--recipe", choices=tuple(RECIPES), help="the methods of a published recipe, as --algorithms")
     group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here win")
     group.add_argument(
         "--set",
@@ -139,6 +141,10 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
     if options.config is not None:
         found |= read_config(Path(options.config))
     found |= {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    if options.recipe is not None:
+        if options.algorithms is not None:
+            raise UsageError("--recipe: expected it, or --algorithms, not both; docs/algorithms.md lists its methods")
+        found["algorithms"] = RECIPES[options.recipe]
     within: dict[str, dict[str, Any]] = {}
     for text in options.set:
         key, equals, value = text.partition("=")

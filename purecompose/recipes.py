@@ -1,0 +1,57 @@
+"""The published recipes for image classification: methods that go together, by name.
+
+    mild      blurpool, channels last, EMA, progressive resizing, label smoothing
+    medium    those, MixUp, and SAM in every 10th step
+    hot       label smoothing, MixUp, SAM in every 5th step, ColOut, RandAugment, stochastic depth of single examples,
+              progressive resizing
+
+They are for ResNets on large images, and for short, middle and long runs: each costs more for a step than the one
+before, and gains more where there are many. The optimizer, the schedule and the run's length are one's own.
+
+References:
+    MosaicML: Mosaic ResNet, the recipes of 2022 for ResNet-50 on ImageNet.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from purecompose import _specs as specs
+from purecompose.algorithm import Algorithm
+from purecompose.algorithms import FACTORIES
+
+
+__all__ = ["RECIPES", "recipe"]
+
+_MILD = (
+    'blurpool, channels_last, ema(half_life="100ba", update_interval="20ba"), '
+    'progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4), '
+    "label_smoothing(0.1)"
+)
+_HOT = (
+    "label_smoothing(0.1), mixup(0.2), sam(0.5, interval=5), colout(p_row=0.05, p_col=0.05), "
+    'randaugment(severity=9, depth=2), stochastic_depth("sample", 0.1), '
+    "progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4)"
+)
+
+RECIPES: Mapping[str, str] = MappingProxyType(
+    {"mild": _MILD, "medium": f"{_MILD}, mixup(0.2), sam(0.5, interval=10)", "hot": _HOT}
+)
+"""The methods of each recipe, as the command line writes them."""
+
+
+def recipe(name: str) -> list[Algorithm]:
+    """The methods of a published recipe, for `compose`.
+
+    Args:
+        name: "mild", "medium" or "hot".
+
+    Raises:
+        ValueError: There is no such recipe.
+
+    Example:
+        >>> [method.name for method in recipe("mild")]
+        ['blurpool', 'channels_last', 'ema', 'progressive_resizing', 'label_smoothing']
+    """
+    if name not in RECIPES:
+        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}")
+    return [specs.build(call, FACTORIES, "algorithm") for call in specs.parse(RECIPES[name])]

@@ -1,0 +1,132 @@
+"""What the tests of methods that average weights share: runs of a network with BatchNorm, and what all of them keep."""
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from helpers import assert_close, assert_same, make_batches, make_cnn, make_state, run_steps
+from torch import Tensor
+
+import purecompose as pc
+from purecompose import Algorithm, Evaluator, State, compose, loop_events
+from purecompose.weights import averages_in
+
+
+BATCHES = make_batches(12, shape=(2, 6, 6))
+"""Three epochs of four."""
+
+
+def cnn_state(**options: Any) -> State:
+    """Of a network with BatchNorm, in a run over the batches."""
+    return make_state(make_cnn(), **{"duration": "3ep", "batches_per_epoch": 4, "key": 3, **options})
+
+
+def states_after(algorithms: Algorithm | Sequence[Algorithm], state: State, batches: Sequence[Any]) -> list[State]:
+    """The states after INIT and after each batch."""
+    step = compose(loop_events, [algorithms] if isinstance(algorithms, Algorithm) else algorithms)
+    states = [step.init(state)]
+    for batch in batches:
+        states.append(step(states[-1], batch))
+    return states
+
+
+def weights_of(state: State) -> dict[str, Tensor]:
+    """Trainable parameters and floating buffers, in float64."""
+    floating = {name: buffer for name, buffer in state.buffers.items() if buffer.is_floating_point()}
+    trained = {name: state.params[name] for name in state.context.trainable}
+    return {name: tensor.double() for name, tensor in (*trained.items(), *floating.items())}
+
+
+def averages_of(state: State, name: str) -> dict[str, Tensor]:
+    """What a method has averaged, in float64."""
+    found = averages_in(state, name)
+    return {key: tensor.double() for key, tensor in (*found.params.items(), *found.buffers.items())}
+
+
+def check_training_is_the_plain_one(method: Algorithm, state: State | None = None) -> None:
+    """Weights, buffers, the optimizer's memory and the losses are those without the method, bit for bit."""
+    state = cnn_state() if state is None else state
+    for plain, ours in zip(states_after([], state, BATCHES), states_after(method, state, BATCHES), strict=True):
+        for field in ("params", "buffers", "opt_state", "loss"):
+            assert_same(getattr(plain, field), getattr(ours, field))
+
+
+def check_resumes_exactly(make: Callable[[], Algorithm], folder: pathlib.Path, state: State | None = None) -> None:
+    """Saved after any batch, loaded into a new run and continued: the same bits at the end."""
+    state = cnn_state() if state is None else state
+    step = compose(loop_events, [make()])
+    states = states_after(make(), state, BATCHES)
+    for cut in range(len(BATCHES) + 1):
+        pc.save(states[cut], folder / str(cut), step=step)
+        anew = compose(loop_events, [make()])
+        loaded = pc.load(folder / str(cut), anew.init(state), step=anew)
+        assert_same(loaded, states[cut])
+        assert_same(run_steps(anew, loaded, BATCHES[cut:]), states[-1])
+
+
+def check_evaluation_sees_averages(method: Algorithm) -> None:
+    """`evaluate`, `predict` and fit's evaluators do, the training state stays, and another evaluation does not."""
+    step, data = compose(loop_events, [method]), BATCHES[:2]
+    state = states_after(method, cnn_state(), BATCHES)[-1]
+    before = state.copy()
+    averaged = pc.with_weights(state, method.name)
+    expected = pc.evaluate(averaged, data)
+    assert pc.evaluate(state, data, step=step) == expected != pc.evaluate(state, data)
+    assert_same(pc.predict(state, data, step=step), pc.predict(averaged, data))
+    net = pc.to_module(state, weights=method.name).eval()
+    with torch.no_grad():
+        assert_same(pc.predict(state, data, step=step), [net(inputs) for inputs, _ in data])
+    assert_same(state, before)
+
+    seen: dict[int, float] = {}
+
+    def observe(event: pc.Event, state: State) -> None:
+        if event is pc.Event.EVAL_END:
+            seen[state.timestamp.batch] = state.metrics["eval/loss"].item()
+
+    end = pc.fit(step, cnn_state(), BATCHES[:4], evaluate=Evaluator(data, interval="2ba"), observers=observe)
+    states = states_after(method, cnn_state(), BATCHES[:4] * 3)
+    assert seen == {at: pc.evaluate(states[at], data, step=step)["loss"] for at in (2, 4, 6, 8, 10, 12)}
+    assert_same(end.replace(metrics={}), states[-1].replace(metrics={}))
+
+
+def check_populations(method: Algorithm) -> None:
+    """Each member has the averages that it would have alone, and evaluation sees them."""
+    step = compose(loop_events, [method])
+    starts = [cnn_state(key=key) for key in range(2)]
+    starts[1] = starts[1].replace(params={name: 1.5 * param for name, param in starts[1].params.items()})
+    both = pc.population(step, 2)
+    found = run_steps(both, both.init(pc.stack_states(starts)), BATCHES)
+    for member, start in zip(pc.unstack_states(found), starts, strict=True):
+        alone = states_after(method, start, BATCHES)[-1]
+        assert_close(averages_of(member, method.name), averages_of(alone, method.name), rtol=1e-4, atol=1e-5)
+        assert_close(member.params, alone.params, rtol=1e-4, atol=1e-5)
+    averaged = pc.unstack_states(pc.with_weights(found, method.name))
+    losses = pc.evaluate(found, BATCHES[:2], step=both)["loss"]
+    expected = [pc.evaluate(member, BATCHES[:2])["loss"] for member in averaged]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def check_compiled(method: Algorithm, state: State | None = None, **options: Any) -> None:
+    """A compiled run ends where the eager one does; by default with the graphs as they were traced."""
+    state = cnn_state() if state is None else state
+    step = pc.compile(compose(loop_events, [method]), quiet=True, **{"backend": "eager", **options})
+    found = run_steps(step, step.init(state), BATCHES).unleased()
+    assert not list(pc.tree.differences(states_after(method, state, BATCHES)[-1], found, tolerance=1e-5))
+
+
+def check_init(method: Algorithm, surgery: Callable[[], Algorithm], state: State) -> None:
+    """Beside surgery, in either order, the averages are those of the new network; INIT twice is INIT once."""
+    for algorithms in ([method, surgery()], [surgery(), method]):
+        step = compose(loop_events, algorithms)
+        begun = step.init(state)
+        assert begun.params.keys() != state.params.keys()
+        assert averages_in(begun, method.name).params.keys() == set(begun.context.trainable)
+        assert_same(step.init(begun), begun)
+        step(begun, BATCHES[0])
+
+
+def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Equality of float32 results and float64 formulas."""
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,378 @@
+"""EMA: its formula in float64, time in all units, and that training never notices."""
+
+import math
+
+import pytest
+import torch
+from averaging_checks import (
+    BATCHES,
+    assert_near,
+    averages_of,
+    check_compiled,
+    check_evaluation_sees_averages,
+    check_init,
+    check_populations,
+    check_resumes_exactly,
+    check_training_is_the_plain_one,
+    cnn_state,
+    states_after,
+    weights_of,
+)
+from helpers import assert_same, make_batch, make_batches, make_mlp, make_state
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Event, Time, algorithms as alg, compose, loop_events, optim
+from purecompose.algorithms.ema import compute_ema, ema
+from purecompose.testing import TASKS
+
+
+SHARES = st.floats(0, 1)
+NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=2)
+
+
+def expected_averages(weights: list[dict[str, Tensor]], factors: list[float]) -> dict[str, Tensor]:
+    """The closed form: the first weights count for the product of all factors, later ones for 1 - s times the rest."""
+    total = {name: torch.zeros_like(value) for name, value in weights[0].items()}
+    for index, sample in enumerate(weights):
+        rest = math.prod(factors[index:])
+        own = rest if index == 0 else (1 - factors[index - 1]) * rest
+        for name, value in sample.items():
+            total[name] += own * value
+    return total
+
+
+# The core
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.25, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_core_is_the_formula_element_by_element(smoothing, as_tensor):
+    generator = torch.Generator().manual_seed(0)
+    average, weight = (torch.randn(5, 4, generator=generator) for _ in range(2))
+    share = torch.tensor(smoothing, dtype=torch.float64) if as_tensor else smoothing
+    found = compute_ema({"a": average}, {"a": weight, "more": weight}, share)
+    expected = smoothing * average.double() + (1 - smoothing) * weight.double()
+    assert found.keys() == {"a"} and found["a"].dtype is torch.float32
+    torch.testing.assert_close(found["a"].double(), expected, rtol=1e-6, atol=1e-7)
+    if smoothing in (0, 1):
+        assert torch.equal(found["a"], average if smoothing else weight)
+
+
+@given(pair=NUMBERS, smoothing=SHARES)
+def test_averages_lie_between_and_constant_weights_stay(pair, smoothing):
+    average, weight = torch.tensor(pair)
+    found = compute_ema({"a": average}, {"a": weight}, smoothing)["a"]
+    assert min(pair) <= found.item() <= max(pair)
+    assert torch.equal(compute_ema({"a": average}, {"a": average}, smoothing)["a"], average)
+
+
+@pytest.mark.parametrize(("half_life", "interval"), [(8, 1), (12, 3), (1000, 10)])
+def test_after_a_half_life_half_of_the_distance_is_left(half_life, interval):
+    averages, weights = {"a": torch.tensor([3.0, -1.0])}, {"a": torch.tensor([1.0, 1.0])}
+    for _ in range(half_life // interval):
+        averages = compute_ema(averages, weights, 2 ** (-interval / half_life))
+    torch.testing.assert_close(averages["a"], torch.tensor([2.0, 0.0]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [1e-6, 1e-9, 1e-12])
+def test_a_smoothing_next_to_one_is_not_rounded_to_it(change):
+    for smoothing in (1 - change, torch.tensor(1 - change, dtype=torch.float64)):
+        found = compute_ema({"a": torch.zeros(())}, {"a": torch.ones(())}, smoothing)["a"].item()
+        assert found == pytest.approx(change, rel=1e-3 if change == 1e-12 else 1e-6)
+
+
+def test_an_average_without_a_weight_is_an_error():
+    with pytest.raises(KeyError, match="a"):
+        compute_ema({"a": torch.zeros(())}, {}, 0.5)
+
+
+# What is averaged, and when
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5, 0.9, 1.0])
+def test_the_method_is_the_closed_form_of_weights_and_statistics(smoothing):
+    states = states_after(ema(smoothing=smoothing), cnn_state(), BATCHES)
+    samples = [weights_of(state) for state in states[1:]]
+    assert "1.running_var" in samples[0]
+    for num in (1, 2, len(samples)):
+        expected = expected_averages(samples[:num], [smoothing] * (num - 1))
+        assert_near(averages_of(states[num], "ema"), expected)
+        assert states[num].slots["ema"].averages.num.item() == num
+
+
+# Twelve batches of eight, four an epoch: how much of a half-life goes by between two updates.
+@pytest.mark.parametrize(
+    ("half_life", "interval", "every", "passed"),
+    [
+        ("3ba", None, 1, 1 / 3),
+        (3, 1, 1, 1 / 3),
+        (Time.of("3ba"), "2ba", 2, 2 / 3),
+        ("1ep", "1ba", 1, 1 / 4),
+        ("1ep", "3ba", 3, 3 / 4),
+        ("6ba", "1ep", 4, 4 / 6),
+        ("16sp", "1ba", 1, 8 / 16),
+        ("0.25dur", "1ba", 1, 1 / 3),
+        ("1iter", "1ba", 1, 1 / 8),
+        ("2ba", "0.25dur", 3, 3 / 2),
+        ("48sp", "0.5dur", 6, 1),
+        (None, "5ba", 5, 5 / 1000),
+    ],
+)
+def test_half_lives_in_every_unit_beside_intervals_in_another(half_life, interval, every, passed):
+    method = ema(half_life, update_interval=interval)
+    states = states_after(method, cnn_state(iteration_length="2ep"), BATCHES)
+    samples = [weights_of(state) for state in states[every::every]]
+    expected = expected_averages(samples, [2**-passed] * (len(samples) - 1))
+    assert_near(averages_of(states[-1], "ema"), expected)
+
+
+def test_half_lives_in_samples_and_tokens_count_what_comes():
+    batches = [make_batch(seed, size) for seed, size in enumerate((8, 4, 2, 8))]
+    states = states_after(ema("8sp"), make_state(), batches)
+    expected = expected_averages([weights_of(state) for state in states[1:]], [2**-0.5, 2**-0.25, 2**-1])
+    assert_near(averages_of(states[-1], "ema"), expected)
+
+    task = TASKS["tokens"]
+    batches = [task.make_batch(seed, size) for seed, size in enumerate((2, 4, 2))]
+    assert batches[0]["input_ids"].shape == (2, 5)
+    states = states_after(ema("20tok"), task.make_state(0), batches)
+    expected = expected_averages([weights_of(state) for state in states[1:]], [2**-1, 2**-0.5])
+    assert_near(averages_of(states[-1], "ema"), expected)
+
+
+def test_a_share_of_a_run_that_is_counted_in_samples():
+    batches = [make_batch(seed, size) for seed, size in enumerate((8, 4, 4))]
+    states = states_after(ema("0.5dur"), make_state(duration="16sp"), batches)
+    expected = expected_averages([weights_of(state) for state in states[1:]], [2**-0.5, 2**-0.5])
+    assert_near(averages_of(states[-1], "ema"), expected)
+
+
+@pytest.mark.parametrize(
+    ("start", "interval", "first"),
+    [(0.0, "1ba", 1), ("5ba", "1ba", 5), ("5ba", "2ba", 6), (0.5, "1ba", 6), ("2ep", "1ba", 8), ("33sp", "1ba", 5)],
+)
+def test_averaging_begins_with_the_first_update_from_the_start_on(start, interval, first):
+    method = ema("2ba", ema_start=start, update_interval=interval)
+    states = states_after(method, cnn_state(), BATCHES)
+    assert all(state.slots["ema"].averages.num.item() == 0 for state in states[:first])
+    assert_same(averages_of(states[first], "ema"), weights_of(states[first]))
+    step = compose(loop_events, [method])
+    for state in states[:first]:  # until then evaluation sees what trains
+        assert_same(step.replace(program=pc.eval_events).fire(Event.EVAL_START, state), state)
+
+
+def test_a_run_without_a_length_will_do():
+    states = states_after(ema("2ba"), make_state(duration=None), make_batches(3))
+    assert states[-1].slots["ema"].averages.num.item() == 3
+
+
+def test_a_longer_run_goes_on_with_the_averages_and_its_own_half_life():
+    """Half-lives that are shares of the run get longer with it; what has been remembered still holds."""
+    method = ema("0.25dur")
+    step, batches = compose(loop_events, [method]), make_batches(3)
+    start = make_state(duration="4ep", batches_per_epoch=3)
+    longer = pc.fit(step, pc.fit(step, start, batches), batches, duration="5ep")
+    samples = [weights_of(state) for state in states_after(method, start, batches * 5)[1:]]
+    expected = expected_averages(samples, [2 ** (-1 / 3)] * 11 + [2 ** (-1 / 3.75)] * 3)
+    assert_near(averages_of(longer, "ema"), expected)
+
+
+def test_a_run_from_these_weights_whose_time_starts_again_keeps_the_averages():
+    method = ema("2ba")
+    step = compose(loop_events, [method])
+    old = states_after(method, make_state(), make_batches(5))[-1]
+    anew = step(old.replace(timestamp=make_state().timestamp), make_batch(9))
+    assert_same(averages_of(anew, "ema"), averages_of(old, "ema"))  # no time that is known has gone by
+    after = step(anew, make_batch(10))
+    expected = expected_averages([averages_of(old, "ema"), weights_of(after)], [2**-0.5])
+    assert_near(averages_of(after, "ema"), expected)
+
+
+# Training and evaluation
+
+
+@pytest.mark.parametrize("interval", ["1ba", "2ba", "5ba", "1ep", "0.25dur"])
+def test_training_is_the_same_bit_for_bit(interval):
+    check_training_is_the_plain_one(ema("2ba", update_interval=interval))
+
+
+@pytest.mark.parametrize("every", ["1ba", "2ba", "3ba", "1ep", "0.5dur"])
+@pytest.mark.parametrize("interval", ["1ba", "1ep"])
+def test_saving_and_evaluating_at_any_interval_leave_training_as_it_was(every, interval, tmp_path):
+    step = compose(loop_events, [ema("2ba", update_interval=interval)])
+    plain = pc.fit(compose(loop_events), cnn_state(), BATCHES[:4])
+    evaluator = pc.Evaluator(BATCHES[:1], interval=every)
+    kept = pc.Checkpoints(tmp_path, every=every)
+    found = pc.fit(step, cnn_state(), BATCHES[:4], evaluate=evaluator, checkpoints=kept)
+    for field in ("params", "buffers", "opt_state"):
+        assert_same(getattr(found, field), getattr(plain, field))
+
+
+def test_evaluation_sees_averages_and_leaves_training_alone():
+    check_evaluation_sees_averages(ema("2ba"))
+
+
+def test_of_two_averages_the_later_one_is_seen():
+    methods = [ema("1ba", name="fast"), ema("10ba", name="slow")]
+    state = states_after(methods, cnn_state(), BATCHES)[-1]
+    step = compose(loop_events, methods)
+    expected = pc.evaluate(pc.with_weights(state, "slow"), BATCHES[:1])
+    assert pc.evaluate(state, BATCHES[:1], step=step) == expected
+    assert expected != pc.evaluate(pc.with_weights(state, "fast"), BATCHES[:1])
+
+
+@pytest.mark.parametrize("settings", [{"half_life": "3ba", "update_interval": "2ba"}, {"smoothing": 0.8}])
+def test_a_run_resumes_to_the_same_bits_from_any_batch(settings, tmp_path):
+    check_resumes_exactly(lambda: ema(ema_start="2ba", **settings), tmp_path)
+
+
+# Networks of all kinds, and other ways to run them
+
+
+def test_frozen_parameters_are_in_no_average():
+    net = make_mlp()
+    net[0].weight.requires_grad_(False)
+    state = states_after(ema("2ba"), make_state(net), make_batches(3))[-1]
+    assert state.slots["ema"].averages.params.keys() == {"0.bias", "3.weight", "3.bias"}
+    assert pc.with_weights(state, "ema").params["0.weight"] is state.params["0.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_averages_of_half_precision_are_float32(dtype):
+    def train(method):
+        state = make_state(make_mlp(dtype=dtype), optimizer=optim.sgd(0.5))
+        return states_after(method, state, make_batches(6, dtype=dtype))
+
+    states = train(ema(smoothing=0.999))
+    samples = [weights_of(state) for state in states[1:]]
+    assert {tensor.dtype for tensor in states[-1].slots["ema"].averages.params.values()} == {torch.float32}
+    assert_near(averages_of(states[-1], "ema"), expected_averages(samples, [0.999] * 5))
+    seen = pc.with_weights(states[-1], "ema").params
+    assert {tensor.dtype for tensor in seen.values()} == {dtype}
+
+
+def test_counters_are_the_live_ones():
+    state = states_after(ema("2ba"), cnn_state(), BATCHES)[-1]
+    seen = pc.with_weights(state, "ema").buffers
+    assert seen["1.num_batches_tracked"].item() == len(BATCHES)
+    assert not torch.equal(seen["1.running_mean"], state.buffers["1.running_mean"])
+
+
+class Masked(nn.Module):
+    """With a mask of infinities among its buffers, as language models have."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.inf, 7.0]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(torch.where(self.mask.isinf(), 0.0, inputs))
+
+
+def test_masks_of_infinities_stay_what_they_are():
+    state = states_after(ema("2ba"), make_state(Masked()), make_batches(3))[-1]
+    assert torch.equal(pc.with_weights(state, "ema").buffers["mask"], state.buffers["mask"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_microbatches_change_nothing_about_it(microbatches):
+    step = compose(loop_events, [ema(smoothing=0.5)], microbatches=microbatches)
+    states = [step.init(cnn_state())]
+    for batch in BATCHES[:3]:
+        states.append(step(states[-1], batch))
+    expected = expected_averages([weights_of(state) for state in states[1:]], [0.5, 0.5])
+    assert_near(averages_of(states[-1], "ema"), expected)
+
+
+def test_a_population_averages_each_member():
+    check_populations(ema("3ba", ema_start="2ba"))
+
+
+@pytest.mark.parametrize("settings", [{"half_life": "3ba"}, {"smoothing": 0.9, "update_interval": "1ep"}])
+def test_compiled_steps_average_too(settings):
+    check_compiled(ema(ema_start="2ba", **settings))
+
+
+def test_graphs_that_torch_rewrites_average_too():
+    check_compiled(ema("3ba"), backend="aot_eager", donate=False)
+
+
+def test_it_averages_what_surgery_leaves():
+    check_init(ema("2ba"), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
+
+
+def test_gradients_flow_through_averages():
+    """Hyper-gradients of what evaluation sees, against the difference quotient."""
+    step = compose(loop_events, [ema(smoothing=0.5)])
+    start = step.init(make_state(make_mlp(dtype=torch.float64), optimizer=optim.sgd(pc.hparam("lr", 0.1))))
+
+    def loss_of_average(rate: Tensor) -> Tensor:
+        state = start.replace(hparams={"lr": rate})
+        for seed in range(3):
+            state = step(state, make_batch(seed, dtype=torch.float64))
+        return pc.tree.global_norm(pc.with_weights(state, "ema").params)
+
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    slope = torch.func.grad(loss_of_average)(rate)
+    quotient = (loss_of_average(rate + 1e-5) - loss_of_average(rate - 1e-5)) / 2e-5
+    torch.testing.assert_close(slope, quotient, rtol=1e-6, atol=1e-9)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"half_life": "1ba", "smoothing": 0.9}, ValueError, "a half_life or a smoothing, got half_life='1ba' and"),
+        ({"half_life": 0}, ValueError, "half_life=.*: expected a positive time"),
+        ({"half_life": "0ba"}, ValueError, "half_life=.*: expected a positive time"),
+        ({"half_life": "-2ep"}, ValueError, "half_life"),
+        ({"half_life": "10sec"}, ValueError, "half_life=.* not in seconds"),
+        ({"half_life": ""}, ValueError, "cannot read the time ''"),
+        ({"smoothing": 1.5}, ValueError, r"ema: smoothing: expected a finite number in \[0, 1\], got 1.5"),
+        ({"smoothing": -0.1}, ValueError, "ema: smoothing"),
+        ({"smoothing": "0.9"}, TypeError, "ema: smoothing"),
+        ({"update_interval": 0}, ValueError, "update_interval=.*: expected a positive time"),
+        ({"update_interval": "5sp"}, ValueError, r"update_interval='5sp': expected batches \(ba\), epochs \(ep\)"),
+        ({"update_interval": "5sec"}, ValueError, "update_interval"),
+        ({"ema_start": 1.5}, ValueError, r"ema_start=1.5: expected a share of the run in \[0, 1\]"),
+        ({"ema_start": "-1ba"}, ValueError, "ema_start"),
+        ({"ema_start": "5sec"}, ValueError, "ema_start='5sec': wall-clock time is no part of a state"),
+    ],
+)
+def test_settings_are_checked_when_it_is_built(settings, error, words):
+    with pytest.raises(error, match=words):
+        ema(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        ({"half_life": "0.1dur"}, {"duration": None}, "0.1dur is a share of a run that has no duration"),
+        ({"half_life": "0.1dur"}, {"duration": "60sec"}, "0.1dur is a share of a run that has a duration of 60sec"),
+        ({"ema_start": 0.5}, {"duration": None}, "0.5dur is a fraction of a run that has no duration"),
+        ({"update_interval": "1ep"}, {}, "every.'1ep'. cannot be counted in batches in this run"),
+    ],
+)
+def test_times_that_the_run_cannot_tell_are_errors(settings, options, words):
+    with pytest.raises((ValueError, pc.MatchError), match=words):
+        states_after(ema(**settings), make_state(**options), make_batches(1))
+
+
+def test_it_prints_its_settings():
+    assert repr(ema("2ep", update_interval="10ba", name="slow")) == (
+        "slow(half_life='2ep', ema_start='0.0dur', update_interval='10ba')"
+    )
+    assert repr(ema(smoothing=0.9)) == "ema(smoothing=0.9, ema_start='0.0dur', update_interval='1ba')"
+
+
+def test_evaluating_a_state_without_the_slot_says_what_is_missing():
+    step = compose(loop_events, [ema()])
+    with pytest.raises(ValueError, match="weights='ema'.*no algorithm of this state keeps any"):
+        pc.evaluate(make_state(), make_batches(1), step=step)

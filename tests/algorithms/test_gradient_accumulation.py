@@ -1,0 +1,469 @@
+"""Gradient accumulation against the whole batch and torch's loop; what weighs a batch, and what happens in between."""
+
+from collections.abc import Mapping
+
+import method_helpers as helpers
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import (
+    Event,
+    Grad,
+    State,
+    advance,
+    algorithms as alg,
+    compose,
+    hparam,
+    loop_events,
+    optim,
+    tree,
+    update,
+)
+from purecompose.algorithms.ema import ema
+from purecompose.algorithms.gradient_accumulation import AccumulatedGradients, gradient_accumulation
+from purecompose.algorithms.gradient_clipping import gradient_clipping
+from purecompose.algorithms.sam import sam
+from purecompose.predicate import NEVER
+
+
+Batch = tuple[Tensor, Tensor]
+OPTIMIZERS = [optim.sgd(0.3, momentum=0.9, weight_decay=0.01), optim.adam(0.02)]
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "adam"])
+
+
+def wide_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def groups(num: int = 3, size: int = 12) -> list[Batch]:
+    """Whole batches, float64."""
+    inputs, targets = helpers.make_batch(num=num * size)
+    return list(zip(inputs.double().split(size), targets.split(size), strict=True))
+
+
+def parts(batch: Batch, sizes: list[int]) -> list[Batch]:
+    return list(zip(batch[0].split(sizes), batch[1].split(sizes), strict=True))
+
+
+def started(step, state: State, optimizer=OPTIMIZERS[0]) -> State:
+    return step.init(state.replace(optimizer=optimizer, opt_state=optimizer.init(state.params)))
+
+
+def slot_of(state: State) -> AccumulatedGradients:
+    return state.slots["gradient_accumulation"]
+
+
+def is_empty(state: State) -> bool:
+    slot = slot_of(state)
+    return not any(total.any() for total in slot.sums.values()) and slot.num_terms.item() == 0
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol=1e-9, atol=1e-12) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol)
+
+
+def assert_as_whole(sizes: list[int], *others, optimizer=OPTIMIZERS[0], make_state=None, **options) -> State:
+    """Groups of batches of these sizes train as whole batches do; returns the end."""
+    make_state = make_state or (lambda: helpers.make_state(wide_net()))
+    whole = compose(loop_events, others)
+    step = compose(loop_events, [gradient_accumulation(len(sizes)), *others], **options)
+    first, second = started(whole, make_state(), optimizer), started(step, make_state(), optimizer)
+    for batch in groups(size=sum(sizes)):
+        first = whole(first, batch)
+        for part in parts(batch, sizes):
+            second = step(second, part)
+        assert_close(second.params, first.params)
+        assert_close(tree.leaves_with_paths(second.opt_state), tree.leaves_with_paths(first.opt_state))
+        assert is_empty(second)
+    return second
+
+
+# One batch in parts
+
+
+@each_optimizer
+@pytest.mark.parametrize("sizes", [[6, 6], [4, 4, 4], [3, 3, 3, 3]], ids=str)
+def test_batches_of_one_size_train_as_the_whole(sizes, optimizer):
+    assert_as_whole(sizes, optimizer=optimizer)
+
+
+@each_optimizer
+@pytest.mark.parametrize("sizes", [[1, 11], [7, 2, 3], [5, 1, 4, 2]], ids=str)
+def test_unequal_batches_weigh_their_examples(sizes, optimizer):
+    assert_as_whole(sizes, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_slices_of_the_parts_make_no_difference(k):
+    assert_as_whole([5, 7], microbatches=k)
+
+
+def test_it_is_torchs_loop():
+    """Losses over the number of batches, one backward pass each, one step of the optimizer for all."""
+    net, num = wide_net(), 3
+    step = compose(loop_events, [gradient_accumulation(num)])
+    state = started(step, helpers.make_state(net), optim.adamw(0.02))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.02)
+    for batch in groups():
+        optimizer.zero_grad()
+        for inputs, targets in parts(batch, [4, 4, 4]):
+            (F.cross_entropy(net(inputs), targets) / num).backward()
+            state = step(state, (inputs, targets))
+        optimizer.step()
+        assert_close(state.params, {name: param.detach() for name, param in net.named_parameters()})
+
+
+# What a batch weighs
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5)
+        self.double()
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids)).transpose(1, 2)
+
+
+def sentences(lengths: list[int]) -> Batch:
+    """Ids of sentences of these lengths; what is beyond does not count."""
+    ids = torch.randint(5, (len(lengths), 6), generator=torch.Generator().manual_seed(1))
+    return ids, torch.where(torch.arange(6) < torch.tensor(lengths)[:, None], ids, -100)
+
+
+LENGTHS = [6, 5, 1, 0, 0, 0, 3, 2]
+
+
+@pytest.mark.parametrize("methods", [(), (alg.label_smoothing(0.1),)], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("sizes", [[4, 4], [1, 7], [3, 2, 3]], ids=str)
+def test_batches_of_sentences_weigh_their_tokens(sizes, k, methods):
+    """Those that count; a batch of which none does, whose loss is NaN, weighs nothing."""
+    batch, whole = sentences(LENGTHS), compose(loop_events, methods)
+    step = compose(loop_events, [gradient_accumulation(len(sizes)), *methods], microbatches=k)
+    expected = whole(started(whole, helpers.make_state(Words())), batch)
+    state = started(step, helpers.make_state(Words()))
+    for part in parts(batch, sizes):
+        state = step(state, part)
+    assert_close(state.params, expected.params, rtol=1e-7, atol=1e-10)
+
+
+class Counting(nn.Module):
+    """A model that computes its loss over the labels that count."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Words()
+
+    def forward(self, ids, labels):
+        return {"loss": F.cross_entropy(self.net(ids), labels)}
+
+
+def test_a_models_own_loss_weighs_its_labels():
+    ids, labels = sentences(LENGTHS[:3] + LENGTHS[6:])
+    step = compose(loop_events, [gradient_accumulation(2)])
+    state = started(step, helpers.make_state(Counting(), loss=pc.losses.ModelLoss(labels="labels")))
+    whole = started(compose(loop_events), helpers.make_state(Counting(), loss=pc.losses.model_loss))
+    expected = compose(loop_events)(whole, {"ids": ids, "labels": labels})
+    for part in parts((ids, labels), [2, 3]):
+        state = step(state, dict(zip(("ids", "labels"), part, strict=True)))
+    assert_close(state.params, expected.params)
+
+
+def test_a_group_in_which_nothing_counts_is_no_gradient():
+    step = compose(loop_events, [gradient_accumulation(2)])
+    state = start = started(step, helpers.make_state(Words()), optim.sgd(0.1, momentum=0.9))
+    for part in parts(sentences([0, 0, 0, 0]), [2, 2]):
+        state = step(state, part)
+    assert tree.equal(state.params, start.params) and is_empty(state)
+
+
+@pytest.mark.parametrize("nothing", [torch.nan, 0.0])
+def test_a_mean_of_nothing_whose_gradient_is_nan_is_left_out(nothing):
+    params = {"w": torch.ones(2)}
+    slot = AccumulatedGradients.empty(params).counted(4).added({"w": torch.tensor([2.0, 4.0])}, 7)
+    slot = slot.counted(0).added({"w": torch.full((2,), nothing)}, 3)
+    assert slot.num_terms.item() == 4 and slot.current.item() == -1
+    torch.testing.assert_close(slot.mean(params), {"w": torch.tensor([2.0, 4.0])})
+
+
+def test_without_an_event_that_counts_terms_batches_weigh_their_examples():
+    program = (Event.BATCH_START, Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update, advance)
+    (batch,) = groups(1)
+    step, whole = compose(program, [gradient_accumulation(2)]), compose(program)
+    state = started(step, helpers.make_state(wide_net()))
+    expected = whole(started(whole, helpers.make_state(wide_net())), batch)
+    for part in parts(batch, [3, 9]):
+        state = step(state, part)
+    assert_close(state.params, expected.params)
+
+
+# In between
+
+
+@each_optimizer
+def test_between_updates_weights_and_optimizer_are_the_same_bits(optimizer):
+    step = compose(loop_events, [gradient_accumulation(3)])
+    state = started(step, helpers.make_state(wide_net()), optimizer)
+    for batch in groups():
+        for number, part in enumerate(parts(batch, [4, 4, 4]), start=1):
+            before, state = state, step(state, part)
+            is_same = tree.equal((before.params, before.opt_state), (state.params, state.opt_state))
+            assert is_same == (number < 3) and is_empty(state) == (number == 3)
+            assert state.timestamp.batch == before.timestamp.batch + 1
+            assert state.loss is not None and state.loss.isfinite() and not tree.equal(state.loss, before.loss)
+
+
+def test_weight_decay_and_schedules_act_in_the_updates_alone_at_their_time():
+    """The rate is that of the update's own batch."""
+    rate = 0.4 * pc.schedule.linear(1.0, 0.0, "4ba")
+    step = compose(loop_events, [gradient_accumulation(2)])
+    state = start = started(step, helpers.make_state(wide_net()), optim.sgd(rate))
+    (batch,) = groups(1)
+    for part in parts(batch, [6, 6]):
+        state = step(state, part)
+    module = pc.to_module(start)
+    F.cross_entropy(module(batch[0]), batch[1]).backward()
+    for name, param in module.named_parameters():
+        assert param.grad is not None
+        expected = start.params[name] - 0.4 * 0.75 * param.grad
+        torch.testing.assert_close(state.params[name], expected, rtol=1e-6, atol=1e-9)
+
+
+@each_optimizer
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_run_that_is_resumed_within_a_group_is_the_run_without_a_break(stop, optimizer, tmp_path):
+    step = compose(loop_events, [gradient_accumulation(3), alg.mixup(0.3)])
+    batches = [helpers.make_batch(num=num) for num in (10, 7, 9, 8, 10, 6, 11)]
+    state = start = started(step, helpers.make_state(), optimizer)
+    for number, batch in enumerate(batches):
+        if number == stop:
+            pc.save(state, tmp_path / "run", step=step)
+        state = step(state, batch)
+    resumed = pc.load(tmp_path / "run", like=start, step=step)
+    for batch in batches[stop:]:
+        resumed = step(resumed, batch)
+    assert tree.equal(resumed, state)
+
+
+def test_batch_statistics_count_every_batch():
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    step = compose(loop_events, [gradient_accumulation(3)])
+    state = started(step, helpers.make_state(net))
+    for number in range(1, 4):
+        state = step(state, helpers.make_batch())
+        assert state.buffers["1.num_batches_tracked"].item() == number
+
+
+# In company
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_clipped_is_the_mean(is_first):
+    both = [gradient_accumulation(2), gradient_clipping("norm", 0.05)]
+    whole, step = compose(loop_events, both[1:]), compose(loop_events, both if is_first else both[::-1])
+    (batch,) = groups(1)
+    start = started(step, helpers.make_state(wide_net()))
+    assert step.plan(start).order(Event.AFTER_TRAIN_BATCH) == ("gradient_accumulation", "gradient_clipping")
+    expected, state = whole(started(whole, helpers.make_state(wide_net())), batch), start
+    for part in parts(batch, [5, 7]):
+        state = step(state, part)
+    assert_close(state.params, expected.params)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_with_sam_each_batch_has_its_own_point_nearby(is_first):
+    both = [gradient_accumulation(2), sam(0.3)]
+    step = compose(loop_events, both if is_first else both[::-1])
+    state = start = started(step, helpers.make_state(wide_net()), optim.sgd(0.3))
+    (batch,) = groups(1)
+    total = {name: torch.zeros_like(param) for name, param in start.params.items()}
+    for part in parts(batch, [5, 7]):
+        alone = compose(loop_events, [sam(0.3)])
+        after = alone(started(alone, helpers.make_state(wide_net()), optim.sgd(0.3)), part)
+        total = {name: sum_ + len(part[1]) * (after.params[name] - start.params[name]) for name, sum_ in total.items()}
+        state = step(state, part)
+    assert_close(state.params, {name: param + total[name] / 12 for name, param in start.params.items()})
+
+
+def test_a_batch_that_overflows_costs_its_group_the_update_and_nobody_else():
+    step = compose(loop_events, [gradient_accumulation(2), alg.loss_scaling(2.0**8)])
+    state = start = started(step, helpers.make_state())
+    good, skipped = helpers.make_batch(), []
+    for batch in ((good[0] * torch.inf, good[1]), good, good, good):
+        state = step(state, batch)
+        skipped.append(state.metrics["skipped"].item())
+        if len(skipped) == 2:
+            assert tree.equal((state.params, state.opt_state), (start.params, start.opt_state)) and is_empty(state)
+    assert skipped == [1, 1, 0, 0] and state.slots["loss_scaling"].scale.item() == 2.0**6
+    plain = compose(loop_events)
+    expected = plain(started(plain, helpers.make_state()), good)
+    assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_without_overflow_loss_scaling_changes_no_bit():
+    plain = compose(loop_events, [gradient_accumulation(2)])
+    scaled = compose(loop_events, [gradient_accumulation(2), alg.loss_scaling()])
+    first, second = started(plain, helpers.make_state()), started(scaled, helpers.make_state())
+    for seed in range(4):
+        batch = helpers.make_batch(num=6 + seed)
+        first, second = plain(first, batch), scaled(second, batch)
+    assert tree.equal((first.params, first.opt_state), (second.params, second.opt_state))
+
+
+def test_averages_are_taken_in_steps_with_an_update_where_their_interval_says_so():
+    step = compose(loop_events, [gradient_accumulation(2), ema("4ba", update_interval="2ba")])
+    whole = compose(loop_events, [ema("2ba", update_interval="1ba")])
+    first, second = (started(one, helpers.make_state(wide_net())) for one in (whole, step))
+    for batch in groups():
+        first = whole(first, batch)
+        for part in parts(batch, [6, 6]):
+            second = step(second, part)
+    found, expected = (dict(pc.to_module(one, weights="ema").named_parameters()) for one in (second, first))
+    assert_close(found, expected)
+
+
+def test_the_norm_that_is_reported_is_the_means_and_zero_in_between():
+    step = compose(loop_events, [alg.gradient_norm(), gradient_accumulation(2)])
+    whole = compose(loop_events, [alg.gradient_norm()])
+    (batch,) = groups(1)
+    state, norms = started(step, helpers.make_state(wide_net())), []
+    for part in parts(batch, [6, 6]):
+        state = step(state, part)
+        norms.append(state.metrics["gradient_norm"])
+    expected = whole(started(whole, helpers.make_state(wide_net())), batch).metrics["gradient_norm"]
+    assert norms[0].item() == 0
+    torch.testing.assert_close(norms[1], expected)
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+def test_of_two_players_those_wait_whose_gradients_come_before_the_event(is_together):
+    """Both players' gradients before it, or the second's alone: the first one then moves in every step."""
+    first, second = Grad(pc.forward, pc.loss, wrt="0.*"), Grad(pc.forward, pc.loss, wrt="2.*")
+    start, end = Event.BATCH_START, (Event.AFTER_TRAIN_BATCH, update(wrt="2.*"), advance)
+    if is_together:
+        program = (start, first, second, Event.AFTER_TRAIN_BATCH, update(wrt="0.*"), update(wrt="2.*"), advance)
+    else:
+        program = (start, first, update(wrt="0.*"), second, *end)
+    step = compose(program, [gradient_accumulation(2)])
+    state = started(step, helpers.make_state(wide_net()), optim.sgd(0.3))
+    (batch,) = groups(1)
+
+    def gradients(params: dict[str, Tensor], part: Batch) -> dict[str, Tensor]:
+        net = wide_net()
+        net.load_state_dict(params)
+        F.cross_entropy(net(part[0]), part[1]).backward()
+        return {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
+
+    params, sums = dict(state.params), dict.fromkeys(state.params, 0.0)
+    waiting = list(params) if is_together else ["2.weight", "2.bias"]
+    for part in parts(batch, [5, 7]):
+        state = step(state, part)
+        own = gradients(params, part)
+        params = {n: p if n in waiting else p - 0.3 * own[n] for n, p in params.items()}
+        own = gradients(params, part)
+        sums = {name: total + len(part[1]) * own[name] for name, total in sums.items()}
+    expected = {n: p - 0.3 * sums[n] / 12 if n in waiting else p for n, p in params.items()}
+    assert_close(state.params, expected)
+
+
+# Its memory
+
+
+def test_sums_of_half_precision_are_float32():
+    grad = {"w": torch.full((2,), 3e4, dtype=torch.float16)}
+    slot = AccumulatedGradients.empty({"w": torch.zeros(2, dtype=torch.float16)})
+    for _ in range(3):
+        slot = slot.added(grad, 256)
+    assert slot.sums["w"].dtype is torch.float32 and tree.equal(slot.mean(grad), grad)
+
+
+def test_frozen_parameters_have_no_sum():
+    net = wide_net()
+    net[0].weight.requires_grad_(False)  # pyright: ignore
+    state = assert_as_whole([5, 7], make_state=lambda: helpers.make_state(net))
+    assert "0.weight" not in slot_of(state).sums
+    assert torch.equal(state.params["0.weight"], net[0].weight.detach())  # pyright: ignore
+
+
+def test_what_is_frozen_later_stays_and_what_is_thawed_later_is_an_error():
+    step = compose(loop_events, [gradient_accumulation(2)])
+    (batch,) = groups(1)
+    first, second = parts(batch, [6, 6])
+    state = step(started(step, helpers.make_state(wide_net())), first)
+    after = step(state.replace(frozen=("0.weight",)), second)
+    assert torch.equal(after.params["0.weight"], state.params["0.weight"]) and is_empty(after)
+    assert not torch.equal(after.params["0.bias"], state.params["0.bias"])
+    state = started(step, helpers.make_state(wide_net()).replace(frozen=("0.weight",)))
+    with pytest.raises(RuntimeError, match=r"expected gradients of what was trainable at INIT, got one of 0\.weight"):
+        step(state.replace(frozen=()), first)
+
+
+# Ways to compute it
+
+
+def test_members_of_a_population_have_sums_of_their_own():
+    step = compose(loop_events, [gradient_accumulation(2)])
+    optimizer = optim.sgd(hparam("lr", 0.1), momentum=0.9)
+    states = [started(step, helpers.make_state(wide_net()), optimizer) for _ in range(2)]
+    states = [s.replace(hparams={**s.hparams, "lr": lr}) for s, lr in zip(states, (0.1, 0.5), strict=True)]
+    pop, together = pc.population(step, 2), pc.stack_states(states)
+    for batch in groups(4, 6):
+        together, states = pop(together, batch), [step(state, batch) for state in states]
+    for found, expected in zip(pc.unstack_states(together), states, strict=True):
+        assert_close(found.params, expected.params)
+
+
+def test_gradients_flow_through_a_group():
+    step = compose(loop_events, [gradient_accumulation(2)])
+    start = started(step, helpers.make_state(wide_net()), optim.sgd(hparam("lr", 0.1), momentum=0.9))
+    batches = groups(4, 6)
+
+    def loss_after(rate: Tensor) -> Tensor:
+        state = start.replace(hparams={**start.hparams, "lr": rate})
+        for batch in batches:
+            state = step(state, batch)
+        return F.cross_entropy(state.forward(batches[0][0]), batches[0][1])
+
+    rate, h = torch.tensor(0.2, dtype=torch.float64), 1e-5
+    expected = (loss_after(rate + h) - loss_after(rate - h)) / (2 * h)
+    torch.testing.assert_close(torch.func.grad(loss_after)(rate), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_compiled_steps_agree(microbatches):
+    step = compose(loop_events, [gradient_accumulation(2), alg.mixup(0.3)], microbatches=microbatches)
+    fast = pc.compile(step, backend="aot_eager", quiet=True)
+    first = second = started(step, helpers.make_state())
+    for seed in range(5):
+        inputs, targets = helpers.make_batch()
+        first, second = step(first, (inputs + seed, targets)), fast(second, (inputs + seed, targets))
+    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5))
+
+
+# Settings and programs
+
+
+def test_one_batch_a_group_never_matches():
+    assert gradient_accumulation(1).match == NEVER
+
+
+def test_a_program_without_a_gradient_before_the_event_still_says_so():
+    program = (Event.BATCH_START, Event.AFTER_TRAIN_BATCH, update, advance)
+    step = compose(program, [gradient_accumulation(2)])
+    with pytest.raises(RuntimeError, match="comes before any Grad"):
+        step(step.init(helpers.make_state()), helpers.make_batch())
+
+
+@pytest.mark.parametrize(("num", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("2", TypeError)])
+def test_settings_are_checked_when_it_is_built(num, error):
+    with pytest.raises(error, match="gradient_accumulation: num_steps: expected an int >= 1, got"):
+        gradient_accumulation(num)

@@ -1,0 +1,398 @@
+"""Gradient clipping against torch's own and formulas by hand; what it bounds, keeps and leaves alone."""
+
+import math
+
+import method_helpers as helpers
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, compose, hparam, loop_events, tree
+from purecompose.algorithms.gradient_clipping import (
+    clip_adaptively,
+    clip_by_norm,
+    clip_by_value,
+    gradient_clipping,
+)
+from purecompose.predicate import NEVER
+
+
+BATCH = helpers.make_batch()
+TYPES = ("norm", "value", "adaptive")
+SHAPES = {"matrix": (4, 3), "kernel": (3, 2, 5, 5), "sequence": (2, 3, 4), "bias": (7,), "number": ()}
+
+
+def random_tensors(seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def clipped(kind: str, grads, params, threshold):
+    if kind == "adaptive":
+        return clip_adaptively(grads, params, threshold)
+    return (clip_by_norm if kind == "norm" else clip_by_value)(grads, threshold)
+
+
+def units(tensor: Tensor) -> Tensor:
+    """One row for each unit."""
+    return tensor.flatten(1) if tensor.ndim > 1 else tensor.reshape(1, -1)
+
+
+def in_one(tensors) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def assert_close(found, expected, rtol=1e-9, atol=1e-12) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol)
+
+
+thresholds = st.sampled_from([1e-3, 0.1, 1.0, 10.0, 1e3])
+seeds = st.integers(0, 1000)
+
+
+# The common norm
+
+
+@given(seed=seeds, threshold=thresholds, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_norm_and_value_are_torchs(seed, threshold, dtype):
+    grads = random_tensors(seed, dtype=dtype)
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads.values()]
+    for fn, torchs in (
+        (clip_by_norm, torch.nn.utils.clip_grad_norm_),
+        (clip_by_value, torch.nn.utils.clip_grad_value_),
+    ):
+        for param, grad in zip(params, grads.values(), strict=True):
+            param.grad = grad.clone()
+        torchs(params, threshold)
+        expected = {name: param.grad for name, param in zip(grads, params, strict=True)}
+        assert_close(fn(grads, threshold), expected, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0)
+
+
+@given(seed=seeds, threshold=thresholds)
+def test_norm_bounds_the_whole_and_keeps_its_direction(seed, threshold):
+    grads = random_tensors(seed)
+    found, whole = in_one(clip_by_norm(grads, threshold)), in_one(grads)
+    assert found.norm() <= threshold + 1e-6
+    assert torch.cosine_similarity(found, whole, dim=0).item() == pytest.approx(1, rel=1e-12)
+    expected = whole * min(1.0, threshold / (whole.norm().item() + 1e-6))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_is_below_the_threshold_is_untouched(kind):
+    grads, params = random_tensors(0, 1e-4), random_tensors(1)
+    assert tree.equal(clipped(kind, grads, params, 5.0), grads)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e6])
+def test_a_long_gradient_has_the_norm_of_the_threshold(scale):
+    assert in_one(clip_by_norm(random_tensors(0, scale), 2.0)).norm().item() == pytest.approx(2.0, rel=1e-6)
+
+
+# Element by element
+
+
+@given(seed=seeds, threshold=thresholds)
+def test_value_bounds_each_element_and_keeps_signs_and_what_is_inside(seed, threshold):
+    grads = in_one(random_tensors(seed, 3.0))
+    found = in_one(clip_by_value(random_tensors(seed, 3.0), threshold))
+    assert found.abs().max() <= threshold and torch.equal(found.sign(), grads.sign())
+    is_inside = grads.abs() <= threshold
+    assert torch.equal(found[is_inside], grads[is_inside]) and (found[~is_inside].abs() == threshold).all()
+
+
+# Against the weights
+
+
+@given(seed=seeds, threshold=st.sampled_from([1e-3, 0.01, 0.16, 1.0, 3.0]))
+def test_adaptive_bounds_every_unit_by_its_weights_and_keeps_its_direction(seed, threshold):
+    grads, params = random_tensors(seed), random_tensors(seed + 1)
+    found = clip_adaptively(grads, params, threshold)
+    for name, grad in grads.items():
+        for own, old, weight in zip(units(found[name]), units(grad), units(params[name]), strict=True):
+            bound, length = threshold * max(weight.norm().item(), 1e-3), old.norm().item()
+            assert own.norm().item() <= bound * (1 + 1e-12)
+            torch.testing.assert_close(own, old * min(1.0, bound / length), rtol=1e-12, atol=0)
+
+
+def test_adaptive_by_known_numbers():
+    grads = {"w": torch.tensor([[7.0, 24.0], [5.0, 12.0]])}
+    found = clip_adaptively(grads, {"w": torch.tensor([[3.0, 4.0], [9.0, 40.0]])}, 0.5)["w"]
+    torch.testing.assert_close(found, torch.tensor([[0.7, 2.4], [5.0, 12.0]]))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 2, 2, 1), (1, 1, 2, 2)])
+def test_adaptive_in_three_and_four_dimensions_by_known_numbers(shape):
+    """Weights (3, 8, 2, 2) of norm 9 and a gradient of norm 6: a third of 9 is half of 6."""
+    weight, grad = torch.tensor([3.0, 8.0, 2.0, 2.0]).view(shape), torch.tensor([1.0, 1.0, 3.0, 5.0]).view(shape)
+    found = clip_adaptively({"w": grad}, {"w": weight}, 1 / 3)["w"]
+    torch.testing.assert_close(found, grad / 2)
+
+
+def test_adaptive_of_a_vector_or_a_number_takes_the_whole():
+    params = {"bias": torch.tensor([3.0, 4.0]), "number": torch.tensor(-2.0)}
+    grads = {"bias": torch.tensor([60.0, 80.0]), "number": torch.tensor(-8.0)}
+    expected = {"bias": torch.tensor([3.0, 4.0]), "number": torch.tensor(-2.0)}
+    assert_close(clip_adaptively(grads, params, 1.0), expected, rtol=1e-6)
+
+
+def test_zero_weights_have_a_floor_and_are_not_frozen_for_ever():
+    zeros, grads = {"bias": torch.zeros(4)}, {"bias": torch.tensor([0.0, 3.0, 0.0, 4.0])}
+    found = clip_adaptively(grads, zeros, 0.01)["bias"]
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.6e-5, 0.0, 0.8e-5]))
+    assert not clip_adaptively(grads, zeros, 0.01, floor=0.0)["bias"].any()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_zeros_are_never_nan(kind):
+    zeros, weights = {"a": torch.zeros(3, 2), "b": torch.zeros(())}, {"a": torch.ones(3, 2), "b": torch.ones(())}
+    for params in (zeros, weights):
+        assert tree.equal(clipped(kind, zeros, params, 0.5), zeros)
+        assert in_one(clipped(kind, weights, params, 0.5)).isfinite().all()
+
+
+@given(seed=seeds, factor=st.sampled_from([0.01, 0.5, 3.0, 1e4]))
+def test_adaptive_scales_with_weights_and_gradients_above_the_floor(seed, factor):
+    grads, params = random_tensors(seed), random_tensors(seed + 1)
+    scaled_grads, scaled_params = ({name: factor * t for name, t in given.items()} for given in (grads, params))
+    expected = {name: factor * grad for name, grad in clip_adaptively(grads, params, 0.1, floor=0.0).items()}
+    assert_close(clip_adaptively(scaled_grads, scaled_params, 0.1, floor=0.0), expected)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@given(seed=seeds, threshold=thresholds)
+def test_twice_is_once(kind, seed, threshold):
+    """But for the 1e-6 that is added to the common norm."""
+    params = random_tensors(seed + 1)
+    once = clipped(kind, random_tensors(seed), params, threshold)
+    twice = clipped(kind, once, params, threshold)
+    assert_close(twice, once, rtol=2e-6 / threshold if kind == "norm" else 1e-12)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_threshold_in_a_tensor_is_the_same(kind):
+    grads, params = random_tensors(0), random_tensors(1)
+    threshold = torch.tensor(0.125, dtype=torch.float64)
+    assert tree.equal(clipped(kind, grads, params, threshold), clipped(kind, grads, params, 0.125))
+
+
+def test_nan_stays_nan_and_where_it_spreads():
+    grads = {"w": torch.tensor([[torch.nan, 9.0], [8.0, 6.0]]), "b": torch.tensor([5.0])}
+    params = {"w": torch.ones(2, 2), "b": torch.ones(1)}
+    assert in_one(clip_by_norm(grads, 1.0)).isnan().all()
+    torch.testing.assert_close(
+        clip_by_value(grads, 1.0)["w"], torch.tensor([[torch.nan, 1.0], [1.0, 1.0]]), equal_nan=True
+    )
+    unit, other = clip_adaptively(grads, params, 0.1)["w"]
+    assert unit[0].isnan() and other.isfinite().all()
+
+
+def test_infinite_elements_become_nan_and_the_others_zero():
+    grads = {"w": torch.tensor([[torch.inf, 9.0], [8.0, 6.0]]), "b": torch.tensor([5.0])}
+    params = {"w": torch.ones(2, 2), "b": torch.ones(1)}
+    expected = torch.tensor([torch.nan, 0.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(in_one(clip_by_norm(grads, 1.0)), expected, equal_nan=True)
+    unit, other = clip_adaptively(grads, params, 0.1)["w"]
+    torch.testing.assert_close(unit, expected[:2], equal_nan=True)
+    assert other.isfinite().all() and other.all()
+    assert clip_by_value(grads, 1.0)["w"][0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", TYPES)
+def test_half_precision_keeps_its_dtype_and_norms_have_float32s_range(kind, dtype):
+    grads = {"w": torch.full((100, 1), 6e4, dtype=dtype), "b": torch.full((64,), 6e4, dtype=dtype)}
+    params = {"w": torch.full((100, 1), 2.0, dtype=dtype), "b": torch.full((64,), 2.0, dtype=dtype)}
+    found = clipped(kind, grads, params, 0.5)
+    expected = {"norm": (0.5 / math.sqrt(164),) * 2, "value": (0.5, 0.5), "adaptive": (1.0, 1.0)}[kind]
+    for grad, number in zip(found.values(), expected, strict=True):
+        assert grad.dtype is dtype
+        torch.testing.assert_close(grad.double(), torch.full_like(grad, number).double(), rtol=1e-2, atol=0)
+
+
+def test_a_gradient_without_weights_is_an_error():
+    with pytest.raises(KeyError, match="v"):
+        clip_adaptively({"v": torch.ones(1)}, {"w": torch.ones(1)}, 0.1)
+
+
+# In a step
+
+
+def raw_gradients(net: nn.Module | None = None) -> tuple[dict[str, Tensor], State]:
+    """By torch alone, and the state they are of."""
+    state = helpers.make_state(net)
+    module = pc.to_module(state)
+    nn.functional.cross_entropy(module(BATCH[0]), BATCH[1]).backward()
+    return {name: param.grad for name, param in module.named_parameters() if param.grad is not None}, state
+
+
+def after_step(state: State, *algorithms, **options) -> State:
+    step = compose(loop_events, algorithms, **options)
+    return step(step.init(state), BATCH)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_optimizer_is_given_clipped_gradients_of_the_whole_batch(kind, microbatches):
+    grads, state = raw_gradients()
+    after = after_step(state, gradient_clipping(kind, 0.02), microbatches=microbatches)
+    expected = clipped(kind, grads, state.params, 0.02)
+    assert not tree.equal(expected, grads)
+    for name, param in state.params.items():
+        torch.testing.assert_close(after.params[name], param - helpers.LR * expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_is_excluded_is_neither_clipped_nor_counted(kind):
+    grads, state = raw_gradients()
+    after = after_step(state, gradient_clipping(kind, 0.02, exclude=("2.*",)))
+    inner = clipped(kind, {name: grads[name] for name in ("0.weight", "0.bias")}, state.params, 0.02)
+    for name, param in state.params.items():
+        expected = param - helpers.LR * {**grads, **inner}[name]
+        torch.testing.assert_close(after.params[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_all_may_be_excluded():
+    plain = after_step(helpers.make_state())
+    assert tree.equal(after_step(helpers.make_state(), gradient_clipping("norm", 1e-3, exclude=["*"])), plain)
+
+
+def test_a_pattern_that_fits_nothing_is_an_error_that_shows_names():
+    method = gradient_clipping("norm", 1.0, exclude=("head.*",))
+    with pytest.raises(ValueError, match=r"exclude: 'head\.\*' fits no parameter; the names are 0\.weight, 0\.bias"):
+        after_step(helpers.make_state(), method)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_frozen_parameters_stay_out_of_it(kind):
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    net[0].weight.requires_grad_(False)  # pyright: ignore
+    grads, state = raw_gradients(net)
+    grads.pop("0.weight", None)
+    after = after_step(state, gradient_clipping(kind, 0.02))
+    assert torch.equal(after.params["0.weight"], state.params["0.weight"])
+    for name, grad in clipped(kind, grads, state.params, 0.02).items():
+        expected = state.params[name] - helpers.LR * grad
+        torch.testing.assert_close(after.params[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", TYPES)
+def test_it_sees_gradients_without_the_losss_scale(kind, is_first):
+    both = [gradient_clipping(kind, 0.02), alg.loss_scaling()]
+    expected = after_step(helpers.make_state(), both[0])
+    found = after_step(helpers.make_state(), *(both if is_first else both[::-1]))
+    assert tree.equal(found.params, expected.params)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_step_with_nan_is_still_skipped_under_loss_scaling(kind):
+    step = compose(loop_events, [gradient_clipping(kind, 0.02), alg.loss_scaling()])
+    state = step.init(helpers.make_state())
+    after = step(state, (BATCH[0] * torch.inf, BATCH[1]))
+    assert after.metrics["skipped"].item() == 1 and tree.equal(after.params, state.params)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_thresholds_may_be_hparams_and_differ_in_a_population(kind):
+    step = compose(loop_events, [gradient_clipping(kind, hparam("bound", 0.1))])
+    start = step.init(helpers.make_state())
+    bounds = (0.001, 0.1, 1e4)
+    states = [start.replace(hparams={**start.hparams, "bound": bound}) for bound in bounds]
+    ends = pc.unstack_states(pc.population(step, 3)(pc.stack_states(states), BATCH))
+    for found, bound in zip(ends, bounds, strict=True):
+        expected = after_step(helpers.make_state(), gradient_clipping(kind, bound))
+        for name, param in expected.params.items():
+            torch.testing.assert_close(found.params[name], param, rtol=1e-5, atol=1e-6)
+    plain = after_step(helpers.make_state())
+    torch.testing.assert_close(ends[2].params, plain.params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_thresholds_may_follow_a_schedule(kind):
+    step = compose(loop_events, [gradient_clipping(kind, 0.1 * pc.schedule.linear(1.0, 0.0, "4ba"))])
+    state = step.init(helpers.make_state())
+    for number in range(3):
+        before, state = state, step(state, BATCH)
+        expected = after_step(before, gradient_clipping(kind, 0.1 * (1 - number / 4)))
+        for name, param in expected.params.items():
+            torch.testing.assert_close(state.params[name], param, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_gradients_flow_to_the_threshold_and_through_the_norms(kind):
+    """Against difference quotients, in the threshold and along a direction of the weights."""
+    step = compose(loop_events, [gradient_clipping(kind, hparam("bound", 0.1))])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    start, batch = step.init(helpers.make_state(net)), (BATCH[0].double(), BATCH[1])
+    direction = {name: torch.randn_like(param) for name, param in start.params.items()}
+
+    def loss_after(bound: Tensor, along: Tensor) -> Tensor:
+        params = {name: param + along * direction[name] for name, param in start.params.items()}
+        state = start.replace(params=params, hparams={**start.hparams, "bound": bound})
+        for _ in range(3):
+            state = step(state, batch)
+        return nn.functional.cross_entropy(state.forward(batch[0]), batch[1])
+
+    bound, zero, h = torch.tensor(0.03, dtype=torch.float64), torch.zeros((), dtype=torch.float64), 1e-6
+    found = torch.func.grad(loss_after, argnums=(0, 1))(bound, zero)
+    expected = (
+        (loss_after(bound + h, zero) - loss_after(bound - h, zero)) / (2 * h),
+        (loss_after(bound, zero + h) - loss_after(bound, zero - h)) / (2 * h),
+    )
+    assert found[0].abs() > 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_compiled_steps_agree(kind):
+    step = compose(loop_events, [gradient_clipping(kind, 0.02, exclude=("*.bias",))])
+    fast = pc.compile(step, backend="aot_eager", quiet=True)
+    first = second = helpers.make_state()
+    for _ in range(3):
+        first, second = step(first, BATCH), fast(second, BATCH)
+    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5)) and len(fast.variants()) == 1
+
+
+# Settings
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_an_infinite_threshold_never_matches(kind):
+    assert gradient_clipping(kind, math.inf).match == NEVER
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        (("length", 1.0), ValueError, "clipping_type: expected 'norm' or 'value' or 'adaptive', got 'length'"),
+        (("norm", 0), ValueError, r"clipping_threshold: expected a finite number > 0, got 0 \(int\); infinity"),
+        (("norm", -1.0), ValueError, "clipping_threshold: expected a finite number > 0, got -1.0"),
+        (("value", math.nan), ValueError, "clipping_threshold: expected a finite number"),
+        (("value", "much"), TypeError, "clipping_threshold: expected a finite number"),
+        (("norm", hparam("bound", -1.0)), ValueError, "clipping_threshold: expected a finite number >= 0"),
+    ],
+)
+def test_settings_are_checked_when_it_is_built(settings, error, words):
+    with pytest.raises(error, match=f"gradient_clipping: {words}"):
+        gradient_clipping(*settings)
+
+
+@pytest.mark.parametrize("patterns", ["head.*", (1,)])
+def test_patterns_are_a_sequence_of_texts(patterns):
+    with pytest.raises(TypeError, match="gradient_clipping: exclude: expected patterns of names"):
+        gradient_clipping("norm", 1.0, exclude=patterns)
+
+
+def test_it_prints_what_it_was_made_of():
+    assert repr(gradient_clipping("norm", 1.0, exclude=["2.*"])) == (
+        "gradient_clipping(clipping_type='norm', clipping_threshold=1.0, exclude=('2.*',))"
+    )

@@ -1,0 +1,215 @@
+"""Lookahead against a loop by hand; its interval, its memory, and who is left alone."""
+
+import method_helpers as helpers
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, compose, hparam, loop_events, optim, tree
+from purecompose.algorithms.gradient_accumulation import gradient_accumulation
+from purecompose.algorithms.lookahead import lookahead, pull_back
+from purecompose.predicate import NEVER
+
+
+BATCHES = [helpers.make_batch(num=num) for num in (10, 7, 9, 8, 10, 6, 11)]
+
+
+def wide_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def wide(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch[0].double(), batch[1]
+
+
+def started(step, state: State, optimizer=None) -> State:
+    optimizer = optimizer or optim.sgd(0.3, momentum=0.9)
+    return step.init(state.replace(optimizer=optimizer, opt_state=optimizer.init(state.params)))
+
+
+def slow_of(state: State) -> dict[str, Tensor]:
+    return state.slots["lookahead"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "torchs", "settings"),
+    [
+        (optim.sgd(0.2, momentum=0.9), torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}),
+        (optim.adam(0.02), torch.optim.Adam, {"lr": 0.02}),
+    ],
+    ids=["sgd", "adam"],
+)
+@pytest.mark.parametrize(("alpha", "interval"), [(0.5, 3), (0.8, 1), (0.0, 2)])
+def test_it_is_the_loop_by_hand_around_torchs_optimizer(mine, torchs, settings, alpha, interval):
+    """What the optimizer remembers stays as it is at a synchronisation."""
+    net, step = wide_net(), compose(loop_events, [lookahead(alpha, interval)])
+    state, optimizer = started(step, helpers.make_state(net), mine), torchs(net.parameters(), **settings)
+    slow = [param.detach().clone() for param in net.parameters()]
+    for number, batch in enumerate(map(wide, BATCHES), start=1):
+        optimizer.zero_grad()
+        F.cross_entropy(net(batch[0]), batch[1]).backward()
+        optimizer.step()
+        if number % interval == 0:
+            for low, param in zip(slow, net.parameters(), strict=True):
+                low += alpha * (param.detach() - low)
+                param.data.copy_(low)
+        state = step(state, batch)
+        for low, (name, param) in zip(slow, net.named_parameters(), strict=True):
+            torch.testing.assert_close(state.params[name], param.detach(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(slow_of(state)[name], low, rtol=1e-10, atol=1e-12)
+
+
+def test_between_synchronisations_the_steps_are_plain_and_the_memory_stays():
+    plain, step = compose(loop_events), compose(loop_events, [lookahead(0.5, 3)])
+    state = started(step, helpers.make_state())
+    for number, batch in enumerate(BATCHES, start=1):
+        before, state = state, step(state, batch)
+        alone = plain(before, batch)
+        if number % 3:
+            assert tree.equal((alone.params, slow_of(before)), (state.params, slow_of(state)))
+        else:
+            assert tree.equal(slow_of(state), state.params) and not tree.equal(alone.params, state.params)
+        assert tree.equal(alone.opt_state, state.opt_state)
+
+
+def test_all_of_the_way_back_is_no_training_and_none_of_it_never_matches():
+    step = compose(loop_events, [lookahead(0.0, 1)])
+    start = started(step, helpers.make_state())
+    assert tree.equal(step(step(start, BATCHES[0]), BATCHES[1]).params, start.params)
+    assert lookahead(1).match == lookahead(1.0, 7).match == NEVER
+
+
+def test_the_points_between_are_exact_at_both_ends():
+    slow = {"w": torch.tensor([0.1, -3.7e7]), "b": torch.tensor(1e-30)}
+    fast = {"w": torch.tensor([3e-8, 0.3]), "b": torch.tensor(7.0), "other": torch.ones(1)}
+    assert tree.equal(pull_back(slow, fast, 0.0), slow)
+    assert tree.equal(pull_back(slow, fast, 1.0), {name: fast[name] for name in slow})
+    torch.testing.assert_close(pull_back(slow, fast, torch.tensor(0.25))["b"], torch.tensor(1.75))
+    with pytest.raises(KeyError, match="v"):
+        pull_back({"v": torch.ones(1)}, fast, 0.5)
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_run_that_is_resumed_at_any_batch_is_the_run_without_a_break(stop, tmp_path):
+    step = compose(loop_events, [lookahead(0.5, 3), alg.mixup(0.3)])
+    state = start = started(step, helpers.make_state(), optim.adam(0.01))
+    for number, batch in enumerate(BATCHES):
+        if number == stop:
+            pc.save(state, tmp_path / "run", step=step)
+        state = step(state, batch)
+    resumed = pc.load(tmp_path / "run", like=start, step=step)
+    for batch in BATCHES[stop:]:
+        resumed = step(resumed, batch)
+    assert tree.equal(resumed, state)
+
+
+def test_frozen_parameters_and_statistics_are_left_alone():
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    net[0].weight.requires_grad_(False)  # pyright: ignore
+    step = compose(loop_events, [lookahead(0.5, 2)])
+    start = started(step, helpers.make_state(net))
+    assert "0.weight" not in slow_of(start) and slow_of(start).keys() < start.params.keys()
+    before = step(start, BATCHES[0])
+    state, plain = step(before, BATCHES[1]), compose(loop_events)(before, BATCHES[1])
+    assert torch.equal(state.params["0.weight"], start.params["0.weight"])
+    assert tree.equal(state.buffers, plain.buffers)
+
+
+def test_what_is_frozen_later_stays_where_it_is():
+    step = compose(loop_events, [lookahead(0.5, 2)])
+    state = step(started(step, helpers.make_state()), BATCHES[0])
+    frozen = state.replace(frozen=("0.weight",))
+    for batch in BATCHES[1:4]:
+        frozen = step(frozen, batch)
+    assert torch.equal(frozen.params["0.weight"], state.params["0.weight"])
+    assert not torch.equal(frozen.params["0.bias"], state.params["0.bias"])
+    # Trained again, it begins there: half of one step's way is left.
+    thawed = frozen.replace(frozen=())
+    plain = compose(loop_events)(thawed, BATCHES[4])
+    later = compose(loop_events, [lookahead(0.5, 1)])(thawed, BATCHES[4])
+    expected = (state.params["0.weight"] + plain.params["0.weight"]) / 2
+    torch.testing.assert_close(later.params["0.weight"], expected)
+
+
+def test_the_memory_is_of_the_weights_at_init():
+    state = compose(loop_events, [lookahead()]).init(helpers.make_state())
+    assert tree.equal(slow_of(state), state.params)
+    assert all(slow_of(state)[name] is not param for name, param in state.params.items())
+
+
+def test_it_counts_batches_where_updates_are_fewer():
+    """With an update for every two batches and a synchronisation in every fourth: after every second update."""
+    both = [gradient_accumulation(2), lookahead(0.5, 4)]
+    step, once = compose(loop_events, both), compose(loop_events, [lookahead(0.5, 2)])
+    state = started(step, helpers.make_state(wide_net()))
+    other = started(once, helpers.make_state(wide_net()))
+    pairs = [(wide(helpers.make_batch(num=12)), seed) for seed in range(4)]
+    for (inputs, targets), seed in pairs:
+        inputs = inputs + seed
+        other = once(other, (inputs, targets))
+        for part in zip(inputs.split(6), targets.split(6), strict=True):
+            state = step(state, part)
+    for name, param in other.params.items():
+        torch.testing.assert_close(state.params[name], param, rtol=1e-9, atol=1e-12)
+
+
+def test_alpha_may_be_an_hparam_and_differ_in_a_population():
+    step = compose(loop_events, [lookahead(hparam("alpha", 0.5), 2)])
+    start = started(step, helpers.make_state(wide_net()))
+    states = [start.replace(hparams={**start.hparams, "alpha": alpha}) for alpha in (0.0, 0.3, 1.0)]
+    pop, together = pc.population(step, 3), pc.stack_states(states)
+    for batch in map(wide, BATCHES[:2]):
+        together, states = pop(together, batch), [step(state, batch) for state in states]
+    for found, expected in zip(pc.unstack_states(together), states, strict=True):
+        for name, param in expected.params.items():
+            torch.testing.assert_close(found.params[name], param, rtol=1e-9, atol=1e-12)
+    assert tree.equal(states[0].params, start.params)
+
+
+def test_gradients_flow_to_alpha():
+    step = compose(loop_events, [lookahead(hparam("alpha", 0.5), 2)])
+    start = started(step, helpers.make_state(wide_net()))
+
+    def loss_after(alpha: Tensor) -> Tensor:
+        state = start.replace(hparams={**start.hparams, "alpha": alpha})
+        for batch in map(wide, BATCHES[:4]):
+            state = step(state, batch)
+        return F.cross_entropy(state.forward(wide(BATCHES[0])[0]), BATCHES[0][1])
+
+    alpha, h = torch.tensor(0.4, dtype=torch.float64), 1e-5
+    expected = (loss_after(alpha + h) - loss_after(alpha - h)) / (2 * h)
+    found = torch.func.grad(loss_after)(alpha)
+    assert found.abs() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_compiled_steps_agree(donate):
+    """With donation too, where weights and memory must not come to share what is written over."""
+    step = compose(loop_events, [lookahead(0.5, 2)])
+    fast = pc.compile(step, backend="aot_eager", quiet=True, donate=donate)
+    first = second = started(step, helpers.make_state())
+    for number in range(5):
+        batch = helpers.make_batch(num=10)
+        batch = (batch[0] + number, batch[1])
+        first, second = step(first, batch), fast(second, batch)
+    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5)) and len(fast.variants()) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"alpha": 1.5}, ValueError, r"alpha: expected a finite number in \[0, 1\], got 1.5"),
+        ({"alpha": -0.5}, ValueError, "alpha: expected a finite number"),
+        ({"alpha": hparam("alpha", 2.0)}, ValueError, "alpha: expected a finite number"),
+        ({"alpha": "half"}, TypeError, "alpha: expected a finite number"),
+        ({"interval": 0}, ValueError, "interval: expected an int >= 1, got 0"),
+        ({"interval": 2.0}, TypeError, "interval: expected an int"),
+    ],
+)
+def test_settings_are_checked_when_it_is_built(settings, error, words):
+    with pytest.raises(error, match=f"lookahead: {words}"):
+        lookahead(**settings)

@@ -1,0 +1,403 @@
+"""SWA: means of samples, when they are taken, the way of the learning rate, and statistics of the averaged network."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from averaging_checks import (
+    BATCHES,
+    assert_near,
+    averages_of,
+    check_compiled,
+    check_evaluation_sees_averages,
+    check_init,
+    check_populations,
+    check_resumes_exactly,
+    check_training_is_the_plain_one,
+    cnn_state,
+    states_after,
+    weights_of,
+)
+from helpers import assert_close, assert_same, make_batch, make_batches, make_mlp, make_state, run_steps
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, Timestamp, algorithms as alg, compose, loop_events, optim, schedule
+from purecompose.algorithms.swa import add_to_mean, swa
+from purecompose.optim.guarded import Guarded
+from purecompose.time import RunLength
+
+
+RUN = RunLength("3ep", batches_per_epoch=4)
+
+
+def mean_of(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]).mean(0) for name in samples[0]}
+
+
+def parameters_of(state: State) -> dict[str, Tensor]:
+    return {name: param.double() for name, param in state.params.items()}
+
+
+# The core
+
+
+@given(samples=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20), as_tensor=st.booleans())
+def test_updates_make_the_arithmetic_mean_between_the_samples(samples, as_tensor):
+    means = {"a": torch.tensor([5.0])}
+    for num, sample in enumerate(samples):
+        means = add_to_mean(means, {"a": torch.tensor([sample])}, torch.tensor(num) if as_tensor else num)
+    assert means["a"].item() == pytest.approx(math.fsum(samples) / len(samples), rel=1e-5, abs=1e-3)
+    assert min(samples) <= means["a"].item() <= max(samples)
+    assert means["a"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("num", [0, 1, 5, 1000])
+def test_constant_weights_are_their_own_mean(num):
+    weights = {"a": torch.randn(10, generator=torch.Generator().manual_seed(0))}
+    assert_same(add_to_mean(weights, weights, num), weights)
+
+
+def test_double_precision_keeps_its_digits():
+    means = {"a": torch.zeros(1, dtype=torch.float64)}
+    for num in range(7):
+        means = add_to_mean(means, {"a": torch.full((1,), float(num), dtype=torch.float64)}, torch.tensor(num))
+    assert means["a"].item() == pytest.approx(3.0, rel=1e-15)
+
+
+# What is averaged, and when
+
+
+# Twelve batches of eight, four an epoch.
+@pytest.mark.parametrize(
+    ("start", "end", "interval", "taken"),
+    [
+        (0.5, 1.0, "1ba", range(6, 13)),
+        (0.5, 0.9, "1ba", range(6, 11)),
+        ("1ep", "10ba", "2ba", [4, 6, 8]),
+        (0.3, 1.0, "1ep", [4, 8, 12]),
+        ("2ep", "11ba", "1ba", [8, 9, 10]),
+        (0, "1ep", "1ba", [1, 2, 3]),
+        ("40sp", "80sp", "1ba", range(5, 10)),
+        (0.25, 0.75, "0.25dur", [3, 6]),
+        ("5ba", 1, 3, [6, 9, 12]),
+        ("5ba", 0.3, "1ba", []),
+    ],
+)
+def test_it_is_the_mean_of_the_weights_at_these_batches(start, end, interval, taken):
+    states = states_after(swa(start, end, interval), cnn_state(), BATCHES)
+    for num in (1, len(BATCHES) // 2, len(BATCHES)):
+        so_far = [states[at] for at in taken if at <= num]
+        averages = states[num].slots["swa"].averages
+        assert averages.num.item() == len(so_far)
+        if so_far:
+            found = {name: param.double() for name, param in averages.params.items()}
+            assert_near(found, mean_of([parameters_of(state) for state in so_far]))
+
+
+def test_by_default_the_last_batches_bring_statistics_up_to_date():
+    state = cnn_state(duration="10ep", batches_per_epoch=4)
+    states = states_after(swa(), state, (BATCHES * 4)[:40])
+    taken = [parameters_of(states[at]) for at in (28, 32, 36)]
+    assert states[-1].slots["swa"].averages.num.item() == 3
+    found = {name: param.double() for name, param in states[-1].slots["swa"].averages.params.items()}
+    assert_near(found, mean_of(taken))
+    assert_same(states[38].slots["swa"].averages.params, states[40].slots["swa"].averages.params)
+    assert not torch.equal(
+        states[38].slots["swa"].averages.buffers["1.running_mean"],
+        states[40].slots["swa"].averages.buffers["1.running_mean"],
+    )
+
+
+def test_until_the_end_statistics_are_those_of_the_live_network_at_the_last_update():
+    states = states_after(swa("2ba", "10ba", "3ba"), cnn_state(), BATCHES)
+    for now, last in ((3, 3), (5, 3), (6, 6), (8, 6), (9, 9)):
+        seen = pc.with_weights(states[now], "swa").buffers
+        for name in ("1.running_mean", "4.running_var"):
+            assert torch.equal(seen[name], states[last].buffers[name])
+        assert seen["1.num_batches_tracked"].item() == now
+
+
+def test_before_the_first_update_evaluation_sees_what_trains():
+    states = states_after(swa("6ba", 1.0, "1ba"), cnn_state(), BATCHES)
+    for state in states[:6]:
+        assert_same(pc.with_weights(state, "swa"), state)
+
+
+# Training, evaluation, resuming
+
+
+@pytest.mark.parametrize("interval", ["1ba", "3ba", "1ep"])
+def test_without_a_rate_of_its_own_training_is_the_plain_one(interval):
+    check_training_is_the_plain_one(swa("2ba", "8ba", interval))
+
+
+@pytest.mark.parametrize("end", [1.0, "9ba"])
+def test_evaluation_sees_averages_and_leaves_training_alone(end):
+    check_evaluation_sees_averages(swa("2ba", end, "1ba"))
+
+
+@pytest.mark.parametrize("rate", [None, 0.01])
+def test_a_run_resumes_to_the_same_bits_from_any_batch(rate, tmp_path):
+    check_resumes_exactly(lambda: swa("2ba", "9ba", "2ba", rate, "cosine", 2), tmp_path)
+
+
+def test_a_population_averages_each_member():
+    check_populations(swa("2ba", "9ba", "1ba"))
+
+
+def test_compiled_steps_average_too():
+    check_compiled(swa("2ba", "9ba", "1ba", swa_lr=0.02))
+
+
+def test_graphs_that_torch_rewrites_average_too():
+    check_compiled(swa("2ba", "9ba", "1ba"), backend="aot_eager", donate=False)
+
+
+def test_it_averages_what_surgery_leaves():
+    check_init(swa(), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_microbatches_change_nothing_about_it(microbatches):
+    step = compose(loop_events, [swa(0, 1.0, "1ba")], microbatches=microbatches)
+    states = [step.init(cnn_state())]
+    for batch in BATCHES[:3]:
+        states.append(step(states[-1], batch))
+    expected = mean_of([parameters_of(state) for state in states[1:]])
+    assert_near({name: param.double() for name, param in states[-1].slots["swa"].averages.params.items()}, expected)
+
+
+def test_frozen_parameters_are_in_no_average():
+    net = make_mlp()
+    net[0].weight.requires_grad_(False)
+    state = states_after(swa(0, 1.0, "1ba"), make_state(net, batches_per_epoch=4), make_batches(3))[-1]
+    assert state.slots["swa"].averages.params.keys() == {"0.bias", "3.weight", "3.bias"}
+    assert pc.with_weights(state, "swa").params["0.weight"] is state.params["0.weight"]
+
+
+def test_averages_of_half_precision_are_float32():
+    state = make_state(make_mlp(dtype=torch.bfloat16), batches_per_epoch=6)
+    states = states_after(swa(0, 1.0, "1ba"), state, make_batches(6, dtype=torch.bfloat16))
+    assert {param.dtype for param in states[-1].slots["swa"].averages.params.values()} == {torch.float32}
+    assert_near(averages_of(states[-1], "swa"), mean_of([weights_of(state) for state in states[1:]]))
+    assert {param.dtype for param in pc.with_weights(states[-1], "swa").params.values()} == {torch.bfloat16}
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("num", [1, 3, 6])
+def test_after_the_end_statistics_are_the_means_of_the_averaged_network(num):
+    """Against a pass by torch alone over the batches since then."""
+    states = states_after(swa("2ba", "6ba", "1ba"), cnn_state(), BATCHES)
+    net = pc.to_module(states[6], weights="swa")
+    torch.optim.swa_utils.update_bn(BATCHES[6 : 6 + num], net)
+    expected = {name: buffer for name, buffer in net.named_buffers() if buffer.is_floating_point()}
+    assert (states[6].slots["swa"].averages.buffers["4.running_mean"] - expected["4.running_mean"]).abs().max() > 0.01
+    assert_close(states[6 + num].slots["swa"].averages.buffers, expected)
+    assert_same(states[6 + num].slots["swa"].averages.params, states[6].slots["swa"].averages.params)
+
+
+CALLS = []
+
+
+class Counted(nn.Linear):
+    """Counts its forward passes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        CALLS.append(1)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(("net", "passes"), [(Counted(4, 3), 1), (nn.Sequential(Counted(4, 3), nn.BatchNorm1d(3)), 2)])
+def test_networks_without_statistics_are_spared_the_second_pass(net, passes):
+    step = compose(loop_events, [swa(0, "2ba", "1ba")])
+    state = run_steps(step, step.init(make_state(net, batches_per_epoch=4)), make_batches(3))
+    CALLS.clear()
+    step(state, make_batch(5))
+    assert len(CALLS) == passes
+
+
+def test_the_pass_for_statistics_changes_no_draw_and_no_weight():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    options = {"batches_per_epoch": 4, "key": 3}
+    for plain, ours in zip(
+        states_after([], make_state(net, **options), make_batches(6)),
+        states_after(swa(0, "3ba", "1ba"), make_state(net, **options), make_batches(6)),
+        strict=True,
+    ):
+        assert_same((plain.params, plain.buffers, plain.loss), (ours.params, ours.buffers, ours.loss))
+
+
+# The learning rate
+
+
+def rates_of(optimizer: object, method: pc.Algorithm) -> list[float]:
+    """The learning rate before each batch, as the state's optimizer tells it."""
+    lr = compose(loop_events, [method]).init(cnn_state(optimizer=optimizer)).optimizer.lr
+    return [lr(Timestamp(batch=at, epoch=at // 4, sample=8 * at, run=RUN)) for at in range(13)]
+
+
+@pytest.mark.parametrize("strategy", ["linear", "cosine"])
+@pytest.mark.parametrize(
+    ("start", "interval", "steps", "first", "length"),
+    [
+        (0.5, "1ba", 4, 6, 4),
+        ("1ep", "2ba", 3, 4, 6),
+        ("1ep", "1ep", 1, 4, 4),
+        (0.25, "0.25dur", 2, 3, 6),
+        (0, 1, 5, 0, 5),
+    ],
+)
+@pytest.mark.parametrize("base", [0.4, 0.4 * schedule.linear(), schedule.cosine(warmup="2ba")])
+def test_the_rate_goes_from_the_schedules_own_to_the_given_one(strategy, start, interval, steps, first, length, base):
+    found = rates_of(optim.sgd(base), swa(start, 1.0, interval, 0.05, strategy, steps))
+    for at, rate in enumerate(found):
+        point = Timestamp(batch=at, epoch=at // 4, sample=8 * at, run=RUN)
+        own = float(schedule.resolve(base, hparams={}, scheduled=lambda it, point=point: it(point)))
+        way = min(max((at - first) / length, 0), 1)
+        way = way if strategy == "linear" else 0.5 - 0.5 * math.cos(math.pi * way)
+        if at <= first:
+            assert rate == own
+        assert rate == pytest.approx((1 - way) * own + way * 0.05, rel=1e-12)
+    assert found[-1] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("base", [0.1, 0.2 * schedule.cosine()])
+def test_before_the_start_training_is_that_of_the_schedule_alone(base):
+    moving = schedule.constant() * base  # a rate that is told in every step, as the method's is
+    plain = states_after([], cnn_state(optimizer=optim.sgd(moving, momentum=0.9)), BATCHES)
+    ours = states_after(swa(0.5, 1.0, "1ba", 0.01), cnn_state(optimizer=optim.sgd(moving, momentum=0.9)), BATCHES)
+    for at in range(7):  # the step from the start itself has the schedule's rate still
+        assert_same(plain[at].params, ours[at].params)
+    assert not torch.equal(plain[8].params["0.weight"], ours[8].params["0.weight"])
+
+
+def test_training_follows_the_rate_in_float64():
+    """Plain gradient descent by hand, with the rate of the formula."""
+    net = make_mlp(dtype=torch.float64)
+    batches = make_batches(12, dtype=torch.float64)
+    state = make_state(net, optimizer=optim.sgd(0.3), batches_per_epoch=4, duration="3ep")
+    states = states_after(swa(0.25, 1.0, "1ba", 0.01, anneal_steps=4), state, batches)
+    for at, (inputs, targets) in enumerate(batches):
+        way = min(max((at - 3) / 4, 0), 1)
+        params = list(net.parameters())
+        grads = torch.autograd.grad(nn.functional.cross_entropy(net(inputs), targets), params)
+        with torch.no_grad():
+            for param, grad in zip(params, grads, strict=True):
+                param -= ((1 - way) * 0.3 + way * 0.01) * grad
+        assert_close(states[at + 1].params, dict(net.named_parameters()), rtol=1e-12, atol=1e-12)
+
+
+def test_groups_with_rates_and_optimizers_in_others_follow():
+    groups = {"*.bias": {"lr": 0.2, "weight_decay": 0.0}, "6.*": {"momentum": 0.5}}
+    inner = optim.sgd(0.1, momentum=0.9, groups=groups)
+    step = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02, anneal_steps=2), alg.loss_scaling()])
+    for algorithms in (step.algorithms, step.algorithms[::-1]):
+        state = step.replace(algorithms=algorithms).init(cnn_state(optimizer=inner))
+        assert isinstance(state.optimizer, Guarded)
+        changed: Any = state.optimizer.inner
+        bias, six = dict(changed.groups[0][1]), dict(changed.groups[1][1])
+        points = [Timestamp(batch=at, epoch=at // 4, run=RUN) for at in (0, 6, 7, 8, 12)]
+        assert [changed.lr(point) for point in points] == pytest.approx([0.1, 0.1, 0.06, 0.02, 0.02])
+        assert [bias["lr"](point) for point in points] == pytest.approx([0.2, 0.2, 0.11, 0.02, 0.02])
+        assert bias["weight_decay"] == 0 and six == {"momentum": 0.5}
+        run_steps(step, state, BATCHES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided:
+    """An optimizer that hands parameters to others."""
+
+    groups: tuple
+    rest: Any
+
+    def init(self, params):
+        return self.rest.init(params)
+
+    def update(self, grads, opt_state, params, value):
+        return self.rest.update(grads, opt_state, params, value)
+
+
+def test_optimizers_that_divide_the_parameters_follow_in_all_parts():
+    optimizer = Divided((("*.bias", optim.adam(0.001)),), optim.sgd(0.1))
+    state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02, anneal_steps=2)]).init(cnn_state(optimizer=optimizer))
+    half = Timestamp(batch=7, epoch=1, run=RUN)
+    assert state.optimizer.rest.lr(half) == pytest.approx(0.06)
+    assert state.optimizer.groups[0][1].lr(half) == pytest.approx(0.0105)
+
+
+def test_init_once_more_leaves_the_rate_and_two_methods_nest():
+    state = cnn_state(optimizer=optim.sgd(0.1))
+    method = swa(0.5, 1.0, "1ba", 0.02)
+    once: Any = method.apply(pc.Event.INIT, state)
+    twice: Any = method.apply(pc.Event.INIT, once)
+    assert twice.optimizer.lr is once.optimizer.lr
+    other: Any = swa(0.0, 1.0, "1ba", 0.2, anneal_steps=1, name="other").apply(pc.Event.INIT, once)
+    assert other.optimizer.lr(Timestamp(batch=3, run=RUN)) == pytest.approx(0.2)
+    assert "(to 0.02 by swa) (to 0.2 by other)" in repr(other.optimizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rateless:
+    """An optimizer without a learning rate."""
+
+    def init(self, params):
+        return {}
+
+    def update(self, grads, opt_state, params, value):
+        return {name: param - 0.1 * grads[name] for name, param in params.items()}, opt_state
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (optim.sgd(pc.hparam("lr", 0.1)), "swa_lr=0.02 takes the place of the learning rate, which is hparam"),
+        (optim.sgd(pc.hparam("lr", 0.1) * schedule.cosine()), "leave the hparam out of the rate, or leave swa_lr out"),
+        (optim.sgd(0.1, groups={"*.bias": {"lr": pc.hparam("bias_lr", 0.1)}}), "hparam"),
+        (Rateless(), r"swa: expected an optimizer with a learning rate, a field lr, got .*Rateless"),
+    ],
+)
+def test_rates_that_it_cannot_change_are_refused_at_init(optimizer, words):
+    with pytest.raises(ValueError, match=words):
+        compose(loop_events, [swa(swa_lr=0.02)]).init(cnn_state(optimizer=optimizer))
+    compose(loop_events, [swa()]).init(cnn_state(optimizer=optimizer))
+
+
+def test_a_way_that_the_run_cannot_measure_is_an_error():
+    step = compose(loop_events, [swa("5sp", "20sp", "1ba", 0.01)])
+    with pytest.raises(ValueError, match="swa_start=5sp and 10ba of annealing have no unit in common"):
+        step(step.init(cnn_state()), BATCHES[0])
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"swa_start": 0.9, "swa_end": 0.9}, ValueError, "expected swa_end after swa_start, got 0.9dur and 0.9dur"),
+        ({"swa_start": "5ep", "swa_end": "2ep"}, ValueError, "expected swa_end after swa_start"),
+        ({"swa_start": 1.2}, ValueError, r"swa_start=1.2: expected a share of the run in \[0, 1\]"),
+        ({"swa_end": "5sec"}, ValueError, "swa_end='5sec': wall-clock time"),
+        ({"swa_start": "soon"}, ValueError, "cannot read the time 'soon'"),
+        ({"update_interval": 0}, ValueError, "update_interval=.*: expected a positive time"),
+        ({"update_interval": "5tok"}, ValueError, r"update_interval='5tok': expected batches \(ba\), epochs"),
+        ({"swa_lr": -1.0}, ValueError, "swa: swa_lr: expected a finite number >= 0, got -1.0"),
+        ({"swa_lr": "0.1"}, TypeError, "swa: swa_lr"),
+        ({"anneal_strategy": "exp"}, ValueError, "anneal_strategy: expected 'linear' or 'cosine', got 'exp'"),
+        ({"anneal_steps": 0}, ValueError, "swa: anneal_steps: expected an int >= 1, got 0"),
+        ({"anneal_steps": 2.5}, TypeError, "swa: anneal_steps"),
+    ],
+)
+def test_settings_are_checked_when_it_is_built(settings, error, words):
+    with pytest.raises(error, match=words):
+        swa(**settings)
+
+
+def test_it_prints_its_settings():
+    assert repr(swa()) == "swa(swa_start='0.7dur', swa_end='0.97dur', update_interval='1ep')"
