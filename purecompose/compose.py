@@ -201,9 +201,9 @@ class Step:
         return end
 
     def finish(self, state: State) -> State:
-        """The state as it is between steps: the time unsealed and advanced, the temporary fields gone."""
+        """The state as it is between steps: the time unsealed and advanced, nothing paused, temporary fields gone."""
         return state.replace(
-            static=Static(state.static.context, _opened(state, later=True)),
+            static=Static(state.static.context.rested(), _opened(state, later=True)),
             batch=None,
             outputs=None,
             grads=None,
@@ -257,7 +257,7 @@ class Step:
         for algorithm in matched:
             inner = application(algorithm, event, watch)(inner)
         contract.check(inner)
-        return inner.replace(static=Static(inner.context, now), clock=None)
+        return inner.replace(static=Static(inner.context.rested(), now), clock=None)
 
     def plan(self, state: State, batch: Any = None) -> Plan:
         """Which algorithms act at which events for this state, in what order and why; prints as a table.

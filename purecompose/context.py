@@ -39,27 +39,34 @@ class Context:
     """The algorithms whose INIT event is over."""
     schedules: tuple[Schedule, ...] = ()
     """Everything that the clock evaluates."""
+    paused: frozenset[str] = frozenset()
+    """Parameters without gradient and update in the running step alone; empty between steps."""
     trainable: tuple[str, ...] = field(init=False)
     """The parameters that have a gradient."""
 
     def __post_init__(self) -> None:
-        names = tuple(name for name in self.model.param_names if name not in self.frozen)
+        idle = self.frozen | self.paused
+        names = tuple(name for name in self.model.param_names if name not in idle)
         object.__setattr__(self, "trainable", names)
 
     def replace(self, **changes: Any) -> "Context":
         """A context with these changes."""
         return dataclasses.replace(self, **changes)
 
+    def rested(self) -> "Context":
+        """The context as it is between steps."""
+        return self.replace(paused=frozenset()) if self.paused else self
+
     @property
     def _identity(self) -> Hashable:
         keys = fingerprint((self.loss, self.input_key, self.target_key))
-        return self.model, self.optimizer, self.frozen, self.precision, self.initialised, keys
+        return self.model, self.optimizer, self.frozen, self.paused, self.precision, self.initialised, keys
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Context) and self._identity == other._identity)
 
     def __hash__(self) -> int:
-        return hash((self.model, self.optimizer, self.frozen, self.initialised))
+        return hash((self.model, self.optimizer, self.frozen, self.paused, self.initialised))
 
 
 class SealedTimeError(RuntimeError):

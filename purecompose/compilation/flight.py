@@ -88,7 +88,7 @@ def _through(library: Library, boarding: Boarding, prepared: Prepared, values: V
 def _landed(library: Library, route: Route, static: Static, lane: Lane, values: Values, later: Timestamp) -> State:
     """The state at the end, with a lease on the lane that holds what lasts."""
     assert route.end is not None
-    forms, is_usual = route.end.forms, True
+    forms, context, is_usual = route.end.forms, static.context.rested(), True
     if not lane.is_donated:
         lane = Lane({name: forms[name] for name in LASTING}, {name: values[name] for name in LASTING}, is_donated=False)
     else:
@@ -100,16 +100,16 @@ def _landed(library: Library, route: Route, static: Static, lane: Lane, values: 
     key, loss = values["key"][0], values["loss"][0] if values["loss"] else None
     exit_entry = route.exit
     if exit_entry is None or not is_usual:
-        exit_entry = library.entry(static.context, {**lane.forms, "key": forms["key"], "loss": forms["loss"]})
+        exit_entry = library.entry(context, {**lane.forms, "key": forms["key"], "loss": forms["loss"]})
         route.exit = exit_entry if is_usual else None
     state = object.__new__(State)
     state.__dict__.update(
         _IDLE_FIELDS,
-        static=Static(static.context, later),
+        static=Static(context, later),
         key=key,
         loss=loss,
         metrics=forms["metrics"].build(values["metrics"]) if "metrics" in values else {},
-        _lease=Lease(lane, exit_entry, (key, loss, static.context, library)),
+        _lease=Lease(lane, exit_entry, (key, loss, context, library)),
     )
     return state
 

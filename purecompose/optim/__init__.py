@@ -4,12 +4,34 @@
     opt_state = optimizer.init(params)
     params, opt_state = optimizer.update(grads, opt_state, params)
 
-Own ones need no base class: whatever keeps the `Optimizer` protocol serves.
+Several of them for different parameters are one by `by_pattern`; what torch.optim has and this room has not comes
+`from_torch`. Own ones need no base class: whatever keeps the `Optimizer` protocol serves.
 """
 
-from purecompose.optim.adam import adam, adamw
+from purecompose.optim.adafactor import adafactor
+from purecompose.optim.adam import adam, adamw, decoupled_adamw
 from purecompose.optim.base import Optimizer, OptState, Value
-from purecompose.optim.sgd import sgd
+from purecompose.optim.by_pattern import by_pattern
+from purecompose.optim.from_torch import from_torch
+from purecompose.optim.lion import lion
+from purecompose.optim.muon import muon
+from purecompose.optim.rmsprop import rmsprop
+from purecompose.optim.sgd import decoupled_sgdw, sgd
 
 
-__all__ = ["OptState", "Optimizer", "Value", "adam", "adamw", "sgd"]
+__all__ = [
+    "OptState",
+    "Optimizer",
+    "Value",
+    "adafactor",
+    "adam",
+    "adamw",
+    "by_pattern",
+    "decoupled_adamw",
+    "decoupled_sgdw",
+    "from_torch",
+    "lion",
+    "muon",
+    "rmsprop",
+    "sgd",
+]

@@ -1,4 +1,4 @@
-"""Adam and AdamW: steps scaled by running averages of the gradient and of its square."""
+"""Adam and its relatives with weight decay: steps scaled by running averages of the gradient and of its square."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from purecompose.optim.base import (
     Groups,
     OptState,
     Value,
+    check_real,
+    checked_betas,
+    checked_constant,
     checked_groups,
     checked_scalar,
     read,
     wide_dtype,
 )
-from purecompose.optim.lists import add, lerp, maximum, multiply, root_plus, subtract_ratio, unbound
+from purecompose.optim.decay import Decay, decayed, warn_if_strong
+from purecompose.optim.lists import lerp, maximum, multiply, root_plus, subtract_ratio, unbound
 from purecompose.schedule import Scalar
 
 
-__all__ = ["Adam", "adam", "adamw"]
+__all__ = ["Adam", "adam", "adamw", "decoupled_adamw"]
 
 
 def adam(
@@ -83,7 +87,7 @@ def adam(
         Reddi, Kale, Kumar, On the convergence of Adam and beyond, 2018, arXiv:1904.09237 (amsgrad).
     """
     # Groups become tuples as they are checked.
-    return Adam(lr, betas, eps, weight_decay, amsgrad, False, groups)  # type: ignore[arg-type]
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "coupled", groups)  # type: ignore[arg-type]
 
 
 def adamw(
@@ -110,47 +114,74 @@ def adamw(
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
     """
     # Groups become tuples as they are checked.
-    return Adam(lr, betas, eps, weight_decay, amsgrad, True, groups)  # type: ignore[arg-type]
+    return Adam(lr, betas, eps, weight_decay, amsgrad, "by rate", groups)  # type: ignore[arg-type]
+
+
+def decoupled_adamw(
+    lr: Scalar = 1e-3,
+    *,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: Scalar = 1e-5,
+    amsgrad: bool = False,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> Adam:
+    """Adam with weight decay that is decoupled from the learning rate as well, as in Composer's DecoupledAdamW.
+
+    p <- p - s * weight_decay * p, then Adam's move. The multiplier s is what the schedules in `lr` have made of it:
+    with lr = 0.1 * cosine() it is the cosine's value, whatever the 0.1 and whatever the value of an hparam in its
+    place, and 1 where `lr` has no schedule. So another learning rate leaves the decay alone; a recipe for `adamw`
+    is converted by weight_decay * lr: `adamw(1e-3, weight_decay=1e-2)` is `decoupled_adamw(1e-3,
+    weight_decay=1e-5)`. Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
+
+    Arguments, state and errors are those of `adam`.
+
+    Warns:
+        UserWarning: The decay is one of more than 1 in `adamw`'s terms: likely a number from a recipe for `adamw`.
+
+    Example:
+        >>> params = {"w": torch.tensor([1.0])}
+        >>> optimizer = decoupled_adamw(0.1, weight_decay=0.0625)
+        >>> optimizer.update({"w": torch.tensor([0.0])}, optimizer.init(params), params)[0]["w"]
+        tensor([0.9375])
+
+    References:
+        Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
+    """
+    # Groups become tuples as they are checked.
+    optimizer = Adam(lr, betas, eps, weight_decay, amsgrad, "by schedule", groups)  # type: ignore[arg-type]
+    warn_if_strong("decoupled_adamw", "adamw", optimizer.weight_decay, optimizer.lr)
+    return optimizer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adam(ByGroup):
-    """What `adam` and `adamw` make; see there."""
+    """What `adam`, `adamw` and `decoupled_adamw` make; see there."""
 
     lr: Scalar = 1e-3
     betas: tuple[Scalar, Scalar] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: Scalar = 0.0
     amsgrad: bool = False
-    decoupled: bool = dataclasses.field(default=False, repr=False)
+    decay: Decay = dataclasses.field(default="coupled", repr=False)
     groups: Groups = ()
 
     @property
     def called(self) -> str:
-        return "adamw" if self.decoupled else "adam"
+        return {"coupled": "adam", "by rate": "adamw", "by schedule": "decoupled_adamw"}[self.decay]
 
     def __post_init__(self) -> None:
         where = self.called
-        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise TypeError(f"{where}: betas: expected two numbers, got {self.betas!r} ({type(self.betas).__name__})")
-        betas = tuple(checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(self.betas))
-        object.__setattr__(self, "betas", betas)
-        for name in ("lr", "eps", "weight_decay"):
+        object.__setattr__(self, "betas", checked_betas(self.betas, where))
+        for name in ("lr", "weight_decay"):
             object.__setattr__(self, name, checked_scalar(getattr(self, name), f"{where}: {name}"))
-        if not isinstance(self.eps, float):
-            raise TypeError(f"{where}: eps: expected a plain number, got {self.eps!r} ({type(self.eps).__name__})")
+        object.__setattr__(self, "eps", checked_constant(self.eps, f"{where}: eps"))
         check_flag(self.amsgrad, f"{where}: amsgrad")
-        check_flag(self.decoupled, f"{where}: decoupled")
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
         """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
-        for name, param in params.items():
-            if param.is_complex():
-                raise TypeError(
-                    f"adam: expected real parameters, got {name!r} of {param.dtype}; "
-                    "hold its real view (torch.view_as_real) as the parameter instead"
-                )
+        check_real(params, self.called)
         return super().init(params)
 
     @property
@@ -161,13 +192,7 @@ class Adam(ByGroup):
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         lr, beta1, beta2 = (read(scalar, value) for scalar in (self.lr, *self.betas))
-        if self.weight_decay != 0.0:
-            decay = read(self.weight_decay, value)
-            if self.decoupled:
-                params = add(params, params, -lr * decay)
-            else:
-                grads = add(grads, params, decay)
-
+        grads, params = decayed(self.decay, grads, params, self.weight_decay, self.lr, value)
         steps = [step + 1 for step in slots["step"]]
         averages = lerp(slots["exp_avg"], grads, 1 - beta1)
         squares = lerp(slots["exp_avg_sq"], multiply(grads, grads), 1 - beta2)

@@ -2,16 +2,19 @@
 
 An optimizer of this room is a `Rule`: it says what it remembers of one parameter (`slots`, `fresh`) and how a
 list of parameters moves (`move`). `ByGroup` makes `init` and `update` of it: it splits the parameters by group,
-gathers the lists, and puts the results back under their names.
+gathers the lists, and puts the results back under their names. A rule that moves matrices in another way than
+vectors tells their forms apart and has a rule for each (`form`, `formed`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -30,9 +33,15 @@ __all__ = [
     "Rule",
     "Value",
     "cells",
+    "check_real",
+    "checked_betas",
+    "checked_constant",
     "checked_groups",
     "checked_scalar",
     "ByGroup",
+    "factors_of",
+    "known_part",
+    "match_or_raise",
     "read",
     "wide_dtype",
 ]
@@ -73,12 +82,23 @@ class Rule(Protocol):
     def groups(self) -> Groups: ...
 
     @property
+    def called(self) -> str: ...
+
+    def overridden(self, options: Mapping[str, Any]) -> Rule:
+        """The rule inside of a group: with the group's options, and without groups."""
+        ...
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """Names of what it remembers of each parameter."""
         ...
 
     def fresh(self, slot: str, param: Tensor) -> Tensor:
         """A slot's tensor before the first update."""
+        ...
+
+    def formed(self, form: Hashable) -> Rule:
+        """The rule for parameters of a form; nearly always itself."""
         ...
 
     def move(
@@ -102,10 +122,11 @@ class ByGroup:
     groups: Groups
 
     def __repr__(self) -> str:
-        """The call that makes it, without settings that are the defaults."""
-        fields = [field for field in dataclasses.fields(cast(Any, self)) if field.init and field.repr]
-        given = {field.name: getattr(self, field.name) for field in fields}
-        told = {field.name: given[field.name] for field in fields if given[field.name] != field.default}
+        """The call that makes it, without settings that are that function's defaults."""
+        factory = vars(sys.modules[type(self).__module__]).get(self.called, type(self))
+        defaults = inspect.signature(factory).parameters
+        given = {**self.settings_by_name, "groups": self.groups}
+        told = {name: setting for name, setting in given.items() if setting != defaults[name].default}
         if "groups" in told:
             told["groups"] = {pattern: dict(options) for pattern, options in told["groups"]}
         return f"{self.called}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
@@ -122,13 +143,8 @@ class ByGroup:
             ValueError: a group's pattern matches no parameter.
         """
         for pattern, _ in self.groups:
-            if not any(fnmatchcase(name, pattern) for name in params):
-                known = ", ".join(list(params)[:5]) or "none at all"
-                raise ValueError(
-                    f"{self.called}: groups[{pattern!r}] matches no parameter; the names are "
-                    f"{known}{', ...' if len(params) > 5 else ''}; patterns match whole names, as in '*.bias'"
-                )
-        cell_of = {name: cell for cell in cells(cast(Rule, self), tuple(params)) for name in cell.names}
+            match_or_raise(pattern, params, f"{self.called}: groups[{pattern!r}]")
+        cell_of = {name: cell for cell in self._cells(params, params) for name in cell.names}
         opt_state: OptState = {}
         for name, param in params.items():
             for slot in cell_of[name].slots:
@@ -149,7 +165,7 @@ class ByGroup:
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
-        for cell in cells(cast(Rule, self), tuple(grads)):
+        for cell in self._cells(grads, params):
             moved, slots = cell.rule.move(*_gathered(cell, grads, opt_state, params), value)
             new_params.update(zip(cell.names, moved, strict=True))
             for slot, leaves in slots.items():
@@ -162,24 +178,79 @@ class ByGroup:
             return torch.zeros((), dtype=torch.float32, device=param.device)
         return torch.zeros_like(param, requires_grad=False)
 
+    @property
+    def settings_by_name(self) -> dict[str, Any]:
+        """What the factory was given or has for defaults, less the groups: what a group may override."""
+        fields = dataclasses.fields(cast(Any, self))
+        told = [field.name for field in fields if field.init and field.repr and field.name != "groups"]
+        return {name: getattr(self, name) for name in told}
+
+    def overridden(self, options: Mapping[str, Any]) -> Any:
+        """The rule inside of a group: with the group's options, and without groups."""
+        return dataclasses.replace(cast(Any, self), **options, groups=())
+
+    def _cells(self, names: Iterable[str], params: Mapping[str, Tensor]) -> tuple[Cell, ...]:
+        names = tuple(names)
+        if type(self).form is ByGroup.form:
+            return cells(cast(Rule, self), names)
+        # A name without a parameter is found, and told, where the lists are gathered.
+        forms = tuple(self.form(params[name]) if name in params else None for name in names)
+        return cells(cast(Rule, self), names, forms)
+
+    def form(self, param: Tensor) -> Hashable:
+        """What tells parameters apart that move in different ways; by default nothing."""
+        del param
+        return None
+
+    def formed(self, form: Hashable) -> Any:
+        """The rule for parameters of a form: itself, since all move alike."""
+        del form
+        return self
+
 
 @functools.lru_cache(maxsize=256)
-def cells(rule: Rule, names: tuple[str, ...]) -> tuple[Cell, ...]:
+def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None = None) -> tuple[Cell, ...]:
     """Split parameter names by the first group whose pattern they match; the rest keeps the rule's options.
 
     A cell's rule is the optimizer itself with the group's options in place, and without groups. Groups of
     equal options share a cell, and empty cells are left out.
+
+    Args:
+        rule: the optimizer.
+        names: the names.
+        forms: the form of each parameter, where the optimizer moves forms in different ways.
     """
     members: dict[Rule, list[str]] = {}
-    rules = [(pattern, _overridden(rule, options)) for pattern, options in rule.groups]
-    rest = _overridden(rule, ())
-    for name in names:
+    rules = [(pattern, rule.overridden(dict(options))) for pattern, options in rule.groups]
+    rest = rule.overridden({})
+    for i, name in enumerate(names):
         own = next((grouped for pattern, grouped in rules if fnmatchcase(name, pattern)), rest)
-        members.setdefault(own, []).append(name)
+        members.setdefault(own if forms is None else own.formed(forms[i]), []).append(name)
     return tuple(Cell(own, tuple(found), own.slots) for own, found in members.items())
 
 
 # Checks, made when an optimizer is built.
+
+
+def match_or_raise(pattern: str, names: Iterable[str], where: str) -> None:
+    """Raises a `ValueError` for a pattern that matches none of the parameters' names."""
+    names = list(names)
+    if not any(fnmatchcase(name, pattern) for name in names):
+        known = ", ".join(names[:5]) or "none at all"
+        raise ValueError(
+            f"{where} matches no parameter; the names are {known}{', ...' if len(names) > 5 else ''}; "
+            "patterns match whole names, as in '*.bias'"
+        )
+
+
+def check_real(params: Mapping[str, Tensor], where: str) -> None:
+    """Raises a `TypeError` for complex parameters."""
+    for name, param in params.items():
+        if param.is_complex():
+            raise TypeError(
+                f"{where}: expected real parameters, got {name!r} of {param.dtype}; "
+                "hold its real view (torch.view_as_real) as the parameter instead"
+            )
 
 
 def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) -> Groups:
@@ -193,10 +264,10 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
         TypeError: no mapping of mappings, or an option that the optimizer does not have.
         TypeError, ValueError: an option's value is wrong, alone or beside the optimizer's other settings.
     """
-    valid = [field.name for field in dataclasses.fields(rule) if field.name != "groups"]
+    valid = list(rule.settings_by_name)
     checked = []
     for pattern, options in _pairs(groups, "groups"):
-        where = f"{type(rule).__name__.lower()}: groups[{pattern!r}]"
+        where = f"{rule.called}: groups[{pattern!r}]"
         if not isinstance(pattern, str):
             raise TypeError(f"{where}: expected a pattern of parameter names, such as '*.bias', got {shown(pattern)}")
         options = dict(_pairs(options, where))
@@ -204,10 +275,10 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
         if unknown:
             raise TypeError(f"{where}: no option {unknown[0]!r}; the options are {', '.join(valid)}")
         try:
-            grouped = _overridden(rule, tuple(options.items()))
+            grouped = rule.overridden(options).settings_by_name
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}: {error}") from error
-        checked.append((pattern, tuple((key, getattr(grouped, key)) for key in sorted(options))))
+        checked.append((pattern, tuple((key, grouped[key]) for key in sorted(options))))
     return tuple(checked)
 
 
@@ -227,16 +298,57 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
         )
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real | Hparam | Product | Schedule):
         raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")
-    factors = scalar.factors if isinstance(scalar, Product) else (scalar,)
-    known = math.prod(number(factor) for factor in factors if not isinstance(factor, Schedule))
-    bound = math.inf if any(isinstance(factor, Schedule) for factor in factors) else below
+    known = known_part(scalar)
+    bound = math.inf if any(isinstance(factor, Schedule) for factor in factors_of(scalar)) else below
     if not 0 <= known < bound:  # also refuses nan, and inf, as no bound exceeds it
         upper = "" if below == math.inf else f" and < {below:g}"
         raise ValueError(f"{where}: expected a finite number >= 0{upper}, got {shown(scalar)}")
     return float(scalar) if isinstance(scalar, numbers.Real) else scalar
 
 
+def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
+    """Two decays, each in [0, 1) as far as it is known.
+
+    Raises:
+        TypeError: not two, or no scalars.
+        ValueError: out of range.
+    """
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"{where}: betas: expected two numbers, got {betas!r} ({type(betas).__name__})")
+    first, second = (checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(betas))
+    return first, second
+
+
+def checked_constant(scalar: Scalar, where: str) -> float:
+    """A plain finite number >= 0, as a float: a setting that neither moves nor is learned.
+
+    Raises:
+        TypeError: no number; hparams and schedules included.
+        ValueError: out of range, or not finite.
+    """
+    checked = checked_scalar(scalar, where)
+    if not isinstance(checked, float):
+        raise TypeError(f"{where}: expected a plain number, got {checked!r} ({type(checked).__name__})")
+    return checked
+
+
 # Helpers of the rules.
+
+
+def factors_of(scalar: Scalar) -> tuple[Scalar, ...]:
+    """What a scalar is the product of: numbers, hparams and schedules."""
+    return scalar.factors if isinstance(scalar, Product) else (scalar,)
+
+
+def known_part(scalar: Scalar) -> float:
+    """A scalar as far as it is known without a state: schedules as if they were 1, hparams by their defaults.
+
+    Example:
+        >>> from purecompose.schedule import cosine, hparam
+        >>> known_part(0.5 * cosine() * hparam("lr", 0.1))
+        0.05
+    """
+    return math.prod((number(factor) for factor in factors_of(scalar) if not isinstance(factor, Schedule)), start=1.0)
 
 
 def read(scalar: Scalar, value: Value) -> float | Tensor:
@@ -272,7 +384,7 @@ def _gathered(
 
 
 def _missing(cell: Cell, opt_state: Mapping[str, Mapping[str, Tensor]], params: Mapping[str, Tensor]) -> str:
-    where = type(cell.rule).__name__.lower()
+    where = cell.rule.called
     for name in cell.names:
         if name not in params:
             return f"{where}: a gradient came for {name!r}, which is not among the {len(params)} parameters"
@@ -283,10 +395,6 @@ def _missing(cell: Cell, opt_state: Mapping[str, Mapping[str, Tensor]], params: 
                     "opt_state must come from this optimizer's init(params), of the same settings and names"
                 )
     raise AssertionError("nothing is missing")  # pragma: no cover
-
-
-def _overridden(rule: Any, options: Iterable[tuple[str, Any]]) -> Any:
-    return dataclasses.replace(rule, **{**dict(options), "groups": ()})
 
 
 def _pairs(mapping: Any, where: str) -> list[tuple[Any, Any]]:

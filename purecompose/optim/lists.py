@@ -17,7 +17,20 @@ from torch import Tensor
 from purecompose._functorch import is_transforming
 
 
-__all__ = ["add", "is_plain", "lerp", "maximum", "multiply", "root_plus", "subtract_ratio", "unbound"]
+__all__ = [
+    "add",
+    "clamp_min",
+    "divide",
+    "is_plain",
+    "lerp",
+    "maximum",
+    "mean_squares",
+    "multiply",
+    "root_plus",
+    "sign",
+    "subtract_ratio",
+    "unbound",
+]
 
 
 def is_plain() -> bool:
@@ -50,6 +63,13 @@ def multiply(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_mul(xs, ys))
 
 
+def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+    """x / y; y may be 0-d, which leaves the dtype of x as it is."""
+    if not is_plain():
+        return [x / y for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_div(xs, ys))
+
+
 def lerp(xs: list[Tensor], ys: list[Tensor], weight: float | Tensor) -> list[Tensor]:
     """x + weight * (y - x); `weight` is a number or a 0-d tensor."""
     if isinstance(weight, Tensor):
@@ -67,8 +87,35 @@ def maximum(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_maximum(xs, ys))
 
 
-def root_plus(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """sqrt(x) + y, where y is 0-d; the derivative of the root is taken as 0 at x = 0.
+def clamp_min(xs: list[Tensor], floor: float) -> list[Tensor]:
+    """x, or the floor where that is larger."""
+    if not is_plain():
+        return [x.clamp(min=floor) for x in xs]
+    return list(torch._foreach_clamp_min(xs, floor))
+
+
+def sign(xs: list[Tensor]) -> list[Tensor]:
+    """-1, 0 or 1 for each element; its derivative is 0."""
+    if not is_plain():
+        return [torch.sign(x) for x in xs]
+    return list(torch._foreach_sign(xs))
+
+
+def mean_squares(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The mean of x^2 of each tensor, as a vector of the dtype; NaN for a tensor without elements.
+
+    Example:
+        >>> mean_squares([torch.tensor([1.0, 3.0])], torch.float32)
+        tensor([5.])
+    """
+    if not is_plain():
+        return torch.stack([x.to(dtype).square().mean() for x in xs])
+    norms = torch.stack(list(torch._foreach_norm(xs, 2, dtype=dtype)))
+    return torch.stack([square / x.numel() for x, square in zip(xs, norms.square().unbind(), strict=True)])
+
+
+def root_plus(xs: list[Tensor], ys: list[Tensor] | float) -> list[Tensor]:
+    """sqrt(x) + y, where y is 0-d, or one number for all; the derivative of the root is taken as 0 at x = 0.
 
     A pixel that is always black has a zero gradient in every step; the infinite slope of sqrt there, times
     that zero, would make every hyper-gradient NaN.
@@ -76,7 +123,7 @@ def root_plus(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
     if not is_plain():
         zeros = [x == 0 for x in xs]
         roots = [torch.where(zero, 0, torch.where(zero, 1, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)]
-        return [root + y for root, y in zip(roots, ys, strict=True)]
+        return [root + y for root, y in zip(roots, ys if isinstance(ys, list) else [ys] * len(xs), strict=True)]
     roots = torch._foreach_sqrt(xs)
     torch._foreach_add_(roots, ys)
     return list(roots)

@@ -19,11 +19,12 @@ from purecompose.optim.base import (
     read,
     wide_dtype,
 )
+from purecompose.optim.decay import Decay, decayed, warn_if_strong
 from purecompose.optim.lists import add, multiply, unbound
 from purecompose.schedule import Scalar
 
 
-__all__ = ["SGD", "sgd"]
+__all__ = ["SGD", "decoupled_sgdw", "sgd"]
 
 
 def sgd(
@@ -74,27 +75,70 @@ def sgd(
         learning, 2013.
     """
     # Groups become tuples as they are checked.
-    return SGD(lr, momentum, dampening, nesterov, weight_decay, groups)  # type: ignore[arg-type]
+    return SGD(lr, momentum, dampening, nesterov, weight_decay, "coupled", groups)  # type: ignore[arg-type]
+
+
+def decoupled_sgdw(
+    lr: Scalar,
+    *,
+    momentum: Scalar = 0.0,
+    dampening: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    nesterov: bool = False,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> SGD:
+    """SGD with weight decay that is decoupled from gradient and learning rate, as in Composer's DecoupledSGDW.
+
+    p <- p - s * weight_decay * p, then `sgd`'s move, whose momentum never sees the decay. The multiplier s is what
+    the schedules in `lr` have made of it: with lr = 0.1 * cosine() it is the cosine's value, whatever the 0.1 and
+    whatever the value of an hparam in its place, and 1 where `lr` has no schedule. A recipe for `sgd` is converted
+    by weight_decay * lr: `sgd(2.0, weight_decay=5e-4)` becomes `decoupled_sgdw(2.0, weight_decay=1e-3)`.
+    Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
+
+    Arguments, state and errors are those of `sgd`.
+
+    Warns:
+        UserWarning: The decay is one of more than 1 in `sgd`'s terms: likely a number from a recipe for `sgd`.
+
+    Example:
+        >>> params = {"w": torch.tensor([1.0])}
+        >>> optimizer = decoupled_sgdw(0.5, momentum=0.9, weight_decay=0.0625)
+        >>> params, opt_state = optimizer.update({"w": torch.tensor([1.0])}, optimizer.init(params), params)
+        >>> params["w"], opt_state["momentum"]["w"]
+        (tensor([0.4375]), tensor([1.]))
+
+    References:
+        Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv:1711.05101.
+    """
+    # Groups become tuples as they are checked.
+    optimizer = SGD(lr, momentum, dampening, nesterov, weight_decay, "by schedule", groups)  # type: ignore[arg-type]
+    warn_if_strong("decoupled_sgdw", "sgd", optimizer.weight_decay, optimizer.lr)
+    return optimizer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SGD(ByGroup):
-    """What `sgd` makes; see there."""
+    """What `sgd` and `decoupled_sgdw` make; see there."""
 
     lr: Scalar
     momentum: Scalar = 0.0
     dampening: Scalar = 0.0
     nesterov: bool = False
     weight_decay: Scalar = 0.0
+    decay: Decay = dataclasses.field(default="coupled", repr=False)
     groups: Groups = ()
+
+    @property
+    def called(self) -> str:
+        return "sgd" if self.decay == "coupled" else "decoupled_sgdw"
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "dampening", "weight_decay"):
-            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"sgd: {name}"))
-        check_flag(self.nesterov, "sgd: nesterov")
+            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"{self.called}: {name}"))
+        check_flag(self.nesterov, f"{self.called}: nesterov")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
-                "sgd: nesterov=True needs momentum > 0 and dampening=0, "
+                f"{self.called}: nesterov=True needs momentum > 0 and dampening=0, "
                 f"got momentum={self.momentum!r}, dampening={self.dampening!r}"
             )
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
@@ -109,8 +153,7 @@ class SGD(ByGroup):
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         descent = -read(self.lr, value)
-        if self.weight_decay != 0.0:
-            grads = add(grads, params, read(self.weight_decay, value))
+        grads, params = decayed(self.decay, grads, params, self.weight_decay, self.lr, value)
         if self.momentum == 0.0:
             return add(params, grads, descent), {}
 

@@ -5,24 +5,27 @@ of them::
 
     optim.sgd(0.1 * cosine(warmup="500ba"))
     optim.sgd(hparam("lr", 0.1) * linear())
+    optim.sgd(0.1 * sequence([linear(0.0, 1.0), multi_step(["30ep", "60ep"])], ["5ep"]))
 
-A schedule is evaluated on the host, once a step, from the timestamp in plain Python; traced code sees its
-value as a 0-d tensor, so a moving learning rate never compiles twice. Batch t (counted from 0) uses the value
-at t: no lag.
+Schedules combine as products (`*`) and in turn (`sequence`), and stretch in time (`scaled`). A schedule is
+evaluated on the host, once a step, from the timestamp in plain Python; traced code sees its value as a 0-d tensor, so
+a moving learning rate never compiles twice. Batch t (counted from 0) uses the value at t: no lag.
 """
 
-from purecompose.schedule.curves import constant, cosine, linear
+from purecompose.schedule.curves import constant, cosine, linear, polynomial
+from purecompose.schedule.periods import cosine_warm_restarts, exponential, multi_step, step
 from purecompose.schedule.scalar import (
     Hparam,
     Product,
     Scalar,
     Schedule,
-    collect,
     hparam,
     number,
     resolve,
     scheduled,
 )
+from purecompose.schedule.sequences import sequence
+from purecompose.schedule.trees import collect, scaled
 
 
 __all__ = [
@@ -33,9 +36,16 @@ __all__ = [
     "collect",
     "constant",
     "cosine",
+    "cosine_warm_restarts",
+    "exponential",
     "hparam",
     "linear",
+    "multi_step",
     "number",
+    "polynomial",
     "resolve",
+    "scaled",
     "scheduled",
+    "sequence",
+    "step",
 ]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from torch import Tensor
 
-from purecompose._checks import check_number, is_number, shown
-from purecompose.time import Timestamp
+from purecompose._checks import check_flag, check_number, is_number, shown
+from purecompose.schedule.shape import Shape, stretched
+from purecompose.time import Time, Timestamp
 
 
-__all__ = ["Hparam", "Product", "Scalar", "Schedule", "collect", "hparam", "number", "resolve", "scheduled"]
-
-T = TypeVar("T")
+__all__ = ["Hparam", "Product", "Scalar", "Schedule", "hparam", "made", "number", "resolve", "scheduled"]
 
 
 class _Factor:
@@ -52,7 +51,7 @@ class Hparam(_Factor):
 class Schedule(_Factor):
     """A multiplier that moves with time: `schedule(timestamp) -> float`.
 
-    Made by `constant`, `linear`, `cosine`, or from a plain function by `scheduled`. Schedules of equal
+    Made by `constant`, `cosine`, `step` and the like, or from a plain function by `scheduled`. Schedules of equal
     settings are equal; those around a plain function are equal when the function is the same object.
     """
 
@@ -78,6 +77,42 @@ class Schedule(_Factor):
         if type(value) is float and math.isfinite(value):
             return value
         return check_number(value, f"{self!r}: value at batch {timestamp.batch}")
+
+    def scaled(self, ratio: float, *, scale_warmup: bool = False) -> Schedule:
+        """The same curve over a time that is longer by a factor: its value at t is this one's at t / ratio.
+
+        Absolute times (`ep`, `ba`, `sp`, `tok`, `iter`) are multiplied by the ratio, and not rounded. Fractions of
+        the run (`dur`) stay what they are: they follow the run's own length. So does a schedule that has no others.
+
+        Args:
+            ratio: The factor, above 0; at 1 the schedule stays.
+            scale_warmup: Whether warm-ups (`warmup=`) get longer, too. By default they keep their time, and the rest
+                of the curve lies between their end and the stretched `t_max`.
+
+        Raises:
+            TypeError, ValueError: A setting of the wrong kind or out of range; a schedule around a plain function,
+                whose times nobody knows, unless it has a method `scaled` with these arguments that returns another.
+
+        Example:
+            >>> from purecompose.schedule import linear
+            >>> [linear(t_max="4ba").scaled(0.5)(Timestamp(batch=t)) for t in range(3)]
+            [1.0, 0.5, 0.0]
+        """
+        ratio = check_number(ratio, "scaled: ratio", 0, above=True, hint="0.5 is for half the time")
+        check_flag(scale_warmup, "scaled: scale_warmup")
+        if ratio == 1:
+            return self
+        if isinstance(self.fn, Shape):
+            fn = stretched(self.fn, ratio, scale_warmup=scale_warmup)
+        elif hasattr(self.fn, "scaled"):
+            fn = self.fn.scaled(ratio, scale_warmup=scale_warmup)  # pyright: ignore[reportFunctionMemberAccess]
+        else:
+            raise ValueError(
+                f"{self!r} is a plain function of the timestamp, whose times cannot be stretched by {ratio:g}: use an "
+                "object with a method scaled(ratio, *, scale_warmup) that returns the stretched one"
+            )
+        how = ", scale_warmup=True" if scale_warmup else ""
+        return self if fn is self.fn else Schedule(fn, f"{self!r}.scaled({ratio!r}{how})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +160,11 @@ def scheduled(fn: Callable[[Timestamp], float]) -> Schedule:
         0.25
     """
     return Schedule(fn)
+
+
+def made(name: str, shape: Shape, **settings: object) -> Schedule:
+    """The schedule of a shape, that prints as the call of the function of this name which makes it."""
+    return Schedule(shape, f"{name}({', '.join(f'{key}={_written(value)!r}' for key, value in settings.items())})")
 
 
 def resolve(
@@ -193,33 +233,11 @@ def number(scalar: Scalar) -> float:
     return float(scalar)
 
 
-def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
-    """The distinct instances of `kind` inside a tree of dataclasses, tuples, lists and dicts.
-
-    Equal instances count once; the order is that of appearance. What else the tree holds is passed over, and
-    an instance that is found is not searched in turn.
-
-    Example:
-        >>> collect({"lr": 0.1 * hparam("lr", 1.0), "decay": (hparam("decay", 0.0),)}, Hparam)
-        (hparam('lr', 1.0), hparam('decay', 0.0))
-    """
-    found: dict[T, None] = {}
-    _collect(obj, kind, found)
-    return tuple(found)
-
-
-def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
-    if isinstance(obj, kind):
-        found.setdefault(obj)
-    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        for field in dataclasses.fields(obj):
-            _collect(getattr(obj, field.name), kind, found)
-    elif isinstance(obj, Mapping):
-        for value in obj.values():
-            _collect(value, kind, found)
-    elif isinstance(obj, tuple | list):
-        for value in obj:
-            _collect(value, kind, found)
+def _written(setting: object) -> object:
+    """A setting as one types it: times as strings, several things as a list."""
+    if isinstance(setting, tuple):
+        return [_written(one) for one in setting]
+    return str(setting) if isinstance(setting, Time) else setting
 
 
 def _is_scalar(value: object) -> bool:

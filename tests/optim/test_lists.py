@@ -17,9 +17,14 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], tuple[Any, ...], Tensor]] = 
     "add tensor": (lists.add, ([X], [Y], HALF), X + Y / 2),
     "multiply": (lists.multiply, ([X], [Y]), X * Y),
     "multiply 0-d": (lists.multiply, ([X], [HALF]), X / 2),
+    "divide": (lists.divide, ([X], [Y]), X / Y),
+    "divide 0-d": (lists.divide, ([X], [HALF]), 2 * X),
     "lerp number": (lists.lerp, ([X], [Y], 0.25), 0.75 * X + 0.25 * Y),
     "lerp tensor": (lists.lerp, ([X], [Y], HALF), (X + Y) / 2),
     "maximum": (lists.maximum, ([X], [Y]), torch.where(X > Y, X, Y)),
+    "clamp_min": (lists.clamp_min, ([X - 1], -0.25), torch.where(X - 1 > -0.25, X - 1, -0.25)),
+    "sign": (lists.sign, ([X - 0.5],), torch.where(X > 0.5, 1.0, -1.0)),
+    "root_plus number": (lists.root_plus, ([X], 0.5), X**0.5 + 0.5),
     "root_plus": (lists.root_plus, ([X], [HALF]), X**0.5 + 0.5),
     "subtract_ratio": (lists.subtract_ratio, ([X], [Y], [Z]), X - Y / Z),
 }
@@ -35,6 +40,15 @@ def test_equals_its_formula_and_leaves_its_arguments_alone(case: str, watched: b
         (result,) = function(*args)
     torch.testing.assert_close(result, expected)
     assert all(torch.equal(arg[0], old) for arg, old in zip(args, before, strict=False))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_mean_squares_are_those_of_double_precision(watched: bool):
+    # 300^2 is beyond float16.
+    tensors = [torch.tensor([300.0, 100.0], dtype=torch.float16), torch.zeros(2, 2), X]
+    with torch.set_grad_enabled(watched):
+        means = lists.mean_squares(tensors, torch.float32)
+    torch.testing.assert_close(means, torch.tensor([5e4, 0.0, (X.double() ** 2).sum().item() / 6]))
 
 
 def test_functorch_levels_are_noticed_under_no_grad():

@@ -173,7 +173,7 @@ def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
         (lambda: cosine(True), TypeError, "cosine: alpha_f"),
         (lambda: constant(math.nan), ValueError, "constant: alpha: expected a finite number"),
         (lambda: linear(warmup="-1ba"), ValueError, "linear: warmup: expected a time >= 0, got -1ba"),
-        (lambda: linear(t_max="0ba"), ValueError, "linear: expected t_max > 0"),
+        (lambda: linear(t_max="0ba"), ValueError, "linear: t_max: expected a time > 0"),
         (
             lambda: linear(t_max="10 parsecs"),
             ValueError,

@@ -1,0 +1,134 @@
+"""Skipping: a step whose loss or gradients are not finite changes nothing but the time.
+
+    w, opt_state, buffers <- what the step makes of them   where the loss and all gradients are finite
+                             what they were                elsewhere
+
+One element that is inf or NaN is enough. Both outcomes are computed and one is chosen on the device: nothing waits.
+
+Events: INIT (the slot; the optimizer becomes one that skips), BATCH_START (remembers the buffers), AFTER_TRAIN_BATCH
+and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a bad step; adds
+`metrics[f"{name}/skipped"]`, 1 where the update was left out, else 0. Remembers a `SkipCount` in `slots[name]`.
+
+At AFTER_TRAIN_BATCH it comes after what computes gradients anew, such as `sam` (`Trait.CLIPS_GRADIENTS`), and before
+`gradient_clipping`. A bad step's buffers, such as BatchNorm's statistics, are put back there, and one element that is
+not finite, in the loss or a gradient, makes all gradients NaN, so that no clipping behind it can make them look good.
+What reads weights at BATCH_END finds them as they were, wherever it is listed. Gradients that go bad after that are
+found by the optimizer, and their buffers put back at BATCH_END, before `ema` and `swa`.
+
+What others remember is theirs: an average of the weights takes those that stayed once more, a schedule moves on. The
+loss is reported as it was. So is a step skipped in which no example counts (a batch of padding, whose mean loss is
+NaN). With `loss_scaling` both skip the same steps; this one puts back the buffers, too.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.event import Event
+from purecompose.optim.guarded import Guarded, all_finite
+from purecompose.predicate import on
+from purecompose.state import State
+
+
+__all__ = ["SkipCount", "chosen", "skip_nonfinite"]
+
+
+class SkipCount(NamedTuple):
+    """What `skip_nonfinite` remembers."""
+
+    skipped: Tensor
+    """0-d, int32: how many steps of the run were skipped; changes at BATCH_END."""
+
+
+class _Running(NamedTuple):
+    """What is in the slot between BATCH_START and BATCH_END."""
+
+    own: SkipCount
+    buffers: dict[str, Tensor]
+    """As they were when the step began."""
+
+
+def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
+    """One of two trees, as a whole.
+
+    Args:
+        is_good: 0-d, bool.
+        new: A tree of tensors.
+        old: One of the same structure, shapes and dtypes.
+
+    Returns:
+        `new` where `is_good` is true, else `old`, bit for bit; what is not finite in the other has no part in it.
+
+    Example:
+        >>> chosen(torch.tensor(False), {"w": torch.tensor([torch.nan])}, {"w": torch.tensor([1.0])})
+        {'w': tensor([1.])}
+    """
+    return tree.map(lambda a, b: a if a is b else torch.where(is_good, a, b), new, old)
+
+
+def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
+    """Skips steps whose loss or gradients are not finite; see `purecompose.algorithms.skip_nonfinite`.
+
+    Args:
+        name: Names its slot and its metric.
+
+    Raises:
+        RuntimeError: In the step: the optimizer has been replaced since INIT.
+
+    Example:
+        >>> skip_nonfinite()
+        skip_nonfinite()
+    """
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            return _initialised(state, name)
+        slot = state.slots[name]
+        if event is Event.BATCH_START:
+            return state.replace(slots={**state.slots, name: _Running(slot, state.buffers)})
+        grads = state.grads or {}
+        if event is Event.AFTER_TRAIN_BATCH:
+            _check_optimizer(state, name)
+            is_good = all_finite(grads.values() if state.loss is None else (state.loss, *grads.values()))
+            marked = {key: torch.where(is_good, grad, torch.nan) for key, grad in grads.items()}
+            return _restored(state.replace(grads=marked), slot, is_good)
+        is_good = all_finite(grads.values())
+        skipped = (~is_good).to(state.device)
+        own = slot.own if isinstance(slot, _Running) else slot
+        count = SkipCount(own.skipped + skipped.to(own.skipped.dtype))
+        return _restored(state, slot, is_good).replace(
+            slots={**state.slots, name: count},
+            metrics={**state.metrics, f"{name}/skipped": skipped.to(torch.float32)},
+        )
+
+    return Algorithm(
+        name,
+        on(Event.INIT, Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+        apply,
+        traits=frozenset({Trait.CLIPS_GRADIENTS, Trait.SETS_BUFFERS}),
+        runs_before=("gradient_clipping", "ema", "swa"),
+    )
+
+
+def _initialised(state: State, name: str) -> State:
+    count = SkipCount(torch.zeros((), dtype=torch.int32, device=state.device))
+    optimizer = state.optimizer if isinstance(state.optimizer, Guarded) else Guarded(state.optimizer)
+    return state.replace(slots={**state.slots, name: count}, optimizer=optimizer)
+
+
+def _restored(state: State, slot: Any, is_good: Tensor) -> State:
+    """The state; of a bad step, with the buffers that it began with."""
+    before: Mapping[str, Tensor] = slot.buffers if isinstance(slot, _Running) else {}
+    return state.replace(buffers=chosen(is_good, state.buffers, before)) if before else state
+
+
+def _check_optimizer(state: State, name: str) -> None:
+    if not isinstance(state.optimizer, Guarded):
+        raise RuntimeError(
+            f"{name}: expected the optimizer that INIT has put in place, which skips steps that are not finite, got "
+            f"{state.optimizer!r}: replace it before step.init, or by optim.guarded.Guarded(...) around the new one"
+        )

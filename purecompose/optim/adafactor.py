@@ -1,0 +1,187 @@
+"""Adafactor: steps scaled by an average square of the gradient that is remembered by rows and columns alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import check_number, shown
+from purecompose.optim.base import (
+    ByGroup,
+    Groups,
+    OptState,
+    Value,
+    check_real,
+    checked_constant,
+    checked_groups,
+    checked_scalar,
+    read,
+    wide_dtype,
+)
+from purecompose.optim.decay import decayed
+from purecompose.optim.lists import add, mean_squares, multiply, unbound
+from purecompose.schedule import Scalar
+
+
+__all__ = ["Adafactor", "adafactor"]
+
+
+def adafactor(
+    lr: Scalar = 1e-2,
+    *,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: Scalar = 0.0,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> Adafactor:
+    """Adafactor, equal to `torch.optim.Adafactor`: nearly no memory, and moves in proportion to the parameters.
+
+    With t the number of the parameter's update, counted from 1, RMS the root mean square, and w = t^beta2_decay::
+
+        v <- (1 - w) * v + w * g^2
+        u = g / max(sqrt(v), eps[0])
+        u <- u / max(1, RMS(u) / d)
+        a = max(eps[1], RMS(p)) * min(lr, 1 / sqrt(t))
+        p <- p - lr * weight_decay * p - a * u
+
+    Of a parameter of two dimensions or more, v is not remembered but its means over columns and over rows, R and C
+    (over the last dimension and the one before, further ones side by side); v is then R C / max(mean(R), eps[0]).
+
+    Gradients flow through `update`.
+
+    Args:
+        lr: the relative learning rate, >= 0, which 1 / sqrt(t) takes over once that is less.
+        beta2_decay: the exponent by which new squares weigh less and less; a number <= 0.
+        eps: the smallest root (None for the resolution of the parameter's dtype), and the RMS that a parameter counts
+            as having at least; numbers >= 0.
+        d: how large the RMS of an update may be before it is clipped; a number >= 1.
+        weight_decay: the factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
+        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+            the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{"step": {name: 0-d float32}}` for all parameters, `"row_var"` of
+        shape (..., rows, 1) and `"col_var"` of shape (..., 1, columns) for those of two dimensions or more, and
+        `"variance"`, of the parameter's shape, for the others; all but the step in the parameters' dtypes. The
+        parameters of one group lie on one device.
+
+    Raises:
+        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: a setting out of range.
+
+    Example:
+        >>> optimizer = adafactor(0.5)
+        >>> params = {"w": torch.tensor([1.0, -1.0])}
+        >>> params, opt_state = optimizer.update({"w": torch.tensor([3.0, 4.0])}, optimizer.init(params), params)
+        >>> params["w"]
+        tensor([ 0.5000, -1.5000])
+
+    References:
+        Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost, 2018, arXiv:1804.04235.
+    """
+    # Groups become tuples as they are checked.
+    return Adafactor(lr, beta2_decay, eps, d, weight_decay, groups)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Adafactor(ByGroup):
+    """What `adafactor` makes; see there."""
+
+    lr: Scalar = 1e-2
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    d: float = 1.0
+    weight_decay: Scalar = 0.0
+    groups: Groups = ()
+    is_factored: bool = dataclasses.field(default=False, repr=False)
+    """Whether this is the rule for parameters of two dimensions or more."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay"):
+            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"adafactor: {name}"))
+        object.__setattr__(self, "beta2_decay", check_number(self.beta2_decay, "adafactor: beta2_decay", high=0))
+        object.__setattr__(self, "d", check_number(self.d, "adafactor: d", 1))
+        if not isinstance(self.eps, tuple | list) or len(self.eps) != 2:
+            raise TypeError(f"adafactor: eps: expected two numbers, the first may be None, got {shown(self.eps)}")
+        first = None if self.eps[0] is None else checked_constant(self.eps[0], "adafactor: eps[0]")
+        object.__setattr__(self, "eps", (first, checked_constant(self.eps[1], "adafactor: eps[1]")))
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        check_real(params, "adafactor")
+        return super().init(params)
+
+    def form(self, param: Tensor) -> bool:
+        return param.ndim > 1
+
+    def formed(self, form: Hashable) -> Adafactor:
+        return dataclasses.replace(self, is_factored=bool(form))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("step", *(("row_var", "col_var") if self.is_factored else ("variance",)))
+
+    def fresh(self, slot: str, param: Tensor) -> Tensor:
+        if slot == "row_var":
+            return torch.zeros_like(param[..., :1], requires_grad=False)
+        if slot == "col_var":
+            return torch.zeros_like(param[..., :1, :], requires_grad=False)
+        return super().fresh(slot, param)
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        dtype = wide_dtype(params)
+        steps = [step + 1 for step in slots["step"]]
+        count = torch.stack(steps).to(dtype)
+        lr = read(self.lr, value)
+        rates = count.rsqrt()
+        rates = torch.minimum(rates, lr.to(dtype)) if isinstance(lr, Tensor) else rates.clamp(max=lr)
+        # Squares are clamped, not roots: a bias is often 0 at first, where the root has no slope.
+        rates = rates * mean_squares(params, dtype).clamp(min=self.eps[1] ** 2).sqrt()
+        _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
+
+        weights = count**self.beta2_decay
+        roots, new_slots = (self._by_factors if self.is_factored else self._whole)(grads, slots, weights)
+        updates = multiply(grads, roots)
+        clipped = (mean_squares(updates, dtype) / self.d**2).clamp(min=1).sqrt()
+        moves = multiply(updates, unbound(rates / clipped))
+        return add(params, moves, -1.0), {"step": steps, **new_slots}
+
+    def _whole(
+        self, grads: list[Tensor], slots: dict[str, list[Tensor]], weights: Tensor
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """What gradients are multiplied by, and new slots."""
+        squares = _averaged(slots["variance"], multiply(grads, grads), weights)
+        return [square.clamp(min=self._floor(square) ** 2).rsqrt() for square in squares], {"variance": squares}
+
+    def _by_factors(
+        self, grads: list[Tensor], slots: dict[str, list[Tensor]], weights: Tensor
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """As `_whole`, from the means of the rows and those of the columns."""
+        squares = multiply(grads, grads)
+        rows = _averaged(slots["row_var"], [square.mean(-1, keepdim=True) for square in squares], weights)
+        columns = _averaged(slots["col_var"], [square.mean(-2, keepdim=True) for square in squares], weights)
+        roots = []
+        for row, column in zip(rows, columns, strict=True):
+            floor = self._floor(row)
+            square = row * column / row.mean(-2, keepdim=True).clamp(min=floor)
+            roots.append(square.clamp(min=floor**2).rsqrt())
+        return roots, {"row_var": rows, "col_var": columns}
+
+    def _floor(self, like: Tensor) -> float:
+        return torch.finfo(like.dtype).eps if self.eps[0] is None else self.eps[0]
+
+
+def _averaged(averages: list[Tensor], news: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Averages moved towards what is new, each by its own weight.
+
+    Not a + w (b - a): the weights begin at 1, where that leaves of b what a large a has not swallowed.
+    """
+    return add(multiply(averages, unbound(1 - weights)), multiply(news, unbound(weights)), 1.0)

@@ -1,0 +1,186 @@
+"""Several optimizers, each for the parameters whose names match a pattern."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from purecompose._checks import shown
+from purecompose.optim.base import Optimizer, OptState, Value, match_or_raise
+from purecompose.schedule import number
+
+
+__all__ = ["ByPattern", "by_pattern"]
+
+# Pattern -> optimizer, as pairs so that it hashes.
+Patterns: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> ByPattern:
+    """Different optimizers for different parameters, as one optimizer.
+
+    A parameter goes to the first pattern that matches its name (`fnmatch`, on the whole name) and whose optimizer
+    moves parameters of its form, as `muon` moves matrices alone; what is left goes to `rest`. Here all matrices in
+    the blocks go to `muon`, their biases and norms and everything outside to `adamw`::
+
+        by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
+
+    Each optimizer sees its own parameters only, and the patterns of its `groups` are matched against those. An
+    hparam that several of them name is one number. An optimizer of one's own that leaves some parameters to others
+    has a method `can_move(param) -> bool`.
+
+    Args:
+        groups: pattern -> optimizer, in the order in which patterns are tried; a mapping or pairs.
+        rest: the optimizer for what no pattern takes.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{slot: {parameter name: tensor}}`, the states of all of them in
+        one: a slot that two of them have, such as "step", holds the parameters of both.
+
+    Raises:
+        TypeError: no patterns, or something that is no optimizer; from `init`, an optimizer whose state has another
+            form.
+        ValueError: from `init`, a pattern that matches nothing, or nothing that its optimizer moves.
+
+    Example:
+        >>> import torch
+        >>> from purecompose.optim import sgd
+        >>> optimizer = by_pattern({"*.bias": sgd(1.0)}, sgd(0.5, momentum=0.9))
+        >>> params = {"0.weight": torch.ones(2), "0.bias": torch.ones(2)}
+        >>> params, opt_state = optimizer.update(params, optimizer.init(params), params)
+        >>> params
+        {'0.weight': tensor([0.5000, 0.5000]), '0.bias': tensor([0., 0.])}
+        >>> opt_state
+        {'momentum': {'0.weight': tensor([1., 1.])}}
+    """
+    # Groups become tuples as they are checked.
+    return ByPattern(groups, rest)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ByPattern:
+    """What `by_pattern` makes; see there."""
+
+    groups: Patterns
+    rest: Any
+
+    def __repr__(self) -> str:
+        return f"by_pattern({dict(self.groups)!r}, {self.rest!r})"
+
+    def __post_init__(self) -> None:
+        try:
+            groups = tuple(self.groups.items() if isinstance(self.groups, Mapping) else map(tuple, self.groups))
+            pairs = {pattern: optimizer for pattern, optimizer in groups}
+        except (TypeError, ValueError):
+            raise TypeError(
+                "by_pattern: expected patterns with optimizers, such as {'blocks.*': muon(0.02)}, "
+                f"got {shown(self.groups)}"
+            ) from None
+        for pattern, optimizer in pairs.items():
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"by_pattern: expected a pattern of parameter names, such as '*.bias', got {shown(pattern)}"
+                )
+            _check_optimizer(optimizer, f"by_pattern: {pattern!r}")
+        _check_optimizer(self.rest, "by_pattern: rest")
+        object.__setattr__(self, "groups", tuple(pairs.items()))
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """The states of all optimizers, each of its own parameters; see `Optimizer.init`.
+
+        Raises:
+            TypeError: an optimizer whose state is not of the form {slot: {parameter name: tensor}}.
+            ValueError: a pattern that matches nothing, or nothing that its optimizer moves; and as its optimizers.
+        """
+        parts = self._parts(params, params)
+        for i, (pattern, optimizer) in enumerate(self.groups):
+            where = f"by_pattern: {pattern!r}"
+            match_or_raise(pattern, params, where)
+            if i not in parts:
+                raise ValueError(
+                    f"{where}: {optimizer!r} gets no parameter: what the pattern matches is taken by patterns before "
+                    "it, or has a form that this optimizer does not move"
+                )
+        found: dict[str, dict[str, Tensor]] = {}
+        for i, names in parts.items():
+            own = self._optimizer(i).init({name: params[name] for name in names})
+            _check_form(own, names, self._optimizer(i))
+            for slot, leaves in own.items():
+                found.setdefault(slot, {}).update(leaves)
+        return {slot: {name: leaves[name] for name in params if name in leaves} for slot, leaves in found.items()}
+
+    def update(
+        self,
+        grads: Mapping[str, Tensor],
+        opt_state: Mapping[str, Mapping[str, Tensor]],
+        params: Mapping[str, Tensor],
+        value: Value = number,
+    ) -> tuple[dict[str, Tensor], OptState]:
+        """Moves every parameter that has a gradient by its optimizer; see `Optimizer.update`.
+
+        Raises:
+            KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
+        """
+        new_params = dict(params)
+        new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
+        for i, names in self._parts(grads, params).items():
+            moved, slots = self._optimizer(i).update(
+                {name: grads[name] for name in names},
+                {
+                    slot: own
+                    for slot, leaves in opt_state.items()
+                    if (own := {name: leaves[name] for name in names if name in leaves})
+                },
+                {name: params[name] for name in names if name in params},
+                value,
+            )
+            new_params.update(moved)
+            for slot, leaves in slots.items():
+                new_opt_state[slot].update(leaves)
+        return new_params, new_opt_state
+
+    def _parts(self, names: Mapping[str, Any], params: Mapping[str, Tensor]) -> dict[int, list[str]]:
+        """Names by the number of their optimizer; the number after those of the patterns is the rest's."""
+        parts: dict[int, list[str]] = {}
+        for name, matching in zip(names, _matching(self.groups, tuple(names)), strict=True):
+            own = next((i for i in matching if name in params and self._can_move(i, params[name])), len(self.groups))
+            parts.setdefault(own, []).append(name)
+        return parts
+
+    def _optimizer(self, i: int) -> Any:
+        return self.groups[i][1] if i < len(self.groups) else self.rest
+
+    def _can_move(self, i: int, param: Tensor) -> bool:
+        # Nearly all optimizers move whatever there is, and have no such method.
+        can_move = getattr(self.groups[i][1], "can_move", None)
+        return can_move is None or can_move(param)
+
+
+@functools.lru_cache(maxsize=256)
+def _matching(groups: Patterns, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the patterns that match, for each name."""
+    return tuple(tuple(i for i, (pattern, _) in enumerate(groups) if fnmatchcase(name, pattern)) for name in names)
+
+
+def _check_optimizer(optimizer: Any, where: str) -> None:
+    has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
+    if isinstance(optimizer, type) or not has_both:
+        raise TypeError(
+            f"{where}: expected an optimizer with init and update, such as adamw(3e-4), got {shown(optimizer)}"
+        )
+
+
+def _check_form(opt_state: Any, names: list[str], optimizer: Any) -> None:
+    known = set(names)
+    if not isinstance(opt_state, Mapping) or any(
+        not isinstance(leaves, Mapping) or not known.issuperset(leaves) for leaves in opt_state.values()
+    ):
+        raise TypeError(
+            f"by_pattern: expected a state of the form {{slot: {{parameter name: tensor}}}} from {optimizer!r}; "
+            "states of another form cannot be held in one"
+        )

@@ -1,0 +1,78 @@
+"""Weight decay: how it enters an update, and by what it is multiplied."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from purecompose._warnings import warn
+from purecompose.optim.base import Value, factors_of, known_part, read
+from purecompose.optim.lists import add
+from purecompose.schedule import Scalar, Schedule
+
+
+__all__ = ["Decay", "decayed", "progress", "warn_if_strong"]
+
+Decay: TypeAlias = Literal["coupled", "by rate", "by schedule"]
+"""Into the gradient; off the parameter, times the learning rate; off the parameter, times the schedule alone."""
+
+
+def decayed(
+    how: Decay,
+    grads: list[Tensor],
+    params: list[Tensor],
+    weight_decay: Scalar,
+    lr: Scalar,
+    value: Value,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients and parameters with the decay in them; a decay that is the number 0 costs nothing.
+
+    A decay off the parameter is p - factor * p rather than (1 - factor) * p: in float32, 1 - 1e-5 has lost two of
+    the factor's digits.
+
+    Example:
+        >>> import torch
+        >>> from purecompose.schedule import number
+        >>> decayed("by rate", [torch.ones(1)], [torch.full((1,), 4.0)], 0.5, 0.5, number)
+        ([tensor([1.])], [tensor([3.])])
+    """
+    if weight_decay == 0.0:
+        return grads, params
+    factor = read(weight_decay, value)
+    if how == "coupled":
+        return add(grads, params, factor), params
+    return grads, add(params, params, -factor * (read(lr, value) if how == "by rate" else progress(lr, value)))
+
+
+def progress(scalar: Scalar, value: Value) -> float | Tensor:
+    """What a scalar's schedules have made of its numbers and hparams: 1 without schedules.
+
+    Example:
+        >>> from purecompose.schedule import cosine, hparam
+        >>> progress(0.1 * cosine() * hparam("lr", 3.0), lambda schedule: 0.25)
+        0.25
+    """
+    return math.prod((read(one, value) for one in factors_of(scalar) if isinstance(one, Schedule)), start=1.0)
+
+
+def warn_if_strong(name: str, coupled: str, weight_decay: Scalar, lr: Scalar) -> None:
+    """Warns where a decay by schedule is beyond all use, as a recipe's number is that was meant for another optimizer.
+
+    Composer warns from 1e-3 on, which is right for a learning rate of 2 and far too much for one of 1e-3; what tells
+    the slip is the ratio.
+
+    Args:
+        name: The optimizer.
+        coupled: The optimizer whose decay is multiplied by the learning rate.
+        weight_decay: Its decay.
+        lr: Its learning rate.
+    """
+    decay, rate = known_part(weight_decay), known_part(lr)
+    if decay > rate > 0:
+        warn(
+            f"{name}: weight_decay={decay:g} takes {100 * decay:g} % off every weight in every step, as "
+            f"{coupled}(lr={rate:g}, weight_decay={decay / rate:g}) would: here it is not multiplied by the learning "
+            f"rate. For what weight_decay={decay:g} is to {coupled}, set weight_decay={decay * rate:g}"
+        )

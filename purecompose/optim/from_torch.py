@@ -1,0 +1,295 @@
+"""Any optimizer of `torch.optim`, or of its kind, behind the pure pair of functions.
+
+A torch optimizer holds parameters and state and writes into both. Here it gets copies in every update: an instance is
+made, what it remembers is put in, `step()` runs, and the new parameters and memory are taken out again. What its
+`step` does to a Python number, such as a counter, is kept as a 0-d tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from purecompose._checks import frozen, shown
+from purecompose._functorch import is_fake, is_transforming
+from purecompose.optim.base import ByGroup, Groups, OptState, Value, cells, checked_groups, known_part, match_or_raise
+from purecompose.optim.torch_memory import (
+    Memory,
+    Refused,
+    Settings,
+    check_elsewhere,
+    elsewhere,
+    instance,
+    memory_of,
+    put_in,
+    read,
+    taken_out,
+)
+from purecompose.schedule import number
+
+
+__all__ = ["FromTorch", "from_torch"]
+
+
+def from_torch(
+    optimizer: type[torch.optim.Optimizer],
+    *,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+    **settings: Any,
+) -> FromTorch:
+    """An optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
+
+    It computes what the class computes, bit for bit, and a run that is cut and resumed goes on to the same bits: all
+    that the class remembers is in the optimizer's state. It is slower than an optimizer of one's own, since every
+    update copies parameters, gradients and memory, and on a GPU a counter that the class keeps on the host is read
+    back once a step.
+
+    What the class does cannot be traced: a step with it runs as composed, and neither `compile` nor `population` nor
+    a gradient through the update works. Each of them raises an error that says so.
+
+    Args:
+        optimizer: a subclass of `torch.optim.Optimizer`. It keeps its memory in `state[param]`, as tensors, numbers,
+            bools or None that are there from the first step on.
+        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of the
+            settings: `{"*.bias": {"weight_decay": 0.0}}`.
+        settings: what the class takes, by name. Wherever a number stands, an hparam, a schedule or a product of them
+            may stand, in a tuple as well; the class sees its value as a float.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{slot: {parameter name: tensor}}`, with the names, shapes and
+        dtypes of the class; numbers are 0-d tensors. `"started"`, 0-d bool, tells which parameters have been updated
+        before; until then the class makes its own first memory, and what stands in the slots is not read.
+
+    Raises:
+        TypeError: no optimizer class, or settings that it does not take; tensors among them; a class that needs a
+            closure (LBFGS) or sparse gradients (SparseAdam), or that keeps memory elsewhere than in `state[param]`.
+        ValueError: a setting that the class refuses; from `init`, parameters that it refuses.
+        RuntimeError: from `update`, where it is traced, mapped or differentiated.
+
+    Example:
+        >>> optimizer = from_torch(torch.optim.Adamax, lr=0.5)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, opt_state = optimizer.update({"w": torch.tensor([3.0, -0.5])}, optimizer.init(params), params)
+        >>> params["w"], list(opt_state)
+        (tensor([0.5000, 2.5000]), ['started', 'step', 'exp_avg', 'exp_inf'])
+    """
+    # Groups become tuples as they are checked.
+    return FromTorch(optimizer, tuple(settings.items()), groups)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FromTorch(ByGroup):
+    """What `from_torch` makes; see there."""
+
+    optimizer: type[torch.optim.Optimizer]
+    settings: Settings = ()
+    groups: Groups = ()
+
+    def __repr__(self) -> str:
+        told = {name: repr(setting) for name, setting in self.settings}
+        if self.groups:
+            told["groups"] = repr({pattern: dict(options) for pattern, options in self.groups})
+        return f"from_torch({', '.join([_name(self.optimizer), *(f'{name}={text}' for name, text in told.items())])})"
+
+    @property
+    def called(self) -> str:
+        return f"from_torch({_name(self.optimizer)})"
+
+    def __post_init__(self) -> None:
+        _check_class(self.optimizer)
+        settings = tuple((name, frozen(setting)) for name, setting in sorted(dict(self.settings).items()))
+        for name, setting in settings:
+            _check_setting(setting, f"{self.called}: {name}")
+        object.__setattr__(self, "settings", settings)
+        self._try_out()
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def _try_out(self) -> None:
+        """One step of a small matrix, which tells most mistakes when the optimizer is built."""
+        try:
+            instance(self.optimizer, [([nn.Parameter(torch.ones(2, 2))], read(self.settings, known_part))])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.called}: {error}") from error
+        try:
+            memory_of(self.optimizer, self.settings, torch.Size((2, 2)), torch.float32, torch.device("cpu"))
+        except Refused as error:
+            raise TypeError(f"{self.called}: {error}") from error
+        except Exception:  # noqa: BLE001
+            return  # Settings may need a GPU, or parameters of another form: `init` sees the real ones.
+
+    @property
+    def settings_by_name(self) -> dict[str, Any]:
+        parameters = list(inspect.signature(self.optimizer).parameters)
+        return {**dict.fromkeys(parameters[1:]), **dict(self.settings)}
+
+    def overridden(self, options: Mapping[str, Any]) -> FromTorch:
+        return FromTorch(self.optimizer, tuple({**dict(self.settings), **options}.items()))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ()  # Each parameter has its own.
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for all that the class will remember, of every parameter; see `Optimizer.init`.
+
+        Raises:
+            ValueError: the class refuses a parameter, or a group's pattern matches nothing.
+        """
+        for pattern, _ in self.groups:
+            match_or_raise(pattern, params, f"{self.called}: groups[{pattern!r}]")
+        rules = {name: cell.rule for cell in cells(self, tuple(params)) for name in cell.names}
+        opt_state: OptState = {}
+        for name, param in params.items():
+            for slot in self._memory_of(rules[name], name, param).kept:
+                zeros = torch.zeros(slot.shape, dtype=slot.dtype, device=param.device)
+                opt_state.setdefault(slot.name, {})[name] = zeros
+        return opt_state
+
+    def update(
+        self,
+        grads: Mapping[str, Tensor],
+        opt_state: Mapping[str, Mapping[str, Tensor]],
+        params: Mapping[str, Tensor],
+        value: Value = number,
+    ) -> tuple[dict[str, Tensor], OptState]:
+        """Moves every parameter that has a gradient, by one `step` of the class; see `Optimizer.update`.
+
+        Raises:
+            KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
+            RuntimeError: the update is traced, mapped or differentiated; or the class remembers other things than
+                in its first step.
+        """
+        new_params = dict(params)
+        new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
+        if not grads:
+            return new_params, new_opt_state
+        found = cells(self, tuple(grads))
+        rules = [cast(FromTorch, cell.rule) for cell in found]
+        self._check_known(grads, params)
+        self._check_untraced(
+            [*grads.values(), *params.values(), *(t for ts in opt_state.values() for t in ts.values())]
+        )
+        memories = {
+            name: self._memory_of(rule, name, params[name], opt_state)
+            for rule, cell in zip(rules, found, strict=True)
+            for name in cell.names
+        }
+        settings = [read(rule.settings, self._untraced(value)) for rule in rules]
+        with torch.no_grad():
+            copies = {name: nn.Parameter(params[name].detach().clone()) for name in grads}
+            for name, copy in copies.items():
+                copy.grad = grads[name].detach().to(copy.dtype, copy=True)
+            members = [[copies[name] for name in cell.names] for cell in found]
+            made = instance(self.optimizer, list(zip(members, settings, strict=True)))
+            put_in(made, copies, memories, opt_state)
+            before = elsewhere(made)
+            made.step()
+            try:
+                check_elsewhere(made, before, copies.values())
+                for name, copy in copies.items():
+                    new_params[name] = copy.detach()
+                    for slot, tensor in taken_out(made.state.get(copy, {}), memories[name], copy.device).items():
+                        new_opt_state[slot][name] = tensor
+            except Refused as error:
+                raise RuntimeError(f"{self.called}: {error}") from error
+        return new_params, new_opt_state
+
+    def _memory_of(
+        self, rule: Any, name: str, param: Tensor, opt_state: Mapping[str, Mapping[str, Tensor]] | None = None
+    ) -> Memory:
+        """What the class remembers of a parameter; all of it is in the state, where that is given."""
+        device = torch.device("cpu") if param.is_meta else param.device
+        try:
+            memory = memory_of(self.optimizer, rule.settings, param.shape, param.dtype, device)
+        except Exception as error:
+            form = f"{name!r} of shape {tuple(param.shape)} and {param.dtype}"
+            raise ValueError(f"{self.called}: cannot move the parameter {form}: {error}") from error
+        for slot in memory.kept:
+            if opt_state is not None and name not in opt_state.get(slot.name, {}):
+                raise KeyError(
+                    f"{self.called}: opt_state[{slot.name!r}] holds nothing for parameter {name!r}; "
+                    "opt_state must come from this optimizer's init(params), of the same settings and names"
+                )
+        return memory
+
+    def _check_known(self, grads: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        for name in grads:
+            if name not in params:
+                raise KeyError(
+                    f"{self.called}: a gradient came for {name!r}, which is not among the {len(params)} parameters"
+                )
+
+    def _untraced(self, value: Value) -> Value:
+        """The reader of settings, for numbers alone."""
+
+        def number_of(scalar: Any) -> float:
+            found = value(scalar)
+            if isinstance(found, Tensor):
+                self._check_untraced([found])
+            return float(found)
+
+        return number_of
+
+    def _check_untraced(self, tensors: Sequence[Tensor]) -> None:
+        """Raises where the update is more than numbers, since what the class does would be left out or be wrong."""
+        own = "take an optimizer that purecompose.optim has itself, such as adamw"
+        if is_transforming():
+            raise RuntimeError(
+                f"{self.called}: its update cannot run under vmap (as in a population), grad or another transform of "
+                f"torch.func, since a torch optimizer writes into its state. Train members one by one, or {own}"
+            )
+        if torch.compiler.is_compiling() or get_proxy_mode() is not None or any(map(is_fake, tensors)):
+            raise RuntimeError(
+                f"{self.called}: its update cannot be traced (what comes is a FakeTensor or a proxy, which has no "
+                f"numbers). Leave the step uncompiled, or {own}"
+            )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(
+                f"{self.called}: its update passes no gradient on, and a parameter, gradient, slot or setting requires "
+                f"one. Call it within torch.no_grad() if none is wanted, or {own}"
+            )
+
+
+# The class and its settings.
+
+
+def _name(optimizer: Any) -> str:
+    """The class as one writes it."""
+    is_torchs = getattr(torch.optim, optimizer.__name__, None) is optimizer
+    return f"torch.optim.{optimizer.__name__}" if is_torchs else f"{optimizer.__module__}.{optimizer.__qualname__}"
+
+
+def _check_class(optimizer: Any) -> None:
+    if not isinstance(optimizer, type) or not issubclass(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "from_torch: expected a class of torch's optimizers and its settings, as in "
+            f"from_torch(torch.optim.NAdam, lr=0.002), got {shown(optimizer)}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TypeError(
+            f"from_torch({_name(optimizer)}): it evaluates the loss several times in a step, by a closure; here "
+            "gradients are taken once, before the update"
+        )
+    if issubclass(optimizer, torch.optim.SparseAdam):
+        raise TypeError(
+            f"from_torch({_name(optimizer)}): it takes sparse gradients; here they are dense: adam moves embeddings too"
+        )
+
+
+def _check_setting(setting: Any, where: str) -> None:
+    if isinstance(setting, Tensor):
+        raise TypeError(
+            f"{where}: expected a number, got {shown(setting)}; an optimizer holds no tensors: name the scalar with "
+            "hparam('lr', 0.1), and its tensor lives in state.hparams"
+        )
+    try:
+        hash(setting)
+    except TypeError:
+        raise TypeError(f"{where}: expected a setting that hashes, got {shown(setting)}") from None

@@ -1,0 +1,110 @@
+"""Lion: steps of one size, in the direction of the sign of an average."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from purecompose.optim.base import (
+    ByGroup,
+    Groups,
+    OptState,
+    Value,
+    check_real,
+    checked_betas,
+    checked_groups,
+    checked_scalar,
+    read,
+)
+from purecompose.optim.decay import decayed
+from purecompose.optim.lists import add, lerp, sign
+from purecompose.schedule import Scalar
+
+
+__all__ = ["Lion", "lion"]
+
+
+def lion(
+    lr: Scalar = 1e-4,
+    *,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.99),
+    weight_decay: Scalar = 0.0,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> Lion:
+    """Lion: each element moves by lr, up or down, and one tensor is remembered for each parameter.
+
+    ::
+
+        p <- p - lr * weight_decay * p
+        p <- p - lr * sign(beta1 * m + (1 - beta1) * g)
+        m <- beta2 * m + (1 - beta2) * g
+
+    Beside AdamW the paper takes a learning rate that is 3 to 10 times smaller and a weight decay that is as much
+    larger. An element whose average is exactly 0 stays where it is.
+
+    Gradients flow through `update` to learning rate, decay and parameters. The sign has derivative 0: neither
+    the betas nor past gradients get one by way of it.
+
+    Args:
+        lr: the learning rate, >= 0.
+        betas: what of the average enters the sign, and what of it stays; each in [0, 1).
+        weight_decay: the factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
+        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+            the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{"exp_avg": {name: tensor}}`, of the parameters' shapes and dtypes.
+
+    Raises:
+        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: a setting out of range.
+
+    Example:
+        >>> import torch
+        >>> params = {"w": torch.tensor([1.0, 2.0, 3.0])}
+        >>> optimizer = lion(0.5)
+        >>> optimizer.update({"w": torch.tensor([1e-3, -70.0, 0.0])}, optimizer.init(params), params)[0]["w"]
+        tensor([0.5000, 2.5000, 3.0000])
+
+    References:
+        Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu and Le, Symbolic discovery of optimization
+        algorithms, 2023, arXiv:2302.06675.
+    """
+    # Groups become tuples as they are checked.
+    return Lion(lr, betas, weight_decay, groups)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Lion(ByGroup):
+    """What `lion` makes; see there."""
+
+    lr: Scalar = 1e-4
+    betas: tuple[Scalar, Scalar] = (0.9, 0.99)
+    weight_decay: Scalar = 0.0
+    groups: Groups = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", checked_betas(self.betas, "lion"))
+        for name in ("lr", "weight_decay"):
+            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"lion: {name}"))
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        check_real(params, "lion")
+        return super().init(params)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        beta1, beta2 = (read(beta, value) for beta in self.betas)
+        _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
+        directions = sign(lerp(slots["exp_avg"], grads, 1 - beta1))
+        return add(params, directions, -read(self.lr, value)), {"exp_avg": lerp(slots["exp_avg"], grads, 1 - beta2)}

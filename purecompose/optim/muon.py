@@ -1,0 +1,225 @@
+"""Muon: momentum, made orthogonal; for the matrices of hidden layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from purecompose._checks import check_flag, check_number, check_whole, shown
+from purecompose.optim.base import (
+    ByGroup,
+    Groups,
+    OptState,
+    Value,
+    checked_constant,
+    checked_groups,
+    checked_scalar,
+    read,
+)
+from purecompose.optim.decay import decayed
+from purecompose.optim.lists import add, lerp
+from purecompose.schedule import Scalar
+
+
+__all__ = ["Muon", "muon", "orthogonalized"]
+
+# Chosen by Jordan for the steepest slope at 0: singular values come out between about 0.7 and 1.2, not at 1.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def muon(
+    lr: Scalar = 1e-3,
+    *,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    weight_decay: Scalar = 0.1,
+    ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original",
+    ns_precision: Literal["bf16", "full"] = "bf16",
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> Muon:
+    """Muon, equal to `torch.optim.Muon`: it moves matrices, all in all directions by about the same length.
+
+    With g the gradient of a matrix p of shape (rows, columns)::
+
+        b <- momentum * b + (1 - momentum) * g
+        d = momentum * b + (1 - momentum) * g         (without nesterov d = b)
+        p <- p - lr * weight_decay * p
+        p <- p - lr * ratio * orthogonalized(d)
+
+    Parameters of other dimensions than two are another optimizer's, and so are, by the author's advice, embeddings
+    and the last layer. `by_pattern` divides them; what a pattern of `muon` matches and `muon` does not move is
+    left to the next one that does::
+
+        by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
+        by_pattern({"embedding.*": adamw(3e-4), "head.*": adamw(3e-4), "*": muon(0.02)}, adamw(3e-4))
+
+    Gradients flow through `update`; in bfloat16 they are as coarse as its numbers.
+
+    Args:
+        lr: the learning rate, >= 0; 0.02 is common with "original", AdamW's with "match_rms_adamw".
+        momentum: how much of the last buffer stays, >= 0.
+        nesterov: look ahead along the new buffer.
+        weight_decay: the factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
+        ns_coefficients: of the Newton-Schulz iteration, x <- a x + b (x x') x + c (x x')^2 x.
+        ns_steps: how many iterations, in [1, 99].
+        eps: the smallest norm that a matrix is divided by; a number, >= 0.
+        adjust_lr: the ratio: "original" for sqrt(max(1, rows / columns)), "match_rms_adamw" for
+            0.2 * sqrt(max(rows, columns)), by which moves are as large as AdamW's.
+        ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or in float32 where
+            that is a shorter one: the bits of one device are then nearly those of another, and gradients through
+            `update` are exact.
+        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+            the ones above.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{"momentum": {name: tensor}}`, of the parameters' shapes and dtypes.
+
+    Raises:
+        TypeError: a setting of the wrong kind, an unknown option in a group.
+        ValueError: a setting out of range; from `init`, a parameter that is no real matrix.
+
+    Example:
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> optimizer = muon(1.0, ns_coefficients=(1.5, -0.5, 0.0), ns_steps=20, ns_precision="full")
+        >>> params, _ = optimizer.update({"w": torch.tensor([[0.0, 3.0], [-1.0, 0.0]])}, optimizer.init(params), params)
+        >>> params["w"].round(decimals=4) + 0.0
+        tensor([[ 0., -1.],
+                [ 1.,  0.]])
+
+    References:
+        Jordan, Jin, Boza, You, Cesista, Newhouse and Bernstein, Muon: an optimizer for hidden layers in neural
+        networks, 2024, https://kellerjordan.github.io/posts/muon/.
+        Liu et al., Muon is scalable for LLM training, 2025, arXiv:2502.16982 ("match_rms_adamw").
+    """
+    return Muon(
+        lr,
+        momentum,
+        nesterov,
+        weight_decay,
+        ns_coefficients,
+        ns_steps,
+        eps,
+        adjust_lr,
+        ns_precision,
+        groups,  # type: ignore[arg-type]  # They become tuples as they are checked.
+    )
+
+
+def orthogonalized(
+    matrix: Tensor,
+    *,
+    coefficients: tuple[float, float, float] = _COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-7,
+) -> Tensor:
+    """A matrix with its singular values brought near to 1 and its singular vectors kept: near to U V' of U S V'.
+
+    Newton and Schulz's iteration with an odd polynomial of degree 5, on the matrix divided by its Frobenius norm.
+
+    Args:
+        matrix: shape (rows, columns), real.
+        coefficients: of x, x^3 and x^5.
+        steps: how many iterations.
+        eps: the smallest norm to divide by.
+
+    Returns:
+        The matrix's shape and dtype, in which all is computed.
+
+    Example:
+        >>> orthogonalized(torch.diag(torch.tensor([8.0, 4.0]))).diagonal().round(decimals=2)
+        tensor([0.6900, 1.1100])
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix  # so that x x' is the smaller of the two products
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Muon(ByGroup):
+    """What `muon` makes; see there."""
+
+    lr: Scalar = 1e-3
+    momentum: Scalar = 0.95
+    nesterov: bool = True
+    weight_decay: Scalar = 0.1
+    ns_coefficients: tuple[float, float, float] = _COEFFICIENTS
+    ns_steps: int = 5
+    eps: float = 1e-7
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    ns_precision: Literal["bf16", "full"] = "bf16"
+    groups: Groups = ()
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "momentum", "weight_decay"):
+            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"muon: {name}"))
+        check_flag(self.nesterov, "muon: nesterov")
+        if not isinstance(self.ns_coefficients, tuple | list) or len(self.ns_coefficients) != 3:
+            raise TypeError(f"muon: ns_coefficients: expected three numbers, got {shown(self.ns_coefficients)}")
+        numbers = tuple(check_number(x, f"muon: ns_coefficients[{i}]") for i, x in enumerate(self.ns_coefficients))
+        object.__setattr__(self, "ns_coefficients", numbers)
+        object.__setattr__(self, "ns_steps", check_whole(self.ns_steps, "muon: ns_steps", 1, 99))
+        object.__setattr__(self, "eps", checked_constant(self.eps, "muon: eps"))
+        for name, known in (("adjust_lr", ("original", "match_rms_adamw")), ("ns_precision", ("bf16", "full"))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"muon: {name}: expected {known[0]!r} or {known[1]!r}, got {shown(getattr(self, name))}"
+                )
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for every parameter, frozen ones included; see `Optimizer.init`.
+
+        Raises:
+            ValueError: a parameter that is no real matrix, or a group's pattern that matches nothing.
+        """
+        for name, param in params.items():
+            if not self.can_move(param):
+                raise ValueError(
+                    f"muon: expected real matrices, got {name!r} of shape {tuple(param.shape)} and {param.dtype}; give "
+                    "what it cannot move to another optimizer: optim.by_pattern({'*': optim.muon(0.02)}, "
+                    "optim.adamw(3e-4))"
+                )
+        return super().init(params)
+
+    def can_move(self, param: Tensor) -> bool:
+        """Whether a parameter is of the form that it can move: a real matrix."""
+        return param.ndim == 2 and not param.is_complex()
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",)
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        momentum = read(self.momentum, value)
+        buffers = lerp(slots["momentum"], grads, 1 - momentum)
+        directions = lerp(grads, buffers, momentum) if self.nesterov else buffers
+        _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
+        moves = [self._orthogonal(direction) for direction in directions]
+        return add(params, moves, -read(self.lr, value)), {"momentum": buffers}
+
+    def _orthogonal(self, direction: Tensor) -> Tensor:
+        """The move of one matrix for a learning rate of 1, up to its sign."""
+        wide = torch.float64 if direction.dtype is torch.float64 else torch.float32
+        narrowed = direction.to(torch.bfloat16 if self.ns_precision == "bf16" else wide)
+        move = orthogonalized(narrowed, coefficients=self.ns_coefficients, steps=self.ns_steps, eps=self.eps)
+        rows, columns = direction.shape
+        if self.adjust_lr == "original":
+            ratio = math.sqrt(max(1, rows / columns))
+        else:
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        return move.to(direction.dtype) * ratio

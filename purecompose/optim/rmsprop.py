@@ -1,0 +1,131 @@
+"""RMSprop: steps scaled by a running average of the gradient's square."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from purecompose._checks import check_flag
+from purecompose.optim.base import (
+    ByGroup,
+    Groups,
+    OptState,
+    Value,
+    check_real,
+    checked_constant,
+    checked_groups,
+    checked_scalar,
+    read,
+)
+from purecompose.optim.decay import decayed
+from purecompose.optim.lists import add, clamp_min, divide, lerp, multiply, root_plus
+from purecompose.schedule import Scalar
+
+
+__all__ = ["RMSprop", "rmsprop"]
+
+
+def rmsprop(
+    lr: Scalar = 1e-2,
+    *,
+    alpha: Scalar = 0.99,
+    eps: float = 1e-8,
+    weight_decay: Scalar = 0.0,
+    momentum: Scalar = 0.0,
+    centered: bool = False,
+    groups: Mapping[str, Mapping[str, Any]] | Groups = (),
+) -> RMSprop:
+    """RMSprop, equal to `torch.optim.RMSprop`.
+
+    With g the gradient plus weight_decay * p::
+
+        v <- alpha * v + (1 - alpha) * g^2
+        m <- alpha * m + (1 - alpha) * g              (centered alone; else m = 0)
+        d = g / (sqrt(v - m^2) + eps)
+        b <- momentum * b + d                         (without momentum b = d)
+        p <- p - lr * b
+
+    The variance v - m^2 of a gradient that never changes goes to 0, and may be rounded to less: it counts as 0
+    then, where torch gives NaN. Gradients flow through `update`; the derivative of the root is taken as 0 at 0.
+
+    Args:
+        lr: the learning rate, >= 0.
+        alpha: decay of the averages, in [0, 1).
+        eps: added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0 there.
+        weight_decay: the L2 penalty's factor, >= 0, added to the gradient.
+        momentum: how much of the last move's direction stays, >= 0.
+        centered: divide by the gradient's deviation from its mean in place of its size.
+        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+            the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
+
+    Returns:
+        A frozen, hashable optimizer. Its state is `{"square_avg": {name: tensor}}`, centered also `"grad_avg"`, with
+        momentum also `"momentum"`, all of the parameters' shapes and dtypes.
+
+    Raises:
+        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: a setting out of range.
+
+    Example:
+        >>> import torch
+        >>> optimizer = rmsprop(0.1, alpha=0.75)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, opt_state = optimizer.update({"w": torch.tensor([3.0, -0.5])}, optimizer.init(params), params)
+        >>> params["w"]
+        tensor([0.8000, 2.2000])
+
+    References:
+        Tieleman and Hinton, Lecture 6.5: divide the gradient by a running average of its recent magnitude, 2012.
+        Graves, Generating sequences with recurrent neural networks, 2013, arXiv:1308.0850 (centered).
+    """
+    # Groups become tuples as they are checked.
+    return RMSprop(lr, alpha, eps, weight_decay, momentum, centered, groups)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RMSprop(ByGroup):
+    """What `rmsprop` makes; see there."""
+
+    lr: Scalar = 1e-2
+    alpha: Scalar = 0.99
+    eps: float = 1e-8
+    weight_decay: Scalar = 0.0
+    momentum: Scalar = 0.0
+    centered: bool = False
+    groups: Groups = ()
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "momentum"):
+            object.__setattr__(self, name, checked_scalar(getattr(self, name), f"rmsprop: {name}"))
+        object.__setattr__(self, "alpha", checked_scalar(self.alpha, "rmsprop: alpha", below=1.0))
+        object.__setattr__(self, "eps", checked_constant(self.eps, "rmsprop: eps"))
+        check_flag(self.centered, "rmsprop: centered")
+        object.__setattr__(self, "groups", checked_groups(self, self.groups))
+
+    def init(self, params: Mapping[str, Tensor]) -> OptState:
+        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        check_real(params, "rmsprop")
+        return super().init(params)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        mean = ("grad_avg",) if self.centered else ()
+        return ("square_avg", *mean, *(("momentum",) if self.momentum != 0.0 else ()))
+
+    def move(
+        self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        grads, params = decayed("coupled", grads, params, self.weight_decay, self.lr, value)
+        weight = 1 - read(self.alpha, value)
+        squares = lerp(slots["square_avg"], multiply(grads, grads), weight)
+        new_slots = {"square_avg": squares}
+        if self.centered:
+            means = new_slots["grad_avg"] = lerp(slots["grad_avg"], grads, weight)
+            squares = clamp_min(add(squares, multiply(means, means), -1.0), 0.0)
+        moves = divide(grads, root_plus(squares, self.eps))
+        if self.momentum != 0.0:
+            moves = new_slots["momentum"] = add(moves, slots["momentum"], read(self.momentum, value))
+        return add(params, moves, -read(self.lr, value)), new_slots

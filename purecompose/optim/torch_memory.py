@@ -1,0 +1,219 @@
+"""What an optimizer of torch remembers of its parameters: found out, put in, and taken out as slots."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from purecompose._checks import shown
+from purecompose._functorch import plainly
+from purecompose.optim.base import Value, known_part
+from purecompose.schedule import Hparam, Product, Schedule
+
+
+__all__ = [
+    "STARTED",
+    "Memory",
+    "Refused",
+    "Settings",
+    "Slot",
+    "check_elsewhere",
+    "elsewhere",
+    "instance",
+    "memory_of",
+    "put_in",
+    "read",
+    "taken_out",
+]
+
+STARTED = "started"
+"""The slot that tells whether a parameter has been updated before, 0-d bool."""
+
+Settings: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+class Slot(NamedTuple):
+    """One thing that a class remembers of a parameter."""
+
+    name: str
+    kind: type
+    """Tensor, or the type of a Python value: bool, int or float."""
+    shape: torch.Size
+    dtype: torch.dtype
+    is_on_host: bool
+    """Whether the class has it on the CPU, wherever the parameter is."""
+
+
+class Memory(NamedTuple):
+    """All that a class remembers of a parameter."""
+
+    slots: tuple[Slot, ...] = ()
+    """What is kept, beside `STARTED`."""
+    absent: tuple[str, ...] = ()
+    """What is None, then and later."""
+
+    @property
+    def kept(self) -> tuple[Slot, ...]:
+        """What is kept, `STARTED` included; nothing where there is nothing to remember."""
+        return (Slot(STARTED, bool, torch.Size(), torch.bool, True), *self.slots) if any(self) else ()
+
+
+class Refused(TypeError):
+    """Memory that no slot can hold."""
+
+
+def read(settings: Settings, value: Value) -> dict[str, Any]:
+    """Settings as a class takes them: what moves or is learned as a float."""
+
+    def plain(setting: Any) -> Any:
+        if isinstance(setting, tuple):
+            return tuple(map(plain, setting))
+        return float(value(setting)) if isinstance(setting, Hparam | Product | Schedule) else setting
+
+    return {name: plain(setting) for name, setting in settings}
+
+
+def instance(
+    optimizer: type[torch.optim.Optimizer], groups: Sequence[tuple[list[nn.Parameter], dict[str, Any]]]
+) -> torch.optim.Optimizer:
+    """An optimizer for groups of parameters with their settings, at least one."""
+    return optimizer([{"params": params, **settings} for params, settings in groups], **groups[0][1])
+
+
+@functools.lru_cache(maxsize=1024)
+def memory_of(
+    optimizer: type[torch.optim.Optimizer],
+    settings: Settings,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Memory:
+    """What a class remembers of a parameter of this form, found out by a step of ones.
+
+    Raises:
+        Refused: It remembers what no slot can hold.
+        Exception: Whatever the class raises for such a parameter.
+    """
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return Memory()  # No such parameter trains.
+    with plainly():
+        param = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+        param.grad = torch.ones_like(param)
+        probe = instance(optimizer, [([param], read(settings, known_part))])
+        before = elsewhere(probe)
+        probe.step()
+        check_elsewhere(probe, before, [param])
+        kept = dict(probe.state.get(param, {}))
+    if STARTED in kept:
+        raise Refused(f"it has a memory called {STARTED!r} itself, which is what tells first updates here")
+    slots = tuple(_slot(name, value, device) for name, value in kept.items() if value is not None)
+    return Memory(slots, tuple(name for name, value in kept.items() if value is None))
+
+
+def _slot(name: Any, value: Any, device: torch.device) -> Slot:
+    if not isinstance(name, str):
+        raise Refused(f"it keeps memory under {shown(name)}; names of slots are strings")
+    if isinstance(value, Tensor):
+        return Slot(name, Tensor, value.shape, value.dtype, value.device.type != device.type)
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    if type(value) not in dtypes:
+        raise Refused(f"it keeps {name}={shown(value)} of a parameter; a slot holds a tensor, a number or a bool")
+    return Slot(name, type(value), torch.Size(), dtypes[type(value)], True)
+
+
+def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer holds outside of `state`, in a form that compares: settings of groups, and own attributes."""
+
+    def told(held: Any) -> Any:
+        if isinstance(held, Tensor):
+            return "tensor", id(held), held._version
+        return tuple(map(told, held)) if isinstance(held, list | tuple) else held
+
+    groups = {
+        f"param_groups[{i}][{name!r}]": told(held)
+        for i, group in enumerate(optimizer.param_groups)
+        for name, held in group.items()
+        if name != "params"
+    }
+    plain = (bool, int, float, Tensor, list, tuple)
+    # What torch has warned of already is no memory.
+    own = {
+        name: told(held)
+        for name, held in vars(optimizer).items()
+        if isinstance(held, plain) and name != "param_groups" and not name.startswith("_warned")
+    }
+    return {**groups, **own}
+
+
+def check_elsewhere(optimizer: torch.optim.Optimizer, before: Mapping[str, Any], params: Iterable[Tensor]) -> None:
+    """Raises `Refused` where a step has left something behind that is no parameter's own memory."""
+    after = elsewhere(optimizer)
+    changed = [name for name in after if name not in before or after[name] != before[name]]
+    if changed:
+        raise Refused(f"it keeps memory in {changed[0]}; only what is in state[param] can be held")
+    own = {id(param) for param in params}
+    if any(id(key) not in own for key in optimizer.state):
+        raise Refused("it keeps memory in `state` that is no parameter's; only what is in state[param] can be held")
+
+
+def put_in(
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, nn.Parameter],
+    memories: Mapping[str, Memory],
+    opt_state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Gives an optimizer copies of what is remembered of each parameter that has been updated before."""
+    places = [(name, slot.name) for name, memory in memories.items() for slot in memory.kept if slot.is_on_host]
+    on_host = dict(zip(places, _on_host([opt_state[slot][name] for name, slot in places]), strict=True))
+    for name, memory in memories.items():
+        if not memory.kept or not on_host[name, STARTED].item():
+            continue
+        state: dict[str, Any] = dict.fromkeys(memory.absent)
+        for slot in memory.slots:
+            copy = on_host[name, slot.name] if slot.is_on_host else opt_state[slot.name][name].detach().clone()
+            state[slot.name] = copy if slot.kind is Tensor else copy.item()
+        optimizer.state[params[name]] = state
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies on the CPU. Those of one form travel together: a device is waited for once for each journey."""
+    copies = [tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach() for tensor in tensors]
+    forms: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(copies):
+        if tensor.device.type != "cpu":
+            forms.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(i)
+    for members in forms.values():
+        arrived = torch.stack([copies[i] for i in members]).cpu()
+        for i, tensor in zip(members, arrived.unbind(), strict=True):
+            copies[i] = tensor.clone()
+    return copies
+
+
+def taken_out(state: Mapping[str, Any], memory: Memory, device: torch.device) -> dict[str, Tensor]:
+    """What an optimizer remembers of a parameter now, as slots on the parameter's device.
+
+    Raises:
+        Refused: It is of another form than after the first step.
+    """
+    now = [name for name, value in state.items() if value is not None]
+    if set(now) != {slot.name for slot in memory.slots}:
+        first = ", ".join(slot.name for slot in memory.slots) or "nothing"
+        raise Refused(f"it remembers {', '.join(now) or 'nothing'} now, and {first} after its first step")
+    slots = {STARTED: torch.ones((), dtype=torch.bool, device=device)} if memory.kept else {}
+    for slot in memory.slots:
+        value = state[slot.name]
+        form = _slot(slot.name, value, device)
+        if (form.kind, form.shape, form.dtype) != (slot.kind, slot.shape, slot.dtype):
+            raise Refused(
+                f"its memory {slot.name!r} is {shown(value)} now, and was a {slot.kind.__name__} of {slot.dtype} and "
+                f"shape {tuple(slot.shape)} after its first step"
+            )
+        if slot.kind is Tensor:
+            slots[slot.name] = value.detach().to(device)
+        else:
+            slots[slot.name] = torch.tensor(value, dtype=slot.dtype, device=device)
+    return slots

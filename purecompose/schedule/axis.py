@@ -1,0 +1,175 @@
+"""The time that a schedule sees, and lengths of time as numbers of one unit.
+
+A schedule may stand in a part of a run (`sequence`), and it may be stretched (`Schedule.scaled`). How many batches that
+comes to is known only in a run, which tells how long its epochs and its duration are. Until then a length is a sum of
+times with factors, and nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit, UnitError
+from purecompose.time.units import snapped
+
+
+__all__ = ["Length", "Moment", "checked_time"]
+
+Length: TypeAlias = tuple[tuple[float, Time], ...]
+"""A sum of times, each with a factor; of nothing, the length 0, which has no unit."""
+
+_RUN: Length = ((1.0, Time(1.0, TimeUnit.DURATION)),)
+
+
+class Moment(NamedTuple):
+    """A point of a run as a schedule sees it."""
+
+    timestamp: Timestamp
+    start: Length = ()
+    """Where the schedule's time begins, from the start of the run."""
+    whole: Length = _RUN
+    """What "1dur" stands for: the run, or the part of it that is the schedule's."""
+    ratio: float = 1.0
+    """By what absolute times are stretched; fractions of the run (`dur`) never are."""
+    warmup_ratio: float = 1.0
+    """The same, for the times that warm-ups take."""
+
+    def length(self, time: Time) -> Length:
+        """A time as a length."""
+        return self._length(time, self.ratio)
+
+    def numbers(self, warmup: Time, role: str = "", time: Time | None = None) -> tuple[float, float, float]:
+        """Now, a warm-up and a time as numbers: in batches where the run can tell, else in the unit that they share.
+
+        Now counts from the schedule's start. The role names the time in messages; no time is infinitely long.
+
+        Raises:
+            UnitError: They have no unit in common.
+            ValueError: A fraction of a run without a duration, or with one in seconds; or of nothing.
+        """
+        if self[1:] == _PLAIN:  # nearly always, and twice in every step: the same in a third of the time
+            run = self.timestamp.run
+            ramp = run.in_batches(warmup) if warmup else 0.0
+            end = math.inf if time is None else run.in_batches(time)
+            if ramp is not None and end is not None:
+                return self.timestamp.batch, ramp, end
+        lengths = {"warmup": self._length(warmup, self.warmup_ratio)}
+        if time is None:
+            now, ramp = self._on_one_axis(lengths)
+            return now, ramp, math.inf
+        now, ramp, end = self._on_one_axis({**lengths, role: self.length(time)})
+        return now, ramp, end
+
+    def has_reached(self, time: Time) -> bool:
+        """Whether now is at this point, counted from the start, or later; see `numbers`."""
+        if self[1:] == _PLAIN and (point := self.timestamp.run.in_batches(time)) is not None:
+            return self.timestamp.batch >= point
+        # Computed as a part that begins there computes its time, so that no rounding makes that negative.
+        begun = Moment(self.timestamp, (*self.start, *self.length(time)))
+        return begun._on_one_axis({})[0] >= 0
+
+    def part(self, first: Length, last: Length) -> Moment:
+        """The same moment for a schedule that has the time from `first` to `last` for itself."""
+        whole = (*last, *((-factor, time) for factor, time in first))
+        return Moment(self.timestamp, (*self.start, *first), whole, self.ratio, self.warmup_ratio)
+
+    def _on_one_axis(self, lengths: dict[str, Length]) -> list[float]:
+        """Now, from the start, and these lengths; see `numbers`."""
+        run, now = self.timestamp.run, self.timestamp.batch
+        given = (self.start, *lengths.values())
+        found = [batches for length in given if (batches := _in_batches(length, run)) is not None]
+        if len(found) < len(given):
+            unit, found = _in_own_unit({"start": self.start, **lengths}, run)
+            now = self.timestamp.get(unit)
+        found[0] = now - found[0]
+        if min(found) < 0 and (negative := [name for name, value in zip(lengths, found[1:], strict=True) if value < 0]):
+            name = negative[0]
+            raise ValueError(
+                f"{name}={_shown(lengths[name])} is negative in this run: a part of a sequence begins after its end"
+            )
+        return found
+
+    def _length(self, time: Time, ratio: float) -> Length:
+        if not time:  # zero is zero in every unit, so it takes no part in the choice of one
+            return ()
+        if time.unit is TimeUnit.DURATION:
+            return tuple((time.value * factor, part) for factor, part in self.whole)
+        return ((ratio, time),)
+
+
+_PLAIN = ((), _RUN, 1.0, 1.0)
+
+
+def checked_time(time: TimeLike, where: str, *, is_positive: bool = False) -> Time:
+    """A time that a schedule can follow.
+
+    Raises:
+        TypeError, ValueError: No time, a negative one, 0 where that is none, or one in seconds.
+    """
+    try:
+        checked = Time.of(time)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from error
+    if checked.unit is TimeUnit.SECOND:
+        raise ValueError(
+            f"{where}={checked}: a schedule cannot follow wall-clock time, which is not part of the state; "
+            "use batches, epochs, samples, tokens or a fraction of the run ('0.1dur')"
+        )
+    if checked < 0 or (is_positive and not checked):
+        raise ValueError(f"{where}: expected a time {'>' if is_positive else '>='} 0, got {checked}")
+    return checked
+
+
+def _in_batches(length: Length, run: RunLength) -> float | None:
+    if not length:
+        return 0.0
+    total = 0.0
+    for factor, time in length:
+        batches = run.in_batches(time)
+        if batches is None:
+            return None
+        total += factor * batches
+    return snapped(total)
+
+
+def _in_own_unit(lengths: dict[str, Length], run: RunLength) -> tuple[TimeUnit, list[float]]:
+    """The only unit that all times have, a fraction of the run being one in the unit of its duration."""
+    units: set[TimeUnit] = set()
+    values = []
+    for length in lengths.values():
+        parts = [(factor, *_without_dur(time, run)) for factor, time in length]
+        units.update(unit for _, _, unit in parts)
+        values.append(snapped(sum(factor * value for factor, value, _ in parts)))
+    if len(units) > 1:
+        raise UnitError(
+            f"{_listed(lengths)} have no unit in common in a run of {run}; write both in one "
+            "unit, or tell the run its batches_per_epoch and count its duration in epochs or batches"
+        )
+    return units.pop(), values
+
+
+def _without_dur(time: Time, run: RunLength) -> tuple[float, TimeUnit]:
+    """A time as value and unit, a fraction of the run in the unit of the run's duration."""
+    if time.unit is not TimeUnit.DURATION:
+        return time.value, time.unit
+    if run.duration is None:
+        raise ValueError(
+            f"{time} is a fraction of a run that has no duration; "
+            "give the run one (State.create(..., duration='20ep')), or the schedule a time such as '500ba'"
+        )
+    if run.duration.unit is TimeUnit.SECOND:
+        raise ValueError(
+            f"{time} of {run.duration} is wall-clock time, which is not part of the state; "
+            "in a run of limited seconds, give the schedule an absolute time such as '500ba'"
+        )
+    return time.value * run.duration.value, run.duration.unit
+
+
+def _listed(lengths: dict[str, Length]) -> str:
+    return " and ".join(f"{name}={_shown(length)}" for name, length in lengths.items() if length)
+
+
+def _shown(parts: Iterable[tuple[float, Time]]) -> str:
+    return " + ".join(str(time) if factor == 1 else f"{factor:g} * {time}" for factor, time in parts)

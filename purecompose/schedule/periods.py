@@ -1,0 +1,223 @@
+"""Schedules that go by periods or milestones and have no end of their own, after a linear warm-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+from purecompose._checks import check_number, shown
+from purecompose.schedule.axis import Moment, checked_time
+from purecompose.schedule.scalar import Schedule, made
+from purecompose.schedule.shape import Shape
+from purecompose.time import Time, TimeLike
+from purecompose.time.units import snapped
+
+
+__all__ = ["checked_times", "cosine_warm_restarts", "exponential", "multi_step", "step"]
+
+
+def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
+    """Falls by the factor `gamma` after every `step_size`, after a linear warm-up from 0 to 1.
+
+    The multiplier is gamma^floor((t - warmup) / step_size); during the warm-up it is t / warmup.
+
+    Args:
+        step_size: how long the multiplier stays, counted from the end of the warm-up.
+        gamma: the factor, at least 0.
+        warmup: how long the ramp from 0 to 1 takes. Like `step_size` in any unit but `sec`; both count in batches
+            where the run can tell, otherwise both must have one unit.
+
+    Raises:
+        TypeError: a gamma that is no number.
+        ValueError: a time that cannot be read or is out of range.
+
+    Example:
+        >>> from purecompose.time import Timestamp
+        >>> [step("2ba", 0.5)(Timestamp(batch=t)) for t in range(6)]
+        [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    """
+    gamma = check_number(gamma, "step: gamma", 0)
+    period, start = _checked("step", "step_size", step_size, warmup)
+    return made("step", _Periodic(_Steps(gamma), period, start), step_size=period, gamma=gamma, warmup=start)
+
+
+def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike = "0ba") -> Schedule:
+    """Falls evenly, by the factor `gamma` in every `decay_period`, after a linear warm-up from 0 to 1.
+
+    The multiplier is gamma^((t - warmup) / decay_period), with fractions in the exponent; during the warm-up it is
+    t / warmup.
+
+    Args:
+        gamma: the factor, above 0.
+        decay_period: the time in which the multiplier falls by it, counted from the end of the warm-up.
+        warmup: how long the ramp from 0 to 1 takes; as for `step`.
+
+    Raises:
+        TypeError, ValueError: as for `step`.
+
+    Example:
+        >>> from purecompose.time import Timestamp
+        >>> [exponential(0.25, "2ba")(Timestamp(batch=t)) for t in range(4)]
+        [1.0, 0.5, 0.25, 0.125]
+    """
+    gamma = check_number(gamma, "exponential: gamma", 0, above=True)
+    period, start = _checked("exponential", "decay_period", decay_period, warmup)
+    shape = _Periodic(_Exponential(gamma), period, start)
+    return made("exponential", shape, gamma=gamma, decay_period=period, warmup=start)
+
+
+def cosine_warm_restarts(
+    t_0: TimeLike, t_mult: float = 1.0, alpha_f: float = 0.0, warmup: TimeLike = "0ba"
+) -> Schedule:
+    """Half a cosine from 1 towards `alpha_f`, again and again, after a linear warm-up from 0 to 1.
+
+    The first one takes `t_0`, each later one `t_mult` times as long as the one before. With tau in [0, 1) the
+    fraction of the current one gone by, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
+
+    Args:
+        t_0: how long the first half-cosine takes, counted from the end of the warm-up.
+        t_mult: the factor from one length to the next, at least 1. Lengths are not rounded.
+        alpha_f: what each of them falls to.
+        warmup: how long the ramp from 0 to 1 takes; as for `step`.
+
+    Raises:
+        TypeError, ValueError: as for `step`; a `t_mult` below 1, with which the restarts would come to no end.
+
+    Example:
+        >>> from purecompose.time import Timestamp
+        >>> [round(cosine_warm_restarts("2ba", 2.0)(Timestamp(batch=t)), 2) for t in range(7)]
+        [1.0, 0.5, 1.0, 0.85, 0.5, 0.15, 1.0]
+
+    References:
+        Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, 2017, arXiv:1608.03983.
+    """
+    t_mult = check_number(t_mult, "cosine_warm_restarts: t_mult", 1)
+    alpha_f = check_number(alpha_f, "cosine_warm_restarts: alpha_f")
+    period, start = _checked("cosine_warm_restarts", "t_0", t_0, warmup)
+    shape = _Periodic(_Restarts(t_mult, alpha_f), period, start)
+    return made("cosine_warm_restarts", shape, t_0=period, t_mult=t_mult, alpha_f=alpha_f, warmup=start)
+
+
+def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
+    """Falls by the factor `gamma` at every milestone, after a linear warm-up from 0 to 1.
+
+    The multiplier is gamma^n, with n the number of milestones that t has reached; during the warm-up it is t / warmup,
+    so that a milestone in there counts when it is over.
+
+    Args:
+        milestones: points of the run, counted from its start, warm-up included; each in any unit but `sec`.
+        gamma: the factor, at least 0.
+        warmup: how long the ramp from 0 to 1 takes, in any unit but `sec`.
+
+    Raises:
+        TypeError, ValueError: as for `step`; no milestones.
+
+    Example:
+        >>> from purecompose.time import Timestamp
+        >>> [multi_step(["2ba", "3ba"], 0.5)(Timestamp(batch=t)) for t in range(5)]
+        [1.0, 1.0, 0.5, 0.25, 0.25]
+    """
+    points = checked_times(milestones, "multi_step: milestones")
+    if not points:
+        raise ValueError("multi_step: expected at least one milestone; constant() stays as it is")
+    gamma, start = check_number(gamma, "multi_step: gamma", 0), checked_time(warmup, "multi_step: warmup")
+    return made("multi_step", _Milestones(gamma, points, start), milestones=points, gamma=gamma, warmup=start)
+
+
+def checked_times(times: Iterable[TimeLike], where: str) -> tuple[Time, ...]:
+    """Several times that a schedule can follow.
+
+    Raises:
+        TypeError, ValueError: not several, or one that is none.
+    """
+    if isinstance(times, str | Time) or not isinstance(times, Iterable):
+        raise TypeError(f"{where}: expected several times, such as ['30ep', '60ep'], got {shown(times)}")
+    return tuple(checked_time(time, f"{where}[{index}]") for index, time in enumerate(times))
+
+
+# Curves: periods gone by since the warm-up -> multiplier.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    gamma: float
+
+    def __call__(self, periods: float) -> float:
+        return self.gamma ** math.floor(periods)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exponential:
+    gamma: float
+
+    def __call__(self, periods: float) -> float:
+        return self.gamma**periods
+
+
+@dataclasses.dataclass(frozen=True)
+class _Restarts:
+    t_mult: float
+    alpha_f: float
+
+    def __call__(self, periods: float) -> float:
+        number = self._number(periods)
+        tau = (periods - self._start(number)) / self.t_mult**number
+        return self.alpha_f + (1.0 - self.alpha_f) * (1.0 + math.cos(math.pi * tau)) / 2.0
+
+    def _number(self, periods: float) -> int:
+        """How many restarts there have been: the largest n whose start has come."""
+        growth = self.t_mult - 1.0
+        if growth == 0:
+            return math.floor(periods)
+        number = math.floor(math.log1p(periods * growth) / math.log(self.t_mult))
+        # The logarithms may be off in the last bit, which matters right at a restart.
+        while self._start(number) > periods:
+            number -= 1
+        while self._start(number + 1) <= periods:
+            number += 1
+        return number
+
+    def _start(self, number: int) -> float:
+        """1 + t_mult + ... + t_mult^(number - 1)."""
+        growth = self.t_mult - 1.0
+        return number if growth == 0 else (self.t_mult**number - 1.0) / growth
+
+
+@dataclasses.dataclass(frozen=True)
+class _Periodic(Shape):
+    """Warm-up from 0 to 1, then a curve over the number of periods since its end."""
+
+    curve: Callable[[float], float]
+    period: Time
+    warmup: Time
+
+    def at(self, moment: Moment) -> float:
+        t, warmup, period = moment.numbers(self.warmup, "period", self.period)
+        if t < warmup:
+            return t / warmup
+        # A fraction of a part of the run that has no length: the run is over as soon as the part begins.
+        return self.curve(snapped((t - warmup) / period) if period else 0.0)
+
+    def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
+        return (self.warmup, self.period) if with_warmup else (self.period,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Milestones(Shape):
+    gamma: float
+    milestones: tuple[Time, ...]
+    warmup: Time
+
+    def at(self, moment: Moment) -> float:
+        t, warmup, _ = moment.numbers(self.warmup)
+        if t < warmup:
+            return t / warmup
+        return self.gamma ** sum(moment.has_reached(milestone) for milestone in self.milestones)
+
+    def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
+        return (self.warmup, *self.milestones) if with_warmup else self.milestones
+
+
+def _checked(name: str, role: str, period: TimeLike, warmup: TimeLike) -> tuple[Time, Time]:
+    return checked_time(period, f"{name}: {role}", is_positive=True), checked_time(warmup, f"{name}: warmup")

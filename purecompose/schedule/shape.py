@@ -1,0 +1,55 @@
+"""What the library's own schedules wrap: shapes, which start anew at any point of a run and can be stretched."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from purecompose.schedule.axis import Moment
+from purecompose.time import Time, Timestamp, TimeUnit
+
+
+__all__ = ["Shape", "Stretched", "stretched"]
+
+
+class Shape:
+    """A multiplier at a moment; a plain function of the timestamp, in its place, knows the whole run alone.
+
+    The shapes are frozen dataclasses of numbers and times, so that schedules of equal settings are equal.
+    """
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        """The multiplier at a point of a run that is the schedule's as a whole."""
+        return self.at(Moment(timestamp))
+
+    def at(self, moment: Moment) -> float:
+        """The multiplier at a moment."""
+        raise NotImplementedError
+
+    def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
+        """All times that it goes by, with or without those of warm-ups."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretched(Shape):
+    """A shape whose absolute times are longer by these factors."""
+
+    shape: Shape
+    ratio: float
+    warmup_ratio: float
+
+    def at(self, moment: Moment) -> float:
+        timestamp, start, whole, ratio, warmup_ratio = moment
+        return self.shape.at(Moment(timestamp, start, whole, ratio * self.ratio, warmup_ratio * self.warmup_ratio))
+
+    def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
+        return self.shape.times(with_warmup=with_warmup)
+
+
+def stretched(shape: Shape, ratio: float, *, scale_warmup: bool) -> Shape:
+    """The shape with absolute times longer by a factor; itself where it has none that change."""
+    if not any(time and time.unit is not TimeUnit.DURATION for time in shape.times(with_warmup=scale_warmup)):
+        return shape
+    inner, own = (shape.shape, shape) if isinstance(shape, Stretched) else (shape, Stretched(shape, 1.0, 1.0))
+    ratios = own.ratio * ratio, own.warmup_ratio * (ratio if scale_warmup else 1.0)
+    return inner if ratios == (1.0, 1.0) else Stretched(inner, *ratios)

@@ -1,0 +1,89 @@
+"""What a tree, such as an optimizer, holds of scalars: found, and stretched together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from purecompose._checks import check_number
+from purecompose.schedule.scalar import Schedule
+
+
+__all__ = ["collect", "scaled"]
+
+T = TypeVar("T")
+
+
+def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
+    """The distinct instances of `kind` inside a tree of dataclasses, tuples, lists and dicts.
+
+    Equal instances count once; the order is that of appearance. What else the tree holds is passed over, and
+    an instance that is found is not searched in turn.
+
+    Example:
+        >>> from purecompose.schedule import Hparam, hparam
+        >>> collect({"lr": 0.1 * hparam("lr", 1.0), "decay": (hparam("decay", 0.0),)}, Hparam)
+        (hparam('lr', 1.0), hparam('decay', 0.0))
+    """
+    found: dict[T, None] = {}
+    _collect(obj, kind, found)
+    return tuple(found)
+
+
+def scaled(tree: T, ratio: float, *, scale_warmup: bool = False) -> T:
+    """The same tree with every schedule in it stretched in time; see `Schedule.scaled`.
+
+    Args:
+        tree: A scalar, an optimizer, or whatever else of dataclasses, tuples, lists and dicts, as for `collect`.
+        ratio: The factor, above 0.
+        scale_warmup: Whether warm-ups get longer, too.
+
+    Returns:
+        A new tree; the old one itself where nothing in it changes.
+
+    Raises:
+        TypeError, ValueError: As for `Schedule.scaled`.
+
+    Example:
+        >>> from purecompose import optim
+        >>> from purecompose.schedule import multi_step
+        >>> scaled(0.1 * multi_step(["30ep", "60ep"]), 0.5)
+        0.1 * multi_step(milestones=['30ep', '60ep'], gamma=0.1, warmup='0ba').scaled(0.5)
+        >>> scaled(optim.sgd(0.1, momentum=0.9), 0.5)
+        sgd(lr=0.1, momentum=0.9)
+    """
+    check_number(ratio, "scaled: ratio", 0, above=True, hint="0.5 is for half the time")
+    return _mapped(tree, lambda schedule: schedule.scaled(ratio, scale_warmup=scale_warmup))
+
+
+def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
+    if isinstance(obj, kind):
+        found.setdefault(obj)
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            _collect(getattr(obj, field.name), kind, found)
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            _collect(value, kind, found)
+    elif isinstance(obj, tuple | list):
+        for value in obj:
+            _collect(value, kind, found)
+
+
+def _mapped(obj: Any, fn: Callable[[Schedule], Schedule]) -> Any:
+    if isinstance(obj, Schedule):
+        return fn(obj)
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+        changed = {name: new for name, old in fields.items() if (new := _mapped(old, fn)) is not old}
+        return dataclasses.replace(obj, **changed) if changed else obj
+    if isinstance(obj, Mapping):
+        new = {key: _mapped(value, fn) for key, value in obj.items()}
+        return obj if all(new[key] is obj[key] for key in obj) else type(obj)(new)  # pyright: ignore[reportCallIssue]
+    if isinstance(obj, tuple | list):
+        members = [_mapped(member, fn) for member in obj]
+        if all(new is old for new, old in zip(members, obj, strict=True)):
+            return obj
+        return type(obj)(*members) if hasattr(obj, "_fields") else type(obj)(members)
+    return obj

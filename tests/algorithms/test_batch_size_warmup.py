@@ -1,0 +1,230 @@
+"""Batch size warm-up: sizes against exact arithmetic, steps against steps on what is left, and company."""
+
+from fractions import Fraction
+
+import method_helpers as helpers
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.nn import functional as F
+
+import purecompose as pc
+from purecompose import Algorithm, Event, compose, loop_events, on, tree
+from purecompose.algorithm import Trait
+from purecompose.algorithms.batch_size_warmup import batch_size_warmup, warmup_batch_size
+from purecompose.predicate import NEVER
+
+
+BATCH = helpers.make_batch(num=20)
+
+
+def run(algorithms, num=10, state=None, batch=BATCH, **options):
+    """The batches that were trained on, and the states after INIT and each step; a run of ten batches."""
+    seen = []
+    step = compose(loop_events, [*algorithms, helpers.spy(seen, "batch_start")], **options)
+    states = [step.init(helpers.make_state(duration="10ba") if state is None else state)]
+    for _ in range(num):
+        states.append(step(states[-1], batch))
+    return seen, states
+
+
+def sizes_of(seen):
+    return [len(inputs) for inputs, _ in seen]
+
+
+# The sizes
+
+
+@given(
+    total=st.integers(1, 300),
+    batch_size=st.integers(1, 300),
+    duration=st.sampled_from(["0", "0.1", "0.3", "0.5", "1"]),
+    initial_share=st.sampled_from(["0", "0.1", "0.125", "0.2", "1"]),
+    multiple=st.none() | st.integers(1, 40),
+)
+def test_sizes_are_those_of_exact_arithmetic_and_never_fall(total, batch_size, duration, initial_share, multiple):
+    settings = {"duration": float(duration), "initial_share": float(initial_share), "multiple": multiple}
+    d, s0, sizes = Fraction(duration), Fraction(initial_share), []
+    quantum = multiple or -(-batch_size // 8)
+    for number in range(total + 2):
+        elapsed, expected = Fraction(number, total), batch_size
+        if elapsed < d:
+            share = s0 + (1 - s0) * elapsed / d
+            expected = min(quantum * max(1, int(share * batch_size / quantum)), batch_size)
+        sizes.append(warmup_batch_size(number / total, batch_size, **settings))
+        assert sizes[-1] == expected
+    assert sizes == sorted(sizes) and 1 <= sizes[0] and sizes[-1] == batch_size
+    assert all(size == batch_size or size % quantum == 0 for size in sizes)
+    assert multiple is not None or len(set(sizes)) <= 8
+
+
+def test_by_default_a_batch_grows_by_eighths_of_equal_duration():
+    sizes = [warmup_batch_size(number / 700, 256) for number in range(240)]
+    assert sizes == [size for size in range(32, 256, 32) for _ in range(30)] + [256] * 30
+
+
+# In a run
+
+
+def test_sizes_follow_the_ramp_and_are_reported():
+    seen, states = run([batch_size_warmup(0.5, 0.2, 4)])
+    # 20 (0.2 + 0.8 t / 0.5) = 4, 7.2, 10.4, 13.6, 16.8, in fours
+    assert sizes_of(seen) == [4, 4, 8, 12, 16, 20, 20, 20, 20, 20]
+    assert [state.metrics["batch_size_warmup/batch_size"].item() for state in states[1:6]] == [4, 4, 8, 12, 16]
+    assert all("batch_size_warmup/batch_size" not in state.metrics for state in states[6:])
+
+
+def test_a_step_is_a_step_on_the_first_examples():
+    _, (start, after) = run([batch_size_warmup(0.5, 0.25)], 1)
+    net = pc.to_module(start)
+    loss = F.cross_entropy(net(BATCH[0][:3]), BATCH[1][:3])
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    expected = {n: p.detach() - helpers.LR * g for (n, p), g in zip(net.named_parameters(), grads, strict=True)}
+    torch.testing.assert_close(after.params, expected)
+    torch.testing.assert_close(after.loss, loss.detach())
+
+
+def test_time_counts_the_batch_as_it_came():
+    _, states = run([batch_size_warmup(1.0, 0.1, 1)], 3)
+    assert [(state.timestamp.batch, state.timestamp.sample) for state in states] == [(n, 20 * n) for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("duration", "options"), [("10ba", {}), ("2ep", {"batches_per_epoch": 5}), ("200sp", {"batches_per_epoch": None})]
+)
+def test_any_unit_of_a_runs_length_will_do(duration, options):
+    options = {"batches_per_epoch": None, **options}
+    seen, _ = run([batch_size_warmup(1.0, 0, 2)], state=helpers.make_state(duration=duration, **options))
+    assert sizes_of(seen) == [2, 2, 4, 6, 8, 10, 12, 14, 16, 18]
+
+
+def test_whatever_is_per_example_is_taken_and_all_else_stays():
+    batch = {
+        "x": BATCH[0],
+        "y": BATCH[1],
+        "names": [str(n) for n in range(20)],
+        "weights": torch.ones(4),
+        "set": "train",
+    }
+    state = helpers.make_state(duration="10ba", input_key="x", target_key="y")
+    (first, *_), _ = run([batch_size_warmup(0.5, 0.2, 4)], 1, state, batch)
+    assert torch.equal(first["x"], BATCH[0][:4]) and torch.equal(first["y"], BATCH[1][:4])
+    assert first["names"] == ["0", "1", "2", "3"] and first["set"] == "train" and first["weights"] is batch["weights"]
+
+
+def test_small_batches_stay_whole_and_are_the_very_same():
+    seen, states = run([batch_size_warmup(0.5, 0.1, 32)], 2)
+    assert all(inputs is BATCH[0] for inputs, _ in seen)
+    assert states[1].metrics["batch_size_warmup/batch_size"] == 20
+
+
+def test_draws_of_examples_that_are_left_are_those_of_the_whole_batch():
+    def draw(_, state):
+        return state.replace(metrics={"draws": pc.random.uniform(state.example_rng("draw"), (state.num_examples,))})
+
+    drawing = Algorithm("draw", on(Event.BEFORE_TRAIN_BATCH), draw)
+    whole, part = run([drawing], 1)[1][-1], run([drawing, batch_size_warmup(0.5, 0.2, 4)], 1)[1][-1]
+    assert torch.equal(part.metrics["draws"], whole.metrics["draws"][:4])
+
+
+@pytest.mark.parametrize("microbatches", [{"microbatches": 3}, {"microbatch_size": 2}, {"microbatches": 8}])
+def test_microbatches_are_cut_from_what_is_left(microbatches):
+    _, expected = run([batch_size_warmup(0.5, 0.25)], 3)
+    _, states = run([batch_size_warmup(0.5, 0.25)], 3, **microbatches)
+    torch.testing.assert_close(states[-1].params, expected[-1].params)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_it_comes_before_selective_backprop_and_mixing(place):
+    others = [pc.algorithms.selective_backprop(0, 1.0, interrupt=0), pc.algorithms.mixup(0.2)]
+    methods = [*others[:place], batch_size_warmup(0.5, 0.4, 4), *others[place:]]
+    plan = compose(loop_events, methods).plan(helpers.make_state(duration="10ba"))
+    assert plan.order(Event.AFTER_DATALOADER) == ("batch_size_warmup", "selective_backprop", "mixup")
+    seen, _ = run(methods, 1)
+    assert sizes_of(seen) == [4]  # half of eight
+
+
+def test_one_variant_is_compiled_for_each_size():
+    step = compose(loop_events, [batch_size_warmup(0.5, 0.2, 4)])
+    fast = pc.compile(step, backend="eager", quiet=True)
+    eager = state = step.init(helpers.make_state(duration="20ba"))
+    for _ in range(20):
+        eager, state = step(eager, BATCH), fast(state, BATCH)
+    assert [variant.batch for variant in fast.variants()] == [f"{n}x6 {n}" for n in (4, 8, 12, 16, 20)]
+    torch.testing.assert_close(state.unleased().params, eager.params)
+
+
+def test_a_population_is_its_members():
+    starts = [helpers.make_state(duration="10ba").replace(key=pc.random.key(seed)) for seed in (1, 2)]
+    starts[1] = starts[1].replace(params={name: -param for name, param in starts[1].params.items()})
+    step = compose(loop_events, [batch_size_warmup(0.5, 0.2, 4)])
+    several = pc.population(step, 2)
+    states = several.init(pc.stack_states(starts))
+    for _ in range(6):
+        states = several(states, BATCH)
+    for ours, start in zip(pc.unstack_states(states), starts, strict=True):
+        torch.testing.assert_close(ours.params, run([batch_size_warmup(0.5, 0.2, 4)], 6, start)[1][-1].params)
+
+
+def test_a_run_goes_on_where_it_stood():
+    _, states = run([batch_size_warmup(0.8, 0.1, 2)], 8)
+    _, again = run([batch_size_warmup(0.8, 0.1, 2)], 4, states[4])
+    assert tree.equal(again[-1].params, states[-1].params)
+
+
+@pytest.mark.parametrize("settings", [{"duration": 0}, {"duration": 0.0}, {"initial_share": 1}, {"initial_share": 1.0}])
+def test_neutral_settings_are_the_plain_step(settings):
+    assert batch_size_warmup(**settings).match == NEVER
+    ours, plain = run([batch_size_warmup(**settings)], 2)[1][-1], run([], 2)[1][-1]
+    assert tree.equal((ours.params, ours.loss, ours.metrics), (plain.params, plain.loss, plain.metrics))
+
+
+def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
+    share = pc.schedule.linear(0.125, 1.0, t_max="0.3dur")
+    run_length = helpers.make_state(duration="700ba").timestamp.run
+    for number in range(240):
+        now = pc.Timestamp(batch=number, run=run_length)
+        assert warmup_batch_size(number / 700, 7000, multiple=1) == pytest.approx(7000 * share(now), abs=1)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("duration", [None, "60sec"])
+def test_a_run_of_unknown_length_is_refused(duration):
+    with pytest.raises(pc.MatchError, match="batch_size_warmup.*duration|batch_size_warmup.*wall-clock"):
+        run([batch_size_warmup()], 1, helpers.make_state(duration=duration))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"duration": -0.1}, ValueError),
+        ({"duration": 1.5}, ValueError),
+        ({"duration": "0.3dur"}, TypeError),
+        ({"initial_share": 1.1}, ValueError),
+        ({"initial_share": None}, TypeError),
+        ({"multiple": 0}, ValueError),
+        ({"multiple": 8.0}, TypeError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        batch_size_warmup(**settings)
+    if "name" not in settings:
+        with pytest.raises(error, match=next(iter(settings))):
+            warmup_batch_size(0.1, 8, **settings)
+
+
+def test_the_cores_own_arguments_are_checked():
+    for arguments, role in (((-0.1, 8), "elapsed"), ((0.1, 0), "batch_size")):
+        with pytest.raises(ValueError, match=role):
+            warmup_batch_size(*arguments)
+
+
+def test_print_and_place():
+    method = batch_size_warmup(0.2, multiple=32, name="w")
+    assert method.events == (Event.AFTER_DATALOADER,) and method.host and method.traits == {Trait.SELECTS_EXAMPLES}
+    assert repr(method) == "w(duration=0.2, initial_share=0.125, multiple=32)"
+    assert repr(method.predicate) == "on(AFTER_DATALOADER) & before('0.2dur')"

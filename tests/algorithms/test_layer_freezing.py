@@ -1,0 +1,448 @@
+"""Layer freezing: which layers when, against loops by hand, and in company."""
+
+import functools
+from fractions import Fraction
+
+import method_helpers as helpers
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, compose, loop_events, losses, models, on, optim, tree
+from purecompose.algorithms.gradient_norm import gradient_norm
+from purecompose.algorithms.layer_freezing import frozen_layers, frozen_share, layer_freezing, layers_of
+from purecompose.algorithms.loss_scaling import loss_scaling
+from purecompose.predicate import NEVER
+from purecompose.time import Timestamp
+
+
+BATCH = helpers.make_batch(num=12)
+LAYERS = [("0.weight", "0.bias"), ("2.weight", "2.bias"), ("4.weight", "4.bias"), ("6.weight", "6.bias")]
+
+
+def four_layers() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4)
+    )
+
+
+def make_state(net: nn.Module | None = None, duration: str = "20ba", **options) -> State:
+    optimizer = optim.sgd(0.1, momentum=0.9, weight_decay=0.05)
+    settings = {"loss": losses.cross_entropy, "optimizer": optimizer, "key": 3, **options}
+    return State.create(net or four_layers(), duration=duration, **settings)
+
+
+def run(algorithms: list[Algorithm], state: State, num: int = 20, make=lambda step: step, **options) -> list[State]:
+    """The states after INIT and after each step."""
+    step = make(compose(loop_events, algorithms, **options))
+    states = [step.init(state)]
+    for _ in range(num):
+        states.append(step(states[-1], BATCH))
+    return states
+
+
+def constant_from(states: list[State]) -> dict[str, int]:
+    """After how many steps a parameter moved for the last time."""
+    last = dict.fromkeys(states[0].params, 0)
+    for number, (old, new) in enumerate(zip(states, states[1:], strict=False), 1):
+        last |= {name: number for name in last if not torch.equal(old.params[name], new.params[name])}
+    return last
+
+
+# Which layers, when
+
+
+@pytest.mark.parametrize("num_stages", [8, None])
+@pytest.mark.parametrize(("elapsed", "depth"), [(0, 0), (0.5, 0), (0.6, 0), (0.75, 1), (0.99, 2), (1, 3), (1.5, 3)])
+def test_depths_of_four_layers(elapsed, depth, num_stages):
+    names = frozen_layers(four_layers(), elapsed, num_stages=num_stages)
+    assert names == tuple(name for layer in LAYERS[:depth] for name in layer)
+
+
+@given(
+    total=st.integers(1, 200),
+    start=st.sampled_from(["0", "0.1", "0.5", "0.6", "0.7", "0.99"]),
+    level=st.sampled_from(["0", "0.3", "0.7", "1"]),
+    num_stages=st.none() | st.integers(2, 12),
+    num=st.integers(1, 30),
+)
+def test_depths_are_those_of_exact_arithmetic_and_never_fall(total, start, level, num_stages, num):
+    settings = {"freeze_start": float(start), "freeze_level": float(level), "num_stages": num_stages}
+    net = nn.Sequential(*[nn.Linear(1, 1, bias=False, device="meta") for _ in range(num + 1)])
+    a, depths = Fraction(start), []
+    for number in range(total + 1):
+        gone = max(Fraction(0), (Fraction(number, total) - a) / (1 - a))
+        share = Fraction(level) * (gone if num_stages is None else Fraction(int(num_stages * gone), num_stages))
+        assert frozen_share(number / total, **settings) == pytest.approx(float(share), rel=1e-9, abs=1e-12)
+        depths.append(len(frozen_layers(net, number / total, **settings)))
+        assert depths[-1] == int(share * num)
+    assert depths == sorted(depths) and depths[-1] == int(Fraction(level) * num)
+
+
+class Parted(nn.Module):
+    """Parameters of its own beside its children's, a shared child, a tie, and a child with nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(3))
+        self.embedding = nn.Embedding(5, 3)
+        self.first = nn.Linear(3, 3)
+        self.again = self.first
+        self.statistics = nn.BatchNorm1d(3, affine=False)
+        self.norm = nn.LayerNorm(3)
+        self.shared_later = self.first
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        hidden = self.first(self.embedding(ids) + self.token)
+        return self.head(self.norm(self.shared_later(self.again(hidden))))
+
+
+def test_layers_are_in_the_order_of_definition_and_shared_ones_count_where_they_are_last():
+    layers = layers_of(Parted())
+    assert layers == (
+        ("token",),  # of a module with children
+        ("norm.weight", "norm.bias"),
+        ("first.weight", "first.bias"),  # three times in the network
+        ("embedding.weight", "head.bias"),  # tied
+    )
+    assert frozen_layers(Parted(), 1) == ("token", "norm.weight", "norm.bias", "first.weight", "first.bias")
+
+
+def test_what_does_not_train_is_no_layer():
+    net = four_layers()
+    net[2].requires_grad_(False)
+    net[4].bias.requires_grad_(False)
+    assert layers_of(net) == (LAYERS[0], ("4.weight",), LAYERS[3])
+    assert layers_of(net, {"0.weight", "0.bias"}) == tuple(LAYERS[1:])
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet20", "gpt"])
+def test_every_parameter_is_in_one_layer_by_the_states_name(name):
+    net = models.build(name, in_shape=(8,) if name == "gpt" else (3, 8, 8), num_classes=10, seed=0)
+    state = make_state(net)
+    layers = layers_of(net)
+    assert sorted(key for layer in layers for key in layer) == sorted(state.params)
+    assert layers_of(state.model.module, state.context.frozen) == layers
+
+
+# In a run
+
+
+def test_frozen_layers_stay_bit_for_bit_and_the_others_train():
+    states = run([layer_freezing(num_stages=None)], make_state())
+    # Of three layers, floor(3 u): from u = 1/3 and 2/3 on, that is from batches 14 and 17 of 20.
+    found = constant_from(states)
+    assert [{found[name] for name in layer} for layer in LAYERS] == [{14}, {17}, {20}, {20}]
+    for name in LAYERS[0]:  # their momentum waits
+        assert torch.equal(states[14].opt_state["momentum"][name], states[20].opt_state["momentum"][name])
+        assert states[14].opt_state["momentum"][name].abs().max() > 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_training_is_a_loop_by_hand(microbatches):
+    net = four_layers()
+    *_, end = run([layer_freezing(0.25, num_stages=None)], make_state(net), microbatches=microbatches)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+    for number in range(20):
+        depth = int(max(Fraction(0), (Fraction(number, 20) - Fraction(1, 4)) / Fraction(3, 4)) * 3)
+        for name, param in net.named_parameters():
+            param.requires_grad_(all(name not in layer for layer in LAYERS[:depth]))
+        sgd.zero_grad(set_to_none=True)
+        F.cross_entropy(net(BATCH[0]), BATCH[1]).backward()
+        sgd.step()
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(end.params[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_backward_pass_ends_at_the_last_frozen_layer():
+    passed: list[int] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, number):
+            ctx.number = number
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            passed.append(ctx.number)
+            return grads[0], None
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)])
+
+        def forward(self, x):
+            for number, layer in enumerate(self.layers):
+                x = Watched.apply(layer(x), number)
+            return x
+
+    by_step = []
+    step, state = compose(loop_events, [layer_freezing(0, num_stages=4)]), make_state(Net(), "8ba")
+    for _ in range(8):
+        state = step(state, BATCH)
+        by_step.append(sorted(passed))
+        passed.clear()
+    everything = [0, 1, 2, 3]
+    # Depths 0, floor(3 / 4) = 0, floor(6 / 4) = 1 and floor(9 / 4) = 2, for two steps each.
+    assert by_step == [everything] * 4 + [[1, 2, 3]] * 2 + [[2, 3]] * 2
+
+
+def test_the_last_layer_never_freezes():
+    states = run([layer_freezing(0, num_stages=None)], make_state(), 30)  # beyond its end
+    found = constant_from(states)
+    assert [found[name] for layer in LAYERS for name in layer] == [7, 7, 14, 14, 20, 20, 30, 30]
+    (alone,) = run([layer_freezing(0, num_stages=None)], make_state(nn.Linear(6, 4), "4ba"), 4)[-1:]
+    (plain,) = run([], make_state(nn.Linear(6, 4), "4ba"), 0)
+    assert alone.metrics["layer_freezing/layers_frozen"] == 0 and not tree.equal(alone.params, plain.params)
+
+
+def test_depth_and_share_are_reported():
+    _, *states = run([layer_freezing(0.2, 0.8, num_stages=4, name="f")], make_state())
+    shares = [0, 0.2, 0.4, 0.6]  # from 0.2, 0.4, 0.6 and 0.8 of the run on
+    assert all("f/layers_frozen" not in state.metrics for state in states[:4])
+    for state, share in zip(states[4:], [share for share in shares for _ in range(4)], strict=True):
+        assert state.metrics["f/layers_frozen"] == int(share * 3)
+        assert state.metrics["f/percentage_frozen"].item() == pytest.approx(share)
+
+
+def test_between_steps_the_state_has_the_form_that_it_began_with():
+    states = run([layer_freezing(0)], make_state())
+    for state in states:
+        assert state.context == states[0].context and not state.context.paused
+        assert tree.structure(state.opt_state) == tree.structure(states[0].opt_state)
+        assert state.static == states[0].static
+
+
+def test_nothing_is_paused_after_an_outer_event():
+    pausing = Algorithm(
+        "pausing", on(Event.EPOCH_START), lambda _, s: s.replace(paused=frozenset({"0.bias"})), host=True
+    )
+    state = compose(loop_events, [pausing]).fire("epoch_start", make_state())
+    assert not state.context.paused and state.context.trainable == tuple(state.params)
+
+
+def test_applying_it_twice_is_applying_it_once():
+    method, state = layer_freezing(), make_state()
+    now = state.replace(timestamp=state.timestamp.replace(batch=16))
+    once = method.apply(Event.BATCH_START, now)
+    assert isinstance(once, State) and once.context.paused == set(LAYERS[0])
+    twice = method.apply(Event.BATCH_START, once)
+    assert isinstance(twice, State) and twice.context == once.context
+
+
+def test_what_the_user_froze_stays_so_and_does_not_count():
+    net = four_layers()
+    net[0].requires_grad_(False)
+    states = run([layer_freezing(0, num_stages=None)], make_state(net))
+    found = constant_from(states)  # of two layers, floor(2 u)
+    assert [{found[name] for name in layer} for layer in LAYERS] == [{0}, {10}, {20}, {20}]
+    assert states[-1].context.frozen == set(LAYERS[0])
+
+
+def test_statistics_of_frozen_layers_go_on_moving():
+    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    before, after = run([layer_freezing(0, num_stages=None)], make_state(net), 22)[-2:]
+    assert after.metrics["layer_freezing/layers_frozen"] == 2
+    assert all(torch.equal(before.params[name], after.params[name]) for name in ("1.weight", "1.bias"))
+    assert after.buffers["1.num_batches_tracked"] == before.buffers["1.num_batches_tracked"] + 1
+    assert not torch.equal(after.buffers["1.running_mean"], before.buffers["1.running_mean"])
+
+
+def test_a_tied_embedding_trains_as_long_as_its_last_place():
+    ids = torch.randint(5, (12, 4), generator=torch.Generator().manual_seed(0))
+    step = compose(loop_events, [layer_freezing(0, num_stages=None)])
+
+    def loss(outputs, targets, reduction="mean"):
+        return F.cross_entropy(outputs.mT, targets, reduction=reduction)
+
+    states = [make_state(Parted(), "10ba", loss=loss)]
+    for _ in range(10):
+        states.append(step(states[-1], (ids, ids)))
+    found = constant_from(states)  # of three layers: token, norm, first
+    assert (found["token"], found["norm.weight"], found["first.weight"]) == (4, 7, 10)
+    assert found["embedding.weight"] == found["head.bias"] == 10
+
+
+def test_a_longer_run_thaws_what_is_not_due():
+    states = run([layer_freezing(num_stages=None)], make_state())
+    longer = states[-1].replace(timestamp=Timestamp(batch=20, run=make_state(duration="40ba").timestamp.run))
+    assert set(constant_from(run([layer_freezing(num_stages=None)], longer, 1)).values()) == {1}
+
+
+# In company
+
+
+@pytest.mark.parametrize(
+    "settings", [{"freeze_level": 0}, {"freeze_level": 0.0}, {"freeze_start": 1}, {"freeze_start": 1.0}]
+)
+def test_neutral_settings_are_the_plain_step(settings):
+    assert layer_freezing(**settings).match == NEVER
+    ours, plain = run([layer_freezing(**settings)], make_state(), 3)[-1], run([], make_state(), 3)[-1]
+    assert tree.equal((ours.params, ours.opt_state, ours.metrics), (plain.params, plain.opt_state, plain.metrics))
+
+
+def second_gradient(seen: list[set[str]]) -> Algorithm:
+    """Steps by the gradient at a point nearby, as SAM does."""
+
+    def apply(event, state):
+        del event
+        there = {**state.params, **{name: state.params[name] + 0.01 * grad for name, grad in state.grads.items()}}
+        grads, _ = state.gradient(there)
+        seen.append(set(grads))
+        return state.replace(grads=grads)
+
+    return Algorithm("second_gradient", on(Event.AFTER_TRAIN_BATCH), apply)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_other_methods_see_gradients_of_what_trains_alone(microbatches):
+    seen: list[set[str]] = []
+    methods = [layer_freezing(0, num_stages=None), second_gradient(seen), gradient_norm(each=True)]
+    states = run([*methods, loss_scaling(2.0**10)], make_state(), microbatches=microbatches)
+    left = [{name for layer in LAYERS[depth:] for name in layer} for depth in (0, 1, 2)]
+    assert seen == [left[0]] * 7 + [left[1]] * 7 + [left[2]] * 6
+    for state, names in zip(states[1:], seen, strict=True):
+        reported = {name.partition("/")[2] for name in state.metrics if name.startswith("gradient_norm/")}
+        assert reported == names and state.metrics["skipped"] == 0
+    assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
+
+
+@pytest.mark.parametrize("optimizer", [optim.adamw(0.01), optim.sgd(0.1)])
+def test_any_optimizer_leaves_frozen_layers_alone(optimizer):
+    states = run([layer_freezing(0, num_stages=None)], make_state(optimizer=optimizer))
+    assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
+
+
+def test_a_population_is_its_members():
+    starts = [make_state(key=seed) for seed in (3, 4)]
+    starts[1] = starts[1].replace(params={name: -param for name, param in starts[1].params.items()})
+    step = compose(loop_events, [layer_freezing(0, num_stages=3)])
+    several, alone = pc.population(step, 2), [run([layer_freezing(0, num_stages=3)], start, 9)[-1] for start in starts]
+    states = several.init(pc.stack_states(starts))
+    for _ in range(9):
+        states = several(states, BATCH)
+    assert not states.context.paused
+    for ours, theirs in zip(pc.unstack_states(states), alone, strict=True):
+        torch.testing.assert_close(ours.params, theirs.params)
+        torch.testing.assert_close(ours.opt_state, theirs.opt_state)
+
+
+def test_a_gradient_through_steps_is_the_difference_quotient():
+    step = compose(loop_events, [layer_freezing(0, num_stages=None)])
+    start = step.init(make_state(four_layers().double(), "6ba", optimizer=optim.sgd(pc.hparam("lr", 0.1))))
+    batch = (BATCH[0].double(), BATCH[1])
+
+    def loss_after(lr):
+        state = start.replace(hparams={"lr": lr})
+        for _ in range(6):  # depths 0, 0, 1, 1, 2, 2
+            state = step(state, batch)
+        assert state.loss is not None
+        return state.loss
+
+    lr, h = torch.tensor(0.1, dtype=torch.float64), 1e-5
+    quotient = (loss_after(lr + h) - loss_after(lr - h)) / (2 * h)
+    torch.testing.assert_close(torch.func.grad(loss_after)(lr), quotient, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_compiled_step_has_a_variant_for_each_depth(donate):
+    method = layer_freezing(0, num_stages=4)
+    make = functools.partial(pc.compile, backend="eager", quiet=True, donate=donate)
+    fast = make(compose(loop_events, [method]))
+    ours = run([method], make_state(), make=lambda step: fast)[-1].unleased()
+    theirs = run([method], make_state())[-1]
+    torch.testing.assert_close(ours.params, theirs.params)
+    torch.testing.assert_close(ours.opt_state, theirs.opt_state)
+    assert ours.context == theirs.context and not ours.context.paused
+    # Depths 0, 1 and 2 of three, each with less to compute.
+    sizes = [variant.nodes for variant in fast.variants()]
+    assert len(sizes) == 3 and sizes[0] > sizes[1] > sizes[2]
+
+
+@pytest.mark.parametrize("at", [9, 13, 17])
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(at, tmp_path):
+    methods = [layer_freezing(0.2, num_stages=4)]
+    states = run(methods, make_state())
+    step = compose(loop_events, methods)
+    pc.save(states[at], tmp_path / "state", step=step)
+    state = pc.load(tmp_path / "state", like=step.init(make_state()), step=step)
+    for _ in range(20 - at):
+        state = step(state, BATCH)
+    assert tree.equal((state.params, state.opt_state), (states[-1].params, states[-1].opt_state))
+
+
+class OfUnknownLength:
+    """A loader of three batches that does not say so."""
+
+    def __iter__(self):
+        return iter([BATCH] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:epochs have no known length")
+def test_in_epochs_of_unknown_length_the_depth_moves_at_their_ends():
+    depths: list[int] = []
+    look = Algorithm("look", on(Event.BATCH_END), lambda _, s: depths.append(int(s.metrics["d/layers_frozen"])) or s)
+    pc.fit(
+        compose(loop_events, [layer_freezing(0, num_stages=None, name="d"), look]),
+        make_state(duration="4ep"),
+        OfUnknownLength(),
+    )
+    assert depths == [0] * 6 + [1] * 3 + [2] * 3  # floor(3 / 4), floor(6 / 4), floor(9 / 4)
+
+
+# What is refused
+
+
+def test_a_player_with_all_layers_frozen_has_nothing_to_differentiate_in():
+    (scope,) = [node for node in loop_events if isinstance(node, pc.Microbatches)]
+    body = [pc.Grad(*node.body, wrt="0.*") if isinstance(node, pc.Grad) else node for node in scope.body]
+    program = [pc.Microbatches(*body) if node is scope else node for node in loop_events]
+    step, state = compose(program, [layer_freezing(0, num_stages=None)]), make_state()
+    for _ in range(7):
+        state = step(state, BATCH)
+    with pytest.raises(ValueError, match=r"wrt='0\.\*' matches no trainable parameter"):
+        step(state, BATCH)
+
+
+@pytest.mark.parametrize("duration", [None, "60sec"])
+def test_a_run_of_unknown_length_is_refused(duration):
+    with pytest.raises(pc.MatchError, match="layer_freezing.*duration|layer_freezing.*wall-clock"):
+        run([layer_freezing()], make_state(duration=duration), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"freeze_start": -0.1}, ValueError),
+        ({"freeze_start": 1.1}, ValueError),
+        ({"freeze_start": "0.5dur"}, TypeError),
+        ({"freeze_level": 2}, ValueError),
+        ({"freeze_level": True}, TypeError),
+        ({"num_stages": 1}, ValueError),
+        ({"num_stages": 2.0}, TypeError),
+        ({"name": ""}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused_when_built(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        layer_freezing(**settings)
+    if "name" not in settings:
+        with pytest.raises(error, match=next(iter(settings))):
+            frozen_share(0.5, **settings)
+    with pytest.raises(ValueError, match="elapsed"):
+        frozen_layers(four_layers(), -0.1)
+
+
+def test_print_and_place():
+    method = layer_freezing(0.6, 0.5, num_stages=4)
+    assert repr(method) == "layer_freezing(freeze_start=0.6, freeze_level=0.5, num_stages=4)"
+    assert method.events == (Event.BATCH_START,) and method.host
+    assert repr(method.predicate) == "on(BATCH_START) & after('0.6dur')"

@@ -1,0 +1,402 @@
+"""Per-example clipping against loops over single examples, and in company: draws, mixtures, slices, noise."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import method_helpers as helpers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, surgery, tree
+from purecompose.algorithms.gradient_clipping import gradient_clipping
+from purecompose.algorithms.label_smoothing import label_smoothing
+from purecompose.algorithms.loss_scaling import loss_scaling
+from purecompose.algorithms.mixup import mixup
+from purecompose.algorithms.per_example_clipping import clip_per_example, norms_per_example, per_example_clipping
+from purecompose.algorithms.sam import sam
+from purecompose.algorithms.selective_backprop import selective_backprop
+from purecompose.predicate import NEVER
+from purecompose.schedule import hparam, linear
+from purecompose.testing.tasks import make_task
+
+
+NAME = "per_example_clipping"
+MICROBATCHES = pytest.mark.parametrize("microbatches", [1, 3])
+
+
+def wide(batch: Any) -> Any:
+    return tree.map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4)).double()
+
+
+def ended(algorithms: Sequence[Algorithm], state: State, batch: Any, **cut: Any) -> State:
+    """The end of a step, where its gradients are still there."""
+    step = compose(loop_events, algorithms, **cut)
+    return step.fold(step.init(state), batch)
+
+
+def grads_of(state: State) -> dict[str, Tensor]:
+    assert state.grads is not None
+    return state.grads
+
+
+def by_hand(net: nn.Module, losses_of: Sequence[Any], max_norm: float) -> tuple[dict[str, Tensor], list[float]]:
+    """The mean of clipped gradients, and their norms, by a backward pass for each example's loss."""
+    params = {name: param for name, param in net.named_parameters() if param.requires_grad}
+    total, norms = {name: torch.zeros_like(param) for name, param in params.items()}, []
+    for loss_of in losses_of:
+        grads = torch.autograd.grad(loss_of(net), list(params.values()), materialize_grads=True)  # pyright: ignore
+        norms.append(math.sqrt(sum(grad.square().sum().item() for grad in grads)))
+        for name, grad in zip(params, grads, strict=True):
+            total[name] += grad * min(1.0, max_norm / norms[-1]) if norms[-1] else grad
+    return {name: grad / len(losses_of) for name, grad in total.items()}, norms
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad.detach(), rtol=rtol, atol=1e-13, msg=name)
+
+
+# The core
+
+
+def test_the_core_is_the_formula():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (5, 3, 2), "b": (5, 4), "c": (5,)}
+    grads = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    rows = [torch.cat([grad[i].flatten() for grad in grads.values()]) for i in range(5)]
+    norms = torch.stack([row.norm() for row in rows])
+    bound = norms.median().item()
+    torch.testing.assert_close(norms_per_example(grads), norms)
+    expected = torch.stack([row * min(1.0, bound / row.norm().item()) for row in rows]).mean(0)
+    found = clip_per_example(grads, bound)
+    assert [grad.shape for grad in found.values()] == [(3, 2), (4,), ()]
+    torch.testing.assert_close(torch.cat([grad.flatten() for grad in found.values()]), expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_is_not_clipped_away(bad):
+    grads = {"a": torch.tensor([[1.0, 2.0], [bad, 0.0]]), "b": torch.tensor([1.0, 1.0])}
+    assert clip_per_example(grads, 0.1)["a"][0].isnan()
+
+
+def test_gradients_of_zero_stay_and_have_a_derivative():
+    zeros = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    found = clip_per_example({"a": zeros}, 1.0)["a"]
+    assert found.tolist() == [0, 0]
+    (slope,) = torch.autograd.grad(found.sum(), zeros)
+    torch.testing.assert_close(slope, torch.full((3, 2), 1 / 3, dtype=torch.float64))
+
+
+def test_half_precision_is_measured_in_float32():
+    large = torch.full((2, 100), 6e4, dtype=torch.float16)
+    assert norms_per_example({"a": large}).tolist() == pytest.approx([6e5] * 2, rel=1e-3)
+    assert clip_per_example({"a": large}, 1.0)["a"].dtype is torch.float16
+
+
+# A step, against a loop over single examples
+
+
+@MICROBATCHES
+@pytest.mark.parametrize("kind", ["index", "soft"])
+def test_a_step_is_the_loop_over_single_examples(kind, microbatches):
+    net, (inputs, targets) = mlp(), wide(helpers.make_batch(kind))
+    each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(10)]
+    _, norms = by_hand(net, each, math.inf)
+    bound = sum(sorted(norms)[4:6]) / 2
+    expected, _ = by_hand(net, each, bound)
+    state = ended([per_example_clipping(bound)], helpers.make_state(net), (inputs, targets), microbatches=microbatches)
+    assert_close(grads_of(state), expected)
+    assert state.metrics[f"{NAME}/clipped"].item() == 0.5
+    assert state.metrics[f"{NAME}/norm"].item() == pytest.approx(sum(norms) / 10, rel=1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10, 64])
+def test_chunks_make_no_difference(chunk_size):
+    batch = wide(helpers.make_batch())
+    whole = ended([per_example_clipping(0.5, 0.1)], helpers.make_state(mlp(0.5)), batch)
+    parts = ended([per_example_clipping(0.5, 0.1, chunk_size=chunk_size)], helpers.make_state(mlp(0.5)), batch)
+    assert_close(grads_of(parts), grads_of(whole))
+    torch.testing.assert_close(parts.metrics, whole.metrics)
+
+
+def example_noise() -> Algorithm:
+    """Noise on inputs, drawn for each example of a slice."""
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        draws = pc.random.normal(state.example_rng("noise"), tuple(state.inputs.shape), dtype=torch.float64)
+        return state.replace(inputs=state.inputs + draws)
+
+    return Algorithm("noise", on(Event.BEFORE_FORWARD), apply)
+
+
+COMPANY = {
+    "nobody": [],
+    "mixup": [mixup(0.5)],
+    "mixup of losses": [mixup(0.5, interpolate_loss=True, per_example=True)],
+    "mixup and smoothing": [mixup(0.5), label_smoothing(0.2)],
+    "noise on inputs": [example_noise()],
+    "selective_backprop": [selective_backprop(0.0, 1.0, keep=0.6, interrupt=0)],
+    "loss_scaling": [loss_scaling(2.0**8)],
+}
+
+
+@MICROBATCHES
+@pytest.mark.parametrize("company", COMPANY)
+def test_where_nothing_is_long_it_is_the_batchs_gradient(company, microbatches):
+    """With dropout: so an example's draws, its mixture and its loss are those that it had in the batch."""
+    batch, state = wide(helpers.make_batch()), helpers.make_state(mlp(0.5))
+    plain = ended(COMPANY[company], state, batch, microbatches=microbatches)
+    clipped = ended([*COMPANY[company], per_example_clipping(1e6)], state, batch, microbatches=microbatches)
+    assert_close(grads_of(clipped), grads_of(plain), rtol=1e-9)
+    assert clipped.metrics[f"{NAME}/clipped"].item() == 0
+    assert tree.equal(clipped.loss, plain.loss)
+
+
+def test_a_mixture_is_an_example():
+    """The loop over mixtures, as MixUp leaves them in the batch."""
+    seen: list[Any] = []
+    net, batch = mlp(), wide(helpers.make_batch())
+    state = ended(
+        [mixup(0.5), helpers.spy(seen, "batch_start"), per_example_clipping(0.3)], helpers.make_state(net), batch
+    )
+    inputs, mixture = seen[0]
+    soft = mixture.soft(torch.zeros(10, 4, dtype=torch.float64))
+    each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), soft[i : i + 1]) for i in range(10)]
+    assert_close(grads_of(state), by_hand(net, each, 0.3)[0])
+
+
+def test_examples_of_a_loss_per_token_count_the_same():
+    """Each by the mean over its own tokens; one without any has a gradient of 0, as in torch's loss of a batch."""
+    net = make_task("tokens", tied=True).make_net(0).double()
+    ids = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(3))
+    labels = ids.roll(-1, 1)
+    labels[0, 1:], labels[1, 3:], labels[2] = -100, -100, -100
+
+    def loss_of(i: int) -> Any:
+        if i == 2:
+            return lambda net: sum(0 * param.sum() for param in net.parameters())
+        return lambda net: nn.functional.cross_entropy(net(ids[i : i + 1]), labels[i : i + 1])
+
+    state = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1))
+    found = ended([per_example_clipping(0.4)], state, (ids, labels))
+    expected, norms = by_hand(net, [loss_of(i) for i in range(4)], 0.4)
+    assert max(norms) > 0.4
+    assert_close(grads_of(found), expected)
+
+
+def test_frozen_parameters_have_no_gradient_and_no_part_in_the_norm():
+    net, (inputs, targets) = mlp(), wide(helpers.make_batch())
+    next(net.parameters()).requires_grad_(False)
+    each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(10)]
+    found = grads_of(ended([per_example_clipping(0.3)], helpers.make_state(net), (inputs, targets)))
+    assert "0.weight" not in found
+    assert_close(found, by_hand(net, each, 0.3)[0])
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss from labels among its inputs, one number for the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.inner(inputs), labels)}
+
+
+@MICROBATCHES
+def test_a_model_that_computes_its_loss_is_asked_for_single_examples(microbatches):
+    net, (inputs, labels) = OwnLoss(), wide(helpers.make_batch())
+    state = State.create(net, loss=losses.model_loss, optimizer=optim.sgd(0.1))
+    found = ended([per_example_clipping(0.3)], state, {"inputs": inputs, "labels": labels}, microbatches=microbatches)
+    each = [lambda net, i=i: net(inputs[i : i + 1], labels[i : i + 1])["loss"] for i in range(10)]
+    assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
+
+
+def test_members_that_all_examples_share_stay_whole():
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, inputs: Tensor, scale: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.inner(inputs * scale), labels)}
+
+    net, (inputs, labels) = Weighted(), wide(helpers.make_batch())
+    scale = torch.linspace(0.5, 2, 6, dtype=torch.float64)[None]
+    keys = ["inputs", "scale", "labels"]
+    state = State.create(net, loss=losses.model_loss, optimizer=optim.sgd(0.1), input_key=keys)
+    names = [f"example {i}" for i in range(10)]
+    batch = {"scale": scale, "names": names, "inputs": inputs, "labels": labels}
+    each = [lambda net, i=i: net(inputs[i : i + 1], scale, labels[i : i + 1])["loss"] for i in range(10)]
+    found = ended([per_example_clipping(0.3)], state, batch)
+    assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
+
+
+# Noise
+
+
+def noise_of(settings: dict[str, Any], batch: Any, state: State | None = None, **cut: Any) -> dict[str, Tensor]:
+    """What the noise has added to the gradients."""
+    state = helpers.make_state(mlp()) if state is None else state
+    noisy = grads_of(ended([per_example_clipping(0.5, **settings)], state, batch, **cut))
+    clean = grads_of(ended([per_example_clipping(0.5)], state, batch, **cut))
+    return {name: noisy[name] - clean[name] for name in clean}
+
+
+def test_noise_has_its_deviation_and_is_normal():
+    """sigma C / N in each element: 40 000 of them, by their second and fourth moments within 4 standard errors."""
+    net = nn.Sequential(nn.Linear(6, 2000), nn.ReLU(), nn.Linear(2000, 14), nn.Linear(14, 4)).double()
+    found = noise_of({"noise_multiplier": 0.8}, wide(helpers.make_batch()), helpers.make_state(net))
+    draws = torch.cat([noise.flatten() for noise in found.values()]) / (0.8 * 0.5 / 10)
+    num = len(draws)
+    assert num > 40_000
+    assert abs(draws.mean().item()) < 4 / num**0.5
+    assert abs(draws.square().mean().item() - 1) < 4 * (2 / num) ** 0.5
+    assert abs(draws.pow(4).mean().item() - 3) < 4 * (96 / num) ** 0.5
+
+
+def test_noise_is_drawn_once_for_a_step_and_anew_in_the_next():
+    batch, state = wide(helpers.make_batch()), helpers.make_state(mlp())
+    once = noise_of({"noise_multiplier": 1.0}, batch, state)
+    for cut in ({"microbatches": 2}, {"microbatches": 5}):
+        assert_close(noise_of({"noise_multiplier": 1.0}, batch, state, **cut), once, rtol=1e-9)
+    assert_close(noise_of({"noise_multiplier": 1.0, "chunk_size": 3}, batch, state), once, rtol=1e-9)
+    other = noise_of({"noise_multiplier": 1.0}, batch, state.replace(timestamp=state.timestamp.advance()))
+    named = noise_of({"noise_multiplier": 1.0, "name": "another"}, batch, state)
+    for name, noise in once.items():
+        assert not torch.isclose(noise, other[name]).any() and not torch.isclose(noise, named[name]).any()
+    assert not torch.isclose(once["0.bias"], once["0.weight"].flatten()[:8]).any()
+
+
+def test_settings_may_be_hparams_and_schedules():
+    batch, state = wide(helpers.make_batch()), helpers.make_state(mlp())
+    fixed = ended([per_example_clipping(0.3, 0.5)], state, batch)
+    moved = ended([per_example_clipping(hparam("bound", 0.3), 0.5 * linear())], state, batch)
+    assert_close(grads_of(moved), grads_of(fixed), rtol=1e-6)
+    assert "bound" in moved.hparams
+
+
+# Layers that mix examples
+
+
+def normed(*norms: nn.Module) -> nn.Module:
+    layers = [layer for norm in norms for layer in (nn.Conv2d(2, 2, 3, padding=1), norm)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(72, 4))
+
+
+IMAGES = torch.randn(5, 2, 6, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 0])
+
+
+def test_batch_normalisation_is_refused_by_name():
+    net = normed(nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.BatchNorm2d(2, track_running_stats=False).eval())
+    message = r"per_example_clipping: .* 1 \(BatchNorm2d\), 5 \(BatchNorm2d\)\. Put nn\.GroupNorm or nn\.LayerNorm"
+    with pytest.raises(ValueError, match=message) as caught:
+        helpers.one_step(per_example_clipping(1.0), helpers.make_state(net), IMAGES)
+    assert any("in per_example_clipping at Event.AFTER_TRAIN_BATCH" in note for note in caught.value.__notes__)
+
+
+def test_statistics_of_instances_are_refused_where_they_are_kept():
+    net = normed(nn.InstanceNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True))
+    with pytest.raises(ValueError, match=r"statistics of the whole batch: 3 \(InstanceNorm2d\)\. "):
+        helpers.one_step(per_example_clipping(1.0), helpers.make_state(net), IMAGES)
+
+
+def test_layers_that_treat_examples_alone_will_do():
+    net = normed(nn.GroupNorm(1, 2), nn.InstanceNorm2d(2), nn.BatchNorm2d(2).eval()).double()
+    inputs, targets = wide(IMAGES)
+    each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(5)]
+    found = ended([per_example_clipping(0.3)], helpers.make_state(net), (inputs, targets))
+    assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
+
+
+@pytest.mark.parametrize("clip_first", [True, False])
+def test_surgery_may_take_batch_normalisation_away(clip_first):
+    def operate(event: Event, state: State) -> State:
+        del event
+        rules: surgery.Rules = {nn.BatchNorm2d: lambda norm, site: nn.GroupNorm(1, norm.num_features)}
+        return surgery.operate(state, rules, name="group_norm")[0]
+
+    both = [per_example_clipping(1.0), Algorithm("group_norm", on(Event.INIT), operate)]
+    net = normed(nn.BatchNorm2d(2))
+    after = helpers.one_step(both if clip_first else both[::-1], helpers.make_state(net), IMAGES)
+    assert after.loss is not None and after.loss.isfinite()
+
+
+def test_what_cannot_be_mapped_is_told_the_way_out():
+    class Peeking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.inner(inputs if inputs.sum().item() > 0 else -inputs)
+
+    net, (inputs, targets) = Peeking(), wide(helpers.make_batch())
+    with pytest.raises(RuntimeError) as caught:
+        helpers.one_step(per_example_clipping(1.0), helpers.make_state(net), (inputs, targets))
+    assert any("chunk_size=1 does without it" in note for note in caught.value.__notes__)
+    each = [lambda net, i=i: nn.functional.cross_entropy(net(inputs[i : i + 1]), targets[i : i + 1]) for i in range(10)]
+    found = ended([per_example_clipping(0.3, chunk_size=1)], helpers.make_state(net), (inputs, targets))
+    assert_close(grads_of(found), by_hand(net, each, 0.3)[0])
+
+
+# Order and settings
+
+
+@pytest.mark.parametrize("is_reversed", [True, False])
+def test_it_comes_after_new_gradients_and_before_other_clipping(is_reversed):
+    listed = [sam(0.1), per_example_clipping(0.3), gradient_clipping("norm", 0.1)]
+    step = compose(loop_events, listed[::-1] if is_reversed else listed)
+    state = step.init(helpers.make_state(mlp()))
+    assert step.plan(state).order(Event.AFTER_TRAIN_BATCH) == ("sam", NAME, "gradient_clipping")
+    alone = ended([per_example_clipping(0.3)], helpers.make_state(mlp()), wide(helpers.make_batch()))
+    without = step.replace(algorithms=[sam(0.1), per_example_clipping(0.3)])
+    assert_close(grads_of(without.fold(state, wide(helpers.make_batch()))), grads_of(alone))
+    assert Trait.CLIPS_GRADIENTS in per_example_clipping(1.0).traits
+
+
+def test_infinity_is_neutral_and_noise_needs_a_bound():
+    assert per_example_clipping(math.inf).match == NEVER
+    with pytest.raises(ValueError, match=r"max_norm: expected a finite number for noise in units of it"):
+        per_example_clipping(math.inf, 1.0)
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, "1", math.nan, True])
+def test_other_bounds_are_refused(max_norm):
+    with pytest.raises((TypeError, ValueError), match=r"per_example_clipping: max_norm: expected a finite number"):
+        per_example_clipping(max_norm)
+
+
+@pytest.mark.parametrize("settings", [{"noise_multiplier": -1}, {"chunk_size": 0}, {"chunk_size": 1.5}], ids=str)
+def test_other_settings_are_refused(settings):
+    (role,) = settings
+    with pytest.raises((TypeError, ValueError), match=rf"per_example_clipping: {role}: expected"):
+        per_example_clipping(1.0, **settings)
+
+
+# Other ways to run
+
+
+@pytest.mark.parametrize("settings", [{}, {"noise_multiplier": 0.5, "chunk_size": 4}], ids=str)
+@MICROBATCHES
+def test_compiled_steps_agree(microbatches, settings):
+    step = compose(
+        loop_events, [label_smoothing(0.1), per_example_clipping(0.3, **settings)], microbatches=microbatches
+    )
+    fast = pc.compile(step, backend="eager", quiet=True)
+    first = second = step.init(helpers.make_state(mlp(0.3)))
+    for seed in range(3):
+        inputs, targets = wide(helpers.make_batch())
+        first, second = step(first, (inputs + seed, targets)), fast(second, (inputs + seed, targets))
+    assert not list(tree.differences(first, second.unleased(), tolerance=1e-6))

@@ -1,0 +1,274 @@
+"""Skipping: what a bad step leaves as it was, in what company, and that a good one is the plain step."""
+
+import method_helpers as helpers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
+from purecompose.algorithms.gradient_clipping import gradient_clipping
+from purecompose.algorithms.loss_scaling import loss_scaling
+from purecompose.algorithms.per_example_clipping import per_example_clipping
+from purecompose.algorithms.sam import sam
+from purecompose.algorithms.skip_nonfinite import SkipCount, chosen, skip_nonfinite
+from purecompose.optim.guarded import Guarded
+
+
+BATCH = helpers.make_batch()
+OTHER = BATCH[0] + 1, BATCH[1]
+LASTING = ("params", "buffers", "opt_state", "hparams")
+
+
+def broken(value: float = torch.inf, row: int = 0) -> tuple[Tensor, Tensor]:
+    """A batch with one example whose loss and gradients are not finite."""
+    inputs = BATCH[0].clone()
+    inputs[row, 0] = value
+    return inputs, BATCH[1]
+
+
+def net(norm: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    middle = nn.BatchNorm1d(8) if norm else nn.GroupNorm(2, 8)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), middle, nn.Tanh(), nn.Linear(8, 4))
+
+
+def made(*algorithms: Algorithm, **options):
+    return compose(loop_events, algorithms, **options)
+
+
+def fresh(step, **options) -> State:
+    """Initialised, with momentum and weight decay, so that a step moves all that an optimizer has."""
+    optimizer = optim.sgd(0.3, momentum=0.9, weight_decay=0.01)
+    state = helpers.make_state(options.pop("net", None) or net(), **options).replace(optimizer=optimizer)
+    return step.init(state.replace(opt_state=optimizer.init(state.params)))
+
+
+def lasting(state: State) -> dict[str, object]:
+    return {name: getattr(state, name) for name in LASTING}
+
+
+def count_of(state: State) -> int:
+    return int(state.slots["skip_nonfinite"].skipped)
+
+
+def edit(name: str, fn, event: Event = Event.AFTER_TRAIN_BATCH, **options) -> Algorithm:
+    return Algorithm(name, on(event), lambda _, state: fn(state), **options)
+
+
+def check_skipped(before: State, after: State) -> None:
+    assert tree.diff(lasting(before), lasting(after)) == []
+    assert after.timestamp.batch == before.timestamp.batch + 1
+    assert after.metrics["skip_nonfinite/skipped"].item() == 1
+    assert count_of(after) == count_of(before) + 1
+
+
+# A single step
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_bad_step_moves_the_time_alone(value, microbatches):
+    step = made(skip_nonfinite(), microbatches=microbatches)
+    before = step(fresh(step), BATCH)
+    after = step(before, broken(value, row=9))
+    check_skipped(before, after)
+    assert after.loss is not None and not after.loss.isfinite()  # reported as it was
+
+
+def test_without_it_such_a_step_spoils_everything():
+    step = made()
+    before = step(fresh(step), BATCH)
+    after = step(before, broken())
+    for name in ("params", "buffers", "opt_state"):
+        leaves = [leaf for leaf in tree.leaves(getattr(after, name)) if leaf.is_floating_point()]
+        assert any(leaf.isnan().any() for leaf in leaves), name
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_good_steps_are_the_plain_ones(microbatches):
+    plain, step = made(microbatches=microbatches), made(skip_nonfinite(), microbatches=microbatches)
+    first, second = fresh(plain), fresh(step)
+    for batch in (BATCH, OTHER, BATCH):
+        first, second = plain(first, batch), step(second, batch)
+        assert tree.diff((lasting(first), first.loss), (lasting(second), second.loss)) == []
+        assert second.metrics["skip_nonfinite/skipped"].item() == 0
+    assert count_of(second) == 0
+
+
+def test_training_goes_on_as_if_bad_batches_had_not_come():
+    plain, step = made(), made(skip_nonfinite())
+    first, second = fresh(plain), fresh(step)
+    for batch in (BATCH, broken(), OTHER, broken(torch.nan), broken(row=3), BATCH):
+        second = step(second, batch)
+        if batch[0].isfinite().all():
+            first = plain(first, batch)
+    assert tree.diff(lasting(first), lasting(second)) == []
+    assert count_of(second) == 3 and (first.timestamp.batch, second.timestamp.batch) == (3, 6)
+
+
+def test_a_loss_that_is_not_finite_is_enough():
+    """The gradient of a constant is 0, whatever the constant."""
+
+    def infinite(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        loss = losses.cross_entropy(outputs, targets, reduction=reduction)
+        return loss + torch.where(outputs.detach().sum() > 1e3, torch.inf, 0.0)
+
+    step = made(skip_nonfinite())
+    before = step(fresh(step, loss=infinite, net=net(norm=False)), BATCH)
+    large = before.replace(params={**before.params, "3.bias": before.params["3.bias"] + 1e4})
+    grads = made().fold(large, BATCH).grads
+    assert grads is not None and all(grad.isfinite().all() for grad in grads.values())
+    check_skipped(large, step(large, BATCH))
+
+
+def test_the_count_is_of_the_whole_run():
+    step = made(skip_nonfinite())
+    state = fresh(step)
+    assert tree.equal(state.slots["skip_nonfinite"], SkipCount(torch.tensor(0, dtype=torch.int32)))
+    for batch in (broken(), BATCH, broken()):
+        state = step(state, batch)
+    assert tree.equal(state.slots["skip_nonfinite"], SkipCount(torch.tensor(2, dtype=torch.int32)))
+
+
+def test_chosen_takes_one_tree_as_a_whole():
+    new = {"a": torch.tensor([1.0, torch.nan]), "b": (torch.tensor(3),)}
+    old = {"a": torch.tensor([2.0, 4.0]), "b": (torch.tensor(5),)}
+    assert tree.equal(chosen(torch.tensor(True), new, old), new)
+    assert tree.equal(chosen(torch.tensor(False), new, old), old)
+
+
+def test_an_optimizer_that_was_replaced_is_refused():
+    step = made(skip_nonfinite())
+    state = fresh(step)
+    assert isinstance(state.optimizer, Guarded) and step.init(state).optimizer == state.optimizer
+    with pytest.raises(RuntimeError, match="skip_nonfinite: expected the optimizer that INIT has put in place"):
+        step(state.replace(optimizer=optim.sgd(0.1, momentum=0.9)), BATCH)
+
+
+# In company
+
+
+def moving_average(name: str = "average", *, field: str = "params") -> Algorithm:
+    """Averages weights or statistics at the end of each batch; one that is not finite would stay in it for ever."""
+
+    def apply(event: Event, state: State) -> State:
+        found = {key: value.double() for key, value in getattr(state, field).items()}
+        if event is Event.BATCH_END:
+            found = {key: 0.5 * state.slots[name][key] + 0.5 * value for key, value in found.items()}
+        return state.replace(slots={**state.slots, name: found})
+
+    return Algorithm(name, on(Event.INIT, Event.BATCH_END), apply)
+
+
+@pytest.mark.parametrize("field", ["params", "buffers"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_averages_take_what_stayed_wherever_they_are_listed(place, field):
+    others = [moving_average(field=field)]
+    step = made(*others[:place], skip_nonfinite(), *others[place:])
+    before = step(fresh(step), BATCH)
+    after = step(before, broken())
+    check_skipped(before, after)
+    stayed = getattr(before, field)
+    expected = {key: 0.5 * mean + 0.5 * stayed[key].double() for key, mean in before.slots["average"].items()}
+    assert tree.equal(after.slots["average"], expected)
+
+
+@pytest.mark.parametrize("skip_first", [True, False])
+def test_clipping_by_value_hides_nothing(skip_first):
+    both = [skip_nonfinite(), gradient_clipping("value", 0.01)]
+    step = made(*(both if skip_first else both[::-1]))
+    before = step(fresh(step), BATCH)
+
+    # One gradient alone is infinite, and clipping would make 0.01 of it.
+    def with_infinity(state: State) -> State:
+        grads = state.grads or {}
+        return state.replace(grads={**grads, "3.bias": grads["3.bias"] + torch.inf})
+
+    explode = edit("explode", with_infinity, runs_before=(Trait.CLIPS_GRADIENTS,))
+    worse = step.replace(algorithms=[explode, *step.algorithms])
+    assert worse.plan(before).order(Event.AFTER_TRAIN_BATCH) == ("explode", "skip_nonfinite", "gradient_clipping")
+    check_skipped(before, worse(before, BATCH))
+
+
+@pytest.mark.parametrize("skip_first", [True, False])
+def test_a_second_gradient_that_overflows_is_seen(skip_first):
+    def climb(state: State) -> State:
+        there = {key: param + torch.inf for key, param in state.params.items()}
+        return state.replace(grads=state.gradient(there)[0])
+
+    second = edit("climb", climb, runs_before=sam(0.1).runs_before)
+    step = made(*([skip_nonfinite(), second] if skip_first else [second, skip_nonfinite()]))
+    before = fresh(step)
+    assert step.plan(before).order(Event.AFTER_TRAIN_BATCH) == ("climb", "skip_nonfinite")
+    after = step(before, BATCH)
+    check_skipped(before, after)
+    assert after.loss is not None and after.loss.isfinite()
+
+
+def test_gradients_that_go_bad_later_are_skipped_with_their_buffers():
+    def to_infinity(state: State) -> State:
+        return state.replace(grads={key: grad + torch.inf for key, grad in (state.grads or {}).items()})
+
+    late = edit("late", to_infinity, runs_after=("skip_nonfinite",))
+    step = made(skip_nonfinite(), late)
+    before = fresh(step)
+    check_skipped(before, step(before, BATCH))
+
+
+@pytest.mark.parametrize("skip_first", [True, False])
+def test_with_loss_scaling_both_skip_and_buffers_go_back(skip_first):
+    both = [skip_nonfinite(), loss_scaling()]
+    step = made(*(both if skip_first else both[::-1]), microbatches=2)
+    before = step(fresh(step), BATCH)
+    assert before.slots["loss_scaling"].scale.item() == 2.0**16 and count_of(before) == 0
+    after = step(before, broken())
+    check_skipped(before, after)
+    assert after.metrics["skipped"].item() == 1 and after.slots["loss_scaling"].scale.item() == 2.0**15
+    assert count_of(step(after, BATCH)) == 1
+
+
+def test_with_per_example_clipping_a_bad_example_skips_the_step():
+    step = made(skip_nonfinite(), per_example_clipping(1.0))
+    before = fresh(step, net=net(norm=False))
+    assert step.plan(before).order(Event.AFTER_TRAIN_BATCH) == ("per_example_clipping", "skip_nonfinite")
+    before = step(before, BATCH)
+    assert count_of(before) == 0
+    check_skipped(before, step(before, broken(torch.nan, row=4)))
+
+
+def test_in_a_program_without_its_other_events_updates_are_guarded():
+    short = (pc.Grad(pc.forward, pc.loop.loss), pc.update, pc.advance, Event.BATCH_END)
+    step = compose(short, [skip_nonfinite()])
+    before = step(fresh(step, net=net(norm=False)), BATCH)
+    check_skipped(before, step(before, broken()))
+
+
+# Other ways to run
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_compiled_steps_skip_too(microbatches, donate):
+    # What comes and goes cuts the step in parts, so that what is remembered crosses seams.
+    turns = on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & pc.every(3) | on(Event.BATCH_START) & pc.every(2**40)
+    step = made(skip_nonfinite(), Algorithm("turns", turns, lambda _, state: state), microbatches=microbatches)
+    fast = pc.compile(step, backend="eager", quiet=True, donate=donate)
+    first = second = fresh(step)
+    for batch in (BATCH, broken(), OTHER, broken(torch.nan), BATCH):
+        first, second = step(first, batch), fast(second, batch)
+        assert tree.diff(first.metrics, second.metrics) == []
+    found = second.unleased()
+    assert not list(tree.differences(first, found, tolerance=1e-6)) and count_of(found) == 2
+
+
+def test_each_member_of_a_population_skips_its_own():
+    step = made(skip_nonfinite())
+    states = [fresh(step) for _ in range(2)]
+    both = pc.population(step, 2, batches="each")
+    batch = tuple(torch.stack(pair) for pair in zip(BATCH, broken(), strict=True))
+    good, bad = pc.unstack_states(both(pc.stack_states(states), batch))
+    assert (count_of(good), count_of(bad)) == (0, 1)
+    assert tree.equal(lasting(bad), lasting(states[1]))
+    expected = step(states[0], BATCH)
+    assert not list(tree.differences(lasting(expected), lasting(good), tolerance=1e-5))

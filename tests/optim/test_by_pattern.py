@@ -1,0 +1,273 @@
+"""`by_pattern`: each parameter is moved by its own optimizer, and all of them are one."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import optim
+from purecompose.optim.guarded import Guarded
+from purecompose.schedule import Hparam, collect, cosine, hparam
+
+
+Params = dict[str, Tensor]
+
+
+def of(params: Params, *names: str) -> Params:
+    return {name: params[name] for name in names}
+
+
+def run(optimizer: Any, params: Params, grads: list[Params]) -> tuple[Params, Any]:
+    opt_state = optimizer.init(params)
+    for step_grads in grads:
+        params, opt_state = optimizer.update(step_grads, opt_state, params)
+    return params, opt_state
+
+
+def test_each_optimizer_does_what_it_does_alone(tensors):
+    optimizer = optim.by_pattern({"*.bias": optim.adam(0.1), "head.*": optim.sgd(0.1, momentum=0.9)}, optim.rmsprop())
+    grads = [tensors(step + 1) for step in range(5)]
+    params, opt_state = run(optimizer, tensors(0), grads)
+    alone = {
+        ("body.bias", "head.bias"): optim.adam(0.1),
+        ("head.weight",): optim.sgd(0.1, momentum=0.9),
+        ("body.weight",): optim.rmsprop(),
+    }
+    found: dict[str, Params] = {}
+    for names, own in alone.items():
+        expected, own_state = run(own, of(tensors(0), *names), [of(step, *names) for step in grads])
+        assert pc.tree.equal(of(params, *names), expected)
+        for slot, leaves in own_state.items():
+            found.setdefault(slot, {}).update(leaves)
+    assert list(params) == list(tensors(0)) and opt_state.keys() == found.keys()
+    assert all(
+        pc.tree.equal(dict(sorted(opt_state[slot].items())), dict(sorted(found[slot].items()))) for slot in found
+    )
+
+
+def test_two_optimizers_share_a_slot_in_the_order_of_the_parameters(tensors):
+    optimizer = optim.by_pattern({"*.bias": optim.adam()}, optim.adamw(amsgrad=True))
+    opt_state = optimizer.init(tensors())
+    assert list(opt_state["step"]) == list(opt_state["exp_avg"]) == list(tensors())
+    assert list(opt_state["max_exp_avg_sq"]) == ["body.weight", "head.weight"]
+
+
+def test_what_an_optimizer_does_not_move_goes_on_to_the_next(tensors):
+    optimizer = optim.by_pattern({"body.*": optim.muon(), "*.bias": optim.adam(), "*": optim.muon()}, optim.sgd(0.1))
+    opt_state = optimizer.init({**tensors(), "scale": torch.ones(3)})
+    assert list(opt_state["momentum"]) == ["body.weight", "head.weight"]
+    assert list(opt_state["exp_avg"]) == ["body.bias", "head.bias"]  # and sgd, which remembers nothing, has the scale
+
+
+def test_no_patterns_are_the_rest(tensors):
+    grads = [tensors(1), tensors(2)]
+    alone = run(optim.adam(), tensors(0), grads)
+    assert pc.tree.equal(run(optim.by_pattern({}, optim.adam()), tensors(0), grads), alone)
+    everything = optim.by_pattern({"*": optim.adam()}, optim.sgd(0.1))
+    assert pc.tree.equal(run(everything, tensors(0), grads), alone)
+
+
+def test_patterns_nest_and_inner_groups_match_their_own_parameters(tensors):
+    inner = optim.by_pattern({"*.bias": optim.sgd(0.25)}, optim.sgd(0.5, groups={"body.*": {"lr": 0.125}}))
+    params, _ = run(optim.by_pattern({"head.*": optim.sgd(1.0)}, inner), tensors(0), [tensors(1)])
+    rates = {"body.weight": 0.125, "body.bias": 0.25, "head.weight": 1.0, "head.bias": 1.0}
+    expected = {name: param - rates[name] * tensors(1)[name] for name, param in tensors(0).items()}
+    torch.testing.assert_close(params, expected)
+
+
+def test_updates_of_some_parameters_leave_the_others(tensors):
+    optimizer = optim.by_pattern({"*.weight": optim.muon(0.1)}, optim.adam(0.1))
+    params, opt_state = run(optimizer, tensors(0), [tensors(1)])
+    moved, new_state = optimizer.update(of(tensors(2), "head.bias"), opt_state, params)
+    assert [name for name in params if moved[name] is not params[name]] == ["head.bias"]
+    for slot, leaves in new_state.items():
+        assert [name for name in leaves if leaves[name] is not opt_state[slot][name]] in ([], ["head.bias"])
+
+
+def test_equal_settings_are_equal_values_and_hparams_are_found():
+    one, two = (
+        optim.by_pattern(
+            {"*.bias": optim.sgd(hparam("lr", 0.1))}, optim.adam(0.1 * cosine(), betas=(hparam("b", 0.5), 0))
+        )
+        for _ in range(2)
+    )
+    assert one == two and hash(one) == hash(two)
+    assert optim.by_pattern((("*.bias", optim.sgd(0.1)),), optim.adam()) == optim.by_pattern(
+        {"*.bias": optim.sgd(0.1)}, optim.adam()
+    )
+    assert one != optim.by_pattern({"*.weight": optim.sgd(hparam("lr", 0.1))}, one.rest)
+    assert {found.name for found in collect(one, Hparam)} == {"lr", "b"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.rest = two.rest  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("groups", "rest", "message"),
+    [
+        (3, optim.adam(), r"by_pattern: expected patterns with optimizers, such as .* got 3 \(int\)"),
+        (optim.muon(), optim.adam(), "by_pattern: expected patterns with optimizers"),
+        ({"*": 0.1}, optim.adam(), r"by_pattern: '\*': expected an optimizer with init and update, .* got 0.1"),
+        ({"*": {"lr": 0.1}}, optim.adam(), "expected an optimizer with init and update"),
+        ({3: optim.muon()}, optim.adam(), "expected a pattern of parameter names"),
+        ({}, optim.adam, "by_pattern: rest: expected an optimizer"),
+        ({}, torch.optim.Adam, "by_pattern: rest: expected an optimizer"),
+    ],
+)
+def test_wrong_parts_are_refused_at_construction(groups: Any, rest: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        optim.by_pattern(groups, rest)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"bias": optim.sgd(0.1)}, r"by_pattern: 'bias' matches no parameter; the names are body.weight, .*\*.bias"),
+        ({"*.bias": optim.muon()}, r"by_pattern: '\*.bias': muon\(\) gets no parameter: .* a form that this optimizer"),
+        ({"*": optim.sgd(0.1), "*.bias": optim.adam()}, r"'\*.bias': adam\(\) gets no parameter"),
+    ],
+)
+def test_patterns_that_do_nothing_are_told_at_init(tensors, groups: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        optim.by_pattern(groups, optim.adam()).init(tensors())
+
+
+def test_the_rest_has_to_move_what_is_left(tensors):
+    with pytest.raises(ValueError, match="muon: expected real matrices, got 'body.bias'"):
+        optim.by_pattern({"head.*": optim.adam()}, optim.muon()).init(tensors())
+
+
+def test_errors_of_an_update_are_those_of_the_optimizer(tensors):
+    optimizer, params = optim.by_pattern({"*.weight": optim.muon()}, optim.adam()), tensors()
+    with pytest.raises(KeyError, match="adam: a gradient came for 'tail', which is not among"):
+        optimizer.update({"tail": torch.ones(2)}, optimizer.init(params), params)
+    with pytest.raises(KeyError, match=r"muon: opt_state\['momentum'\] holds nothing for parameter 'body.weight'"):
+        optimizer.update(tensors(1), optim.adam().init(params), params)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsSteps:
+    """An optimizer of one's own, whose state has another form."""
+
+    def init(self, params: Params) -> Any:
+        return torch.zeros(())
+
+    def update(self, grads: Params, opt_state: Any, params: Params, value: Any = None) -> Any:
+        return dict(params), opt_state + 1
+
+
+def test_a_state_of_another_form_is_refused(tensors):
+    with pytest.raises(TypeError, match=r"expected a state of the form .* from CountsSteps\(\)"):
+        optim.by_pattern({"*.bias": CountsSteps()}, optim.adam()).init(tensors())  # type: ignore[dict-item]
+
+
+# In runs.
+
+
+def make_state(optimizer: Any, **options: Any) -> pc.State:
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).requires_grad_(True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 2)
+    return pc.State.create(net, loss=pc.losses.cross_entropy, optimizer=optimizer, key=0, duration="8ba", **options)
+
+
+def batches(num: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(num)]
+
+
+MIXED = optim.by_pattern(
+    {"3.*": optim.adafactor(0.1 * cosine()), "*": optim.muon(hparam("lr", 0.02) * cosine())},
+    optim.decoupled_adamw(hparam("lr", 0.02) * cosine()),
+)
+
+
+def test_a_run_is_cut_and_resumed_to_the_same_bits(tmp_path):
+    step = pc.compose(pc.loop_events)
+    whole = half = step.init(make_state(MIXED))
+    for i, batch in enumerate(batches(6)):
+        whole = step(whole, batch)
+        if i == 2:
+            pc.save(whole, tmp_path / "half")
+            half = pc.load(tmp_path / "half", like=make_state(MIXED))
+        elif i > 2:
+            half = step(half, batch)
+    assert pc.tree.equal(half, whole)
+
+
+def test_a_population_is_its_members():
+    optimizer = optim.by_pattern(
+        {"*": optim.muon(hparam("lr", 0.02), ns_precision="full")}, optim.lion(hparam("lr", 0.02))
+    )
+    step = pc.compose(pc.loop_events)
+    members = [step.init(make_state(optimizer)).replace(hparams={"lr": lr}) for lr in (0.02, 0.05)]
+    together = pc.stack_states(members)
+    for batch in batches(3):
+        together = pc.population(step, 2)(together, batch)
+        members = [step(member, batch) for member in members]
+    for one, member in zip(pc.unstack_states(together), members, strict=True):
+        torch.testing.assert_close(one.params, member.params, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [MIXED, optim.rmsprop(momentum=0.9, centered=True, eps=1e-3)], ids=["mixed", "rms"]
+)
+def test_a_compiled_step_does_what_the_step_does(optimizer: Any):
+    step = pc.compose(pc.loop_events)
+    compiled = pc.compile(step, backend="aot_eager", quiet=True)
+    eager = fast = step.init(make_state(optimizer))
+    for batch in batches(3):
+        eager, fast = step(eager, batch), compiled(fast, batch)
+    torch.testing.assert_close(fast.params, eager.params, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fast.opt_state, eager.opt_state, rtol=1e-5, atol=1e-5)
+
+
+def test_a_hyper_gradient_goes_through_all_parts():
+    step = pc.compose(pc.loop_events)
+    optimizer = optim.by_pattern({"*": optim.muon(hparam("lr", 0.02), ns_precision="full")}, optim.adam(0.01))
+    start = step.init(make_state(optimizer))
+
+    def final(lr: Tensor) -> Tensor:
+        state = start.replace(hparams={"lr": lr})
+        for batch in batches(2):
+            state = step(state, batch)
+        inputs, targets = batches(3)[2]
+        return nn.functional.cross_entropy(state.forward(inputs), targets)
+
+    lr = torch.tensor(0.02)
+    slope = torch.func.grad(final)(lr)
+    with torch.no_grad():
+        difference = (final(lr + 1e-3) - final(lr - 1e-3)) / 2e-3
+    torch.testing.assert_close(slope, difference, rtol=2e-2, atol=1e-3)
+
+
+def test_the_guard_holds_all_parts_back(tensors):
+    guarded, grads = Guarded(MIXED), {**tensors(1), "head.bias": torch.full((2,), torch.nan)}
+    params = {name.replace("head", "3"): param for name, param in tensors().items()}
+    grads = {name.replace("head", "3"): grad for name, grad in grads.items()}
+    opt_state = guarded.init(params)
+    after, new_state = guarded.update(grads, opt_state, params, lambda scalar: 0.1)
+    assert pc.tree.equal(after, params) and pc.tree.equal(new_state, opt_state)
+
+
+def test_surgery_keeps_what_each_part_remembers():
+    squeeze = pc.algorithms.factorize(latent_features=2, min_features=4)
+    optimizer = optim.by_pattern({"*": optim.muon(0.02)}, optim.adam(0.01))
+    step = pc.compose(pc.loop_events)
+    state = step.init(make_state(optimizer))
+    for batch in batches(2):
+        state = step(state, batch)
+    smaller = pc.compose(pc.loop_events, [squeeze]).init(state)
+    assert set(smaller.opt_state["momentum"]) == {name for name, param in smaller.params.items() if param.ndim == 2}
+    assert torch.equal(smaller.opt_state["exp_avg"]["1.weight"], state.opt_state["exp_avg"]["1.weight"])
+    assert smaller.opt_state["exp_avg"].keys() | smaller.opt_state["momentum"].keys() == set(smaller.params)
+
+
+def test_no_op_model_leaves_the_rest():
+    with_patterns = make_state(optim.by_pattern({"*": optim.muon()}, optim.adam(0.01)))
+    state = pc.compose(pc.loop_events, [pc.algorithms.no_op_model()]).init(with_patterns)
+    assert state.optimizer == optim.by_pattern({}, optim.adam(0.01))

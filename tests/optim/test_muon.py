@@ -1,0 +1,130 @@
+"""`muon` against torch.optim.Muon, and its iteration against singular values."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from purecompose import optim
+from purecompose.optim.muon import orthogonalized
+from purecompose.schedule import hparam
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "heavy": {"momentum": 0.5, "weight_decay": 0.0},
+    "plain momentum": {"nesterov": False, "weight_decay": 1.0},
+    "no momentum": {"momentum": 0.0},
+    "iteration": {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "eps": 10.0},
+}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_equals_torch(assert_like_torch, settings: str, adjust: Any, dtype: torch.dtype, watched: bool):
+    # The iteration in bfloat16 has the same bits as torch's, so that nothing is left but float32's last digits. Where
+    # the decay is 1/10 and not a power of two, torch's 1 - lr wd is rounded there, in every step to the same side.
+    lr = 2.0**-5
+    options = {"weight_decay": 0.1 if dtype is torch.float64 else 0.125, **SETTINGS[settings]}
+    ours = optim.muon(lr, adjust_lr=adjust, **options)
+    theirs = {"lr": lr, "adjust_lr_fn": adjust, **options}
+    with torch.set_grad_enabled(watched):
+        assert_like_torch(ours, torch.optim.Muon, theirs, dtype=dtype, only="*.weight")
+
+
+def test_groups_equal_torch(assert_like_torch):
+    groups = {"body.weight": {"lr": 0.1, "nesterov": False}, "head.weight": {"weight_decay": 0.0, "momentum": 0.5}}
+    assert_like_torch(optim.muon(groups=groups), torch.optim.Muon, {}, groups, only="*.weight")
+
+
+def test_hparams_equal_numbers(assert_like_torch):
+    ours = optim.muon(hparam("lr", 0.02), momentum=hparam("m", 0.9), weight_decay=hparam("wd", 0.2))
+    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.2}
+    assert_like_torch(ours, torch.optim.Muon, options, only="*.weight")
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_iteration_is_its_polynomial_of_the_singular_values(shape: tuple[int, int], steps: int):
+    # An odd polynomial of a matrix acts on its singular values and leaves the vectors: x = U S V' gives U p(S) V'.
+    given = matrix(*shape)
+    u, s, v = np.linalg.svd(given.numpy(), full_matrices=False)
+    s = s / np.linalg.norm(s)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(orthogonalized(given, steps=steps), torch.from_numpy(u * s @ v))
+
+
+def test_a_convergent_iteration_gives_the_nearest_orthogonal_matrix():
+    u, _, v = np.linalg.svd(matrix(4, 6).numpy(), full_matrices=False)
+    result = orthogonalized(matrix(4, 6), coefficients=(1.875, -1.25, 0.375), steps=40)
+    torch.testing.assert_close(result, torch.from_numpy(u @ v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", ["bf16", "full"])
+def test_a_gradient_of_zero_moves_nothing_and_dtypes_stay(dtype: torch.dtype, precision: Any):
+    params = {"w": matrix(3, 2).to(dtype)}
+    optimizer = optim.muon(0.1, weight_decay=0.0, ns_precision=precision)
+    moved, opt_state = optimizer.update({"w": torch.zeros(3, 2, dtype=dtype)}, optimizer.init(params), params)
+    assert torch.equal(moved["w"], params["w"]) and moved["w"].dtype == opt_state["momentum"]["w"].dtype == dtype
+
+
+def test_full_precision_is_near_to_bfloat16():
+    params, grads = {"w": matrix(16, 8).float()}, {"w": matrix(16, 8, 1).float()}
+    moves = []
+    for precision in ("bf16", "full"):
+        optimizer = optim.muon(1.0, weight_decay=0.0, ns_precision=precision)
+        moves.append(optimizer.update(grads, optimizer.init(params), params)[0]["w"] - params["w"])
+    assert 0 < (moves[0] - moves[1]).abs().max() < 0.03
+    rows_over_columns = 2**0.5  # "original": sqrt(max(1, 16 / 8))
+    values = torch.linalg.svdvals(moves[1]) / rows_over_columns
+    assert 0.6 < values.min() and values.max() < 1.25
+
+
+def test_maps_in_bfloat16_as_coarsely_as_it_computes():
+    optimizer = optim.muon(1.0, weight_decay=0.0)
+    params = {"w": torch.zeros(3, 8, 6)}
+    grads = {"w": torch.stack([matrix(8, 6, seed).float() for seed in range(3)])}
+
+    def member(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return optimizer.update({"w": grad}, optimizer.init({"w": param}), {"w": param})[0]["w"]
+
+    with torch.no_grad():
+        mapped = torch.vmap(member)(params["w"], grads["w"])
+        looped = torch.stack([member(*pair) for pair in zip(params["w"], grads["w"], strict=True)])
+    # The elements, about 0.4, have an error of 0.03 either way: bfloat16's 0.004, times slopes of 3.4.
+    torch.testing.assert_close(mapped, looped, rtol=0, atol=0.1)
+    values = torch.linalg.svdvals(mapped) / (8 / 6) ** 0.5
+    assert 0.6 < values.min() and values.max() < 1.25
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4)])
+def test_other_forms_than_matrices_are_refused_with_the_way_out(shape: tuple[int, ...]):
+    with pytest.raises(ValueError, match=r"muon: expected real matrices, got 'b' of shape .*optim.by_pattern"):
+        optim.muon().init({"w": torch.zeros(2, 2), "b": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ns_steps": 0}, ValueError, r"muon: ns_steps: expected an int in \[1, 99\], got 0"),
+        ({"ns_steps": 100}, ValueError, "muon: ns_steps"),
+        ({"ns_coefficients": (1.0, 2.0)}, TypeError, "muon: ns_coefficients: expected three numbers"),
+        ({"ns_coefficients": (1.0, 2.0, float("nan"))}, ValueError, r"muon: ns_coefficients\[2\]"),
+        ({"adjust_lr": "moonshot"}, ValueError, "muon: adjust_lr: expected 'original' or 'match_rms_adamw', got"),
+        ({"ns_precision": "fp32"}, ValueError, "muon: ns_precision: expected 'bf16' or 'full', got 'fp32'"),
+        ({"eps": hparam("eps", 1e-7)}, TypeError, "muon: eps: expected a plain number"),
+        ({"momentum": -0.5}, ValueError, "muon: momentum"),
+    ],
+)
+def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        optim.muon(**options)

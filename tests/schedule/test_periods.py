@@ -1,0 +1,246 @@
+"""Steps, milestones, decays and restarts, against reference values, torch's schedulers and formulas in fractions."""
+
+import math
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from purecompose import schedule as schedules
+from purecompose.schedule import Schedule, cosine_warm_restarts, exponential, multi_step, step
+from purecompose.time import RunLength, Time, Timestamp, UnitError
+
+
+BATCHES = RunLength("100ba")
+
+counts = st.integers(0, 400)
+lengths = st.integers(1, 50)
+gammas = st.sampled_from([0.1, 0.5, 0.0, 1.0, 1.5]) | st.floats(0.01, 2)
+
+
+def values(schedule: Schedule, num: int, **fields: Any) -> list[float]:
+    return [schedule(Timestamp(batch=t, **fields)) for t in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "run", "expected"),
+    [
+        (cosine_warm_restarts("10ba", 2), BATCHES, {15: 0.853553, 20: 0.5, 30: 1.0, 50: 0.5, 75: 0.990393}),
+        (exponential(0.9), RunLength("100ba", batches_per_epoch=10), {0: 1.0, 5: 0.948683, 10: 0.9, 20: 0.81}),
+        (step("3ep"), RunLength("9ep", 2), {0: 1, 5: 1, 6: 0.1, 11: 0.1, 12: 0.01}),
+        (multi_step(["2ep", "7ep"]), RunLength("9ep", 2), {3: 1, 4: 0.1, 13: 0.1, 14: 0.01, 17: 0.01}),
+        (multi_step(["20ba", "60ba"], 0.5, warmup="4ba"), BATCHES, {0: 0, 1: 0.25, 4: 1, 19: 1, 20: 0.5, 60: 0.25}),
+    ],
+)
+def test_reference_values_of_periods(schedule: Schedule, run: RunLength, expected: dict[int, float]) -> None:
+    for batch, value in expected.items():
+        assert schedule(Timestamp(batch=batch, run=run)) == pytest.approx(value, abs=1e-6)
+
+
+Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+lr_scheduler = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
+        (step("7ba", 0.3), lambda opt: lr_scheduler.StepLR(opt, 7, 0.3)),
+        (multi_step(["5ba", "6ba", "20ba"], 0.5), lambda opt: lr_scheduler.MultiStepLR(opt, [5, 6, 20], 0.5)),
+        (exponential(0.9, "1ba"), lambda opt: lr_scheduler.ExponentialLR(opt, 0.9)),
+        (
+            cosine_warm_restarts("3ba", 2, 0.1),
+            lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3, 2, eta_min=0.1),
+        ),
+        (cosine_warm_restarts("4ba"), lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 4)),
+        (schedules.polynomial(1.7, "30ba"), lambda opt: lr_scheduler.PolynomialLR(opt, 30, power=1.7)),
+        (schedules.cosine(0.2, "40ba"), lambda opt: lr_scheduler.CosineAnnealingLR(opt, 40, eta_min=0.2)),
+    ],
+)
+def test_they_are_what_torchs_schedulers_are(schedule: Schedule, theirs: Scheduler) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler, expected = theirs(optimizer), []
+    for _ in range(40):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert values(schedule, 40) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(t=counts, size=lengths, warmup=st.integers(0, 50), gamma=gammas)
+def test_step_is_its_formula(t: int, size: int, warmup: int, gamma: float) -> None:
+    expected = Fraction(t, warmup) if t < warmup else Fraction(gamma) ** ((t - warmup) // size)
+    found = step(Time(size, "ba"), gamma, Time(warmup, "ba"))(Timestamp(batch=t))
+    assert found == pytest.approx(float(expected), rel=1e-9)
+
+
+@given(t=counts, points=st.lists(counts, min_size=1, max_size=5), warmup=st.integers(0, 50), gamma=gammas)
+def test_multi_step_is_its_formula(t: int, points: list[int], warmup: int, gamma: float) -> None:
+    passed = len([point for point in points if point <= t])
+    expected = Fraction(t, warmup) if t < warmup else Fraction(gamma) ** passed
+    schedule = multi_step([Time(point, "ba") for point in points], gamma, Time(warmup, "ba"))
+    assert schedule(Timestamp(batch=t)) == pytest.approx(float(expected), rel=1e-9)
+
+
+@given(t=counts, period=lengths, warmup=st.integers(0, 50), gamma=st.floats(0.5, 1.5))
+def test_exponential_is_its_formula(t: int, period: int, warmup: int, gamma: float) -> None:
+    expected = t / warmup if t < warmup else math.exp(math.log(gamma) * (t - warmup) / period)
+    found = exponential(gamma, Time(period, "ba"), Time(warmup, "ba"))(Timestamp(batch=t))
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@given(
+    t=st.integers(0, 20_000),
+    first=lengths,
+    quarters=st.integers(4, 16),
+    warmup=st.integers(0, 50),
+    alpha_f=st.floats(-1, 2),
+)
+def test_restarts_come_after_longer_and_longer_times(
+    t: int, first: int, quarters: int, warmup: int, alpha_f: float
+) -> None:
+    # One interval after the other, in fractions.
+    since, length = Fraction(t - warmup), Fraction(first)
+    while since >= length:
+        since, length = since - length, length * Fraction(quarters, 4)
+    expected = alpha_f + (1 - alpha_f) * math.cos(math.pi / 2 * since / length) ** 2 if t >= warmup else t / warmup
+    schedule = cosine_warm_restarts(Time(first, "ba"), quarters / 4, alpha_f, Time(warmup, "ba"))
+    assert schedule(Timestamp(batch=t)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("t_mult", [2, 3, 5, 7, 10])
+def test_a_restart_is_exactly_at_its_batch(t_mult: int) -> None:
+    schedule, start = cosine_warm_restarts("7ba", t_mult, 0.25), 0
+    for number in range(10):
+        assert schedule(Timestamp(batch=start)) == 1.0
+        if number:
+            assert schedule(Timestamp(batch=start - 1)) < 0.3  # the one before is nearly at its end
+        start += 7 * t_mult**number
+
+
+@given(t=st.integers(0, 10**7), t_mult=st.floats(1, 1.0001))
+def test_factors_that_are_nearly_1_take_no_longer(t: int, t_mult: float) -> None:
+    assert 0 <= cosine_warm_restarts("3ba", t_mult)(Timestamp(batch=t)) <= 1
+
+
+def test_periods_are_not_cut_to_whole_batches() -> None:
+    run = RunLength("10ba")
+    assert values(step("0.15dur", 0.5), 7, run=run) == [1, 1, 0.5, 0.25, 0.25, 0.125, 0.0625]
+    # Two intervals of 1.5 batches.
+    assert values(cosine_warm_restarts("0.15dur"), 4, run=run) == pytest.approx([1, 0.25, 0.75, 1])
+    run = RunLength("70ba")  # 0.1 * 70 is 7.000000000000001
+    assert step("0.1dur")(Timestamp(batch=7, run=run)) == multi_step(["0.1dur"])(Timestamp(batch=7, run=run)) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("size", "warmup", "run", "fields"),
+    [
+        ("4ep", "2ep", RunLength("10ep"), {"epoch": 6, "batch": 1}),
+        ("4ep", "2ep", RunLength("10ep", batches_per_epoch=3), {"batch": 18}),
+        ("4ep", "6ba", RunLength(batches_per_epoch=3), {"batch": 18}),
+        ("400sp", "200sp", RunLength(), {"sample": 600}),
+        ("400tok", "0ba", RunLength(), {"token": 400}),
+        ("0.4dur", "0.2dur", RunLength("1000tok"), {"token": 600}),
+        ("0.4dur", "200sp", RunLength("1000sp"), {"sample": 600}),
+        ("2iter", "1iter", RunLength("9ep", 2, iteration_length="3ep"), {"batch": 18}),
+    ],
+)
+def test_periods_in_all_units(size: str, warmup: str, run: RunLength, fields: dict[str, int]) -> None:
+    now = Timestamp(run=run, **fields)
+    assert step(size, 0.5, warmup)(now) == exponential(0.5, size, warmup)(now) == 0.5
+    assert cosine_warm_restarts(size, 3.0, 0.5, warmup)(now) == 1.0
+
+
+def test_each_milestone_has_its_own_unit() -> None:
+    schedule = multi_step(["2ep", "500sp", "40tok"], 0.5, warmup="4ba")
+    assert schedule(Timestamp(batch=2, epoch=2, sample=1000, token=9)) == 0.5  # warming up
+    assert schedule(Timestamp(batch=4, epoch=1, sample=500, token=9)) == 0.5
+    assert schedule(Timestamp(batch=4, epoch=2, sample=499, token=40)) == 0.25
+    assert schedule(Timestamp(batch=9, epoch=3, sample=500, token=40)) == 0.125
+
+
+def test_a_milestone_within_the_warm_up_counts_when_that_is_over() -> None:
+    assert values(multi_step(["2ba", "5ba"], 0.5, "4ba"), 6) == [0, 0.25, 0.5, 0.75, 0.5, 0.25]
+
+
+def call(factory: Any, *args: Any, **kwargs: Any) -> Schedule:
+    """Past the type checker, which knows that the arguments are wrong."""
+    return factory(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: step("0ep"), ValueError, "step: step_size: expected a time > 0, got 0ep"),
+        (lambda: step("-2ep"), ValueError, "step: step_size: expected a time > 0"),
+        (lambda: call(step, 30), TypeError, "step: step_size: expected a Time.*'30ep'"),
+        (lambda: step("30s"), ValueError, "step: step_size=30sec: a schedule cannot follow wall-clock"),
+        (lambda: step("3ep", -0.1), ValueError, "step: gamma: expected a finite number >= 0"),
+        (lambda: call(step, "3ep", "0.1"), TypeError, "step: gamma"),
+        (lambda: step("3ep", warmup="-1ba"), ValueError, "step: warmup: expected a time >= 0"),
+        (lambda: exponential(0), ValueError, "exponential: gamma: expected a finite number > 0"),
+        (lambda: exponential(0.9, "0ba"), ValueError, "exponential: decay_period"),
+        (lambda: cosine_warm_restarts("5ba", 0.5), ValueError, "t_mult: expected a finite number >= 1"),
+        (lambda: cosine_warm_restarts("0dur"), ValueError, "cosine_warm_restarts: t_0: expected a time > 0"),
+        (lambda: cosine_warm_restarts("5ba", alpha_f=math.nan), ValueError, "cosine_warm_restarts: alpha_f"),
+        (lambda: multi_step([]), ValueError, "expected at least one milestone"),
+        (lambda: multi_step("30ep"), TypeError, r"multi_step: milestones: expected several times, such as \['30ep'"),
+        (lambda: call(multi_step, 30), TypeError, "expected several times"),
+        (lambda: multi_step(["3ep", "x"]), ValueError, r"multi_step: milestones\[1\]: cannot read the time 'x'"),
+        (lambda: multi_step(["1h"]), ValueError, "wall-clock"),
+        (lambda: multi_step(["3ep"], math.inf), ValueError, "multi_step: gamma"),
+        (lambda: schedules.polynomial(0), ValueError, "polynomial: power: expected a finite number > 0"),
+        (lambda: schedules.polynomial(2, "0ba"), ValueError, "polynomial: t_max: expected a time > 0"),
+        (lambda: schedules.polynomial(2, "5ba", warmup="6ba"), ValueError, "polynomial: warmup=6ba is longer"),
+    ],
+)
+def test_periods_are_checked(make: Callable[[], Schedule], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "run", "error", "message"),
+    [
+        (step("3ep", warmup="5sp"), RunLength("9ep"), UnitError, "warmup=5sp and period=3ep have no unit in common"),
+        (exponential(0.9, "0.1dur"), RunLength(), ValueError, "no duration"),
+        (multi_step(["0.5dur"]), RunLength("60sec"), ValueError, "wall-clock"),
+    ],
+)
+def test_what_the_run_cannot_tell_of_periods(
+    schedule: Schedule, run: RunLength, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        schedule(Timestamp(run=run))
+
+
+ALL = [
+    schedules.constant(0.5, warmup="3ba"),
+    schedules.constant(0.5, t_max="9ba"),
+    schedules.linear(2.0, 0.5, "10ep", "3ba"),
+    schedules.cosine(0.1, "10ep"),
+    schedules.polynomial(2, "0.5dur", 0.1),
+    schedules.step("3ep", 0.2, "1ep"),
+    schedules.multi_step(["3ep", "0.5dur"], 0.3),
+    schedules.exponential(0.9),
+    schedules.cosine_warm_restarts("10ba", 2, 0.1),
+    schedules.sequence([schedules.linear(0.0, 1.0), 0.5 * schedules.cosine(), 0.1], ["5ep", "7ep"]),
+]
+
+
+@pytest.mark.parametrize("schedule", [*ALL, *[one.scaled(0.3, scale_warmup=True) for one in ALL]], ids=repr)
+def test_a_schedule_prints_as_the_call_that_makes_it(schedule: Schedule) -> None:
+    again = eval(repr(schedule), vars(schedules).copy())
+    assert again == schedule and hash(again) == hash(schedule) and repr(again) == repr(schedule)
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+def test_schedules_of_other_settings_are_others() -> None:
+    others = [step("3ep"), step("4ep"), step("3ep", 0.2), step("3ep", warmup="1ep"), exponential(0.1, "3ep")]
+    others += [multi_step(["3ep"]), multi_step(["3ep", "4ep"]), cosine_warm_restarts("3ep"), *ALL]
+    others += [cosine_warm_restarts("3ep", 2), step("3ep").scaled(0.5), step("3ep").scaled(0.25)]
+    assert len(set(others)) == len(others)
+    assert step((3, "ep"), 0.1) == step("3ep") and multi_step(("3ep",)) == multi_step([Time(3, "ep")])

@@ -1,0 +1,165 @@
+"""Schedules in turn: each starts anew, in a part of the run that is a run to it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from purecompose.schedule import (
+    Schedule,
+    collect,
+    constant,
+    cosine,
+    cosine_warm_restarts,
+    exponential,
+    hparam,
+    linear,
+    multi_step,
+    polynomial,
+    scheduled,
+    sequence,
+    step,
+)
+from purecompose.time import RunLength, Time, Timestamp, UnitError
+
+
+# Of all kinds, in batches and fractions; of those in a part of 7 batches or more, no warm-up is too long.
+KINDS = [
+    constant(0.3, warmup="2ba"),
+    constant(0.3, t_max="0.5dur"),
+    linear(0.0, 1.0),
+    linear(2.0, 0.5, "0.5dur", "2ba"),
+    cosine(0.1, warmup="3ba"),
+    polynomial(2, "0.5dur"),
+    step("0.3dur", 0.5, "2ba"),
+    multi_step(["3ba", "0.6dur"], 0.5),
+    exponential(0.9, "4ba"),
+    cosine_warm_restarts("2ba", 2, 0.1, "0.1dur"),
+]
+kinds = st.sampled_from(KINDS)
+sizes = st.integers(7, 40)
+
+
+def at(schedule: Schedule, batch: int, run: RunLength | None = None) -> float:
+    return schedule(Timestamp(batch=batch, run=run or RunLength()))
+
+
+def test_a_warm_up_and_then_a_cosine() -> None:
+    run, curve = RunLength("40ba"), sequence([linear(0.0, 1.0), cosine(0.1)], ["8ba"])
+    for t in range(45):
+        assert at(curve, t, run) == pytest.approx(at(cosine(0.1, warmup="8ba"), t, run), abs=1e-12)
+
+
+@given(parts=st.lists(st.tuples(kinds, sizes), min_size=1, max_size=4), t=st.integers(0, 170))
+def test_each_part_is_a_run_of_its_own(parts: list[tuple[Schedule, int]], t: int) -> None:
+    total = sum(size for _, size in parts)
+    starts = [sum(size for _, size in parts[:index]) for index in range(len(parts))]
+    curve = sequence([part for part, _ in parts], [Time(start, "ba") for start in starts[1:]])
+    index = max(index for index, start in enumerate(starts) if start <= t)
+    part, size = parts[index]
+    expected = at(part, t - starts[index], RunLength(Time(size, "ba")))
+    assert at(curve, t, RunLength(Time(total, "ba"))) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@given(first=kinds, second=kinds, third=kinds, a=sizes, b=sizes, c=sizes, t=st.integers(0, 130))
+def test_a_sequence_in_a_sequence(
+    first: Schedule, second: Schedule, third: Schedule, a: int, b: int, c: int, t: int
+) -> None:
+    run = RunLength(Time(a + b + c, "ba"))
+    flat = sequence([first, second, third], [Time(a, "ba"), Time(a + b, "ba")])
+    right = sequence([first, sequence([second, third], [Time(b, "ba")])], [Time(a, "ba")])
+    left = sequence([sequence([first, second], [Time(a, "ba")]), third], [Time(a + b, "ba")])
+    fractions = sequence([first, sequence([second, third], [Time(b / (b + c), "dur")])], [Time(a / (a + b + c), "dur")])
+    for other in (right, left, fractions):
+        assert at(other, t, run) == pytest.approx(at(flat, t, run), rel=1e-9, abs=1e-9)
+
+
+def test_a_schedule_keeps_its_last_value_up_to_the_next_milestone() -> None:
+    curve = sequence([linear(0.0, 1.0, t_max="2ba"), step("3ba", 0.5)], ["5ba"])
+    assert [at(curve, t) for t in range(12)] == [0, 0.5, 1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_numbers_and_products_take_turns_as_well() -> None:
+    curve = sequence([0.5 * linear() * 2, 3, constant(0.25)], ["4ba", "6ba"])
+    assert [at(curve, t) for t in range(8)] == [1, 0.75, 0.5, 0.25, 3, 3, 0.25, 0.25]
+    # A sequence is a factor like any other, and what is inside of it is not evaluated by itself.
+    assert collect(0.1 * curve * linear(), Schedule) == (curve, linear())
+
+
+@pytest.mark.parametrize(
+    ("milestones", "run", "fields", "expected"),
+    [
+        # Half of the last part, a linear descent: fractions of the run, of what the part has of it.
+        (["0.5dur"], RunLength("40ba"), {"batch": 30}, 0.5),
+        (["2ep"], RunLength("4ep", batches_per_epoch=10), {"batch": 30}, 0.5),
+        (["20ba"], RunLength("4ep", batches_per_epoch=10), {"batch": 30}, 0.5),
+        (["2ep"], RunLength("4ep"), {"epoch": 3, "batch": 777}, 0.5),
+        (["200sp"], RunLength("400sp"), {"sample": 300}, 0.5),
+        (["0.5dur"], RunLength("400tok"), {"token": 300}, 0.5),
+        (["1iter"], RunLength("4ep", 10, iteration_length="2ep"), {"batch": 30}, 0.5),
+        # Not yet there.
+        (["2ep"], RunLength("4ep"), {"epoch": 1}, 7.0),
+        (["201sp"], RunLength("400sp"), {"sample": 200}, 7.0),
+    ],
+)
+def test_parts_in_all_units(milestones: list[str], run: RunLength, fields: dict[str, int], expected: float) -> None:
+    assert sequence([7.0, linear()], milestones)(Timestamp(run=run, **fields)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_milestone_waits_for_the_one_in_front_of_it() -> None:
+    curve, run = sequence([1, 2, 3], ["10ba", "0.1dur"]), RunLength("50ba")
+    assert [at(curve, t, run) for t in (0, 5, 9, 10, 11)] == [1, 1, 1, 3, 3]
+
+
+def test_at_and_after_the_end_of_the_run() -> None:
+    run = RunLength("10ba")
+    assert at(sequence([1, cosine(0.5)], ["5ba"]), 10, run) == at(sequence([1, cosine(0.5)], ["5ba"]), 99, run) == 0.5
+    for last in KINDS:  # evaluated after the last batch, where nothing is left for it
+        assert 0 <= at(sequence([1, last], ["10ba"]), 10, run) <= 2
+    late = sequence([1, cosine()], ["20ba"])
+    assert at(late, 10, run) == 1
+    with pytest.raises(ValueError, match="t_max=.* is negative in this run: a part of a sequence begins after its end"):
+        at(late, 20, run)
+
+
+def plain(timestamp: Timestamp) -> float:
+    return 1.0 / (1 + timestamp.batch)
+
+
+def call(*args: Any) -> Schedule:
+    """Past the type checker, which knows that the arguments are wrong."""
+    return sequence(*args)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: sequence([], []), ValueError, "one schedule more than milestones, got 0 and 0"),
+        (lambda: sequence([linear()], ["5ba"]), ValueError, "got 1 and 1"),
+        (lambda: sequence([linear(), 1, 2], ["5ba"]), ValueError, "got 3 and 1"),
+        (lambda: sequence([1, 2, 3], ["5ba", "5ba"]), ValueError, "expected milestones that rise, got 5ba after 5ba"),
+        (lambda: sequence([1, 2, 3], ["5ba", "4ba"]), ValueError, "that rise"),
+        (lambda: sequence([1, 2], ["-5ba"]), ValueError, r"sequence: milestones\[0\]: expected a time >= 0"),
+        (lambda: sequence([1, 2], ["5sec"]), ValueError, "wall-clock"),
+        (lambda: sequence([1, 2], "5ba"), TypeError, "sequence: milestones: expected several times"),
+        (lambda: sequence([scheduled(plain), 2], ["5ba"]), TypeError, r"scheduled\(plain\) is a plain function"),
+        (lambda: sequence([2 * scheduled(plain), 2], ["5ba"]), TypeError, "does not start anew"),
+        (lambda: sequence([hparam("lr", 1.0), 2], ["5ba"]), TypeError, r"products of them, got hparam\('lr', 1.0\)"),
+        (lambda: sequence([2 * hparam("lr", 1.0), 2], ["5ba"]), TypeError, "expected numbers, schedules"),
+        (lambda: call(["linear", 2], ["5ba"]), TypeError, "expected numbers, schedules and products"),
+        (lambda: call("linear", []), TypeError, "expected several schedules"),
+        (lambda: call(linear(), []), TypeError, "expected several schedules"),
+    ],
+)
+def test_sequences_are_checked(make: Callable[[], Schedule], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_part_whose_time_the_run_cannot_tell() -> None:
+    run = RunLength("4ep")
+    now = Timestamp(epoch=3, batch=30, run=run)
+    with pytest.raises(UnitError, match=r"start=2ep and t_max=5ba have no unit in common"):
+        sequence([1, linear(t_max="5ba")], ["2ep"])(now)
+    assert sequence([1, linear(t_max="5ba")], ["2ep"])(now.replace(run=RunLength("4ep", 14))) == pytest.approx(0.6)
