@@ -7,18 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
 from purecompose._device import AUTOCAST, arithmetic
 from purecompose._functorch import is_fake, is_transforming
 from purecompose._skeleton import Skeleton
+from purecompose._writes import WriteGuard
 from purecompose.model import Model
 from purecompose.random import modules
 from purecompose.random._layers import past_dispatch
@@ -132,7 +128,7 @@ class _Pass(NamedTuple):
 
     def first(self) -> _Result:
         """The watched pass: stopped before it draws without a key or writes into a parameter."""
-        with _WriteGuard(self.params):
+        with WriteGuard(self.params, _stopped):
             if is_transforming():
                 with modules.detect():
                     result, draws = self._drawn()
@@ -196,24 +192,8 @@ class _Pass(NamedTuple):
         return None
 
 
-class _WriteGuard(TorchDispatchMode):
-    """Stops what would write into a parameter, by its name and also through `.data`."""
-
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.names = {_storage(param): name for name, param in params.items()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in batches.tensors(given.get(argument.name)):
-                        if _storage(tensor) in self.names:
-                            raise _write_error(repr(self.names[_storage(tensor)]), f"by {func}, and was stopped")
-        return func(*args, **kwargs)
+def _stopped(name: str, operation: Any) -> RuntimeError:
+    return _write_error(repr(name), f"by {operation}, and was stopped")
 
 
 def _write_error(names: str, how: str) -> RuntimeError:
@@ -222,15 +202,6 @@ def _write_error(names: str, how: str) -> RuntimeError:
         "a new tensor from it (F.embedding on normalized rows for max_norm, weight.clamp() for weight.clamp_()), "
         "change it in an algorithm after the update, or register it as a buffer"
     )
-
-
-def _storage(tensor: Tensor) -> int | None:
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return id(tensor)
 
 
 def _versions(params: Mapping[str, Tensor]) -> list[int]:
@@ -302,11 +273,14 @@ class _OneExample(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+_NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
+
+
 class _Narrowed(TorchFunctionMode):
-    """Attention of what autocast would make of its arguments, without autocast in it, and batch norm in float32.
+    """Attention of what autocast would make of its arguments, without autocast in it, and norms of `_NORMS` in float32.
 
     There torch.func.grad records plain attention's operations with the dtypes that they had before autocast, and vmap
-    knows no batch norm of half-precision inputs beside statistics in float32, in which torch's kernels sum as well.
+    knows none of those norms of half-precision inputs beside statistics in float32, in which torch's kernels sum too.
     """
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
@@ -318,8 +292,8 @@ class _Narrowed(TorchFunctionMode):
         if func is torch.nn.functional.multi_head_attention_forward:
             with self:  # which a mode's handler is not under
                 return past_dispatch(func)(*args, **kwargs)
-        if func is torch.nn.functional.batch_norm and isinstance(args[0], Tensor) and args[0].dtype is self._dtype:
-            return func(args[0].float(), *args[1:], **kwargs).to(self._dtype)
+        if func in _NORMS:
+            return _widened(func, self._dtype, *args, **kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
 
@@ -329,6 +303,14 @@ class _Narrowed(TorchFunctionMode):
 
         with torch.autocast(self._device, enabled=False):
             return func(*map(narrowed, args), **{name: narrowed(value) for name, value in kwargs.items()})
+
+
+def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What a function gives, computed on a wide input where it got a narrow one beside wide tensors."""
+    others = (other for other in (*args, *kwargs.values()) if isinstance(other, Tensor))
+    if input.dtype is narrow and any(other.dtype is not narrow for other in others):
+        return func(input.float(), *args, **kwargs).to(narrow)
+    return func(input, *args, **kwargs)
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:
