@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from purecompose import batch as batches, random
 from purecompose._device import AUTOCAST, arithmetic
-from purecompose._functorch import is_fake, is_transforming
+from purecompose._functorch import is_transforming
+from purecompose._kernels import kernels
 from purecompose._skeleton import Skeleton
 from purecompose._writes import WriteGuard
 from purecompose.model import Model
 from purecompose.random import modules
-from purecompose.random._layers import past_dispatch
 
 
 __all__ = ["call_model", "looking_for_draws"]
@@ -83,7 +81,7 @@ def call_model(
         # torch's group_norm is not written for other memory formats under vmap.
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
-    with arithmetic(precision, device), _autocast(narrow, device.type), _kernels(params, narrow, device.type):
+    with arithmetic(precision, device), _autocast(narrow, device.type), kernels(params, narrow, device.type):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -241,76 +239,6 @@ def _device(params: Mapping[str, Tensor]) -> torch.device:
 
 def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
     return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
-
-
-def _kernels(params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
-    """A scope in which what torch's kernels cannot do, under transforms and traced, is done in another way."""
-    if is_transforming():
-        return _plain_attention(narrow, device)
-    return _OneExample() if params and is_fake(next(iter(params.values()))) else _AS_IT_IS
-
-
-@contextmanager
-def _plain_attention(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """A scope in which attention is plain operations, with the weights, (N, H, L, S), in memory.
-
-    torch's fused kernels have no second derivative, and on the CPU `vmap` runs them in a loop, with a warning.
-    """
-    with sdpa_kernel(SDPBackend.MATH), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
-        yield
-
-
-class _OneExample(TorchFunctionMode):
-    """Group normalisation of a single example in the usual memory format.
-
-    With channels last torch's form of it without numbers has other strides than the real one, so that views behind it
-    are traced that the real one does not allow.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
-            args = (args[0].contiguous(), *args[1:])
-        return func(*args, **kwargs or {})
-
-
-_NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
-
-
-class _Narrowed(TorchFunctionMode):
-    """Attention of what autocast would make of its arguments, without autocast in it, and norms of `_NORMS` in float32.
-
-    There torch.func.grad records plain attention's operations with the dtypes that they had before autocast, and vmap
-    knows none of those norms of half-precision inputs beside statistics in float32, in which torch's kernels sum too.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
-        self._dtype, self._device = dtype, device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.multi_head_attention_forward:
-            with self:  # which a mode's handler is not under
-                return past_dispatch(func)(*args, **kwargs)
-        if func in _NORMS:
-            return _widened(func, self._dtype, *args, **kwargs)
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-
-        def narrowed(value: Any) -> Any:
-            is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(self._dtype) if is_float else value
-
-        with torch.autocast(self._device, enabled=False):
-            return func(*map(narrowed, args), **{name: narrowed(value) for name, value in kwargs.items()})
-
-
-def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What a function gives, computed on a wide input where it got a narrow one beside wide tensors."""
-    others = (other for other in (*args, *kwargs.values()) if isinstance(other, Tensor))
-    if input.dtype is narrow and any(other.dtype is not narrow for other in others):
-        return func(input.float(), *args, **kwargs).to(narrow)
-    return func(input, *args, **kwargs)
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:
