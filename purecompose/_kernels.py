@@ -48,12 +48,14 @@ class _SplitNorms(TorchFunctionMode):
         if places is None:
             return func(*args, **kwargs)
         given, named = list(args), dict(kwargs)
-        learned = []
+        learned: list[Tensor | None] = []
         for place, name in zip(places, ("weight", "bias"), strict=True):
-            values, key = (given, place) if place < len(given) else (named, name)
-            learned.append(values[key] if values is given else named.get(name))
-            if learned[-1] is not None:
-                values[key] = None
+            if place < len(given):
+                learned.append(given[place])
+                given[place] = None
+            else:
+                learned.append(named.get(name))
+                named |= {name: None} if name in named else {}
         return _affine(func(*given, **named), *learned, is_by_channel=func not in _LAYER_NORMS)
 
 
