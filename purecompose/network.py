@@ -7,21 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import batch as batches, random
 from purecompose._device import AUTOCAST, arithmetic
-from purecompose._functorch import is_fake, is_transforming
+from purecompose._functorch import is_transforming
+from purecompose._kernels import kernels
 from purecompose._skeleton import Skeleton
+from purecompose._writes import WriteGuard
 from purecompose.model import Model
 from purecompose.random import modules
-from purecompose.random._layers import past_dispatch
 
 
 __all__ = ["call_model", "looking_for_draws"]
@@ -87,7 +81,7 @@ def call_model(
         # torch's group_norm is not written for other memory formats under vmap.
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
-    with arithmetic(precision, device), _autocast(narrow, device.type), _kernels(params, narrow, device.type):
+    with arithmetic(precision, device), _autocast(narrow, device.type), kernels(params, narrow, device.type):
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
@@ -132,7 +126,7 @@ class _Pass(NamedTuple):
 
     def first(self) -> _Result:
         """The watched pass: stopped before it draws without a key or writes into a parameter."""
-        with _WriteGuard(self.params):
+        with WriteGuard(self.params, _stopped):
             if is_transforming():
                 with modules.detect():
                     result, draws = self._drawn()
@@ -196,24 +190,8 @@ class _Pass(NamedTuple):
         return None
 
 
-class _WriteGuard(TorchDispatchMode):
-    """Stops what would write into a parameter, by its name and also through `.data`."""
-
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.names = {_storage(param): name for name, param in params.items()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in batches.tensors(given.get(argument.name)):
-                        if _storage(tensor) in self.names:
-                            raise _write_error(repr(self.names[_storage(tensor)]), f"by {func}, and was stopped")
-        return func(*args, **kwargs)
+def _stopped(name: str, operation: Any) -> RuntimeError:
+    return _write_error(repr(name), f"by {operation}, and was stopped")
 
 
 def _write_error(names: str, how: str) -> RuntimeError:
@@ -222,15 +200,6 @@ def _write_error(names: str, how: str) -> RuntimeError:
         "a new tensor from it (F.embedding on normalized rows for max_norm, weight.clamp() for weight.clamp_()), "
         "change it in an algorithm after the update, or register it as a buffer"
     )
-
-
-def _storage(tensor: Tensor) -> int | None:
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return id(tensor)
 
 
 def _versions(params: Mapping[str, Tensor]) -> list[int]:
@@ -270,65 +239,6 @@ def _device(params: Mapping[str, Tensor]) -> torch.device:
 
 def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
     return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
-
-
-def _kernels(params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
-    """A scope in which what torch's kernels cannot do, under transforms and traced, is done in another way."""
-    if is_transforming():
-        return _plain_attention(narrow, device)
-    return _OneExample() if params and is_fake(next(iter(params.values()))) else _AS_IT_IS
-
-
-@contextmanager
-def _plain_attention(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """A scope in which attention is plain operations, with the weights, (N, H, L, S), in memory.
-
-    torch's fused kernels have no second derivative, and on the CPU `vmap` runs them in a loop, with a warning.
-    """
-    with sdpa_kernel(SDPBackend.MATH), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
-        yield
-
-
-class _OneExample(TorchFunctionMode):
-    """Group normalisation of a single example in the usual memory format.
-
-    With channels last torch's form of it without numbers has other strides than the real one, so that views behind it
-    are traced that the real one does not allow.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
-            args = (args[0].contiguous(), *args[1:])
-        return func(*args, **kwargs or {})
-
-
-class _Narrowed(TorchFunctionMode):
-    """Attention of what autocast would make of its arguments, without autocast in it, and batch norm in float32.
-
-    There torch.func.grad records plain attention's operations with the dtypes that they had before autocast, and vmap
-    knows no batch norm of half-precision inputs beside statistics in float32, in which torch's kernels sum as well.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
-        self._dtype, self._device = dtype, device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.multi_head_attention_forward:
-            with self:  # which a mode's handler is not under
-                return past_dispatch(func)(*args, **kwargs)
-        if func is torch.nn.functional.batch_norm and isinstance(args[0], Tensor) and args[0].dtype is self._dtype:
-            return func(args[0].float(), *args[1:], **kwargs).to(self._dtype)
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-
-        def narrowed(value: Any) -> Any:
-            is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(self._dtype) if is_float else value
-
-        with torch.autocast(self._device, enabled=False):
-            return func(*map(narrowed, args), **{name: narrowed(value) for name, value in kwargs.items()})
 
 
 def _call(module: torch.nn.Module, inputs: Any) -> Any:

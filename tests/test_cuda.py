@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import changing, make_cnn, make_mlp, make_state
+from shipped_examples import examples_on_tasks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,17 +110,9 @@ def run_watched(state: State, algorithms: Any, data: list[Any], device: str, wat
     return state
 
 
-SHIPPED_ROWS = [
-    pytest.param(text, task, id=f"{text}, {task}")
-    for row in SHIPPED.values()
-    for text in row.examples
-    for task in row.tasks
-]
-
-
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
 @pytest.mark.parametrize("microbatches", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("text", "task"), SHIPPED_ROWS)
+@pytest.mark.parametrize(("text", "task"), examples_on_tasks())
 def test_shipped_algorithms_do_not_wait(text: str, task: str, microbatches: int, device: str, watch: Watch) -> None:
     chosen = TASKS[task]
     if chosen.is_half and device == "meta":

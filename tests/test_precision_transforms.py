@@ -21,13 +21,38 @@ def make_vit() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (6, 4, 4)), vit)
 
 
-def make_normed() -> nn.Module:
+def make_normed(norm: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
-    convolution = nn.Sequential(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Tanh())
+    convolution = nn.Sequential(nn.Conv2d(6, 4, 3), norm or nn.BatchNorm2d(4), nn.Tanh())
     return nn.Sequential(nn.Unflatten(1, (6, 4, 4)), convolution, nn.Flatten(), nn.Linear(16, 2))
 
 
-NETWORKS = {"nn.TransformerEncoderLayer": make_encoder, "vit": make_vit, "nn.BatchNorm2d": make_normed}
+class Called(nn.BatchNorm2d):
+    """Batch or instance norm without `torch.nn.functional`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(4)
+        self.name = name
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        if self.name == "batch_norm":
+            return torch.batch_norm(input, self.weight, self.bias, *statistics, True, 0.1, 1e-5, False)
+        return torch.instance_norm(
+            input=input, weight=self.weight, bias=self.bias, running_mean=statistics[0], running_var=statistics[1],
+            use_input_stats=True, momentum=0.1, eps=1e-5, cudnn_enabled=False,
+        )  # fmt: skip
+
+
+NETWORKS = {
+    "nn.TransformerEncoderLayer": make_encoder,
+    "vit": make_vit,
+    "nn.BatchNorm2d": make_normed,
+    "nn.InstanceNorm2d": lambda: make_normed(nn.InstanceNorm2d(4, affine=True)),
+    "nn.InstanceNorm2d with statistics": lambda: make_normed(nn.InstanceNorm2d(4, track_running_stats=True)),
+    "torch.batch_norm": lambda: make_normed(Called("batch_norm")),
+    "torch.instance_norm": lambda: make_normed(Called("instance_norm")),
+}
 BATCH = torch.randn(4, 96, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
 
 
@@ -46,6 +71,16 @@ def test_members_are_their_own_runs(make: Callable[[], nn.Module], precision: st
         expected = step(state, BATCH)
         torch.testing.assert_close(member.params, expected.params, rtol=0.02, atol=2e-3)
         torch.testing.assert_close(member.buffers, expected.buffers, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
+def test_members_whose_statistics_are_narrow_as_well_are_their_own_runs(norm: nn.Module) -> None:
+    step, alone = compose(loop_events), [make_state(lambda: make_normed(norm).bfloat16(), "bf16") for _ in range(2)]
+    stacked = pc.population(step, 2)(pc.stack_states(alone), BATCH)
+    for state, member in zip(alone, pc.unstack_states(stacked), strict=True):
+        expected = step(state, BATCH)
+        torch.testing.assert_close(member.params, expected.params, rtol=0.05, atol=0.01)
+        torch.testing.assert_close(member.buffers, expected.buffers, rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)

@@ -1,6 +1,9 @@
 """Surgery: what is kept is the very tensor, what is made depends on the key alone, and nothing old is touched."""
 
 import copy
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from purecompose import (
     Event,
     State,
     compose,
+    layers,
     loop_events,
     losses,
     models,
@@ -24,6 +28,8 @@ from purecompose import (
     to_module,
     tree,
 )
+from purecompose.algorithms import alibi, blurpool
+from purecompose.optim.guarded import Guarded
 from purecompose.saving import load, save
 from purecompose.surgery import Site
 
@@ -327,3 +333,293 @@ def test_a_parameter_of_another_group_is_told_and_remembered_afresh() -> None:
     momentum = changed.opt_state["momentum"]["3.0.weight"]
     assert torch.equal(momentum, torch.zeros_like(changed.params["3.0.weight"]))
     compose(loop_events)(changed, (torch.randn(5, 4), torch.randint(3, (5,))))
+
+
+# Rules that change what they are given
+
+
+def without_bias(module: Any, site: Site) -> nn.Module:
+    del site
+    module.bias = None
+    return nn.Sequential(module, nn.LayerNorm(3))
+
+
+def doubled(module: Any, site: Site) -> nn.Module:
+    del site
+    value = module.weight.detach() * 2
+    del module.weight
+    module.weight = nn.Parameter(value)
+    return nn.Sequential(module, nn.LayerNorm(3))
+
+
+@pytest.mark.parametrize(("rule", "taken"), [(without_bias, "bias"), (doubled, "weight")])
+def test_what_a_rule_takes_out_is_not_taken_for_what_it_makes(rule: surgery.Rule, taken: str) -> None:
+    # Python gives the id of what was taken out to what is made next.
+    torch.manual_seed(0)
+    state = make_state(nn.Sequential(*(nn.Linear(3, 3) for _ in range(12))))
+    after, report = surgery.operate(state, {nn.Linear: rule}, name="any")
+    assert set(report.dropped) == {f"{index}.{taken}" for index in range(12)}
+    assert all(new == old.replace(".", ".0.") for new, old in report.kept.items()) and len(report.kept) == 12
+    for index in range(12):
+        assert torch.equal(after.params[f"{index}.1.weight"], torch.ones(3))
+        if taken == "weight":
+            assert torch.equal(after.params[f"{index}.0.weight"], 2 * state.params[f"{index}.weight"])
+
+
+def writes_data(module: Any) -> None:
+    module.weight.data.mul_(5)
+
+
+def writes_a_part(module: Any) -> None:
+    module.weight.detach().view(-1)[:1].zero_()
+
+
+def writes_several(module: Any) -> None:
+    torch._foreach_zero_([module.weight.data, module.bias.data])  # pyright: ignore[reportPrivateImportUsage]
+
+
+def writes_as_others_do(module: Any) -> None:
+    nn.init.zeros_(module.weight)
+
+
+def puts_others(module: Any) -> None:
+    module.weight.data = module.weight.data * 5
+
+
+def converts(module: nn.Module) -> None:
+    module.double()
+
+
+@pytest.mark.parametrize(
+    "write", [writes_data, writes_a_part, writes_several, writes_as_others_do, puts_others, converts]
+)
+def test_no_rule_writes_into_the_callers_tensors(write: Callable[[nn.Module], Any]) -> None:
+    state = make_state()
+    copied = state.copy()
+
+    def rule(module: nn.Module, site: Site) -> nn.Module:
+        del site
+        write(module)
+        return nn.Sequential(module)
+
+    with pytest.raises(RuntimeError, match="^any: a rule wrote into '0.weight'; give the new module a tensor"):
+        surgery.operate(state, {nn.Linear: rule}, name="any")
+    assert not tree.diff(state, copied)
+
+
+def test_what_is_not_kept_may_have_been_put_elsewhere() -> None:
+    def rule(module: nn.Linear, site: Site) -> nn.Module:
+        del site
+        module.weight.data = module.weight.data * 2
+        new = nn.Linear(module.in_features, module.out_features)
+        new.weight = nn.Parameter(module.weight.detach())
+        return new
+
+    state = make_state()
+    after, report = surgery.operate(state, {nn.Linear: rule}, name="any")
+    assert "0.weight" in report.dropped and torch.equal(after.params["0.weight"], 2 * state.params["0.weight"])
+
+
+@pytest.mark.parametrize("others", [{}, {nn.ReLU: lambda module, site: nn.GELU()}], ids=["alone", "with others"])
+def test_a_module_that_was_changed_and_returned_counts_as_replaced(others: Any) -> None:
+    def less(module: nn.Dropout, site: Site) -> nn.Module:
+        del site
+        module.p = 0.125
+        return module
+
+    def headless(module: nn.Sequential, site: Site) -> nn.Module:
+        module[1] = nn.Tanh()
+        return module
+
+    inner = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    state = make_state(nn.ModuleList([inner, nn.Dropout(0.5), nn.ReLU()]))
+    after, report = surgery.operate(state, {nn.Dropout: less, nn.Sequential: headless, **others}, name="any")
+    module: Any = after.model.module
+    assert report.replaced == (("0", "1", "2") if others else ("0", "1"))
+    assert module[1].p == 0.125 and isinstance(module[0][1], nn.Tanh)
+    assert after.params["0.0.weight"] is state.params["0.0.weight"]
+    before: Any = state.model.module
+    assert before[1].p == 0.5 and isinstance(before[0][1], nn.ReLU)
+
+
+def test_a_module_that_is_returned_as_it_was_is_left() -> None:
+    seen: list[str] = []
+
+    def look(module: nn.Module, site: Site) -> nn.Module:
+        seen.append(site.name)
+        return module
+
+    with pytest.warns(UserWarning, match="left all 5"):
+        after, report = surgery.operate(state := make_state(), {nn.Module: look}, name="any")
+    assert after is state and not report.replaced and seen == ["", "0", "1", "2", "3"]
+
+
+def changed_and_left(module: Any, site: Site) -> None:
+    del site
+    module.p = 0.125
+
+
+def changed_from_afar(module: nn.Module, site: Site) -> nn.Module:
+    parent: Any = site.parent
+    parent[1].p = 0.125
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize(
+    "rules", [{nn.Dropout: changed_and_left}, {nn.Linear: changed_from_afar}], ids=["left", "from afar"]
+)
+def test_changes_to_what_is_not_replaced_are_refused(rules: surgery.Rules) -> None:
+    state = make_state(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)))
+    with pytest.raises(RuntimeError, match="^any: a rule changed 'p' of '1' in place, and did not replace it; return"):
+        surgery.operate(state, rules, name="any")
+
+
+class Sized(nn.Linear):
+    """Counts its weights when it is asked first."""
+
+    @functools.cached_property
+    def size(self) -> int:
+        return self.weight.numel()
+
+
+def test_reading_is_no_change() -> None:
+    sizes: list[int] = []
+    with pytest.warns(UserWarning, match="changed nothing"):
+        surgery.operate(make_state(Sized(4, 3)), {Sized: lambda module, site: sizes.append(module.size)}, name="any")
+    assert sizes == [12]
+
+
+class Borrowing(nn.Module):
+    """A layer beside another one's weight and a module from elsewhere."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other, self.own = other, nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.own(inputs)
+
+
+def test_what_comes_from_elsewhere_in_the_network_keeps_its_dtype_and_its_flags() -> None:
+    norm = nn.BatchNorm1d(3).eval()
+    state = make_state(nn.ModuleList([norm, nn.Linear(3, 3).double()]))
+    rules: surgery.Rules = {nn.Linear: lambda module, site: Borrowing(site.root.get_submodule("0"))}
+    after, report = surgery.operate(state, rules, name="any")
+    module: Any = after.model.module
+    assert module[1].other is module[0] and not module[0].training and module[1].own.training
+    assert module[0].weight.dtype is torch.float32 and after.params["0.weight"] is state.params["0.weight"]
+    assert after.params["1.own.weight"].dtype is torch.float64 and report.dropped == ("1.weight", "1.bias")
+
+
+def test_a_module_in_a_new_one_and_elsewhere_is_replaced_elsewhere_alone() -> None:
+    conv = nn.Linear(4, 4)
+    state = make_state(nn.Sequential(conv, nn.Sequential(conv)))
+    rules = {nn.Linear: wrap, nn.Sequential: lambda module, site: Around(module[0]) if site.name == "1" else None}
+    module: Any = surgery.operate(state, rules, name="any")[0].model.module
+    assert isinstance(module[0], Wrapped) and module[1].inner is module[0].inner
+
+
+# The optimizer
+
+
+def test_a_group_without_parameters_goes_with_a_warning() -> None:
+    state = trained(make_state(optimizer=optim.sgd(0.1, momentum=0.9, groups={"1.*": {"lr": 0.2}, "3.*": {"lr": 1.0}})))
+    norm: surgery.Rules = {nn.BatchNorm1d: lambda module, site: nn.Identity()}
+    said = (
+        "^norm: the optimizer's group '1.\\*' has no parameter any more .'1.weight' is gone; '1.bias' is gone., and is"
+    )
+    with pytest.warns(UserWarning, match=said):
+        after, _ = surgery.operate(state, norm, name="norm")
+    assert after.optimizer == optim.sgd(0.1, momentum=0.9, groups={"3.*": {"lr": 1.0}})
+    assert state.optimizer != after.optimizer
+    assert not tree.diff(after.optimizer.init(after.params)["momentum"].keys(), after.params.keys())
+    again, _ = surgery.operate(after, {**norm, nn.Identity: None}, name="norm")
+    assert again is after
+    assert compose(loop_events)(after, make_batch()).timestamp.batch == 3
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["plain", "guarded"])
+def test_methods_take_groups_of_what_goes(is_guarded: bool, tmp_path: Any) -> None:
+    optimizer: Any = optim.adamw(0.01, groups={"*positions.*": {"weight_decay": 0.0}})
+    optimizer = Guarded(optimizer) if is_guarded else optimizer
+    step = compose(loop_events, [alibi(1.0)])
+
+    def begun() -> State:
+        net = layers.ClassesSecond(models.gpt(7, 8, width=8, depth=1, num_heads=2))
+        return make_state(net, optimizer=optimizer)
+
+    with pytest.warns(UserWarning, match="^alibi: the optimizer's group '.*positions.weight' is gone"):
+        state = step.init(begun())
+    again = compose(loop_events, [alibi(1.0, name="again")]).init(state)  # which says nothing
+    assert again.optimizer == state.optimizer and again.model == state.model
+    tokens = torch.arange(8).remainder(7).expand(2, -1)
+    state = step(state, (tokens, tokens[:, :1].expand(2, 8)))
+    save(state, tmp_path / "state", step=step)
+    with pytest.warns(UserWarning, match="^alibi: "):
+        template = step.init(begun())
+    loaded = load(tmp_path / "state", template, step=step)
+    assert not tree.diff(loaded.params, state.params)
+
+
+def test_a_group_by_an_old_name_goes_and_says_the_new_one() -> None:
+    net = nn.Sequential(nn.Conv2d(16, 4, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    state = make_state(net, optimizer=optim.adamw(0.01, groups={"0.weight": {"weight_decay": 0.0}}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        after = compose(loop_events, [blurpool()]).init(state)
+    said = [str(one.message) for one in told]
+    assert len(said) == 2 and "'0.weight', now '0.conv.weight'" in said[0]
+    assert said[1].startswith("blurpool: the optimizer's group '0.weight' has no parameter any more ('0.weight' is now")
+    assert after.optimizer == optim.adamw(0.01)
+
+
+def test_a_pattern_that_never_matched_is_the_optimizers_error() -> None:
+    state = make_state().replace(optimizer=optim.sgd(0.1, momentum=0.9, groups={"nonsense": {"lr": 1.0}}))
+    with pytest.raises(ValueError, match=r"groups\['nonsense'\] matches no parameter"):
+        surgery.operate(state, RULES, name="wrap")
+
+
+def test_an_optimizer_inside_of_another_is_carried_and_told() -> None:
+    optimizer = Guarded(optim.sgd(0.1, momentum=0.9, groups={"?.weight": {"momentum": 0.0}}))
+    state = trained(make_state(optimizer=optimizer))
+    rules: surgery.Rules = {nn.Linear: lambda module, site: nn.Sequential(module) if site.index else None}
+    with pytest.warns(UserWarning, match=r"'3.weight', now '3.0.weight'.*other settings than before"):
+        after, report = surgery.operate(state, rules, name="wrap")
+    momentum = after.opt_state["momentum"]
+    assert after.optimizer == optimizer and momentum["3.0.bias"] is state.opt_state["momentum"]["3.bias"]
+    assert not momentum["3.0.weight"].any() and momentum["3.0.weight"].device.type == "cpu"
+    assert compose(loop_events)(after, make_batch()).timestamp.batch == 3
+
+
+def test_a_memory_that_was_of_no_parameter_is_made() -> None:
+    optimizer = optim.sgd(0.1, momentum=0.9, groups={"weight": {"momentum": 0.0}, "bias": {"momentum": 0.0}})
+    state = make_state(nn.Linear(4, 3), optimizer=optimizer)
+    assert not state.opt_state
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        after, _ = surgery.operate(state, {nn.Linear: lambda module, site: nn.Sequential(module)}, name="any")
+    assert {name: slot.device.type for name, slot in after.opt_state["momentum"].items()} == {
+        "0.weight": "cpu", "0.bias": "cpu"
+    }  # fmt: skip
+
+
+class Named(nn.Module):
+    """Has parameters of the names of an optimizer's slots."""
+
+    def __init__(self, is_alone: bool) -> None:
+        super().__init__()
+        self.momentum = nn.Parameter(torch.ones(4))
+        self.rest = nn.Identity() if is_alone else nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.rest(inputs * self.momentum)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_parameter_may_be_called_as_a_slot_is(is_alone: bool) -> None:
+    state = trained(make_state(Named(is_alone)))
+    kind = nn.Identity if is_alone else nn.Linear
+    after, _ = surgery.operate(state, {kind: lambda module, site: nn.Sequential(module)}, name="any")
+    assert list(after.opt_state) == ["momentum"] and set(after.opt_state["momentum"]) == set(after.params)
+    assert after.opt_state["momentum"]["momentum"] is state.opt_state["momentum"]["momentum"]
+    assert compose(loop_events)(after, make_batch()).timestamp.batch == 3

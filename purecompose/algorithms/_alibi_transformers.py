@@ -103,7 +103,7 @@ def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
 def _attention(module: Any, site: surgery.Site) -> nn.Module | None:
     if getattr(module, "is_cross_attention", False):
         return None
-    where = f"alibi: {site.name}, a {type(module).__name__} of transformers"
+    where = _where(module, site)
     version = getattr(sys.modules.get("transformers"), "__version__", "5")
     if int(version.split(".")[0]) < 5:
         raise ValueError(f"{where}: expected version 5 or later, got {version}; its attention masks are other ones")
@@ -116,12 +116,27 @@ def _attention(module: Any, site: surgery.Site) -> nn.Module | None:
             f"{where}: expected attention that adds a mask to the logits, {' or '.join(_ADDITIVE)}, got "
             f"{computed_by!r}; load the network with attn_implementation='sdpa'"
         )
+    _check_forward(module, site)
     return changed(module, Alibi)
 
 
 def _embeddings(module: nn.Module, site: surgery.Site) -> nn.Module:
     check_attention(site)
+    _check_forward(module, site)
     return changed(module, NoPosition, position_embeddings=NoPositions())
+
+
+def _where(module: nn.Module, site: surgery.Site) -> str:
+    return f"alibi: {site.name}, a {type(module).__name__} of transformers"
+
+
+def _check_forward(module: nn.Module, site: surgery.Site) -> None:
+    """Refuses a forward that would be called in place of the new one."""
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{_where(module, site)}: expected the forward of its class, got one put on the instance, which would be "
+            "called without the biases; take it off"
+        )
 
 
 def check_attention(site: surgery.Site) -> None:

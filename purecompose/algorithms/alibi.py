@@ -18,10 +18,10 @@ counts what the loader gave, as with `seq_length_warmup`.
 What differs from the original: biases are computed from the lengths at hand, so that there is no greatest length to be
 told, no buffer and no table of zeros, and a checkpoint fits sequences of any length. They are -m |i - j| in causal
 attention, too: m j, which differs by a constant for each query, is too great for half precision. Generation with a
-cache has the distances right. Relative positions, attention that takes no biases, and positions where there is no
-attention that it knows, are refused when the method is applied. A length that L s misses, and rows that do not come out
-even, are no errors: the length is rounded down, and fewer tokens than one row has are left out. Batches may be of any
-form, and s above 1 is refused.
+cache has the distances right. Relative positions, attention that takes no biases or with which something else is
+called, and positions where there is no attention that it knows, are refused when the method is applied. A length that
+L s misses, and rows that do not come out even, are no errors: the length is rounded down, and fewer tokens than one row
+has are left out. Batches may be of any form, and s above 1 is refused.
 
 References:
     Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
@@ -41,6 +41,7 @@ from purecompose.algorithms._alibi_transformers import check_attention, transfor
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.algorithms.seq_length_warmup import sequences_of, shortened
 from purecompose.event import Event
+from purecompose.layers._forms import has_hooks
 from purecompose.layers.attention import PositionEmbedding, SelfAttention
 from purecompose.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
 from purecompose.predicate import on
@@ -60,7 +61,8 @@ def alibi_rules() -> surgery.Rules:
 
     Raises:
         ValueError: When they are applied: relative positions, attention that takes no biases, subclasses of
-            `SelfAttention` that compute otherwise, or positions in a network without attention that is known.
+            `SelfAttention` that compute otherwise, attention with hooks or with a forward put on the instance, which
+            would be lost, or positions in a network without attention that is known.
 
     Example:
         >>> from purecompose import models, random
@@ -72,13 +74,18 @@ def alibi_rules() -> surgery.Rules:
     """
 
     def attention(module: SelfAttention, site: surgery.Site) -> nn.Module:
-        kind, parts = type(module), {*module._modules, *module._parameters, *module._buffers}
+        where, kind = f"alibi: {site.name or 'the network'}: expected a SelfAttention", type(module)
+        parts = {*module._modules, *module._parameters, *module._buffers}
         is_own = kind.forward is not SelfAttention.forward or kind.bias is not SelfAttention.bias
         if is_own or parts != {"qkv", "out"}:
             raise ValueError(
-                f"alibi: {site.name or 'the network'}: expected a SelfAttention, got a {kind.__name__}, whose forward, "
-                f"bias or parameters are its own; add {kind.__name__}: None to the rules to leave it as it is, or "
-                "give another rule for SelfAttention"
+                f"{where}, got a {kind.__name__}, whose forward, bias or parameters are its own; add "
+                f"{kind.__name__}: None to the rules to leave it as it is, or give another rule for SelfAttention"
+            )
+        if has_hooks(module):
+            raise ValueError(
+                f"{where}, got one with hooks or with a forward put on the instance, which would be lost; take them "
+                "off, or give another rule for SelfAttention"
             )
         return AlibiAttention(module)
 

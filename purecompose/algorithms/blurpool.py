@@ -69,8 +69,7 @@ def blurpool_rules(
         del site
         if module.return_indices or not _is_strided(module) or not is_plain(module, nn.MaxPool2d):
             return None
-        window = module.kernel_size, module.stride, module.padding, module.dilation
-        return BlurMaxPool2d(*window, ceil_mode=module.ceil_mode)
+        return BlurMaxPool2d.of(module)
 
     rules: dict[type[nn.Module], surgery.Rule | None] = {BlurConv2d: None, BlurMaxPool2d: None}
     if replace_convs:

@@ -6,10 +6,10 @@
 The factors come from the truncated singular value decomposition of the layer's weight, so that the network goes on from
 the closest function of its rank; at full rank it is the same. The bias is kept.
 
-k is a number, or below 1 a share of the smaller of the layer's channels or features in and out. A layer is replaced if
-that smaller one reaches a minimum, if the two take fewer multiplications than the one, k < F out / (F + out) with F the
-inputs of one output, if it has one group, if its weight is its own, and if nothing is called with it: hooks, or a
-forward put on the instance. A layer of zeros gets a first factor that is not, so that it trains.
+k is a whole number, or below 1 a share of the smaller of the layer's channels or features in and out. A layer is
+replaced if that smaller one reaches a minimum, if the two take fewer multiplications than the one, k < F out / (F +
+out) with F the inputs of one output, if it has one group, if its weight is its own, and if nothing is called with it:
+hooks, or a forward put on the instance. A layer of zeros gets a first factor that is not, so that it trains.
 
 Events: INIT, after the methods that look for whole layers (`Trait.REPLACES_LAYERS`). Reads and replaces: the model, its
 parameters and the optimizer's state.
@@ -30,11 +30,11 @@ import dataclasses
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_flag, check_number, check_whole
+from purecompose._checks import check_flag, check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._surgery import surgery_method
-from purecompose.layers._forms import is_plain
-from purecompose.layers._widths import latent_size
+from purecompose.layers._forms import is_plain, is_tied
+from purecompose.layers._widths import check_latent, latent_size
 from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
 from purecompose.layers.low_rank import (
     LowRankSolution,
@@ -82,9 +82,9 @@ def factorize_rules(
     check_flag(factorize_convs, "factorize: factorize_convs")
     check_flag(factorize_linears, "factorize: factorize_linears")
     check_whole(min_channels, "factorize: min_channels", 1)
-    check_number(latent_channels, "factorize: latent_channels", 0, above=True)
+    check_latent(latent_channels, "factorize: latent_channels")
     check_whole(min_features, "factorize: min_features", 1)
-    check_number(latent_features, "factorize: latent_features", 0, above=True)
+    check_latent(latent_features, "factorize: latent_features")
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
         smaller = min(module.in_channels, module.out_channels)
@@ -122,8 +122,8 @@ def factorize(
         factorize_convs: Whether convolutions are replaced.
         factorize_linears: Whether linear layers are replaced.
         min_channels: The fewest channels, in and out, of a convolution that is replaced.
-        latent_channels: The channels between its factors: a number of at least 1, or below 1 a share of the smaller of
-            its channels in and out, rounded down, at least 1.
+        latent_channels: The channels between its factors: a whole number of at least 1, or below 1 a share of the
+            smaller of its channels in and out, rounded down, at least 1.
         min_features: The same of linear layers.
         latent_features: The same of linear layers.
         name: Names it.
@@ -158,8 +158,5 @@ def _is_itself(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _is_worth_it(module: nn.Linear | nn.Conv2d, latent: int, site: surgery.Site) -> bool:
-    if not factorizing_could_speedup(module, latent):
-        return False
     # The factors of a weight that stands elsewhere, too, would be more parameters, not fewer.
-    holders = sum(any(param is module.weight for param in part._parameters.values()) for part in site.root.modules())
-    return holders == 1
+    return factorizing_could_speedup(module, latent) and not is_tied(module, site.root)

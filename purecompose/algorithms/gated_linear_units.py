@@ -7,7 +7,9 @@ shape of W, are new, and come without biases unless told; each block has one mat
 parameters as before, build the network with 2/3 of the hidden width, a multiple of 8.
 
 It knows `layers.FeedForward`, of which `models.gpt` and `models.vit` are made, and the blocks of GPT-2, BERT and
-RoBERTa in Hugging Face's transformers.
+RoBERTa in Hugging Face's transformers. Blocks with a forward of their own stay, and those whose first layer has one,
+hooks, parametrized tensors, or a weight that is another layer's as well. Blocks that have their first layer in common
+have G and N in common, and those of a frozen layer are frozen.
 
 Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
 
@@ -25,6 +27,7 @@ import copy
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -33,6 +36,7 @@ from purecompose._checks import check_flag, shown
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._foreign import changed, stand_in
 from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers._forms import is_plain, is_tied
 from purecompose.layers.attention import FeedForward
 from purecompose.layers.gated import GatedLinearUnit
 
@@ -77,29 +81,41 @@ def gated_linear_units_rules(
     check_flag(gated_layer_bias, "gated_linear_units: gated_layer_bias")
     check_flag(non_gated_layer_bias, "gated_linear_units: non_gated_layer_bias")
 
-    def unit(features: int, width: int, own_act: Any, site: surgery.Site) -> nn.Module:
+    # What blocks with one first layer have in common, by that layer.
+    made: WeakKeyDictionary[nn.Module, GatedLinearUnit] = WeakKeyDictionary()
+
+    def unit(layer: nn.Linear, own_act: Any, site: surgery.Site) -> nn.Module:
         chosen: Any = ACTIVATIONS[act_fn]() if isinstance(act_fn, str) else copy.deepcopy(act_fn)
         act: Callable[[Tensor], Tensor] = own_act if chosen is None else chosen
         if not callable(act):
             raise ValueError(
                 f"gated_linear_units: {site.name}: expected an activation, got {shown(act)}; name one by act_fn='gelu'"
             )
-        return GatedLinearUnit(features, width, act, gate_bias=gated_layer_bias, linear_bias=non_gated_layer_bias)
+        # The weight of transformers' Conv1D is the other way round.
+        width, features = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.mT.shape
+        new = GatedLinearUnit(features, width, act, gate_bias=gated_layer_bias, linear_bias=non_gated_layer_bias)
+        first = made.setdefault(layer, new)
+        new.gate, new.linear = first.gate, first.linear
+        for part in (new.gate, new.linear):
+            part.requires_grad_(layer.weight.requires_grad)
+        return new
 
     def feed_forward(module: FeedForward, site: surgery.Site) -> nn.Module | None:
-        if isinstance(module.up, GatedLinearUnit):
+        if not _computes_as(module, FeedForward) or not _is_free(module.up, nn.Linear, site):
             return None
-        gated = unit(module.up.in_features, module.up.out_features, module.act, site)
-        return changed(module, up=gated, act=nn.Identity())
+        return changed(module, up=unit(module.up, module.act, site), act=nn.Identity())
 
-    def intermediate(module: Any, site: surgery.Site) -> nn.Module:
-        return unit(module.dense.in_features, module.dense.out_features, module.intermediate_act_fn, site)
+    def intermediate(module: Any, site: surgery.Site) -> nn.Module | None:
+        kind = _class_of(module, "BertIntermediate", "RobertaIntermediate")
+        if not is_plain(module, kind) or not _is_free(module.dense, nn.Linear, site):
+            return None
+        return unit(module.dense, module.intermediate_act_fn, site)
 
     def gpt2(module: Any, site: surgery.Site) -> nn.Module | None:
-        if isinstance(module.c_fc, GatedLinearUnit):
+        kinds = _class_of(module, "GPT2MLP"), _class_of(module.c_fc, "Conv1D")
+        if not _computes_as(module, kinds[0]) or not _is_free(module.c_fc, kinds[1], site):
             return None
-        features, width = module.c_fc.weight.shape  # the other way round than a linear layer's
-        return changed(module, c_fc=unit(features, width, module.act, site), act=nn.Identity())
+        return changed(module, c_fc=unit(module.c_fc, module.act, site), act=nn.Identity())
 
     return {
         GatedLinearUnit: None,
@@ -143,6 +159,21 @@ def gated_linear_units(
         "non_gated_layer_bias": non_gated_layer_bias,
     }
     return surgery_method(name, rules, settings)
+
+
+def _class_of(module: nn.Module, *names: str) -> type[nn.Module]:
+    """The module's class, or one that it comes from, with one of the names; `nn.Module` where there is none."""
+    return next((kind for kind in type(module).__mro__ if kind.__name__ in names), nn.Module)
+
+
+def _computes_as(block: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a block's forward is that of a class; hooks may be there, since they stay."""
+    return type(block).forward is kind.forward and "forward" not in vars(block)
+
+
+def _is_free(layer: nn.Module, kind: type[nn.Module], site: surgery.Site) -> bool:
+    """Whether nothing but what the layer computes is lost with it."""
+    return is_plain(layer, kind) and not is_tied(layer, site.root)
 
 
 def _check_act(act_fn: Any) -> None:

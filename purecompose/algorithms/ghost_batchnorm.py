@@ -32,7 +32,7 @@ from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers._forms import is_plain
-from purecompose.layers.ghost_batchnorm import GhostBatchNorm
+from purecompose.layers.ghost_batchnorm import GhostBatchNorm, check_momentum
 
 
 __all__ = ["GhostBatchNorm", "ghost_batchnorm", "ghost_batchnorm_rules"]
@@ -48,7 +48,8 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
         TypeError, ValueError: As `ghost_batchnorm`.
 
     Example:
-        >>> ghost_batchnorm_rules(16)[nn.BatchNorm2d](nn.BatchNorm2d(8), None).ghost_batch_size
+        >>> net = nn.Sequential(nn.BatchNorm2d(8))
+        >>> ghost_batchnorm_rules(16)[nn.BatchNorm2d](net[0], surgery.Site("0", 0, net, net)).ghost_batch_size
         16
     """
     check_whole(ghost_batch_size, "ghost_batchnorm: ghost_batch_size", 1)
@@ -56,11 +57,8 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
     def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
         if not is_plain(module, _BatchNorm):
             return None
-        if module.momentum is None and module.track_running_stats:
-            raise ValueError(
-                f"ghost_batchnorm: expected a batch normalisation with a momentum, got momentum=None (a mean over all "
-                f"batches) in {site.name or 'the network'!r}; give it one, such as 0.1"
-            )
+        # What the layer refuses, said with its place.
+        check_momentum(module, f"ghost_batchnorm: {site.name or 'the network'}")
         return GhostBatchNorm(module, ghost_batch_size)
 
     return {nn.BatchNorm1d: norm, nn.BatchNorm2d: norm, nn.BatchNorm3d: norm, GhostBatchNorm: None}

@@ -18,9 +18,7 @@ How many classes the scores have is read from the targets on the host, in evalua
 compiled in one graph.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +32,7 @@ from purecompose.layers.no_op import NoOpModel
 from purecompose.losses import CrossEntropy, ModelLoss
 from purecompose.predicate import on
 from purecompose.state import State
+from purecompose.surgery.memory import without_groups
 from purecompose.targets import wide_dtype
 
 
@@ -106,7 +105,7 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         del event
         if isinstance(state.model.module, NoOpModel):
             return state
-        state = state.replace(optimizer=_without_groups(state.optimizer))
+        state = state.replace(optimizer=without_groups(state.optimizer))
         given = state.context.loss
         has_classes = isinstance(given, CrossEntropy) or given is F.cross_entropy
         changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
@@ -117,11 +116,3 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
 
     # Memories and surgery of others would be of the network that goes.
     return Algorithm(name, on(Event.INIT), apply, traits=frozenset({Trait.REQUIRED_ON_LOAD}), runs_before=tuple(Trait))
-
-
-def _without_groups(optimizer: Any) -> Any:
-    """The optimizer, or the one inside of it, without settings for parameters by name, of which none is left."""
-    if getattr(optimizer, "groups", ()):
-        return dataclasses.replace(optimizer, groups=())
-    inner = getattr(optimizer, "inner", None)
-    return optimizer if inner is None else dataclasses.replace(optimizer, inner=_without_groups(inner))

@@ -19,9 +19,10 @@ References:
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_number, check_whole, shown
+from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._surgery import surgery_method
+from purecompose.layers._widths import check_latent
 from purecompose.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
 
 
@@ -41,12 +42,7 @@ def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -
         >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze
         Linear(in_features=128, out_features=16, bias=False)
     """
-    width = check_number(latent_channels, "squeeze_excite: latent_channels", 0, above=True)
-    if width > 1 and width != int(width):
-        raise ValueError(
-            "squeeze_excite: latent_channels: expected a whole number, or a share of the channels below 1, got "
-            f"{shown(latent_channels)}"
-        )
+    check_latent(latent_channels, "squeeze_excite: latent_channels")
     check_whole(min_channels, "squeeze_excite: min_channels", 1)
 
     def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:

@@ -212,11 +212,15 @@ def _filled(value: float | Tensor, like: Tensor) -> Tensor:
 
 
 def _blocks(module: nn.Module) -> list[str]:
-    """The names of the residual blocks, outermost ones alone."""
+    """The names of the residual blocks, outermost ones alone, and none that has been replaced or is inside of one."""
     found: list[str] = []
+    done: list[str] = []
     for name, child in module.named_modules():
-        is_inside = any(name.startswith(f"{outer}.".lstrip(".")) for outer in found)
-        if not is_inside and not isinstance(child, StochasticDepth) and residuals(child):
+        if any(name.startswith(f"{outer}.".lstrip(".")) for outer in (*found, *done)):
+            continue
+        if isinstance(child, StochasticDepth):
+            done.append(name)
+        elif residuals(child):
             found.append(name)
     return found
 

@@ -21,7 +21,7 @@ References:
 """
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -56,11 +56,15 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
     check_whole(n_last_layers_ignore, "weight_standardization: n_last_layers_ignore", 0)
     kinds = tuple(STANDARDIZED)
 
+    # For each network, since rules may be applied to several.
+    last: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+
     def conv(module: nn.Module, site: surgery.Site) -> nn.Module | None:
-        # Those that are standardized already are among them: the last ones are the same a second time.
-        convs = [found for found in site.root.modules() if isinstance(found, kinds)]
-        is_last = any(found is module for found in convs[max(0, len(convs) - n_last_layers_ignore) :])
-        return None if is_last else standardized_conv(module)
+        if site.root not in last:
+            # Those that are standardized already are among them: the last ones are the same a second time.
+            convs = [found for found in site.root.modules() if isinstance(found, kinds)]
+            last[site.root] = WeakSet(convs[max(0, len(convs) - n_last_layers_ignore) :])
+        return None if module in last[site.root] else standardized_conv(module)
 
     return {**dict.fromkeys(kinds, conv), **dict.fromkeys(STANDARDIZED.values())}
 

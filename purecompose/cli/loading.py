@@ -1,5 +1,6 @@
 """A run that has a folder, at one of its checkpoints."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,11 +51,12 @@ def load_run(run: str | Path, checkpoint: str = "newest", *, data: str | Path | 
 
     Args:
         run: The run's folder, or that of one of its checkpoints.
-        checkpoint: "newest", "best", or a checkpoint's name.
+        checkpoint: "newest", "best", or a checkpoint's name; with the folder of a checkpoint nothing but that one.
         data: In place of the data that the run was trained on, as for `--data`.
 
     Raises:
-        UsageError: There is no such run or checkpoint, or its data are gone.
+        UsageError: There is no such run or checkpoint, or its data are gone; the best one of a population, or of
+            checkpoints that have no number to tell it by.
         CheckpointError: The checkpoint cannot be used.
         ImportError: A package that the data need is missing.
 
@@ -93,14 +95,18 @@ def index_of(run: str | Path, checkpoint: str, kind: Kind) -> Index:
 
 def _checkpoint(run: str | Path, checkpoint: str, kind: Kind) -> Path:
     _, folder = _places(run)
-    return folder if (folder / "index.json").exists() else _chosen(folder, checkpoint, kind)
+    if not (folder / "index.json").exists():
+        return _chosen(folder, checkpoint, kind)
+    if checkpoint not in ("newest", folder.resolve().name):
+        raise UsageError(f"--checkpoint: {run} is a checkpoint itself; for {checkpoint} give the run's folder")
+    return folder
 
 
 def _places(run: str | Path) -> tuple[Path, Path]:
     """The run's folder, and that of its checkpoints or of the one that was named."""
     path = Path(run)
     if (path / "index.json").exists():
-        return path.parent.parent, path
+        return path.resolve().parent.parent, path  # "." tells nothing of its parents
     return path, path / "checkpoints"
 
 
@@ -114,13 +120,32 @@ def _chosen(folder: Path, which: str, kind: Kind) -> Path:
     found = newest(folder)
     if found is None:
         raise UsageError(f"there is no checkpoint in {folder}: has the run written one yet?")
-    if which == "newest":
-        return found
-    indexes = {one.path: one.index for one in all_in(folder)[0]}
+    return found if which == "newest" else _best(folder, kind)
+
+
+def _best(folder: Path, kind: Kind) -> Path:
+    """The best checkpoint; of equal ones the earliest, which `Checkpoints` keeps. NaN is never the best."""
     names = (f"val/{kind.decides}", f"eval/{kind.decides}")
-    rated = {path: next((i.metrics[name] for name in names if name in i.metrics), None) for path, i in indexes.items()}
-    known = {path: value for path, value in rated.items() if isinstance(value, float)}
-    return max(known, key=lambda path: kind.rating(known[path])) if known else found
+    told = {
+        one.path: next((one.index.metrics[name] for name in names if name in one.index.metrics), None)
+        for one in reversed(all_in(folder)[0])
+    }
+    if any(isinstance(value, list) for value in told.values()):
+        raise UsageError(
+            f"--checkpoint: {folder} is of a population, each network of which has a best one of its own; give newest, "
+            "or a checkpoint's name"
+        )
+    rated = {
+        path: kind.rating(value)
+        for path, value in told.items()
+        if isinstance(value, (int, float)) and not math.isnan(value)
+    }
+    if not rated:
+        raise UsageError(
+            f"--checkpoint: no checkpoint in {folder} has a number for {kind.decides}, which tells the best one; give "
+            "newest, or a checkpoint's name"
+        )
+    return max(rated, key=lambda path: rated[path])
 
 
 def _is_hidden(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """What `train` tells: what it trains at the start, how good and fast that was at the end."""
 
 import hashlib
+import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +63,9 @@ def print_results(
         table.add_row(f"test {name}", _shown(name, history.series(f"eval/{name}")[1][-1]))
     decides = setup.kind.decides
     at, values = history.series(f"{setup.watched}/{decides}")
-    best = max(values, key=setup.kind.rating) if settings["seeds"] == 1 else None
+    # NaN is never the best.
+    comparable = [value for value in values if not math.isnan(value)] if settings["seeds"] == 1 else []
+    best = max(comparable, key=setup.kind.rating, default=None)
     if best is not None and (setup.watched == "val" or best != values[-1]):
         name = "best validation" if setup.watched == "val" else "best"
         table.add_row(f"{name} {decides}", f"{_shown(decides, best)}, after batch {at[values.index(best)]}")

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 
-__all__ = ["Wrapping", "has_hooks", "is_plain", "recast"]
+__all__ = ["Wrapping", "has_hooks", "is_plain", "is_tied", "recast"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,6 +25,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether something else is called with the module: hooks of either pass, or a forward put on the instance."""
     return "forward" in vars(module) or any(getattr(module, table) for table in _HOOKS)
+
+
+def is_tied(module: nn.Module, root: nn.Module) -> bool:
+    """Whether the module's weight is a parameter of another one in the network, too."""
+    weight = module._parameters["weight"]
+    others = (other for other in root.modules() if other is not module)
+    return any(param is weight for other in others for param in other._parameters.values())
 
 
 def recast(module: nn.Module, kind: type[M]) -> M:

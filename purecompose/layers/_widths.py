@@ -1,6 +1,32 @@
 """How wide a layer between two others is, as settings of methods say it."""
 
-__all__ = ["latent_size"]
+from typing import Any
+
+from purecompose._checks import check_number, shown
+
+
+__all__ = ["check_latent", "latent_size"]
+
+
+def check_latent(latent: Any, where: str) -> float:
+    """A width as a setting says it: a whole number of at least 1, or below 1 a share.
+
+    Args:
+        latent: The setting.
+        where: The function and the argument, which opens the message.
+
+    Raises:
+        TypeError: No number.
+        ValueError: Not above 0, not finite, or between two whole numbers above 1.
+
+    Example:
+        >>> check_latent(0.25, "mine: width"), check_latent(64.0, "mine: width")
+        (0.25, 64.0)
+    """
+    given = check_number(latent, where, 0, above=True)
+    if given > 1 and given != int(given):
+        raise ValueError(f"{where}: expected a whole number, or a share below 1, got {shown(latent)}")
+    return given
 
 
 def latent_size(latent: float, full: int) -> int:

@@ -146,6 +146,11 @@ class BlurConv2d(Wrapping):
 class BlurMaxPool2d(nn.Module):
     """`blurmax_pool2d` as a layer; the arguments are those of `nn.MaxPool2d`."""
 
+    @classmethod
+    def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
+        """One with the settings of another layer, and what a subclass of it has besides."""
+        return recast(pool, cls)
+
     def __init__(
         self,
         kernel_size: Pair,

@@ -5,13 +5,13 @@ References:
     and Detection. TPAMI 2016. https://arxiv.org/abs/1505.06798
 """
 
-import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from purecompose.layers._forms import recast
 from purecompose.layers.low_rank import LowRankSolution, factorize_conv2d, factorize_matrix, split_weight
 
 
@@ -205,7 +205,7 @@ def _with_factors(
         return first.train(layer.training)
     second.weight = nn.Parameter(weights.second.contiguous(), is_trained)
     second.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
-    new: Any = copy.deepcopy(layer)
+    new: Any = recast(layer, type(layer))
     new.first, new.second = first, second
     return new.train(layer.training)
 

@@ -15,9 +15,26 @@ from purecompose._checks import check_whole, shown
 from purecompose.layers._forms import Wrapping, is_plain
 
 
-__all__ = ["GhostBatchNorm"]
+__all__ = ["GhostBatchNorm", "check_momentum"]
 
 _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+
+
+def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
+    """Refuses running statistics that are means over all batches, not steps.
+
+    Args:
+        batchnorm: The layer.
+        where: Who refuses it.
+
+    Raises:
+        ValueError: It has running statistics and `momentum=None`.
+    """
+    if batchnorm.momentum is None and batchnorm.track_running_stats:
+        raise ValueError(
+            f"{where}: expected a batch normalisation with a momentum, got momentum=None (a mean over all batches); "
+            "give it one, such as 0.1"
+        )
 
 
 class GhostBatchNorm(Wrapping):
@@ -47,11 +64,7 @@ class GhostBatchNorm(Wrapping):
                 "GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without a forward of its own, hooks or "
                 f"parametrized tensors, got {shown(batchnorm)}"
             )
-        if batchnorm.momentum is None and batchnorm.track_running_stats:
-            raise ValueError(
-                "GhostBatchNorm: expected a batch normalisation with a momentum, got momentum=None (a mean over all "
-                "batches); give it one, such as 0.1"
-            )
+        check_momentum(batchnorm, "GhostBatchNorm")
         self.batchnorm, self.ghost_batch_size = batchnorm, ghost_batch_size
 
     def forward(self, input: Tensor) -> Tensor:

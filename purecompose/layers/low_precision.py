@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from purecompose.layers._forms import recast
+
 
 __all__ = ["LowPrecisionGroupNorm", "LowPrecisionLayerNorm"]
 
@@ -18,10 +20,8 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
     @classmethod
     def of(cls, norm: nn.LayerNorm) -> "LowPrecisionLayerNorm":
-        """One with the weights of another layer: the same `Parameter`s."""
-        new = cls(list(norm.normalized_shape), norm.eps, elementwise_affine=False)
-        new.elementwise_affine, new.weight, new.bias = norm.elementwise_affine, norm.weight, norm.bias
-        return new
+        """One with the attributes and weights of another layer, those of a subclass as well: the same `Parameter`s."""
+        return recast(norm, cls)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., normalized_shape) to the same shape."""
@@ -38,10 +38,8 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
     @classmethod
     def of(cls, norm: nn.GroupNorm) -> "LowPrecisionGroupNorm":
-        """One with the weights of another layer: the same `Parameter`s."""
-        new = cls(norm.num_groups, norm.num_channels, norm.eps, affine=False)
-        new.affine, new.weight, new.bias = norm.affine, norm.weight, norm.bias
-        return new
+        """One with the attributes and weights of another layer, those of a subclass as well: the same `Parameter`s."""
+        return recast(norm, cls)
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, ...) to the same shape."""

@@ -9,9 +9,9 @@ References:
 
 from torch import Tensor, nn
 
-from purecompose._checks import check_number, check_whole, shown
+from purecompose._checks import check_whole, shown
 from purecompose.layers._forms import Wrapping
-from purecompose.layers._widths import latent_size
+from purecompose.layers._widths import check_latent, latent_size
 
 
 __all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d"]
@@ -35,13 +35,7 @@ class SqueezeExcite2d(nn.Module):
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
         super().__init__()
         check_whole(num_features, "SqueezeExcite2d: num_features", 1)
-        given = check_number(latent_channels, "SqueezeExcite2d: latent_channels", 0, above=True)
-        if given > 1 and given != int(given):
-            raise ValueError(
-                "SqueezeExcite2d: latent_channels: expected a whole number, or a share of the channels below 1, got "
-                f"{shown(latent_channels)}"
-            )
-        width = latent_size(latent_channels, num_features)
+        width = latent_size(check_latent(latent_channels, "SqueezeExcite2d: latent_channels"), num_features)
         self.squeeze = nn.Linear(num_features, width, bias=False)
         self.excite = nn.Linear(width, num_features, bias=False)
 

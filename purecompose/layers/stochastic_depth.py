@@ -86,7 +86,8 @@ class StochasticDepth(nn.Module):
         drop_rate: p, in [0, 1].
 
     Attributes:
-        drop_rate: p, a buffer, 0-d float32.
+        drop_rate: p, a buffer, 0-d float32. A surgery gives what it makes the dtype of the block's parameters, this
+            as well: in a network of bfloat16 parameters 0.1 becomes 0.10009765625.
 
     Raises:
         TypeError: Not such a block, or a rate that is no number.
@@ -94,8 +95,9 @@ class StochasticDepth(nn.Module):
 
     Note:
         In training the branch is always computed, and before the shortcut, which so gets what a branch that works in
-        place has made of the input. Where "block" leaves it out, its gradients are zeros, and what it has
-        done to its buffers (batch statistics) is taken back.
+        place has made of the input. Where "block" leaves it out, what it has done to its buffers (batch statistics)
+        is taken back. Gradients through a branch that is left out are zeros as long as what it computes is finite: zero
+        times infinity is NaN, so a branch that overflows is seen in the gradients, though not in the outputs.
     """
 
     drop_rate: Tensor
@@ -189,7 +191,8 @@ def _transformer_steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual,
 
 def _takes_one(module: nn.Module) -> bool:
     """Whether its forward takes one argument and no more."""
-    return len(inspect.signature(module.forward).parameters) == 1
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    return len(kinds) == 1 and kinds[0] in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _shortcut(step: Residual, input: Tensor) -> Tensor:

@@ -104,7 +104,8 @@ def check_keeps_all(
     state: State, rules: surgery.Rules, *, dropped: Collection[str] = ()
 ) -> tuple[State, surgery.Report]:
     """One surgery, of which is asserted what all promise: nothing old is touched, tensors and momentum are kept, but
-    for those that are to be dropped, and a second surgery changes nothing."""
+    for those that are to be dropped, what was frozen is frozen and nothing else, and a second surgery changes nothing.
+    """
     before, text = state.copy(), str(state.model.module)
     after, report = surgery.operate(state, rules, name="method")
     assert not tree.diff(before, state)
@@ -116,7 +117,7 @@ def check_keeps_all(
         assert new[name] is old[was]
         if was in state.params:
             assert after.opt_state["momentum"][name] is state.opt_state["momentum"][was]
-            assert name not in after.context.frozen or was in state.context.frozen
+    assert after.context.frozen == {name for name, was in report.kept.items() if was in state.context.frozen}
     again, second = surgery.operate(after, rules, name="method")  # warnings are errors: it says nothing
     assert again is after and not second.replaced
     return after, report

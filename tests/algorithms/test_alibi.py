@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from surgery_checks import hooked, patched
 from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, optim, surgery
 from purecompose.algorithms import alibi, seq_length_warmup
 from purecompose.functional import alibi_rules
-from purecompose.layers import AlibiAttention, ClassesSecond, NoPositions, PositionEmbedding, SelfAttention
+from purecompose.layers import AlibiAttention, ClassesSecond, NoPositions, PositionEmbedding, SelfAttention, positions
 from purecompose.models import gpt, vit
 
 
@@ -147,6 +148,15 @@ def test_attention_that_computes_otherwise_is_refused_by_name(attention: SelfAtt
     assert report.replaced == ("positions", "attention")
 
 
+@pytest.mark.parametrize("change", [hooked, patched])
+def test_attention_with_which_something_else_is_called_is_refused(change: Any) -> None:
+    state = state_of(Unknown(change(SelfAttention(8, 2))))
+    with pytest.raises(ValueError, match="alibi: attention: expected a SelfAttention, got one with hooks or with a"):
+        surgery.operate(state, alibi_rules(), name="alibi")
+    own = {**alibi_rules(), SelfAttention: lambda module, site: nn.Identity()}
+    assert surgery.operate(state, own, name="alibi")[1].replaced == ("positions", "attention")
+
+
 def test_sequences_may_be_longer_than_before() -> None:
     state, (ids, _) = trained(make_state(), alibi()), make_batch(length=3 * LENGTH)
     with pytest.raises(ValueError, match=r"at most 8 places, got 24"):
@@ -180,6 +190,25 @@ def test_with_equal_tokens_places_do_not_count(length: int, seed: int) -> None:
     logits = state.forward(ids)
     # All values are the same one, so that every mean of them is it, whatever the weights of the attention.
     torch.testing.assert_close(logits, logits[..., :1].expand_as(logits), rtol=1e-4, atol=1e-6)
+
+
+def test_without_slopes_the_order_of_what_came_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last place of a single causal layer takes a mean over all, in which nothing but distances has an order."""
+    torch.manual_seed(0)
+    net = ClassesSecond(gpt(VOCABULARY, LENGTH, width=8, depth=1, num_heads=2))
+    for param in net.parameters():
+        nn.init.normal_(param, std=0.5)
+    state, _ = surgery.operate(state_of(net), alibi_rules(), name="alibi")
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 0]])
+    orders = [[*torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tolist(), 6] for seed in range(3)]
+
+    def changes() -> list[float]:
+        last = state.forward(ids)[..., -1]
+        return [(state.forward(ids[:, order])[..., -1] - last).abs().max().item() for order in orders]
+
+    assert min(changes()) > 1e-3
+    monkeypatch.setattr(positions, "alibi_slopes", lambda num_heads, **form: torch.zeros(num_heads, **form))
+    assert max(changes()) < 1e-5
 
 
 @settings(max_examples=25, deadline=None)

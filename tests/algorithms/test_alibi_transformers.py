@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from surgery_checks import hooked, patched
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -194,6 +195,58 @@ def test_gated_units(kind: str) -> None:
     if kind == "gpt2":
         mlp: Any = module.get_submodule(units[0][0].rpartition(".")[0])
         torch.testing.assert_close(mlp(input), expected @ mlp.c_proj.weight + mlp.c_proj.bias, rtol=1e-4, atol=1e-6)
+
+
+LAYERS = {
+    "gpt2": ("GPT2MLP", "c_fc"),
+    "bert": ("BertIntermediate", "dense"),
+    "roberta": ("RobertaIntermediate", "dense"),
+}
+
+
+def of_kind(net: nn.Module, *kinds: str) -> list[Any]:
+    """The modules of classes with these names."""
+    return [module for module in net.modules() if type(module).__name__ in kinds]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [hooked, patched])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_gated_units_leave_what_does_more_than_its_class(kind: str, change: Any, is_inside: bool) -> None:
+    net, (block, layer) = make_net(kind), LAYERS[kind]
+    first, second = of_kind(net, block)
+    change(getattr(first, layer) if is_inside else first)
+    names = {module: name for name, module in net.named_modules()}
+    _, report = surgery.operate(make_state(net), gated_linear_units_rules(), name="glu")
+    stays = kind != "gpt2" or is_inside or change is patched  # hooks of a block that is kept are kept, too
+    assert report.replaced == tuple(names[one] for one in ([second] if stays else [first, second]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_units_of_one_frozen_layer_are_one_and_frozen(kind: str) -> None:
+    net, (block, layer) = make_net(kind), LAYERS[kind]
+    first, second = of_kind(net, block)
+    setattr(second, layer, getattr(first, layer).requires_grad_(False))
+    state, report = surgery.operate(make_state(net), gated_linear_units_rules(), name="glu")
+    units = of_kind(pc.to_module(state), "GatedLinearUnit")
+    assert len(units) == 2 and units[0].gate is units[1].gate and units[0].linear is units[1].linear
+    assert len(report.made) == 2 and state.context.frozen == set(report.made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forwards_on_instances_would_win_over_biases(kind: str) -> None:
+    for names in (
+        ("GPT2Attention", "BertSelfAttention", "RobertaSelfAttention"),
+        ("BertEmbeddings", "RobertaEmbeddings"),
+    ):
+        net = make_net(kind)
+        found = of_kind(net, *names)
+        if not found:
+            assert kind == "gpt2"
+            continue
+        patched(found[0])
+        with pytest.raises(ValueError, match=f"a {type(found[0]).__name__} of transformers: .* put on the instance"):
+            with_biases(net)
 
 
 def test_both_together_train() -> None:

@@ -307,6 +307,18 @@ def test_a_network_that_is_a_convolution_and_one_that_stands_in_two_places():
     assert module[0] is module[2] and report.replaced == ("0",)
 
 
+@pytest.mark.parametrize("blur_first", [True, False])
+def test_a_frozen_convolution_stays_frozen(blur_first: bool):
+    net = make_net()
+    net.get_parameter("0.weight").requires_grad_(False)
+    state = trained(make_state(net))
+    after, _ = check_keeps_all(state, blurpool_rules(blur_first=blur_first, min_channels=1))
+    assert state.context.frozen == {"0.weight"} and after.context.frozen == {"0.conv.weight"}
+    stepped = compose(loop_events)(after, make_batch(5))
+    assert torch.equal(stepped.params["0.conv.weight"], state.params["0.weight"])
+    assert not torch.equal(stepped.params["1.weight"], state.params["1.weight"])
+
+
 @given(SEEDS, st.sampled_from([torch.float32, torch.float64]), st.booleans())
 @settings(max_examples=10)
 def test_the_state_after_surgery_computes_what_the_layers_do(seed, dtype, is_first):

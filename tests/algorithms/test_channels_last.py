@@ -66,6 +66,15 @@ def test_values_stay_and_the_form_lasts_through_steps(optimizer: Any):
     torch.testing.assert_close(before.forward(make_batch()[0]), after.forward(make_batch()[0]))
 
 
+def test_the_optimizers_groups_stay():
+    optimizer = pc.optim.sgd(0.1, momentum=0.9, groups={"0.weight": {"momentum": 0.0}, "*.bias": {"lr": 0.5}})
+    before = make_state(optimizer)
+    after = compose(loop_events, [channels_last()]).init(before)
+    assert after.optimizer is before.optimizer and "0.weight" not in after.opt_state["momentum"]
+    plain, step = compose(loop_events), compose(loop_events, [channels_last()])
+    assert_close(step(after, make_batch()).params, plain(before, make_batch()).params)
+
+
 def test_a_second_time_changes_nothing():
     once = compose(loop_events, [channels_last()]).init(make_state())
     twice = compose(loop_events, [channels_last(name="again")]).init(once)

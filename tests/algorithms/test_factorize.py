@@ -138,6 +138,7 @@ def test_neutral_and_wrong_settings():
     refused: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"latent_features": 0}, ValueError), ({"min_channels": 0}, ValueError), ({"latent_channels": "a"}, TypeError),
         ({"factorize_convs": 1}, TypeError), ({"min_features": 1.5}, TypeError),
+        ({"latent_features": 64.5}, ValueError), ({"latent_channels": 1.5}, ValueError),
     ]  # fmt: skip
     for wrong, error in refused:
         with pytest.raises(error, match=f"^factorize: {next(iter(wrong))}"):
@@ -307,6 +308,30 @@ def test_special_ranks():
         factorize_matrix(x, y, weight, rank=0)
 
 
+@pytest.mark.parametrize(("width", "out"), [(4, 9), (9, 4), (5, 5)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_rank_as_great_as_a_side_gives_one_matrix(width: int, out: int, has_bias: bool):
+    x, y, weight = data(40, width, out)
+    side, bias = min(width, out), torch.zeros(out) if has_bias else None
+    for start in ((weight, None), (torch.eye(width), weight)):
+        for rank in (side, side + 1):
+            one = factorize_matrix(x, y, *start, bias, rank=rank)
+            assert one.second is None and one.rank == -1 and one.nmse < 1e-9 and (one.bias is not None) is has_bias
+            torch.testing.assert_close(one.first, weight, rtol=1e-4, atol=1e-5)
+        two = factorize_matrix(x, y, *start, bias, rank=side - 1)
+        assert two.second is not None and two.rank == side - 1
+        assert (two.first.shape, two.second.shape) == ((width, side - 1), (side - 1, out))
+
+
+@pytest.mark.parametrize(("channels", "out", "kernel", "side"), [(2, 8, 1, 2), (2, 4, 3, 4)])
+def test_a_rank_as_great_as_a_side_gives_one_convolution(channels: int, out: int, kernel: int, side: int):
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, channels, 7, 7), torch.randn(out, channels, kernel, kernel)
+    one, two = factorize_conv2d(x, weight, rank=side), factorize_conv2d(x, weight, rank=side - 1)
+    assert one.second is None and one.rank == -1 and two.second is not None and two.rank == side - 1
+    torch.testing.assert_close(one.first, weight, rtol=1e-4, atol=1e-5)
+
+
 def test_a_convolution_by_data_is_the_matrix_of_its_patches():
     torch.manual_seed(0)
     x, weight, bias = torch.randn(3, 2, 7, 7), torch.randn(8, 2, 3, 3), torch.randn(8)
@@ -381,3 +406,13 @@ def test_a_layer_takes_the_factors_of_a_solution(kind: type[nn.Module], has_bias
         assert free == {name for name, _ in new.named_parameters() if name.endswith("bias")}
         assert len(free) == has_bias and not any(module.training for module in new.modules())
         assert all(param.is_contiguous() for param in new.parameters())
+
+
+def test_factors_that_go_are_not_copied():
+    layer: Any = FactorizedLinear(nn.Linear(6, 4), 3)
+    layer.tag, layer.first.open = "mine", (number for number in ())  # a generator, of which there is no copy
+    before = dict(layer.named_parameters())
+    solution = LowRankSolution(torch.ones(6, 2), torch.ones(2, 4), torch.ones(4), 2, 0.0)
+    new: Any = layer.with_solution(solution)
+    assert type(new) is FactorizedLinear and new.tag == "mine" and new.latent_features == 2
+    assert all(param is before[name] for name, param in layer.named_parameters()) and layer.latent_features == 3

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from surgery_checks import hooked, patched
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import losses, optim, surgery
@@ -195,6 +197,93 @@ def test_dropout_stays_on_the_product() -> None:
     torch.testing.assert_close(seen[0].double(), torch.where(dropped, 0.0, 2 * product), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(seen[1].double(), product, rtol=1e-4, atol=1e-6)
     copy.deepcopy(module)(input)
+
+
+class Reads(FeedForward):
+    """A forward of its own, which reads what a gated unit has not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.down(torch.relu(nn.functional.linear(input, self.up.weight)))
+
+
+class Double(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def tied_elsewhere(block: Any) -> nn.Module:
+    """The block, whose first layer's weight is that of another layer in it, too."""
+    block.act = nn.Sequential(nn.GELU(), nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    block.act[2].weight = block.up.weight
+    return block
+
+
+def with_first(change: Callable[[nn.Module], Any]) -> FeedForward:
+    block = FeedForward(4, 6)
+    change(block.up)
+    return block
+
+
+LEFT: dict[str, Callable[[], nn.Module]] = {
+    "own forward": lambda: Reads(4, 6),
+    "forward on the instance": lambda: patched(FeedForward(4, 6)),
+    "hook of the first layer": lambda: with_first(hooked),
+    "forward on the first layer": lambda: with_first(patched),
+    "parametrized": lambda: with_first(lambda up: parametrize.register_parametrization(up, "weight", Double())),
+    "tied": lambda: tied_elsewhere(FeedForward(4, 6)),
+}
+
+
+@pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
+def test_blocks_that_do_more_than_their_class_stay(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    net, input = nn.Sequential(make(), FeedForward(4, 6)), make_inputs(0, 5)
+    before = make_state(net)
+    after, report = surgery.operate(before, gated_linear_units_rules(), name="glu")
+    assert report.replaced == ("1",)
+    module: Any = pc.to_module(after)
+    assert torch.equal(module[0](input), net[0](input)) and after.forward(input).shape == (5, 4)
+    with pytest.warns(UserWarning, match="left all 1 that there are"):
+        gated(make_state(make()))
+
+
+def test_hooks_of_a_block_stay_with_it() -> None:
+    state, input = gated(make_state(hooked(FeedForward(4, 6)))), make_inputs(0, 5)
+    module: Any = pc.to_module(state)
+    assert isinstance(module.up, GatedLinearUnit)
+    torch.testing.assert_close(module(input), 2 * module.down(module.up(input)))
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_blocks_with_one_first_layer_have_one_gate_and_their_own_activations(biases: bool) -> None:
+    net: Any = nn.Sequential(FeedForward(4, 6, nn.ReLU()), FeedForward(4, 6, nn.Tanh()), FeedForward(4, 6)).double()
+    net[1].up = net[0].up
+    after, report = surgery.operate(make_state(net), gated_linear_units_rules(None, biases, biases), name="glu")
+    assert report.replaced == ("0", "1", "2")
+    module: Any = pc.to_module(after)
+    units = [block.up for block in module]
+    assert units[0].gate is units[1].gate and units[0].linear is units[1].linear and units[2].gate is not units[0].gate
+    assert [type(unit.act) for unit in units] == [nn.ReLU, nn.Tanh, nn.GELU]
+    assert not any(name.startswith("1.up") for name in after.params)
+    assert {param.dtype for param in after.params.values()} == {torch.float64}
+    # The same rules for another network have nothing in common with the first.
+    other = gated(make_state(net, key=4))
+    assert not torch.equal(other.params["0.up.gate.weight"], after.params["0.up.gate.weight"])
+    input = make_inputs(0, 5).double()
+    step = pc.compose(pc.loop_events)
+    trained = step(step.init(after), (input, torch.zeros(5, 4, dtype=torch.float64)))
+    assert trained.params.keys() == after.params.keys()
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_units_train_where_the_first_layer_did(is_trained: bool) -> None:
+    net = nn.Sequential(FeedForward(4, 6), FeedForward(4, 6))
+    net[0].up.requires_grad_(is_trained)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    after = gated(make_state(net), None, True, True)
+    frozen = {f"0.up.{layer}.{name}" for layer in ("gate", "linear") for name in ("weight", "bias")}
+    assert after.context.frozen == (set() if is_trained else frozen)
 
 
 def test_a_gpt_has_one_matrix_more_in_each_block() -> None:

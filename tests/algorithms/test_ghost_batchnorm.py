@@ -270,7 +270,7 @@ def test_the_method_is_the_surgery_at_init():
 
 
 def test_means_over_all_batches_are_refused():
-    with pytest.raises(ValueError, match="ghost_batchnorm: expected .* momentum=None .* in '1'; give it one"):
+    with pytest.raises(ValueError, match="ghost_batchnorm: 1: expected .* momentum=None .*; give it one"):
         operated(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2, momentum=None)), ghost_batchnorm_rules())
     with pytest.raises(ValueError, match="GhostBatchNorm: expected .* momentum=None"):
         GhostBatchNorm(nn.BatchNorm1d(2, momentum=None))

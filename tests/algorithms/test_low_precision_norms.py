@@ -92,13 +92,13 @@ def test_layer_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, s
 
 
 @pytest.mark.parametrize(("precision", "dtype"), NARROW)
-@given(seed=st.integers(0, 99), groups=st.sampled_from([1, 2, 4]))
-def test_group_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, seed: int, groups: int):
+@given(seed=st.integers(0, 99), groups=st.sampled_from([1, 2, 4]), is_affine=st.booleans())
+def test_group_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, seed: int, groups: int, is_affine: bool):
     del precision
     torch.manual_seed(seed)
-    norm = nn.GroupNorm(groups, 4)
+    norm = nn.GroupNorm(groups, 4, affine=is_affine)
     low, x = LowPrecisionGroupNorm.of(norm), torch.randn(3, 4, 5, 5)
-    assert torch.equal(low(x), norm(x))
+    assert torch.equal(low(x), norm(x)) and low.affine is is_affine and low.weight is norm.weight
     if groups == 1:
         torch.testing.assert_close(low(x), F.layer_norm(x, (4, 5, 5)))
     if groups == 4:
@@ -107,6 +107,33 @@ def test_group_norm_is_narrow_under_autocast_alone(precision: str, dtype: Any, s
         found = low(x)
     assert found.dtype is dtype
     torch.testing.assert_close(found.float(), norm(x), rtol=DIGITS[dtype], atol=2 * DIGITS[dtype])
+
+
+def slopes(norm: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of a weighted sum, with respect to the input and the parameters."""
+    x = x.clone().requires_grad_()
+    weights = torch.linspace(-1, 1, x.numel()).view_as(x)
+    return list(torch.autograd.grad((norm(x).float() * weights).sum(), [x, *norm.parameters()]))
+
+
+@CASES
+@pytest.mark.parametrize("is_affine", [True, False])
+def test_gradients_are_the_plain_layers(factory: Any, layer: Any, plain: Any, is_affine: bool):
+    torch.manual_seed(0)
+    norm = plain(8, elementwise_affine=is_affine) if plain is nn.LayerNorm else plain(2, 8, affine=is_affine)
+    for param in norm.parameters():
+        nn.init.normal_(param)
+    network: Any = pc.to_module(compose(loop_events, [factory()]).init(make_state(nn.Sequential(norm))))
+    found, x = network[0], torch.randn(5, 8)
+    assert type(found) is layer and len(slopes(found, x)) == (3 if is_affine else 1)
+    for mine, theirs in zip(slopes(found, x), slopes(norm, x), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    for _, dtype in NARROW:
+        with torch.autocast("cpu", dtype):
+            narrow = slopes(found, x)
+        for mine, theirs in zip(narrow, slopes(norm, x), strict=True):
+            assert mine.dtype is theirs.dtype
+            assert (mine - theirs).norm() < 2 * DIGITS[dtype] * theirs.norm()
 
 
 def test_large_rows_do_not_overflow_float16():
@@ -158,6 +185,31 @@ def test_subclasses_with_a_forward_of_their_own_stay():
 
     state = compose(loop_events, [low_precision_layernorm()]).init(make_state(nn.Sequential(Mine(6), nn.LayerNorm(6))))
     assert [type(module) for module in state.model.module] == [Mine, LowPrecisionLayerNorm]  # type: ignore
+
+
+@CASES
+def test_subclasses_keep_what_they_have(factory: Any, layer: Any, plain: Any):
+    class Gained(plain):  # type: ignore
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.gain, self.inner, self.tag = nn.Parameter(torch.randn(6)), nn.Linear(6, 6), "mine"
+            self.register_buffer("shift", torch.ones(6))
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm: Any = Gained(6) if plain is nn.LayerNorm else Gained(2, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm.inner(self.norm(x) * self.norm.gain + self.norm.shift)
+
+    before = make_state(Reads())
+    after = compose(loop_events, [factory()]).init(before)
+    norm: Any = after.model.module.norm
+    assert type(norm) is layer and norm.tag == "mine"
+    assert list(after.params) == list(before.params) and list(after.buffers) == list(before.buffers)
+    x = make_batch()[0]
+    torch.testing.assert_close(after.forward(x), before.forward(x), rtol=0.05, atol=0.05)
 
 
 @CASES

@@ -223,7 +223,7 @@ def test_the_method_is_the_surgery_at_init():
         (lambda: squeeze_excite(0), ValueError, "squeeze_excite: latent_channels: expected a finite number > 0, got 0"),
         (lambda: squeeze_excite(-0.5), ValueError, "squeeze_excite: latent_channels: .* got -0.5"),
         (lambda: squeeze_excite(float("nan")), ValueError, "squeeze_excite: latent_channels: .* got nan"),
-        (lambda: squeeze_excite(1.5), ValueError, "a whole number, or a share of the channels below 1, got 1.5"),
+        (lambda: squeeze_excite(1.5), ValueError, "a whole number, or a share below 1, got 1.5"),
         (lambda: UNTYPED("8"), TypeError, "squeeze_excite: latent_channels: expected .* got '8'"),
         (lambda: SqueezeExcite2d(16, -3), ValueError, "SqueezeExcite2d: latent_channels: .* > 0, got -3"),
         (lambda: SqueezeExcite2d(16, 64.5), ValueError, "SqueezeExcite2d: latent_channels: .* whole .* got 64.5"),

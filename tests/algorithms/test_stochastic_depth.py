@@ -145,6 +145,14 @@ def test_at_rate_1_the_shortcut_is_left(kind: str, stride: int, method: str, see
     assert torch.equal(wrapped(images), images if is_identity else by_pass.relu())
 
 
+@pytest.mark.parametrize("make", [lambda: make_block("ours"), lambda: make_block("bottleneck"), lambda: Affine(6)])
+def test_at_rate_1_the_input_comes_out_bit_for_bit_whatever_the_branch_gives(make: Any) -> None:
+    images = make_images() - 0.5
+    images[0, 0, 0] = torch.tensor([-0.0, 0.0, 1e-45, torch.nan, torch.inf, -torch.inf])  # of which branches make NaN
+    output = StochasticDepth(make(), "block", 1.0)(images)
+    assert torch.equal(output.view(torch.int32), images.view(torch.int32))
+
+
 @given(blocks, st.sampled_from([1, 2]), st.sampled_from(METHODS), st.floats(0, 1), SEEDS)
 @settings(max_examples=25)
 def test_evaluation_takes_the_branch_as_often_as_it_is_kept(
@@ -267,6 +275,27 @@ class Masked(Affine):
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(input if mask is None else input * mask)
+
+
+class Several(Affine):
+    """Its forward takes as many arguments as it is given."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(sum(inputs[1:], inputs[0]))
+
+
+class ByName(Affine):
+    """Its forward takes an argument by name alone."""
+
+    def forward(self, **inputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(inputs["input"])
+
+
+class ByPlace(Affine):
+    """Its forward takes an argument by its place alone."""
+
+    def forward(self, input: Tensor, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input)
 
 
 NETS = {
@@ -414,6 +443,7 @@ def test_a_transformers_block_is_known_by_names_order_and_arguments() -> None:
     del partial.norm2
     for block in (extra, scaled, several, partial, NormedAfter(), Masked(), hooked(Affine()), patched(Affine())):
         assert residuals(block) == ()
+    assert residuals(Several()) == residuals(ByName()) == () and len(residuals(ByPlace())) == 2
     assert residuals(nn.TransformerEncoderLayer(4, 2)) == ()
 
 
@@ -431,6 +461,17 @@ def test_linear_rates_rise_by_the_same_amount_to_the_rate(num: int, rate: float)
 def test_the_network_has_the_rates_of_its_blocks(distribution: str) -> None:
     state = compose(loop_events, [stochastic_depth("block", 0.6, distribution)]).init(make_state())
     assert rates_of(state) == pytest.approx(functional.stochastic_depth_rates(3, 0.6, distribution))
+
+
+def test_blocks_inside_of_one_that_is_done_have_no_rate() -> None:
+    outer: Any = models.ResidualBlock(4, 4)
+    outer.branch = nn.Sequential(models.ResidualBlock(4, 4))
+    net = nn.Sequential(models.ResidualBlock(4, 4), StochasticDepth(outer, "block", 0.9), models.ResidualBlock(4, 4))
+    state = pc.State.create(net, loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1), duration="4ba")
+    rules = functional.stochastic_depth_rules(state.model.module, "block", 0.4)
+    after, report = surgery.operate(state, rules, name="drop")
+    assert report.replaced == ("0", "2")
+    assert rates_of(after) == pytest.approx([0.2, 0.9, 0.4])
 
 
 @pytest.mark.parametrize(("warmup", "batches"), [(0.5, 4), ("0.25dur", 2), ("3ba", 3), ("1ep", 2)])

@@ -100,6 +100,15 @@ def test_a_scale_and_a_shift_make_no_difference_and_a_sign_turns_them(seed, shap
 
 
 @given(SEEDS, WIDE)
+def test_so_do_a_scale_and_a_shift_of_each_filters_own(seed, shape):
+    weight, each = spread(seed, shape), (shape[0], *[1] * (len(shape) - 1))
+    scale, shift = drawn(seed + 1, *each).exp(), 3 * drawn(seed + 2, *each)
+    torch.testing.assert_close(standardized(scale * weight + shift), standardized(weight), rtol=1e-5, atol=1e-6)
+    signs = torch.where(shift > 0, 1.0, -1.0).double()
+    torch.testing.assert_close(standardized(signs * weight), signs * standardized(weight), rtol=1e-5, atol=1e-6)
+
+
+@given(SEEDS, WIDE)
 def test_gradients_are_orthogonal_to_ones_and_to_the_filter(seed, shape):
     weight = spread(seed, shape).requires_grad_()
     filters = standardized(weight)
@@ -252,6 +261,26 @@ def test_the_way_back(last):
     net: Any = to_module(baked)
     assert type(net[0]) is nn.Conv2d
     torch.testing.assert_close(net[0].weight.detach().double(), by_hand(state.params["0.weight"]), rtol=1e-4, atol=1e-5)
+
+
+class Counted(nn.Sequential):
+    """Tells how often its modules were listed."""
+
+    listed = 0
+
+    def named_modules(self, *args: Any, **options: Any) -> Any:  # of which `modules` makes use
+        Counted.listed += 1
+        return super().named_modules(*args, **options)
+
+
+def test_a_network_is_listed_as_often_whatever_the_number_of_its_convolutions():
+    rules, counts = weight_standardization_rules(1), []
+    for num in (2, 9):
+        state, Counted.listed = make_state(Counted(*(nn.Conv2d(2, 2, 1) for _ in range(num)))), 0
+        _, report = surgery.operate(state, rules, name="ws")
+        assert report.replaced == tuple(map(str, range(num - 1)))
+        counts.append(Counted.listed)
+    assert counts[0] == counts[1] > 0
 
 
 class Renamed(nn.Conv2d):

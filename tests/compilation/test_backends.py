@@ -26,11 +26,11 @@ from compile_helpers import (
     swap,
 )
 from helpers import make_batch, make_batches, make_cnn, make_state, noise
+from shipped_examples import examples_on_tasks
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, every, loop_events, on, optim, tree
 from purecompose.compilation import backends
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 
@@ -200,7 +200,7 @@ def test_inductor_agrees_where_old_values_move_to_other_places(method: Algorithm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text, task", [(t, k) for row in SHIPPED.values() for t in row.examples for k in row.tasks])
+@pytest.mark.parametrize("text, task", examples_on_tasks())
 def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str, task: str, cache: None) -> None:
     """Over twenty steps losses agree to 1e-5, or a step is found and named in which rounding tips a choice."""
     del cache

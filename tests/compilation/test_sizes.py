@@ -7,13 +7,13 @@ import pytest
 import torch
 from compile_helpers import assert_runs_agree, average, made, scaling, sharpness, swap
 from helpers import changing, counter, make_batch, make_cnn, make_mlp, make_state, noise
+from shipped_examples import examples_on_tasks
 from torch import Tensor, nn
 
 from purecompose import Event, State, algorithms as alg, every
 from purecompose._form import Form
 from purecompose.compilation.capture import fake_mode
 from purecompose.compilation.sizes import Size, opened, size_of
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 
@@ -176,9 +176,7 @@ def test_sequences_of_open_number_and_changing_length_agree() -> None:
     assert len(fast.variants()) == 2
 
 
-@pytest.mark.parametrize(
-    "text, task", [(text, task) for row in SHIPPED.values() for text in row.examples for task in row.tasks[:1]]
-)
+@pytest.mark.parametrize("text, task", examples_on_tasks(lambda row, task: task == row.tasks[0]))
 def test_shipped_settings_agree(text: str, task: str) -> None:
     step, fast = made([Subject.of(text).algorithm], dynamic=True)
     state = step.init(TASKS[task].make_state(0, duration="5ba", batches_per_epoch=3))

@@ -10,6 +10,7 @@ import torch
 from compile_helpers import assert_agree, assert_runs_agree, average, compiled, made, sharpness, swap
 from helpers import Unsized, changing, counter, decay, make_batch, make_batches, make_cnn, make_mlp, make_state, noise
 from hypothesis import Phase, given, settings, strategies as st
+from shipped_examples import examples_on_tasks
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -29,29 +30,15 @@ from purecompose import (
 )
 from purecompose.schedule import cosine, hparam, linear
 from purecompose.testing import strategies
-from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 
 
 DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
-SETTINGS = [
-    # Without donation less can go wrong: one task a setting, the others among the slow ones.
-    pytest.param(
-        text,
-        task,
-        donate,
-        id=f"{text}-{task}-{donate}",
-        marks=[] if donate or task == row.tasks[0] else pytest.mark.slow,
-    )
-    for row in SHIPPED.values()
-    for text in row.examples
-    for task in row.tasks
-    for donate in (True, False)
-]
 
 
-@pytest.mark.parametrize("text, task, donate", SETTINGS)
+@DONATE
+@pytest.mark.parametrize("text, task", examples_on_tasks(lambda row, task: task == row.tasks[0]))
 def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> None:
     step, fast = made([Subject.of(text).algorithm], donate=donate)
     state = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))

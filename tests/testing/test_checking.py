@@ -268,8 +268,8 @@ def test_the_neutral_law_runs_on_the_neutral_settings() -> None:
 
 def test_tasks_that_are_refused_are_left_out_with_the_reason() -> None:
     report = check(IMAGES_ALONE, laws=["deterministic"], max_examples=2)
-    assert report.ok and report.tasks == ("images",)
-    assert set(report.refused) == set(TASKS) - {"images"}
+    assert report.ok and report.tasks == ("images", "bf16_images")
+    assert set(report.refused) == set(TASKS) - {"images", "bf16_images"}
     why = report.refused["tokens"]
     assert why.startswith("ValueError: expected images (in images_alone at Event.AFTER_DATALOADER; test_checking.py:")
     assert why.endswith(" in images_alone)")
@@ -301,12 +301,12 @@ def test_breaking_a_law_is_no_refusal_of_the_task() -> None:
 
 def test_an_algorithm_that_starts_late_is_probed_late() -> None:
     late = Algorithm("late", on(Event.AFTER_DATALOADER) & between("0.5dur", "1dur"), images_alone)
-    assert check(late, laws=["deterministic"], max_examples=2).tasks == ("images",)
+    assert check(late, laws=["deterministic"], max_examples=2).tasks == ("images", "bf16_images")
 
 
 def test_a_task_is_probed_where_the_algorithm_acts_in_the_run_that_it_names() -> None:
     late = Algorithm("late", on(Event.AFTER_DATALOADER) & after("30ep"), images_alone)
-    assert check(late, laws=["deterministic"], max_examples=2).tasks == ("images",)
+    assert check(late, laws=["deterministic"], max_examples=2).tasks == ("images", "bf16_images")
     outside = Algorithm("outside", on(Event.EPOCH_END), refuse_vectors)
     assert "vectors" in check(outside, laws=["deterministic"], max_examples=1).refused
 

@@ -1,0 +1,121 @@
+"""A network before a surgery: what was there under which name, and whether it still is what it was.
+
+All of it is held for as long as this is looked at. Python gives the `id` of what is freed to what is made next, so that
+a tensor that a rule takes out of its module could otherwise be taken for one that it has just made.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purecompose._skeleton import places
+from purecompose._writes import WriteGuard, storage_of
+
+
+__all__ = ["Originals", "Snapshot"]
+
+
+class Snapshot:
+    """The attributes of a module and of all that it holds, and what stands in the tables and lists among them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = {
+            child: (name, {key: _contents(value) for key, value in vars(child).items()})
+            for name, child in module.named_modules()
+        }
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._modules
+
+    def changes(self) -> list[tuple[str, str]]:
+        """The name of each module that has changed since, and of its attributes one that has."""
+        found = []
+        for module, (name, before) in self._modules.items():
+            now = vars(module)
+            for key in (*before, *(now.keys() - before.keys())):
+                if not _is_cached(module, key) and (
+                    key not in now or key not in before or not _is_same(_contents(now[key]), before[key])
+                ):
+                    found.append((name, key))
+                    break
+        return found
+
+
+class Originals:
+    """The modules and tensors of a network that rules are about to be given.
+
+    Args:
+        root: The network, a copy of our own on the caller's tensors.
+        given: The caller's tensors by name.
+        name: What errors call the surgery.
+    """
+
+    def __init__(self, root: nn.Module, given: Mapping[str, Tensor], name: str) -> None:
+        self.modules = Snapshot(root)
+        self.guard = WriteGuard(given, lambda tensor, _: self._error(tensor))
+        self._name = name
+        self._tensors: dict[int, tuple[str, Tensor, tuple[Any, ...]]] = {}
+        for place in places(root):
+            self._tensors.setdefault(id(place.tensor), (place.name, place.tensor, _memory(place.tensor)))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._tensors
+
+    def found_in(self, root: nn.Module) -> dict[str, str]:
+        """The first name of each of the tensors that is in another network, with its name in this one.
+
+        Raises:
+            RuntimeError: A rule has put one on other memory, so that its values are not the caller's.
+        """
+        found: dict[int, str] = {}
+        for place in places(root):
+            if place.tensor in self:
+                found.setdefault(id(place.tensor), place.name)
+        for key in found:
+            name, tensor, memory = self._tensors[key]
+            if _memory(tensor) != memory:
+                raise self._error(name)
+        return {new: self._tensors[key][0] for key, new in found.items()}
+
+    def check_settings(self, replaced: Iterable[str]) -> None:
+        """Refuses changes in place to modules that were not replaced: whether they last would be a matter of chance.
+
+        Args:
+            replaced: Names of the modules that were.
+
+        Raises:
+            RuntimeError: There is such a change.
+        """
+        sites = tuple(replaced)
+        for name, attribute in self.modules.changes():
+            if not any(site in ("", name) or name.startswith(f"{site}.") for site in sites):
+                raise RuntimeError(
+                    f"{self._name}: a rule changed {attribute!r} of {name or 'the network'!r} in place, and did not "
+                    "replace it; return the module, and what was changed takes its place"
+                )
+
+    def _error(self, tensor: str) -> RuntimeError:
+        return RuntimeError(f"{self._name}: a rule wrote into {tensor!r}; give the new module a tensor of its own")
+
+
+def _contents(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):
+        return (value, *value.keys(), *value.values())
+    return (value, *value) if isinstance(value, (list, tuple, set)) else (value,)
+
+
+def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))
+
+
+def _is_cached(module: nn.Module, key: str) -> bool:
+    """Whether an attribute is there because somebody has read it."""
+    return isinstance(getattr(type(module), key, None), functools.cached_property)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    form = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    return storage_of(tensor), tensor.dtype, tensor.shape, *form

@@ -1,0 +1,163 @@
+"""A walk through a network, in which rules say what takes a module's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+
+from purecompose import random
+from purecompose._checks import shown
+from purecompose._device import building
+from purecompose._skeleton import OWN
+from purecompose._warnings import warn
+from purecompose.surgery.originals import Originals, Snapshot
+
+
+__all__ = ["Found", "Rule", "Rules", "Site", "left_alone", "replacements", "warn_of_nothing", "with_replacements"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a module stands."""
+
+    name: str
+    """Its qualified name, the first of several; "" for the whole network."""
+    index: int
+    """How many modules of the rule's type came before it, in the order in which they are defined."""
+    parent: nn.Module | None
+    """The module that holds it, `None` for the whole network."""
+    root: nn.Module
+    """The whole network, as it was."""
+
+
+Rule: TypeAlias = Callable[[Any, Site], nn.Module | None]
+"""`(module, site) -> the module in its place`, or `None` to leave it."""
+
+Rules: TypeAlias = Mapping[type[nn.Module], Rule | None]
+"""A rule by the type of module, subclasses included. `None` for types whose modules are left alone, with all that they
+hold, as results of an earlier surgery of the same kind."""
+
+
+class Found(NamedTuple):
+    """A module that is to be replaced."""
+
+    site: Site
+    old: nn.Module
+    new: nn.Module
+
+
+def left_alone(rules: Rules) -> tuple[type[nn.Module], ...]:
+    """The types whose modules stay, with all that they hold."""
+    return tuple(kind for kind, rule in rules.items() if rule is None)
+
+
+def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Originals) -> Iterator[Found]:
+    """What the rules put in the place of the network's modules, parents before children.
+
+    Args:
+        root: The network.
+        rules: By the type of module.
+        rng: What seeds are drawn with, each by the module's name.
+        originals: What the network was.
+
+    Raises:
+        TypeError: A rule returned something other than a module or `None`.
+        ValueError: Two rules replace one module.
+        RuntimeError: A rule wrote into a tensor of the network.
+    """
+    counts, done = dict.fromkeys(rules, 0), left_alone(rules)
+    seen: set[nn.Module] = set()
+
+    def visited(module: nn.Module, name: str, parent: nn.Module | None) -> Iterator[Found]:
+        if module in seen or isinstance(module, done):
+            return
+        seen.add(module)
+        found = None
+        for kind, rule in rules.items():
+            if rule is None or not isinstance(module, kind):
+                continue
+            site = Site(name, counts[kind], parent, root)
+            counts[kind] += 1
+            with building(_seed(rng.named(name))):
+                answer = _answer(rule, module, site, originals)
+            if answer is not None and found is not None:
+                raise ValueError(f"surgery.replace: two rules replace {name or 'the network'!r}; let one return None")
+            if answer is not None:
+                found = Found(site, module, answer)
+        if found is not None:
+            yield found
+            return
+        for key, child in module.named_children():
+            yield from visited(child, f"{name}.{key}".lstrip("."), module)
+
+    yield from visited(root, "", None)
+
+
+def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> nn.Module | None:
+    """What a rule puts in a module's place, with its mode and dtype."""
+    before = Snapshot(module)
+    with originals.guard:
+        new = rule(module, site)
+    if new is None or (new is module and not before.changes()):
+        return None
+    if not isinstance(new, nn.Module):
+        raise TypeError(
+            f"surgery.replace: the rule for {site.name or 'the network'!r} returned {shown(new)}, not a module"
+        )
+    for child in new.modules():
+        if child not in originals.modules:  # others keep their flags: a batch norm in evaluation mode stays so
+            child.training = module.training
+    floats = [tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()]
+    if floats:
+        # Not module.to(): it would move what was taken over, and tie parameters of it no longer.
+        for tensor in (*new.parameters(), *new.buffers()):
+            if tensor not in originals and tensor.is_floating_point() and tensor.dtype != floats[0]:
+                tensor.data = tensor.data.to(floats[0])
+    return new
+
+
+def with_replacements(root: nn.Module, found: Iterable[Found], originals: Originals) -> nn.Module:
+    """The network with modules in new places; it is a copy of our own, and changed."""
+    news = {old: new for _, old, new in found}
+    seen: set[int] = set()
+
+    def put(value: Any) -> Any:
+        """The value with new modules, in lists and their like as well: a forward may go through them by those."""
+        if isinstance(value, nn.Module):
+            return news.get(value, value)
+        if id(value) in seen:
+            return value
+        if type(value) in (list, dict):
+            seen.add(id(value))
+        if type(value) is list:
+            value[:] = map(put, value)
+        elif type(value) is dict:
+            value.update({key: put(member) for key, member in value.items()})
+        elif type(value) is tuple:
+            return tuple(map(put, value))
+        return value
+
+    for parent in [module for module in root.modules() if module in originals.modules]:
+        parent._modules.update({key: put(child) for key, child in parent._modules.items()})
+        attributes = vars(parent)
+        attributes.update({key: put(attributes[key]) for key in attributes.keys() - OWN})
+    return put(root)
+
+
+def warn_of_nothing(name: str, root: nn.Module, rules: Rules) -> None:
+    """Warns that there was nothing to replace."""
+    kinds = tuple(kind for kind, rule in rules.items() if rule is not None)
+    wanted = " or ".join(kind.__name__ for kind in kinds) or "nothing"
+    there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
+    count = sum(isinstance(module, kinds) for module in root.modules())
+    found = f"found none in a network of {there}"
+    if count:
+        found = f"left all {count} that there are: none is of the sizes, or of the kind, that its settings ask for"
+    warn(f"{name} changed nothing: it looked for {wanted} to replace, and {found}")
+
+
+def _seed(rng: random.Rng) -> int:
+    return int(random.randint(rng, (), 0, 2**63 - 1).item())

@@ -1,0 +1,120 @@
+"""Which checkpoint of a run is meant, and which one is the best."""
+
+import dataclasses
+import math
+import pathlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from purecompose import State, losses, optim
+from purecompose.cli import load_run
+from purecompose.cli.kinds import IMAGES, TEXT
+from purecompose.cli.loading import index_of, settings_for
+from purecompose.cli.settings import UsageError
+from purecompose.cli.telling import print_results
+from purecompose.saving import save
+from purecompose.saving.folder import read_index
+from purecompose.saving.index import to_json
+
+
+NAN = math.nan
+
+
+def make_state() -> State:
+    return State.create(nn.Linear(2, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="8ba")
+
+
+def make_run(folder: pathlib.Path, *metrics: dict[str, Any]) -> pathlib.Path:
+    """A run's folder with checkpoints that have these metrics, the oldest first."""
+    folder.mkdir()
+    (folder / "config.toml").write_text("seed = 7\n")
+    for number, found in enumerate(metrics, 1):
+        path = save(make_state(), folder / "checkpoints" / f"ep0001-ba{number:08d}")
+        (path / "index.json").write_text(to_json(dataclasses.replace(read_index(path), metrics=found)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values", "best"),
+    [
+        (IMAGES, "eval/accuracy", (0.25, 0.5, 0.125), 0.5),
+        (IMAGES, "eval/accuracy", (NAN, 0.25, 0.5), 0.5),
+        (IMAGES, "eval/accuracy", (0.25, 0.5, NAN), 0.5),
+        (TEXT, "eval/loss", (2.0, NAN, 1.0, 3.0), 1.0),
+        (TEXT, "val/loss", (2.0, 1.0, NAN), 1.0),
+        (TEXT, "eval/loss", (math.inf, NAN), math.inf),
+    ],
+)
+def test_the_best_one_is_the_best_of_those_that_can_be_compared(
+    kind: Any, name: str, values: tuple[float, ...], best: float, tmp_path: pathlib.Path
+) -> None:
+    run = make_run(tmp_path / "a", *({name: value} for value in values))
+    assert index_of(run, "best", kind).metrics == {name: best}
+    newest = index_of(run, "newest", kind).metrics[name]
+    assert newest == values[-1] or math.isnan(newest) and math.isnan(values[-1])
+
+
+def test_of_equal_ones_the_earliest_is_the_best(tmp_path: pathlib.Path) -> None:
+    run = make_run(tmp_path / "a", *({"eval/accuracy": 0.5, "eval/loss": float(loss)} for loss in (1, 2, 3)))
+    assert index_of(run, "best", IMAGES).metrics["eval/loss"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"eval/accuracy": [0.5, 0.25]}, "is of a population, each network of which has a best one of its own"),
+        ({"eval/accuracy": NAN}, "has a number for accuracy, which tells the best one; give newest"),
+        ({"eval/loss": 1.0}, "has a number for accuracy"),
+        ({}, "has a number for accuracy"),
+    ],
+)
+def test_where_there_is_no_best_one_it_is_refused(metrics: Any, message: str, tmp_path: pathlib.Path) -> None:
+    run = make_run(tmp_path / "a", metrics, metrics)
+    with pytest.raises(UsageError, match=message):
+        index_of(run, "best", IMAGES)
+    assert index_of(run, "newest", IMAGES).batch == 0
+
+
+def test_a_checkpoint_is_found_from_wherever_one_stands(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "a", {"eval/loss": 1.0}, {"eval/loss": 2.0})
+    first = run / "checkpoints" / "ep0001-ba00000001"
+    for where, path in [
+        (tmp_path, "a/checkpoints/ep0001-ba00000001"),
+        (run, "checkpoints/ep0001-ba00000001"),
+        (run / "checkpoints", "ep0001-ba00000001"),
+        (first, "."),
+        (run / "checkpoints" / "ep0001-ba00000002", "../ep0001-ba00000001"),
+    ]:
+        monkeypatch.chdir(where)
+        assert settings_for(path, None)["seed"] == 7
+        assert index_of(path, "newest", IMAGES).metrics == {"eval/loss": 1.0}
+        assert index_of(path, "ep0001-ba00000001", IMAGES).metrics == {"eval/loss": 1.0}
+
+
+def test_of_a_checkpoint_no_other_one_can_be_meant(tmp_path: pathlib.Path) -> None:
+    run = make_run(tmp_path / "a", {"eval/accuracy": 1.0}, {"eval/accuracy": 0.5})
+    for which in ("best", "ep0001-ba00000001"):
+        with pytest.raises(UsageError, match=f"ba00000002 is a checkpoint itself; for {which} give the run's folder"):
+            index_of(run / "checkpoints" / "ep0001-ba00000002", which, IMAGES)
+    with pytest.raises(UsageError, match="b is no run's folder"):
+        load_run(tmp_path / "b", "best")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [((NAN, 0.5, 0.25), "50.00%, after batch 2"), ((0.5, NAN), "50.00%, after batch 1"), ((NAN, NAN), None)],
+)
+def test_the_table_at_the_end_has_the_best_number(
+    values: tuple[float, ...], told: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None)
+    history: Any = SimpleNamespace(series=lambda name: (list(range(1, len(values) + 1)), list(values)))
+    stopwatch: Any = SimpleNamespace(seconds=1.0, training_seconds=1.0, batches=3, batches_per_second=3.0)
+    print_results(setup, make_state(), history, stopwatch, {"seeds": 1, "threads": 1}, None)
+    out = capsys.readouterr().out
+    assert told in out if told is not None else "best validation" not in out
