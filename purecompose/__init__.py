@@ -63,6 +63,7 @@ from purecompose.passes import (
 from purecompose.population import population, stack_states, unstack_states
 from purecompose.predicate import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
 from purecompose.random.modules import UnkeyedRandomError, checkpoint
+from purecompose.recipes import recipe
 from purecompose.saving import (
     CheckpointError,
     Checkpoints,
@@ -80,7 +81,7 @@ from purecompose.state import State
 from purecompose.stopping import EarlyStopping, Threshold
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.trace import Trace, traced
-from purecompose.weights import to_module, with_weights
+from purecompose.weights import to_module, with_statistics, with_weights
 
 
 __all__ = [
@@ -154,6 +155,7 @@ __all__ = [
     "predict",
     "predict_events",
     "random",
+    "recipe",
     "runs",
     "save",
     "save_weights",
@@ -174,6 +176,7 @@ __all__ = [
     "unstack_states",
     "update",
     "warn_if_multiple_loss_interpolation",
+    "with_statistics",
     "with_weights",
 ]
 

@@ -42,6 +42,7 @@ class Trait(enum.Enum):
     SECOND_ORDER = "needs gradients of gradients"
     REPLACES_LAYERS = "finds layers by their types and puts others in their place: comes before what splits layers"
     SHORTENS_SEQUENCES = "cuts sequences to a length: comes after what writes them into rows"
+    MEASURES_MICROBATCHES = "measures microbatches: what it remembers and reports depends on how a batch is cut"
     REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
 
 

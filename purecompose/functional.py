@@ -60,17 +60,38 @@ and what else methods on the model consist of:
     factorize_conv2d(inputs, first, second) -> the same for a convolution
     factorizing_could_speedup(module, latent) -> bool
 
+On gradients, weights and time, each by parameter names where it takes several tensors:
+
+    clip_by_norm(grads, threshold) -> grads
+    clip_by_value(grads, threshold) -> grads
+    clip_adaptively(grads, params, threshold) -> grads
+    clip_per_example(grads, max_norm) -> mean of clipped gradients
+    norms_per_example(grads) -> the norm of each example's gradient
+    perturb_params(params, grads, rho) -> params
+    pull_back(slow, fast, alpha) -> weights
+    compute_ema(averages, weights, smoothing) -> averages
+    add_to_mean(means, weights, num) -> means
+    schedule_free_step(base, averages, moved, beta, share) -> (base, averages, weights)
+    estimate_noise(small, big, small_size, big_size) -> (squared norm of the gradient, trace of its covariance)
+    critical_batch_size(squared_norm, trace) -> examples
+    layers_of(module) -> the parameters of each layer
+    frozen_share(elapsed) -> the share of layers that is frozen
+    frozen_layers(module, elapsed) -> the names of frozen parameters
+    warmup_batch_size(elapsed, size) -> examples
+
 The algorithms are made of these, the drawing ones with the key `state.rng(name)`. `select_using_loss` and
 `should_selective_backprop` say for a loop of one's own what selective backprop's `apply` and `match` say inside a step.
 """
 
 from purecompose.algorithms.alibi import alibi_bias, alibi_rules, alibi_slopes
 from purecompose.algorithms.augmix import augmix_batch, augmix_transform
+from purecompose.algorithms.batch_size_warmup import warmup_batch_size
 from purecompose.algorithms.blurpool import blur_2d, blurmax_pool2d, blurpool_rules
 from purecompose.algorithms.channels_last import to_channels_last
 from purecompose.algorithms.colout import colout_batch, colout_transform
 from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
 from purecompose.algorithms.cutout import cutout_batch, cutout_transform
+from purecompose.algorithms.ema import compute_ema
 from purecompose.algorithms.factorize import (
     factorize_conv2d,
     factorize_matrix,
@@ -79,14 +100,21 @@ from purecompose.algorithms.factorize import (
 )
 from purecompose.algorithms.gated_linear_units import gated_linear_units_rules
 from purecompose.algorithms.ghost_batchnorm import ghost_batchnorm_rules
+from purecompose.algorithms.gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
+from purecompose.algorithms.gradient_noise_scale import critical_batch_size, estimate_noise
 from purecompose.algorithms.gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms.label_smoothing import smooth_labels
+from purecompose.algorithms.layer_freezing import frozen_layers, frozen_share, layers_of
+from purecompose.algorithms.lookahead import pull_back
 from purecompose.algorithms.low_precision_groupnorm import low_precision_groupnorm_rules
 from purecompose.algorithms.low_precision_layernorm import low_precision_layernorm_rules
 from purecompose.algorithms.mixup import mixup_batch
 from purecompose.algorithms.no_op_model import no_op_model_rules
+from purecompose.algorithms.per_example_clipping import clip_per_example, norms_per_example
 from purecompose.algorithms.progressive_resizing import progressive_scale, resize_batch
 from purecompose.algorithms.randaugment import randaugment_batch, randaugment_transform
+from purecompose.algorithms.sam import perturb_params
+from purecompose.algorithms.schedule_free import schedule_free_step
 from purecompose.algorithms.selective_backprop import (
     choose_by_loss,
     select_using_loss,
@@ -95,6 +123,7 @@ from purecompose.algorithms.selective_backprop import (
 from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length, warmup_length
 from purecompose.algorithms.squeeze_excite import squeeze_excite_rules
 from purecompose.algorithms.stochastic_depth import stochastic_depth_rates, stochastic_depth_rules
+from purecompose.algorithms.swa import add_to_mean
 from purecompose.algorithms.weight_standardization import (
     standardized,
     weight_standardization_rules,
@@ -103,6 +132,7 @@ from purecompose.algorithms.weight_standardization import (
 
 
 __all__ = [
+    "add_to_mean",
     "alibi_bias",
     "alibi_rules",
     "alibi_slopes",
@@ -112,29 +142,43 @@ __all__ = [
     "blurmax_pool2d",
     "blurpool_rules",
     "choose_by_loss",
+    "clip_adaptively",
+    "clip_by_norm",
+    "clip_by_value",
+    "clip_per_example",
     "colout_batch",
     "colout_transform",
+    "compute_ema",
+    "critical_batch_size",
     "cutmix_batch",
     "cutmix_box",
     "cutout_batch",
     "cutout_transform",
+    "estimate_noise",
     "factorize_conv2d",
     "factorize_matrix",
     "factorize_rules",
     "factorizing_could_speedup",
+    "frozen_layers",
+    "frozen_share",
     "gated_linear_units_rules",
     "ghost_batchnorm_rules",
     "gyro_drop",
     "gyro_dropout_mask",
     "gyro_dropout_period",
+    "layers_of",
     "low_precision_groupnorm_rules",
     "low_precision_layernorm_rules",
     "mixup_batch",
     "no_op_model_rules",
+    "norms_per_example",
+    "perturb_params",
     "progressive_scale",
+    "pull_back",
     "randaugment_batch",
     "randaugment_transform",
     "resize_batch",
+    "schedule_free_step",
     "select_using_loss",
     "set_batch_sequence_length",
     "should_selective_backprop",
@@ -144,6 +188,7 @@ __all__ = [
     "stochastic_depth_rates",
     "stochastic_depth_rules",
     "to_channels_last",
+    "warmup_batch_size",
     "warmup_length",
     "weight_standardization_rules",
     "weight_standardization_undo_rules",

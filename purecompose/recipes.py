@@ -24,7 +24,7 @@ __all__ = ["RECIPES", "recipe"]
 
 _MILD = (
     'blurpool, channels_last, ema(half_life="100ba", update_interval="20ba"), '
-    'progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4), '
+    "progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4), "
     "label_smoothing(0.1)"
 )
 _HOT = (

@@ -23,8 +23,8 @@ from purecompose.loop import loop_events
 from purecompose.predicate import on
 from purecompose.random.modules import UnkeyedRandomError
 from purecompose.state import State
-from purecompose.weights import to_module
 from purecompose.time import RunLength, Timestamp
+from purecompose.weights import to_module
 
 
 class Net(nn.Module):

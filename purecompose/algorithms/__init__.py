@@ -8,29 +8,42 @@ from collections.abc import Callable
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms.alibi import alibi
 from purecompose.algorithms.augmix import augmix
+from purecompose.algorithms.batch_size_warmup import batch_size_warmup
 from purecompose.algorithms.blurpool import blurpool
 from purecompose.algorithms.channels_last import channels_last
 from purecompose.algorithms.colout import colout
 from purecompose.algorithms.cutmix import cutmix
 from purecompose.algorithms.cutout import cutout
+from purecompose.algorithms.ema import ema
 from purecompose.algorithms.factorize import factorize
 from purecompose.algorithms.fused_layernorm import fused_layernorm
 from purecompose.algorithms.gated_linear_units import gated_linear_units
 from purecompose.algorithms.ghost_batchnorm import ghost_batchnorm
+from purecompose.algorithms.gradient_accumulation import gradient_accumulation
+from purecompose.algorithms.gradient_clipping import gradient_clipping
+from purecompose.algorithms.gradient_noise_scale import gradient_noise_scale
 from purecompose.algorithms.gradient_norm import gradient_norm
 from purecompose.algorithms.gyro_dropout import gyro_dropout
 from purecompose.algorithms.label_smoothing import label_smoothing
+from purecompose.algorithms.layer_freezing import layer_freezing
+from purecompose.algorithms.lookahead import lookahead
 from purecompose.algorithms.loss_scaling import loss_scaling
 from purecompose.algorithms.low_precision_groupnorm import low_precision_groupnorm
 from purecompose.algorithms.low_precision_layernorm import low_precision_layernorm
 from purecompose.algorithms.mixup import mixup
 from purecompose.algorithms.no_op_model import no_op_model
+from purecompose.algorithms.per_example_clipping import per_example_clipping
 from purecompose.algorithms.progressive_resizing import progressive_resizing
 from purecompose.algorithms.randaugment import randaugment
+from purecompose.algorithms.sam import sam
+from purecompose.algorithms.scale_schedule import scale_schedule
+from purecompose.algorithms.schedule_free import schedule_free
 from purecompose.algorithms.selective_backprop import selective_backprop
 from purecompose.algorithms.seq_length_warmup import seq_length_warmup
+from purecompose.algorithms.skip_nonfinite import skip_nonfinite
 from purecompose.algorithms.squeeze_excite import squeeze_excite
 from purecompose.algorithms.stochastic_depth import stochastic_depth
+from purecompose.algorithms.swa import swa
 from purecompose.algorithms.training_metrics import training_metrics
 from purecompose.algorithms.weight_standardization import weight_standardization
 
@@ -39,29 +52,42 @@ __all__ = [
     "FACTORIES",
     "alibi",
     "augmix",
+    "batch_size_warmup",
     "blurpool",
     "channels_last",
     "colout",
     "cutmix",
     "cutout",
+    "ema",
     "factorize",
     "fused_layernorm",
     "gated_linear_units",
     "ghost_batchnorm",
+    "gradient_accumulation",
+    "gradient_clipping",
+    "gradient_noise_scale",
     "gradient_norm",
     "gyro_dropout",
     "label_smoothing",
+    "layer_freezing",
+    "lookahead",
     "loss_scaling",
     "low_precision_groupnorm",
     "low_precision_layernorm",
     "mixup",
     "no_op_model",
+    "per_example_clipping",
     "progressive_resizing",
     "randaugment",
+    "sam",
+    "scale_schedule",
+    "schedule_free",
     "selective_backprop",
     "seq_length_warmup",
+    "skip_nonfinite",
     "squeeze_excite",
     "stochastic_depth",
+    "swa",
     "training_metrics",
     "weight_standardization",
 ]
@@ -69,29 +95,40 @@ __all__ = [
 FACTORIES: dict[str, Callable[..., Algorithm]] = {
     "alibi": alibi,
     "augmix": augmix,
+    "batch_size_warmup": batch_size_warmup,
     "blurpool": blurpool,
     "channels_last": channels_last,
     "colout": colout,
     "cutmix": cutmix,
     "cutout": cutout,
+    "ema": ema,
     "factorize": factorize,
     "fused_layernorm": fused_layernorm,
     "gated_linear_units": gated_linear_units,
     "ghost_batchnorm": ghost_batchnorm,
+    "gradient_accumulation": gradient_accumulation,
+    "gradient_clipping": gradient_clipping,
+    "gradient_noise_scale": gradient_noise_scale,
     "gradient_norm": gradient_norm,
     "gyro_dropout": gyro_dropout,
     "label_smoothing": label_smoothing,
+    "layer_freezing": layer_freezing,
+    "lookahead": lookahead,
     "loss_scaling": loss_scaling,
     "low_precision_groupnorm": low_precision_groupnorm,
     "low_precision_layernorm": low_precision_layernorm,
     "mixup": mixup,
     "no_op_model": no_op_model,
+    "per_example_clipping": per_example_clipping,
     "progressive_resizing": progressive_resizing,
     "randaugment": randaugment,
+    "sam": sam,
     "selective_backprop": selective_backprop,
     "seq_length_warmup": seq_length_warmup,
+    "skip_nonfinite": skip_nonfinite,
     "squeeze_excite": squeeze_excite,
     "stochastic_depth": stochastic_depth,
+    "swa": swa,
     "training_metrics": training_metrics,
     "weight_standardization": weight_standardization,
 }

@@ -175,7 +175,8 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
         name,
         on(Event.INIT, Event.BATCH_START, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH),
         apply,
-        runs_before=(Trait.CLIPS_GRADIENTS, "sam"),
+        traits=frozenset({Trait.MEASURES_MICROBATCHES}),
+        runs_before=(Trait.CLIPS_GRADIENTS, Trait.RENEWS_GRADIENTS),
         config={"decay": decay},
     )
 

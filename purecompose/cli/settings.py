@@ -71,12 +71,12 @@ SETTINGS = {
             "names with or without arguments, separated by commas, or none "
             "(mixup,label_smoothing,selective_backprop; none for text)",
         ),
-        Setting("optimizer", str, "CALL", "sgd, adam or adamw: sgd(lr=0.1, momentum=0.9) (by the data)"),
+        Setting("optimizer", str, "CALL", "sgd, adam, adamw, lion, ...: sgd(lr=0.1, momentum=0.9) (by the data)"),
         Setting(
             "schedule",
             str,
             "CALL",
-            "of the learning rate: cosine, linear or constant: cosine(warmup=0.1dur) (by the data)",
+            "of the learning rate: cosine, linear, step, ...: cosine(warmup=0.1dur) (by the data)",
         ),
         Setting("duration", str, "TIME", "the run's length: 20ep, 500ba, 10000sp, or of a text 1e6tok (by the data)"),
         Setting("batch_size", int, "N", "examples in a batch (by the data)"),

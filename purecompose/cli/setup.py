@@ -38,11 +38,25 @@ __all__ = [
     "reported_as",
 ]
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {"adam": optim.adam, "adamw": optim.adamw, "sgd": optim.sgd}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adafactor": optim.adafactor,
+    "adam": optim.adam,
+    "adamw": optim.adamw,
+    "decoupled_adamw": optim.decoupled_adamw,
+    "decoupled_sgdw": optim.decoupled_sgdw,
+    "lion": optim.lion,
+    "rmsprop": optim.rmsprop,
+    "sgd": optim.sgd,
+}
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "constant": schedule.constant,
     "cosine": schedule.cosine,
+    "cosine_warm_restarts": schedule.cosine_warm_restarts,
+    "exponential": schedule.exponential,
     "linear": schedule.linear,
+    "multi_step": schedule.multi_step,
+    "polynomial": schedule.polynomial,
+    "step": schedule.step,
 }
 
 

@@ -19,8 +19,8 @@ from purecompose.loop import loop_events
 from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
 from purecompose.state import State
-from purecompose.weights import to_module
 from purecompose.targets import Mixture
+from purecompose.weights import to_module
 
 
 def image_state(net: nn.Module | None = None, **settings: Any) -> State:

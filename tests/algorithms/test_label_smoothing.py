@@ -13,8 +13,8 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import hparam, linear
-from purecompose.weights import to_module
 from purecompose.targets import Mixture
+from purecompose.weights import to_module
 
 
 SMOOTHINGS = [0.0, 0.1, 0.5, 0.9, 1.0]

@@ -16,8 +16,8 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
-from purecompose.weights import to_module
 from purecompose.targets import Mixture
+from purecompose.weights import to_module
 
 
 SHAPES = st.tuples(st.integers(2, 9), st.integers(1, 4)) | st.tuples(st.integers(2, 9), *[st.integers(1, 3)] * 3)

@@ -24,8 +24,8 @@ from purecompose.event import Event
 from purecompose.loop import loop_events
 from purecompose.passes import DEFAULT_PASSES
 from purecompose.predicate import NEVER, on
-from purecompose.weights import to_module
 from purecompose.targets import Mixture
+from purecompose.weights import to_module
 
 
 def always(**settings: Any) -> Algorithm:

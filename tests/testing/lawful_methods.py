@@ -18,8 +18,8 @@ from purecompose.model import from_module
 from purecompose.predicate import after, before, every, on
 from purecompose.schedule import hparam
 from purecompose.state import State
-from purecompose.weights import to_module
 from purecompose.targets import Mixture
+from purecompose.weights import to_module
 
 
 __all__ = ["LAWFUL"]

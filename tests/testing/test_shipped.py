@@ -23,6 +23,11 @@ NO_MIXING = (TypeError, r"the inputs are int64\[4, 5\], as token ids are")
 REFUSALS = {("mixup", "tokens"): NO_MIXING, ("mixup", "bf16_tokens"): NO_MIXING}
 NO_SEQUENCES = (TypeError, r"expected sequences, token ids as integers .* got float32\[4, ")
 REFUSALS |= {("seq_length_warmup", name): NO_SEQUENCES for name in TASKS if not name.endswith("tokens")}
+REFUSALS |= {
+    ("per_example_clipping", name): (ValueError, r"statistics of the whole batch: 1 \(BatchNorm2d\)")
+    for name in TASKS
+    if name.endswith("images")
+}
 NO_LAYERS = (UserWarning, r"(\w+ changed nothing|\w+ has no effect): it looked for |under precision='fp32'")
 NO_IMAGES = (TypeError, r"expected images, one tensor \(N, C, H, W\), got (float32|int64)\[4, ")
 

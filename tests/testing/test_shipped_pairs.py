@@ -1,4 +1,4 @@
-"""Every two shipped methods in one step: they train together, from the same state to the same bits, and go on exactly."""
+"""Every two shipped methods in one step: they train together, twice to the same bits, and go on exactly."""
 
 import itertools
 import warnings
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from purecompose import State, Step, compose, loop_events, tree
-from purecompose.testing import SHIPPED, Subject, TASKS
+from purecompose.testing import SHIPPED, TASKS, Subject
 from purecompose.testing.shipped.row import Row
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches, random
+from purecompose._functorch import is_transforming
 from purecompose.algorithm import Algorithm
 from purecompose.compose import Step
 from purecompose.event import Event
@@ -168,6 +169,8 @@ class _Witnesses:
 
         def around(event: Event, state: State, act: Act) -> State:
             after = act(state)
+            if is_transforming():  # a method takes gradients of its own, in which nothing can be read
+                return after
             slot, first = after.slots[name], int(state.first_example or 0)
             found = self.seen.setdefault((event, name), {})
             found |= {"for the batch": slot["draws"], f"for example {first}": slot["example_draw"]}

@@ -203,8 +203,8 @@ class _Losses:
 
     def _noting(self, where: str) -> Op:
         def look(state: State) -> State:
-            if state.loss is not None:
-                self.seen.setdefault(where, float(state.loss.detach()))  # once: a second gradient is none of the step's
+            if state.loss is not None and where not in self.seen:  # once: a second gradient is none of the step's
+                self.seen[where] = float(state.loss.detach())
             return state
 
         return look

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches, loop, losses, tree
+from purecompose.algorithm import Trait
 from purecompose.folding import has_mean
 from purecompose.state import State
 from purecompose.testing.case import Case
@@ -60,7 +61,9 @@ def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> boo
     for batch in case.batches(dtype):
         expected = whole.fold(state, batch)
         found = attempted(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
-        _compare_slices(expected, found, subject.name, labels, with_metrics=_weighs_examples(expected, num))
+        measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
+        own = "" if measures else subject.name
+        _compare_slices(expected, found, own, labels, with_metrics=not measures and _weighs_examples(expected, num))
         state = whole.finish(expected)
     return watched.acted
 
