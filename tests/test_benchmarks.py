@@ -82,6 +82,11 @@ def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
     assert all(0 < row["hollow us"] < row["whole us"] and row["graphs alone us"] > 0 for row in rows)
 
 
+def test_layer_freezing_compares_frozen_steps_with_plain_ones(run: Run) -> None:
+    (row,) = run("layer_freezing")
+    assert row["layers frozen"] == "9 of 19" and row["eager ratio"] > 0 and row["compiled ratio"] > 0
+
+
 def test_surgery_tells_time_and_memory(run: Run) -> None:
     (row,) = run("surgery", "--blocks", "2")
     assert row["seconds"] > 0
