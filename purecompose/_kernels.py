@@ -18,11 +18,15 @@ __all__ = ["kernels"]
 _AS_IT_IS = nullcontext()
 
 
-def kernels(params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
-    """A scope in which what torch's kernels cannot do, under transforms and traced, is done in another way."""
+def kernels(
+    params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, has_group_norms: bool
+) -> AbstractContextManager[Any]:
+    """A scope in which what torch's kernels cannot do, under transforms, traced and plain, is done in another way."""
     if is_transforming():
         return _transformed(narrow, device)
-    return _OneExample() if params and is_fake(next(iter(params.values()))) else _AS_IT_IS
+    if params and is_fake(next(iter(params.values()))):
+        return _OneExample()
+    return _GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else _AS_IT_IS
 
 
 @contextmanager
@@ -77,6 +81,19 @@ def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by
         if tensor is not None:
             normed = op(normed, tensor.view(shape) if is_by_channel else tensor)
     return normed
+
+
+class _GroupNormOfData(TorchFunctionMode):
+    """Group normalisation of what has no gradient, an image or what frozen layers give, in the usual memory format.
+
+    With channels last torch's backward pass writes such a gradient all the same, to where there is no memory, and the
+    process ends (torch 2.13, CPU).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and not args[0].requires_grad:
+            args = (args[0].contiguous(), *args[1:])
+        return func(*args, **kwargs or {})
 
 
 class _OneExample(TorchFunctionMode):

@@ -81,7 +81,8 @@ def call_model(
         # torch's group_norm is not written for other memory formats under vmap.
         params = {name: _contiguous(param) for name, param in params.items()}
         inputs = batches.map_tensors(_contiguous, inputs)
-    with arithmetic(precision, device), _autocast(narrow, device.type), kernels(params, narrow, device.type):
+    scope = kernels(params, narrow, device.type, has_group_norms=skeleton.has_group_norms)
+    with arithmetic(precision, device), _autocast(narrow, device.type), scope:
         looking = _LOOKING.get()
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)

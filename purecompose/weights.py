@@ -200,7 +200,7 @@ def with_batch(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], num: 
 
 def _of(num: Tensor, averaged: Tensor, live: Tensor) -> Tensor:
     # In a population there is a number for each member.
-    is_there = (num > 0).view(*num.shape, *[1] * (live.ndim - num.ndim))
+    is_there = (num > 0).view((*num.shape, *[1] * (live.ndim - num.ndim)))
     return torch.where(is_there, averaged.to(live.dtype), live)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, tree
+from purecompose import State, compose, loop_events, losses, optim, tree
 from purecompose.algorithms import channels_last, no_op_model, squeeze_excite
 from purecompose.functional import to_channels_last
 from purecompose.saving import load, save
@@ -137,3 +137,16 @@ def test_a_single_example_is_traced_through_group_norm():
     step = compose(loop_events, [channels_last()], microbatches=2)
     state = step.init(state)
     assert_close(pc.compile(step, backend="eager", quiet=True)(state, batch).params, step(state, batch).params)
+
+
+def test_group_norms_behind_frozen_layers_and_of_images_have_gradients() -> None:
+    """Torch's own backward pass ends the process there."""
+    frozen = [nn.Conv2d(2, 4, 3).requires_grad_(False), nn.GroupNorm(1, 4)]
+    for first in (frozen, [nn.GroupNorm(1, 2), nn.Conv2d(2, 4, 3)]):
+        net = nn.Sequential(*first, nn.Flatten(), nn.Linear(64, 3))
+        step = compose(loop_events, [channels_last()])
+        state = step.init(State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1)))
+        images = torch.randn(3, 2, 6, 6).to(memory_format=torch.channels_last)
+        after = step(state, (images, torch.tensor([0, 1, 2])))
+        plain = compose(loop_events)(state, (images.contiguous(), torch.tensor([0, 1, 2])))
+        torch.testing.assert_close(after.params, plain.params)

@@ -13,6 +13,9 @@ from purecompose.testing.shipped.row import Row
 
 NUM_STEPS = 20
 
+# One pair in so many is among the quick tests.
+QUICK = 8
+
 # On which task a pair is tried: the first that both accept.
 ORDER = ("images", "tokens", "vectors", "bf16_images", "bf16_tokens")
 
@@ -23,8 +26,10 @@ def common_task(first: Row, second: Row) -> str | None:
 
 ROWS = [row for row in SHIPPED.values() if not row.is_alone]
 PAIRS = [
-    pytest.param(first, second, task, id=f"{first.name}, {second.name}")
-    for first, second in itertools.combinations(ROWS, 2)
+    pytest.param(
+        first, second, task, id=f"{first.name}, {second.name}", marks=[] if number % QUICK == 0 else pytest.mark.slow
+    )
+    for number, (first, second) in enumerate(itertools.combinations(ROWS, 2))
     if (task := common_task(first, second)) is not None
 ]
 
