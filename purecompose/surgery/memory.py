@@ -9,6 +9,7 @@ from torch import Tensor
 
 from purecompose._warnings import warn
 from purecompose.optim.base import ByGroup, cells
+from purecompose.optim.by_pattern import ByPattern, by_pattern
 
 
 __all__ = ["carried", "fitted", "without_groups"]
@@ -105,6 +106,10 @@ def without_groups(optimizer: Any, patterns: Collection[str] | None = None) -> A
     if isinstance(optimizer, ByGroup):
         rest = () if patterns is None else tuple(group for group in optimizer.groups if group[0] not in patterns)
         return dataclasses.replace(optimizer, groups=rest)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if isinstance(optimizer, ByPattern):
+        kept = {} if patterns is None else {one: own for one, own in optimizer.groups if one not in patterns}
+        own = {pattern: without_groups(part, patterns) for pattern, part in kept.items()}
+        return by_pattern(own, without_groups(optimizer.rest, patterns))
     if not dataclasses.is_dataclass(optimizer) or not hasattr(optimizer, "inner"):
         return optimizer
     wrapper: Any = optimizer
