@@ -61,7 +61,7 @@ def test_bash_completes_values(completed) -> None:
     assert completed("train", "--model", "") == set(MODELS)
     assert completed("train", "--quiet", "--model", "resnet2") == {"resnet20"}
     assert completed("plan", "--optimizer", "a") == {"adafactor", "adam", "adamw"}
-    assert completed("train", "--schedule", "cos") == {"cosine"}
+    assert completed("train", "--schedule", "cos") == {"cosine", "cosine_warm_restarts"}
     assert completed("train", "--precision", "b") == {"bf16"}
     assert completed("plot", "a", "--x", "e") == {"epoch"}
     assert completed("algorithms", "mix") == {name for name in FACTORIES if name.startswith("mix")}
