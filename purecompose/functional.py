@@ -77,7 +77,7 @@ On gradients, weights and time, each by parameter names where it takes several t
     layers_of(module) -> the parameters of each layer
     frozen_share(elapsed) -> the share of layers that is frozen
     frozen_layers(module, elapsed) -> the names of frozen parameters
-    warmup_batch_size(elapsed, size) -> examples
+    warmup_batch_size(elapsed, batch_size) -> examples
 
 The algorithms are made of these, the drawing ones with the key `state.rng(name)`. `select_using_loss` and
 `should_selective_backprop` say for a loop of one's own what selective backprop's `apply` and `match` say inside a step.

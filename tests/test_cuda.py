@@ -57,7 +57,10 @@ class _Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {tensor.device.type for tensor in batches.tensors([*args, kwargs])}
+        read = batches.tensors([*args, kwargs])
+        if torch.Tag.pointwise in func.tags:  # such kernels get the numbers of the host by value
+            read = [tensor for tensor in read if tensor.dim() or tensor.is_meta]
+        given = {tensor.device.type for tensor in read}
         is_sent = func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking") and given == {"cpu"}
         try:
             result = func(*args, **kwargs)

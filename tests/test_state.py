@@ -307,6 +307,13 @@ def test_frozen_names_decide_what_is_trainable():
     assert set(state.context.trainable) - set(after.context.trainable) == {"head.bias"}
 
 
+def test_frozen_names_may_come_in_any_collection_but_not_as_one_string():
+    state = start()
+    assert state.replace(frozen=["head.bias"]).context == state.replace(frozen=frozenset({"head.bias"})).context
+    with pytest.raises(TypeError, match="frozen: expected names of parameters"):
+        state.replace(frozen="head.bias")
+
+
 # A pytree
 
 
