@@ -7,6 +7,7 @@ Should it change, `torch.compile` of the same graph takes its place.
 """
 
 import contextlib
+import copy
 import functools
 import importlib
 import os
@@ -108,8 +109,40 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
 
 
 def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> Compiled:
+    graph, late = _without_lost_copies(graph)
     fn: Any = torch.compile(graph, backend=backend, mode=mode, fullgraph=True, dynamic=False)
-    return torch.no_grad()(lambda args: fn(*args))
+
+    @torch.no_grad()
+    def call(args: list[Tensor]) -> Sequence[Tensor]:
+        targets = [args[place] for place in late]
+        results = fn(*args)
+        end = len(results) - len(late)
+        for target, value in zip(targets, results[end:], strict=True):
+            target.copy_(value)
+        return results[:end]
+
+    return call if late else torch.no_grad()(lambda args: fn(*args))
+
+
+def _without_lost_copies(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[int]]:
+    """A graph that gives out, at its end, what it copied into 0-d float64 inputs, and the places of those inputs.
+
+    `torch.compile` takes such a tensor of the host for a number, and drops what is written into it.
+    """
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    lost = [node for node in copies if (to := node.args[0].meta["val"]).dim() == 0 and to.dtype == torch.float64]
+    if not lost:
+        return graph, []
+    copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    nodes = {node.name: node for node in copied.graph.nodes}
+    places = [node.name for node in _placeholders(graph)]
+    (output,) = copied.graph.find_nodes(op="output")
+    values = [nodes[node.args[1].name] for node in lost]
+    output.args = ([*output.args[0], *values],)
+    for node in lost:
+        copied.graph.erase_node(nodes[node.name])
+    copied.recompile()
+    return copied, [places.index(node.args[0].name) for node in lost]
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:

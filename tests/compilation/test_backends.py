@@ -59,6 +59,28 @@ def test_a_backend_of_torch_agrees() -> None:
     assert_runs_agree(step, fast, step.init(make_state()), make_batches(4))
 
 
+def counting() -> Algorithm:
+    """Sums of the losses in both precisions, the finer one twice."""
+
+    def apply(event: Event, state: State) -> State:
+        dtypes = {"half": torch.float32, "full": torch.float64}
+        if event is Event.INIT:
+            slot = {name: torch.zeros((), dtype=dtype) for name, dtype in dtypes.items()}
+            return state.replace(slots={"counting": {**slot, "last": slot["full"]}})
+        assert state.loss is not None
+        slot = {name: value + state.loss.detach().to(value) for name, value in state.slots["counting"].items()}
+        return state.replace(slots={"counting": {**slot, "last": slot["full"]}})
+
+    return Algorithm("counting", on(Event.INIT, Event.BATCH_END), apply)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_numbers_in_double_precision_last_through_torch_compile(donate: bool) -> None:
+    step = compose(loop_events, [counting()])
+    fast = compiled(step, backend="aot_eager", donate=donate)
+    assert_runs_agree(step, fast, step.init(make_state()), make_batches(4))
+
+
 # Ctrl-C
 
 
