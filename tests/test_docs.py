@@ -24,7 +24,7 @@ CARD_HEADS = [
 ]
 CARDS = {page.stem: page for page in (ROOT / "docs" / "algorithms").glob("*.md")}
 # One is a function of the state, and one wants another optimizer than the laws' tasks have.
-METHODS = {**FACTORIES, "scale_schedule": pc.algorithms.scale_schedule, "schedule_free": pc.algorithms.schedule_free}
+METHODS = {**FACTORIES, "scale_schedule": pc.algorithms.scale_schedule}
 
 
 def run_page(name: str) -> dict[str, Any]:

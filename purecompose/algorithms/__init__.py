@@ -123,6 +123,7 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
     "progressive_resizing": progressive_resizing,
     "randaugment": randaugment,
     "sam": sam,
+    "schedule_free": schedule_free,
     "selective_backprop": selective_backprop,
     "seq_length_warmup": seq_length_warmup,
     "skip_nonfinite": skip_nonfinite,

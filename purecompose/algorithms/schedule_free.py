@@ -4,10 +4,10 @@
     z <- z + (what the optimizer adds to y)
     x <- x + c (z - x),   c = w / (sum of w so far),   w = (greatest learning rate so far)^2
 
-x is what has been learned: a running mean of z, and what evaluation sees. The optimizer is the step's own, without
-momentum, which is beta's part: `sgd(lr)`, or `adamw(lr, betas=(0.0, 0.999))`. Its weight decay is taken at y. Its rate
-may warm up, and should not fall. The learning rate of w is the optimizer's own, not its groups'; where it has none, x
-is the plain mean.
+x is what has been learned: a running mean of z, and what evaluation sees. The optimizer is the step's own. It wants no
+momentum, whose part beta plays: `sgd(lr)`, or `adamw(lr, betas=(0.0, 0.999))`; with momentum there is a warning, and
+both act. Its weight decay is taken at y. Its rate may warm up, and should not fall. The learning rate of w is the
+optimizer's own, not its groups'; where it has none, x is the plain mean.
 
 The slot holds z, and x as `Averages`. Evaluation and prediction with `step=` look at x, as `fit` does;
 `to_module(state, weights="schedule_free")` and `with_weights` give it to others. Statistics of BatchNorm are those of
@@ -26,6 +26,7 @@ References:
     Scheduled. NeurIPS 2024. https://arxiv.org/abs/2405.15682
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -105,7 +106,10 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
         name: Names its slot, and the weights for `to_module`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: an optimizer with momentum.
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Warns:
+        UserWarning: At INIT: the optimizer has momentum.
 
     Example:
         >>> schedule_free(0.95)
@@ -115,7 +119,7 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            _check_momentum(name, state.optimizer)
+            _warn_of_momentum(name, state.optimizer)
             return state.replace(slots={**state.slots, name: _fresh(state)})
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
@@ -157,15 +161,17 @@ def _rate(state: State) -> Any:
     return state.scalar(getattr(parts(state.optimizer)[0], "lr", 1.0))
 
 
-def _check_momentum(name: str, optimizer: Any) -> None:
-    """Raises a `ValueError` for an optimizer with momentum, be it in one of its groups."""
+def _warn_of_momentum(name: str, optimizer: Any) -> None:
+    """Warns of an optimizer with momentum, be it in one of its groups."""
     for part in parts(optimizer):
         settings: list[tuple[str, Any]] = [(option, getattr(part, option, None)) for option in ("momentum", "betas")]
         settings += [setting for _, options in getattr(part, "groups", ()) for setting in options]
         for option, value in settings:
             momentum = value[0] if option == "betas" and value else value
             if option in ("momentum", "betas") and momentum not in (None, 0):
-                raise ValueError(
-                    f"{name}: expected an optimizer without momentum, whose part beta plays, got {optimizer!r}; give "
-                    "sgd(lr) or adamw(lr, betas=(0.0, 0.999))"
+                warnings.warn(
+                    f"{name}: beta plays the part of momentum, and {optimizer!r} has some of its own: it comes on top. "
+                    "Commonly it has none: sgd(lr), or adamw(lr, betas=(0.0, 0.999))",
+                    stacklevel=2,
                 )
+                return
