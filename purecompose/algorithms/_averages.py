@@ -1,18 +1,17 @@
-"""What methods that average weights have in common: means, times at which they are taken, and learning rates."""
+"""What methods that average weights have in common: means, and times at which they are taken."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from purecompose.intervals import checked_interval
-from purecompose.schedule import Scalar, Schedule
+from purecompose.schedule import Schedule
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 
 
-__all__ = ["Measure", "as_scalar", "between", "checked_every", "gone", "measure", "parts", "point", "with_rate"]
+__all__ = ["Measure", "as_scalar", "between", "checked_every", "gone", "measure", "point"]
 
 _COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
 
@@ -129,45 +128,3 @@ class _Counted:
 
     def __call__(self, timestamp: Timestamp) -> float:
         return float(_counted(timestamp, self.time)[self.index])
-
-
-# Learning rates
-
-
-def parts(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers that move weights: one that holds another in `inner`, or several in `groups` and `rest`, is none.
-
-    The first is that of whatever no pattern names.
-    """
-    if hasattr(optimizer, "inner"):
-        return parts(optimizer.inner)
-    if not hasattr(optimizer, "rest"):
-        return (optimizer,)
-    return (*parts(optimizer.rest), *[part for _, own in optimizer.groups for part in parts(own)])
-
-
-def with_rate(optimizer: Any, change: Callable[[Scalar], Scalar], name: str) -> Any:
-    """An optimizer with other learning rates, its own and those of its groups.
-
-    Args:
-        optimizer: A frozen dataclass with a field `lr`, or with optimizers in its fields; see `parts`.
-        change: Makes a rate of a rate.
-        name: The algorithm's, for errors.
-
-    Raises:
-        ValueError: One of its parts has no `lr`.
-    """
-    if hasattr(optimizer, "inner"):
-        return dataclasses.replace(optimizer, inner=with_rate(optimizer.inner, change, name))
-    if hasattr(optimizer, "rest"):
-        groups = tuple((pattern, with_rate(own, change, name)) for pattern, own in optimizer.groups)
-        return dataclasses.replace(optimizer, groups=groups, rest=with_rate(optimizer.rest, change, name))
-    if not hasattr(optimizer, "lr"):
-        raise ValueError(f"{name}: expected an optimizer with a learning rate, a field lr, got {optimizer!r}")
-    changed: dict[str, Any] = {"lr": change(optimizer.lr)}
-    if getattr(optimizer, "groups", ()):
-        changed["groups"] = tuple(
-            (pattern, tuple((option, change(value) if option == "lr" else value) for option, value in options))
-            for pattern, options in optimizer.groups
-        )
-    return dataclasses.replace(optimizer, **changed)

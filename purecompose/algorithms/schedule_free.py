@@ -35,8 +35,9 @@ from torch import Tensor
 
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import as_scalar, between, parts
+from purecompose.algorithms._averages import as_scalar, between
 from purecompose.event import Event
+from purecompose.optim.nested import leaves, settings_of
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.weights import Averages, wide, with_weights
@@ -158,20 +159,18 @@ def _fresh(state: State) -> ScheduleFree:
 
 def _rate(state: State) -> Any:
     """The learning rate now; 1 where none is to be found."""
-    return state.scalar(getattr(parts(state.optimizer)[0], "lr", 1.0))
+    rate = settings_of(leaves(state.optimizer)[0]).get("lr")
+    return 1.0 if rate is None else state.scalar(rate)
 
 
 def _warn_of_momentum(name: str, optimizer: Any) -> None:
     """Warns of an optimizer with momentum, be it in one of its groups."""
-    for part in parts(optimizer):
-        settings: list[tuple[str, Any]] = [(option, getattr(part, option, None)) for option in ("momentum", "betas")]
-        settings += [setting for _, options in getattr(part, "groups", ()) for setting in options]
-        for option, value in settings:
-            momentum = value[0] if option == "betas" and value else value
-            if option in ("momentum", "betas") and momentum not in (None, 0):
-                warnings.warn(
-                    f"{name}: beta plays the part of momentum, and {optimizer!r} has some of its own: it comes on top. "
-                    "Commonly it has none: sgd(lr), or adamw(lr, betas=(0.0, 0.999))",
-                    stacklevel=2,
-                )
-                return
+    for leaf in leaves(optimizer):
+        given = [settings_of(leaf), *[dict(options) for _, options in getattr(leaf, "groups", ())]]
+        if any(settings.get("momentum") or (settings.get("betas") or (0,))[0] for settings in given):
+            warnings.warn(
+                f"{name}: beta plays the part of momentum, and {optimizer!r} has some of its own: it comes on top. "
+                "Commonly it has none: sgd(lr), or adamw(lr, betas=(0.0, 0.999))",
+                stacklevel=2,
+            )
+            return

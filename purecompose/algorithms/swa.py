@@ -41,9 +41,10 @@ from torch import Tensor
 
 from purecompose._checks import check_number, check_whole
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import between, checked_every, gone, point, with_rate
+from purecompose.algorithms._averages import between, checked_every, gone, point
 from purecompose.algorithms._checks import check_one_of
 from purecompose.event import Event
+from purecompose.optim.nested import map_leaves, settings_of, with_setting
 from purecompose.predicate import after, before, every, on
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.state import State
@@ -125,25 +126,14 @@ def swa(
     if swa_lr is not None:
         swa_lr = check_number(swa_lr, "swa: swa_lr", 0)
 
-    def new_rate(rate: Scalar) -> Scalar:
-        assert swa_lr is not None
-        if collect(rate, Hparam):
-            raise ValueError(
-                f"{name}: swa_lr={swa_lr} takes the place of the learning rate, which is {rate!r}: leave the hparam "
-                "out of the rate, or leave swa_lr out"
-            )
-        annealed = _Annealed(rate, swa_lr, start, anneal_steps * interval, anneal_strategy)
-        if isinstance(rate, Schedule) and annealed.is_like(rate.fn):  # INIT once more
-            return rate
-        return Schedule(annealed, f"{rate!r} (to {swa_lr} by {name})")
-
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
             zero = torch.zeros((), dtype=torch.int64, device=state.device)
             state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero)})
             if swa_lr is None:
                 return state
-            return state.replace(optimizer=with_rate(state.optimizer, new_rate, name))
+            annealed = _Annealed(swa_lr, swa_lr, start, anneal_steps * interval, anneal_strategy)
+            return state.replace(optimizer=_with_rate(state.optimizer, annealed, name))
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
         if event is Event.AFTER_TRAIN_BATCH:
@@ -178,6 +168,27 @@ def _with_statistics(state: State, name: str) -> State:
     buffers = with_batch(averages.buffers, found.of(with_weights(state, name), state.inputs), num_batches)
     new = SwaState(averages._replace(buffers=buffers), num_batches + 1)
     return state.replace(slots={**state.slots, name: new})
+
+
+def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
+    """The optimizer whose learning rates, its groups' as well, go over to another."""
+
+    def new_rate(rate: Scalar) -> Scalar:
+        if collect(rate, Hparam):
+            raise ValueError(
+                f"{name}: swa_lr={annealed.last} takes the place of the learning rate, which is {rate!r}: leave the "
+                "hparam out of the rate, or leave swa_lr out"
+            )
+        if isinstance(rate, Schedule) and annealed.is_like(rate.fn):  # INIT once more
+            return rate
+        return Schedule(dataclasses.replace(annealed, rate=rate), f"{rate!r} (to {annealed.last} by {name})")
+
+    def with_new_rate(leaf: Any) -> Any:
+        if settings_of(leaf).get("lr") is None:
+            raise ValueError(f"{name}: expected an optimizer with a learning rate, a setting lr, got {leaf!r}")
+        return with_setting(leaf, "lr", new_rate)
+
+    return map_leaves(with_new_rate, optimizer)
 
 
 @dataclasses.dataclass(frozen=True)

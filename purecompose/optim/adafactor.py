@@ -10,18 +10,8 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_number, shown
-from purecompose.optim.base import (
-    ByGroup,
-    Groups,
-    OptState,
-    Value,
-    check_real,
-    checked_constant,
-    checked_groups,
-    checked_scalar,
-    read,
-    wide_dtype,
-)
+from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
+from purecompose.optim.checks import Groups, check_real, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, mean_squares, multiply, unbound
 from purecompose.schedule import Scalar

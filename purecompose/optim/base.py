@@ -1,4 +1,4 @@
-"""What the optimizers share: the protocol, parameter groups, and checks of settings.
+"""What the optimizers share: the protocol, and parameter groups.
 
 An optimizer of this room is a `Rule`: it says what it remembers of one parameter (`slots`, `fresh`) and how a
 list of parameters moves (`move`). `ByGroup` makes `init` and `update` of it: it splits the parameters by group,
@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
-import numbers
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -21,27 +19,18 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from purecompose._checks import shown
-from purecompose.schedule import Hparam, Product, Scalar, Schedule, number
+from purecompose.optim.checks import Groups, match_or_raise
+from purecompose.schedule import Scalar, number
 
 
 __all__ = [
     "Cell",
-    "Groups",
     "OptState",
     "Optimizer",
     "Rule",
     "Value",
     "cells",
-    "check_real",
-    "checked_betas",
-    "checked_constant",
-    "checked_groups",
-    "checked_scalar",
     "ByGroup",
-    "factors_of",
-    "known_part",
-    "match_or_raise",
     "read",
     "wide_dtype",
 ]
@@ -50,8 +39,6 @@ __all__ = [
 OptState: TypeAlias = dict[str, dict[str, Tensor]]
 # Reads a setting: plain numbers stay floats, what moves or is learned comes as a 0-d tensor.
 Value: TypeAlias = Callable[[Scalar], float | Tensor]
-# Pattern -> the options it overrides, both as tuples so that optimizers hash.
-Groups: TypeAlias = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 
 
 class Optimizer(Protocol):
@@ -229,126 +216,7 @@ def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None
     return tuple(Cell(own, tuple(found), own.slots) for own, found in members.items())
 
 
-# Checks, made when an optimizer is built.
-
-
-def match_or_raise(pattern: str, names: Iterable[str], where: str) -> None:
-    """Raises a `ValueError` for a pattern that matches none of the parameters' names."""
-    names = list(names)
-    if not any(fnmatchcase(name, pattern) for name in names):
-        known = ", ".join(names[:5]) or "none at all"
-        raise ValueError(
-            f"{where} matches no parameter; the names are {known}{', ...' if len(names) > 5 else ''}; "
-            "patterns match whole names, as in '*.bias'"
-        )
-
-
-def check_real(params: Mapping[str, Tensor], where: str) -> None:
-    """Raises a `TypeError` for complex parameters."""
-    for name, param in params.items():
-        if param.is_complex():
-            raise TypeError(
-                f"{where}: expected real parameters, got {name!r} of {param.dtype}; "
-                "hold its real view (torch.view_as_real) as the parameter instead"
-            )
-
-
-def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) -> Groups:
-    """Groups as sorted tuples, with every option checked as the optimizer's own would be.
-
-    Args:
-        rule: the optimizer under construction, its own settings checked already.
-        groups: pattern -> options, in the order in which patterns are tried; a mapping or pairs.
-
-    Raises:
-        TypeError: no mapping of mappings, or an option that the optimizer does not have.
-        TypeError, ValueError: an option's value is wrong, alone or beside the optimizer's other settings.
-    """
-    valid = list(rule.settings_by_name)
-    checked = []
-    for pattern, options in _pairs(groups, "groups"):
-        where = f"{rule.called}: groups[{pattern!r}]"
-        if not isinstance(pattern, str):
-            raise TypeError(f"{where}: expected a pattern of parameter names, such as '*.bias', got {shown(pattern)}")
-        options = dict(_pairs(options, where))
-        unknown = [key for key in options if key not in valid]
-        if unknown:
-            raise TypeError(f"{where}: no option {unknown[0]!r}; the options are {', '.join(valid)}")
-        try:
-            grouped = rule.overridden(options).settings_by_name
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {error}") from error
-        checked.append((pattern, tuple((key, grouped[key]) for key in sorted(options))))
-    return tuple(checked)
-
-
-def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Scalar:
-    """A scalar whose value, as far as it is known now, lies in [0, below); plain numbers become floats.
-
-    Of a product, the numbers and the hparams' defaults are known. What a schedule brings is not checked.
-
-    Raises:
-        TypeError: no scalar, tensors included.
-        ValueError: a known value out of range, or not finite.
-    """
-    if isinstance(scalar, Tensor):
-        raise TypeError(
-            f"{where}: expected a number, got a tensor of shape {tuple(scalar.shape)}; an optimizer holds "
-            "no tensors: name the scalar with hparam('lr', 0.1), and its tensor lives in state.hparams"
-        )
-    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real | Hparam | Product | Schedule):
-        raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")
-    known = known_part(scalar)
-    bound = math.inf if any(isinstance(factor, Schedule) for factor in factors_of(scalar)) else below
-    if not 0 <= known < bound:  # also refuses nan, and inf, as no bound exceeds it
-        upper = "" if below == math.inf else f" and < {below:g}"
-        raise ValueError(f"{where}: expected a finite number >= 0{upper}, got {shown(scalar)}")
-    return float(scalar) if isinstance(scalar, numbers.Real) else scalar
-
-
-def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
-    """Two decays, each in [0, 1) as far as it is known.
-
-    Raises:
-        TypeError: not two, or no scalars.
-        ValueError: out of range.
-    """
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"{where}: betas: expected two numbers, got {betas!r} ({type(betas).__name__})")
-    first, second = (checked_scalar(beta, f"{where}: betas[{i}]", below=1.0) for i, beta in enumerate(betas))
-    return first, second
-
-
-def checked_constant(scalar: Scalar, where: str) -> float:
-    """A plain finite number >= 0, as a float: a setting that neither moves nor is learned.
-
-    Raises:
-        TypeError: no number; hparams and schedules included.
-        ValueError: out of range, or not finite.
-    """
-    checked = checked_scalar(scalar, where)
-    if not isinstance(checked, float):
-        raise TypeError(f"{where}: expected a plain number, got {checked!r} ({type(checked).__name__})")
-    return checked
-
-
 # Helpers of the rules.
-
-
-def factors_of(scalar: Scalar) -> tuple[Scalar, ...]:
-    """What a scalar is the product of: numbers, hparams and schedules."""
-    return scalar.factors if isinstance(scalar, Product) else (scalar,)
-
-
-def known_part(scalar: Scalar) -> float:
-    """A scalar as far as it is known without a state: schedules as if they were 1, hparams by their defaults.
-
-    Example:
-        >>> from purecompose.schedule import cosine, hparam
-        >>> known_part(0.5 * cosine() * hparam("lr", 0.1))
-        0.05
-    """
-    return math.prod((number(factor) for factor in factors_of(scalar) if not isinstance(factor, Schedule)), start=1.0)
 
 
 def read(scalar: Scalar, value: Value) -> float | Tensor:
@@ -395,12 +263,3 @@ def _missing(cell: Cell, opt_state: Mapping[str, Mapping[str, Tensor]], params: 
                     "opt_state must come from this optimizer's init(params), of the same settings and names"
                 )
     raise AssertionError("nothing is missing")  # pragma: no cover
-
-
-def _pairs(mapping: Any, where: str) -> list[tuple[Any, Any]]:
-    try:
-        return [(key, item) for key, item in (mapping.items() if isinstance(mapping, Mapping) else mapping)]
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{where}: expected a mapping, such as groups={{'*.bias': {{'weight_decay': 0.0}}}}, got {shown(mapping)}"
-        ) from None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from purecompose._checks import shown
-from purecompose.optim.base import Optimizer, OptState, Value, match_or_raise
+from purecompose.optim.base import Optimizer, OptState, Value
+from purecompose.optim.checks import match_or_raise
 from purecompose.schedule import number
 
 
@@ -97,7 +98,7 @@ class ByPattern:
             TypeError: an optimizer whose state is not of the form {slot: {parameter name: tensor}}.
             ValueError: a pattern that matches nothing, or nothing that its optimizer moves; and as its optimizers.
         """
-        parts = self._parts(params, params)
+        parts = self.parts(params, params)
         for i, (pattern, optimizer) in enumerate(self.groups):
             where = f"by_pattern: {pattern!r}"
             match_or_raise(pattern, params, where)
@@ -128,7 +129,7 @@ class ByPattern:
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
-        for i, names in self._parts(grads, params).items():
+        for i, names in self.parts(grads, params).items():
             moved, slots = self._optimizer(i).update(
                 {name: grads[name] for name in names},
                 {
@@ -144,10 +145,10 @@ class ByPattern:
                 new_opt_state[slot].update(leaves)
         return new_params, new_opt_state
 
-    def _parts(self, names: Mapping[str, Any], params: Mapping[str, Tensor]) -> dict[int, list[str]]:
-        """Names by the number of their optimizer; the number after those of the patterns is the rest's."""
-        parts: dict[int, list[str]] = {}
-        for name, matching in zip(names, _matching(self.groups, tuple(names)), strict=True):
+    def parts(self, names: Iterable[str], params: Mapping[str, Tensor]) -> dict[int, list[str]]:
+        """Names by the number of their optimizer, in the order of the patterns; the last number is the rest's."""
+        names, parts = tuple(names), dict[int, list[str]]()
+        for name, matching in zip(names, _matching(self.groups, names), strict=True):
             own = next((i for i in matching if name in params and self._can_move(i, params[name])), len(self.groups))
             parts.setdefault(own, []).append(name)
         return parts

@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from purecompose._warnings import warn
-from purecompose.optim.base import Value, factors_of, known_part, read
+from purecompose.optim.base import Value, read
+from purecompose.optim.checks import factors_of, known_part
 from purecompose.optim.lists import add
 from purecompose.schedule import Scalar, Schedule
 

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from purecompose._checks import frozen, shown
 from purecompose._functorch import is_fake, is_transforming
-from purecompose.optim.base import ByGroup, Groups, OptState, Value, cells, checked_groups, known_part, match_or_raise
+from purecompose.optim.base import ByGroup, OptState, Value, cells
+from purecompose.optim.checks import Groups, checked_groups, known_part, match_or_raise
 from purecompose.optim.torch_memory import (
     Memory,
     Refused,
@@ -125,8 +126,9 @@ class FromTorch(ByGroup):
 
     @property
     def settings_by_name(self) -> dict[str, Any]:
-        parameters = list(inspect.signature(self.optimizer).parameters)
-        return {**dict.fromkeys(parameters[1:]), **dict(self.settings)}
+        parameters = list(inspect.signature(self.optimizer).parameters.values())[1:]
+        defaults = {one.name: None if one.default is one.empty else one.default for one in parameters}
+        return {**defaults, **dict(self.settings)}
 
     def overridden(self, options: Mapping[str, Any]) -> FromTorch:
         return FromTorch(self.optimizer, tuple({**dict(self.settings), **options}.items()))

@@ -8,17 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose.optim.base import (
-    ByGroup,
-    Groups,
-    OptState,
-    Value,
-    check_real,
-    checked_betas,
-    checked_groups,
-    checked_scalar,
-    read,
-)
+from purecompose.optim.base import ByGroup, OptState, Value, read
+from purecompose.optim.checks import Groups, check_real, checked_betas, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, lerp, sign
 from purecompose.schedule import Scalar

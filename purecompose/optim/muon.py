@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_flag, check_number, check_whole, shown
-from purecompose.optim.base import (
-    ByGroup,
-    Groups,
-    OptState,
-    Value,
-    checked_constant,
-    checked_groups,
-    checked_scalar,
-    read,
-)
+from purecompose.optim.base import ByGroup, OptState, Value, read
+from purecompose.optim.checks import Groups, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, lerp
 from purecompose.schedule import Scalar

@@ -9,17 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._checks import check_flag
-from purecompose.optim.base import (
-    ByGroup,
-    Groups,
-    OptState,
-    Value,
-    check_real,
-    checked_constant,
-    checked_groups,
-    checked_scalar,
-    read,
-)
+from purecompose.optim.base import ByGroup, OptState, Value, read
+from purecompose.optim.checks import Groups, check_real, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed
 from purecompose.optim.lists import add, clamp_min, divide, lerp, multiply, root_plus
 from purecompose.schedule import Scalar

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_flag
-from purecompose.optim.base import (
-    ByGroup,
-    Groups,
-    Value,
-    checked_groups,
-    checked_scalar,
-    read,
-    wide_dtype,
-)
+from purecompose.optim.base import ByGroup, Value, read, wide_dtype
+from purecompose.optim.checks import Groups, checked_groups, checked_scalar
 from purecompose.optim.decay import Decay, decayed, warn_if_strong
 from purecompose.optim.lists import add, multiply, unbound
 from purecompose.schedule import Scalar

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from purecompose._checks import shown
 from purecompose._functorch import plainly
-from purecompose.optim.base import Value, known_part
+from purecompose.optim.base import Value
+from purecompose.optim.checks import known_part
 from purecompose.schedule import Hparam, Product, Schedule
 
 

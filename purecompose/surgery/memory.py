@@ -1,7 +1,7 @@
 """An optimizer for a network after a surgery: its groups, and what it remembers."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from purecompose._warnings import warn
 from purecompose.optim.base import ByGroup, cells
-from purecompose.optim.by_pattern import ByPattern, by_pattern
+from purecompose.optim.by_pattern import ByPattern
 
 
 __all__ = ["carried", "fitted", "without_groups"]
@@ -58,77 +58,105 @@ def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: 
     return joined(fresh(), opt_state) if lost else result
 
 
-def fitted(name: str, optimizer: Any, before: Collection[str], after: Collection[str], kept: Mapping[str, str]) -> Any:
-    """The optimizer without the groups that have lost all their parameters.
+def fitted(
+    name: str, optimizer: Any, before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: Mapping[str, str]
+) -> Any:
+    """The optimizer without the groups, and the patterns of `by_pattern`, that have lost all their parameters.
 
     Args:
         name: What warnings call the surgery.
-        optimizer: An optimizer, or one around it.
-        before: The parameters' names as they were.
-        after: Their names now.
+        optimizer: An optimizer, or one around others.
+        before: The parameters by their names as they were.
+        after: By their names now.
         kept: New names of those that were kept, with their old ones.
 
     Warns:
         UserWarning: A group is taken out; parameters are in another one under their new names.
     """
-    inner = _with_groups(optimizer)
-    if inner is None:
+    if isinstance(optimizer, ByPattern):
+        return _fitted_parts(name, optimizer, before, after, kept)
+    if isinstance(optimizer, ByGroup):
+        return _fitted_groups(name, optimizer, before, after, kept)
+    if not dataclasses.is_dataclass(optimizer) or not hasattr(optimizer, "inner"):
         return optimizer
-    _warn_of_moves(name, inner, kept)
-    held = {pattern: [one for one in before if fnmatchcase(one, pattern)] for pattern, _ in inner.groups}
-    gone = {
-        pattern: names
-        for pattern, names in held.items()
-        if names and not any(fnmatchcase(one, pattern) for one in after)
-    }
-    now = {old: new for new, old in kept.items()}
-    for pattern, names in gone.items():
-        went = [f"{one!r} is now {now[one]!r}" if one in now else f"{one!r} is gone" for one in names]
-        warn(
-            f"{name}: the optimizer's group {pattern!r} has no parameter any more ({_listed(went)}), and is taken out "
-            "of the optimizer"
-        )
-    return without_groups(optimizer, gone) if gone else optimizer
+    wrapper: Any = optimizer
+    return dataclasses.replace(wrapper, inner=fitted(name, wrapper.inner, before, after, kept))
 
 
-def without_groups(optimizer: Any, patterns: Collection[str] | None = None) -> Any:
+def _fitted_groups(
+    name: str, optimizer: ByGroup, before: Iterable[str], after: Iterable[str], kept: Mapping[str, str]
+) -> Any:
+    rules: dict[str, Any] = {}
+    for names in (tuple(kept), tuple(kept.values())):
+        rules |= {name: cell.rule for cell in cells(optimizer, names) for name in cell.names}
+    _warn_of_moves(name, optimizer, kept, {new: rules[new] == rules[old] for new, old in kept.items()})
+    left = list(optimizer.groups)
+    for group in optimizer.groups:
+        names = [one for one in before if fnmatchcase(one, group[0])]
+        if names and not any(fnmatchcase(one, group[0]) for one in after):
+            _warn_of_loss(name, group[0], names, kept)
+            left.remove(group)
+    changed: Any = optimizer
+    return dataclasses.replace(changed, groups=tuple(left))
+
+
+def _fitted_parts(
+    name: str, optimizer: ByPattern, before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: Mapping[str, str]
+) -> ByPattern:
+    parts = [*optimizer.groups, ("", optimizer.rest)]
+    olds, news = (optimizer.parts(params, params) for params in (before, after))
+    was, now = ({name: i for i, names in held.items() for name in names} for held in (olds, news))
+    is_same = {new: parts[now[new]][1] == parts[was[old]][1] for new, old in kept.items()}
+    _warn_of_moves(name, optimizer, kept, is_same)
+    left: list[tuple[str, Any]] = []
+    for i, (pattern, own) in enumerate(parts):
+        if i in olds and i not in news and i < len(optimizer.groups):
+            _warn_of_loss(name, pattern, olds[i], kept)
+            continue
+        mine, then = ({one: params[one] for one in held.get(i, ())} for held, params in ((olds, before), (news, after)))
+        stayed = {new: old for new, old in kept.items() if new in then and old in mine}
+        left.append((pattern, fitted(name, own, mine, then, stayed)))
+    return ByPattern(tuple(left[:-1]), left[-1][1])
+
+
+def without_groups(optimizer: Any) -> Any:
     """The optimizer, or the one inside of it, without settings for parameters by name.
 
     Args:
-        optimizer: An optimizer, or one around it that is a dataclass and has it as `inner`.
-        patterns: Those of the groups to be left out; by default all.
+        optimizer: An optimizer, or one around it that is a dataclass and has it as `inner`; of `by_pattern`, what has
+            the rest.
 
     Example:
         >>> from purecompose import optim
         >>> without_groups(optim.guarded.Guarded(optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}})))
         Guarded(inner=sgd(lr=0.1))
     """
-    if isinstance(optimizer, ByGroup):
-        rest = () if patterns is None else tuple(group for group in optimizer.groups if group[0] not in patterns)
-        return dataclasses.replace(optimizer, groups=rest)  # pyright: ignore[reportArgumentType, reportCallIssue]
     if isinstance(optimizer, ByPattern):
-        kept = {} if patterns is None else {one: own for one, own in optimizer.groups if one not in patterns}
-        own = {pattern: without_groups(part, patterns) for pattern, part in kept.items()}
-        return by_pattern(own, without_groups(optimizer.rest, patterns))
+        return without_groups(optimizer.rest)
+    if isinstance(optimizer, ByGroup):
+        rule: Any = optimizer
+        return dataclasses.replace(rule, groups=())
     if not dataclasses.is_dataclass(optimizer) or not hasattr(optimizer, "inner"):
         return optimizer
     wrapper: Any = optimizer
-    return dataclasses.replace(wrapper, inner=without_groups(wrapper.inner, patterns))
+    return dataclasses.replace(wrapper, inner=without_groups(wrapper.inner))
 
 
-def _with_groups(optimizer: Any) -> ByGroup | None:
-    """The optimizer that has groups, or the one inside of it."""
-    while optimizer is not None and not isinstance(optimizer, ByGroup):
-        optimizer = getattr(optimizer, "inner", None)
-    return optimizer if optimizer is not None and optimizer.groups else None
+def _warn_of_loss(name: str, pattern: str, names: Iterable[str], kept: Mapping[str, str]) -> None:
+    """Warns of a group that has lost these parameters, which were all of its."""
+    now = {old: new for new, old in kept.items()}
+    went = [f"{one!r} is now {now[one]!r}" if one in now else f"{one!r} is gone" for one in names]
+    warn(
+        f"{name}: the optimizer's group {pattern!r} has no parameter any more ({_listed(went)}), and is taken out "
+        "of the optimizer"
+    )
 
 
-def _warn_of_moves(name: str, optimizer: Any, kept: Mapping[str, str]) -> None:
+def _warn_of_moves(
+    name: str, optimizer: ByGroup | ByPattern, kept: Mapping[str, str], is_same: Mapping[str, bool]
+) -> None:
     """Warns of parameters that are in another group under their new names."""
-    rules: dict[str, Any] = {}
-    for names in (tuple(kept), tuple(kept.values())):
-        rules |= {name: cell.rule for cell in cells(optimizer, names) for name in cell.names}
-    moved = [f"{old!r}, now {new!r}" for new, old in kept.items() if rules[new] != rules[old]]
+    moved = [f"{old!r}, now {new!r}" for new, old in kept.items() if not is_same[new]]
     if moved:
         patterns = ", ".join(repr(pattern) for pattern, _ in optimizer.groups)
         warn(

@@ -127,10 +127,10 @@ def replace(
         # The very tensors that were kept, not others on the same memory.
         return {name: given[kept[name]] if name in kept else made.to(device) for name, made in tensors.items()}
 
-    before, params, buffers = tuple(params), settled(parts.params), settled(parts.buffers)
+    before, params, buffers = params, settled(parts.params), settled(parts.buffers)
     kept_params = {new: old for new, old in kept.items() if new in params}
     if optimizer is not None:
-        optimizer = fitted(name, optimizer, before, tuple(params), kept_params)
+        optimizer = fitted(name, optimizer, before, params, kept_params)
     if opt_state is not None:
         opt_state = carried(optimizer, opt_state, params, kept_params)
     stayed = set(kept.values())

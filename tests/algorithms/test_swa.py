@@ -309,26 +309,20 @@ def test_groups_with_rates_and_optimizers_in_others_follow():
         run_steps(step, state, BATCHES)
 
 
-@dataclasses.dataclass(frozen=True)
-class Divided:
-    """An optimizer that hands parameters to others."""
-
-    groups: tuple
-    rest: Any
-
-    def init(self, params):
-        return self.rest.init(params)
-
-    def update(self, grads, opt_state, params, value):
-        return self.rest.update(grads, opt_state, params, value)
-
-
 def test_optimizers_that_divide_the_parameters_follow_in_all_parts():
-    optimizer = Divided((("*.bias", optim.adam(0.001)),), optim.sgd(0.1))
+    optimizer = optim.by_pattern({"*.bias": optim.adam(0.001)}, optim.from_torch(torch.optim.Adamax, lr=0.1))
     state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02, anneal_steps=2)]).init(cnn_state(optimizer=optimizer))
     half = Timestamp(batch=7, epoch=1, run=RUN)
-    assert state.optimizer.rest.lr(half) == pytest.approx(0.06)
+    assert dict(state.optimizer.rest.settings)["lr"](half) == pytest.approx(0.06)
     assert state.optimizer.groups[0][1].lr(half) == pytest.approx(0.0105)
+
+
+def test_a_rate_that_is_a_torch_classs_default_goes_to_another_too():
+    optimizer = optim.from_torch(torch.optim.Adamax, groups={"*.bias": {"lr": 0.2}})
+    state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02, anneal_steps=2)]).init(cnn_state(optimizer=optimizer))
+    half = Timestamp(batch=7, epoch=1, run=RUN)
+    assert dict(state.optimizer.settings)["lr"](half) == pytest.approx(0.011)  # half way from 0.002
+    assert dict(state.optimizer.groups[0][1])["lr"](half) == pytest.approx(0.11)
 
 
 def test_init_once_more_leaves_the_rate_and_two_methods_nest():
@@ -359,7 +353,7 @@ class Rateless:
         (optim.sgd(pc.hparam("lr", 0.1)), "swa_lr=0.02 takes the place of the learning rate, which is hparam"),
         (optim.sgd(pc.hparam("lr", 0.1) * schedule.cosine()), "leave the hparam out of the rate, or leave swa_lr out"),
         (optim.sgd(0.1, groups={"*.bias": {"lr": pc.hparam("bias_lr", 0.1)}}), "hparam"),
-        (Rateless(), r"swa: expected an optimizer with a learning rate, a field lr, got .*Rateless"),
+        (Rateless(), r"swa: expected an optimizer with a learning rate, a setting lr, got .*Rateless"),
     ],
 )
 def test_rates_that_it_cannot_change_are_refused_at_init(optimizer, words):

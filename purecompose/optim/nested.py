@@ -1,0 +1,69 @@
+"""Optimizers that hold others: one around another, as `guarded` is, or several at once, as `by_pattern` is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from purecompose.optim.base import ByGroup
+from purecompose.optim.by_pattern import ByPattern
+
+
+__all__ = ["leaves", "map_leaves", "settings_of", "with_setting"]
+
+
+def leaves(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that move weights: those in the field `inner` of one, or in the patterns of `by_pattern`.
+
+    The first is that of whatever no pattern names.
+    """
+    if isinstance(optimizer, ByPattern):
+        return (*leaves(optimizer.rest), *[leaf for _, own in optimizer.groups for leaf in leaves(own)])
+    return leaves(optimizer.inner) if _is_around(optimizer) else (optimizer,)
+
+
+def map_leaves(change: Callable[[Any], Any], optimizer: Any) -> Any:
+    """The optimizer with others in the places of its leaves.
+
+    Example:
+        >>> from purecompose.optim import by_pattern, sgd
+        >>> map_leaves(lambda leaf: sgd(2 * leaf.lr), by_pattern({"*.bias": sgd(0.1)}, sgd(0.5)))
+        by_pattern({'*.bias': sgd(lr=0.2)}, sgd(lr=1.0))
+    """
+    if isinstance(optimizer, ByPattern):
+        groups = tuple((pattern, map_leaves(change, own)) for pattern, own in optimizer.groups)
+        return ByPattern(groups, map_leaves(change, optimizer.rest))
+    if _is_around(optimizer):
+        return dataclasses.replace(optimizer, inner=map_leaves(change, optimizer.inner))
+    return change(optimizer)
+
+
+def settings_of(leaf: Any) -> Mapping[str, Any]:
+    """The settings of an optimizer without others in it, less its groups; of one of a user's own, its fields."""
+    if isinstance(leaf, ByGroup):
+        return leaf.settings_by_name
+    if not dataclasses.is_dataclass(leaf):
+        return {}
+    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.name != "groups"}
+
+
+def with_setting(leaf: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """An optimizer without others in it, with another value for a setting, in its groups as well.
+
+    Raises:
+        KeyError: It has no such setting.
+    """
+    changes = {name: change(settings_of(leaf)[name])}
+    if not isinstance(leaf, ByGroup):
+        return dataclasses.replace(leaf, **changes)
+    groups = tuple(
+        (pattern, tuple((option, change(value) if option == name else value) for option, value in options))
+        for pattern, options in leaf.groups
+    )
+    rule: Any = leaf.overridden(changes)
+    return dataclasses.replace(rule, groups=groups)
+
+
+def _is_around(optimizer: Any) -> bool:
+    return dataclasses.is_dataclass(optimizer) and hasattr(optimizer, "inner")
