@@ -14,6 +14,7 @@ from purecompose.algorithms.channels_last import channels_last
 from purecompose.algorithms.colout import colout
 from purecompose.algorithms.cutmix import cutmix
 from purecompose.algorithms.cutout import cutout
+from purecompose.algorithms.decoupled_weight_decay import decoupled_weight_decay
 from purecompose.algorithms.ema import ema
 from purecompose.algorithms.factorize import factorize
 from purecompose.algorithms.fused_layernorm import fused_layernorm
@@ -58,6 +59,7 @@ __all__ = [
     "colout",
     "cutmix",
     "cutout",
+    "decoupled_weight_decay",
     "ema",
     "factorize",
     "fused_layernorm",
@@ -101,6 +103,7 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
     "colout": colout,
     "cutmix": cutmix,
     "cutout": cutout,
+    "decoupled_weight_decay": decoupled_weight_decay,
     "ema": ema,
     "factorize": factorize,
     "fused_layernorm": fused_layernorm,

@@ -20,6 +20,7 @@ __all__ = [
     "check_per_example",
     "check_reads_targets",
     "check_scalar",
+    "checked_patterns",
     "given_keys",
     "needed_rng",
 ]
@@ -40,6 +41,14 @@ def check_one_of(value: Any, where: str, choices: Sequence[str]) -> None:
     """Raises a `ValueError` for what is none of the choices."""
     if value not in choices:
         raise ValueError(f"{where}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
+    """Patterns of parameters' names; raises a `TypeError` for what is none, a single one among them."""
+    is_several = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not is_several or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{where}: expected patterns of names, such as ('head.*',), got {patterns!r}")
+    return tuple(patterns)
 
 
 def given_keys(*, writes: Sequence[str] = (), **keys: batches.Key | None) -> dict[str, batches.Key]:

@@ -41,8 +41,9 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._checks import check_one_of, check_scalar
+from purecompose.algorithms._checks import check_one_of, check_scalar, checked_patterns
 from purecompose.event import Event
+from purecompose.optim.checks import match_or_raise
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
 from purecompose.state import State
@@ -159,15 +160,14 @@ def gradient_clipping(
         check_scalar(clipping_threshold, where, 0, hint=hint)
     elif not is_neutral:
         check_number(clipping_threshold, where, 0, above=True, hint=hint)
-    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
-        raise TypeError(f"gradient_clipping: exclude: expected patterns of names, such as ('head.*',), got {exclude!r}")
-    patterns = tuple(exclude)
+    patterns = checked_patterns(exclude, "gradient_clipping: exclude")
 
     def apply(event: Event, state: State) -> State:
         del event
         if not state.grads:
             return state
-        _check_patterns(name, patterns, state.params)
+        for pattern in patterns:
+            match_or_raise(pattern, state.params, f"{name}: exclude: {pattern!r}")
         chosen = {key: grad for key, grad in state.grads.items() if not _fits(key, patterns)}
         threshold = state.scalar(clipping_threshold)
         if clipping_type == "norm":
@@ -197,10 +197,3 @@ def _unit_norm(tensor: Tensor) -> Tensor:
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _check_patterns(name: str, patterns: Sequence[str], params: Mapping[str, Tensor]) -> None:
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(key, pattern) for key in params):
-            known = f"{', '.join(list(params)[:5])}{', ...' if len(params) > 5 else ''}"
-            raise ValueError(f"{name}: exclude: {pattern!r} fits no parameter; the names are {known}")

@@ -26,7 +26,6 @@ References:
     Scheduled. NeurIPS 2024. https://arxiv.org/abs/2405.15682
 """
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_number
+from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._averages import as_scalar, between
 from purecompose.event import Event
@@ -168,9 +168,8 @@ def _warn_of_momentum(name: str, optimizer: Any) -> None:
     for leaf in leaves(optimizer):
         given = [settings_of(leaf), *[dict(options) for _, options in getattr(leaf, "groups", ())]]
         if any(settings.get("momentum") or (settings.get("betas") or (0,))[0] for settings in given):
-            warnings.warn(
+            warn(
                 f"{name}: beta plays the part of momentum, and {optimizer!r} has some of its own: it comes on top. "
-                "Commonly it has none: sgd(lr), or adamw(lr, betas=(0.0, 0.999))",
-                stacklevel=2,
+                "Commonly it has none: sgd(lr), or adamw(lr, betas=(0.0, 0.999))"
             )
             return

@@ -90,7 +90,7 @@ def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         run = trained(options.run, options.checkpoint, settings, data)
         with _opened(options.out) as file:
-            for text in continued(run.state, prompt):
+            for text in continued(run.state, prompt, run.setup.plain_step):
                 print(text, end="", file=file, flush=True)
             print(file=file)
 
@@ -112,7 +112,7 @@ def _predicted(run: Trained) -> Iterator[tuple[Any, float, Any]]:
     named = data.vocabulary.characters if isinstance(data, TextData) else range(data.num_classes)
     # Batch by batch: a text's probabilities take the vocabulary's size for each of its characters.
     for batch in run.setup.test_data:
-        (outputs,) = predict(run.state, [batch])
+        (outputs,) = predict(run.state, [batch], step=run.setup.plain_step)
         shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
         targets = batches.get(batch, run.state.context.target_key).flatten().tolist()
         yield from zip([named[one] for one in classes], shares, [named[one] for one in targets], strict=True)

@@ -14,7 +14,10 @@ from purecompose.saving import MismatchError
 
 __all__ = ["changes", "check_model", "check_seed", "earlier_settings", "told_as_settings"]
 
-_CAUSES = {"duration": ("duration",), "batches_per_epoch": ("data", "length", "batch_size", "validation")}
+_CAUSES = {
+    "duration": ("duration", "scale_schedule"),
+    "batches_per_epoch": ("data", "length", "batch_size", "validation"),
+}
 """The settings that a difference may come from; another one comes from those of the network and its training."""
 _OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")
 _MOST_LINES = 12

@@ -11,7 +11,10 @@ from purecompose import random
 from purecompose._device import AUTOCAST, arithmetic
 from purecompose.cli.settings import UsageError
 from purecompose.cli.setup import reported_as
+from purecompose.compose import Step
 from purecompose.data import CharacterVocabulary
+from purecompose.event import Event
+from purecompose.loop import predict_events
 from purecompose.state import State
 from purecompose.weights import to_module
 
@@ -64,14 +67,16 @@ def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Promp
         return Prompt(vocabulary.encode(options.prompt), length, key, vocabulary, settings["length"])
 
 
-def continued(state: State, prompt: Prompt) -> Iterator[str]:
+def continued(state: State, prompt: Prompt, step: Step) -> Iterator[str]:
     """The prompt, and then what follows, character by character drawn with the network's probabilities.
 
-    The network sees as many characters before one as its windows have. The same seed gives the same text, and a
-    longer text begins as a shorter one does.
+    The network sees as many characters before one as its windows have, and has the weights that the step's methods
+    predict with, averages among them. The same seed gives the same text, and a longer text begins as a shorter one
+    does.
     """
     yield prompt.vocabulary.decode(prompt.tokens)
     # Once, and as a plain module: a step looks at each new form of a batch, and here each is longer than the last.
+    state = step.replace(program=predict_events).fire(Event.PREDICT_START, state)
     net, precision = to_module(state).eval(), state.context.precision
     narrow = AUTOCAST.get(precision)
     tokens = prompt.tokens.to(state.device)

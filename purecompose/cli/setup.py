@@ -13,7 +13,7 @@ import torch
 from purecompose import _specs as specs, data as datasets, losses, models, optim, schedule
 from purecompose._device import PRECISIONS
 from purecompose.algorithm import Algorithm
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import FACTORIES, scale_schedule
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
 from purecompose.cli.settings import SETTINGS, UsageError, with_arguments
 from purecompose.compilation import CompiledStep, compile
@@ -208,7 +208,8 @@ def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int
             precision=settings["precision"],
             **kind_of(data).state_options,
         )
-        states.append(state)
+        with reported_as("--scale-schedule"):
+            states.append(scale_schedule(state, settings["scale_schedule"]))
     with reported_as("--schedule"):
         for curve in states[0].context.schedules:
             curve(states[0].timestamp)  # a warm-up longer than the run shows here, not at the first batch

@@ -81,7 +81,8 @@ def _run(
         if folder is not None:
             folder.finish({"checksum": checksum(state.params)})
     if folder is not None and folder.goes_on and not stopwatch.batches:
-        print(f"the run in {out} was at its end already, {settings['duration']}; a longer --duration goes on with it")
+        length = setup.state.timestamp.run.duration
+        print(f"the run in {out} was at its end already, {length}; a longer --duration goes on with it")
     print_results(setup, state, history, stopwatch, settings, out)
 
 

@@ -23,8 +23,13 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
     return leaves(optimizer.inner) if _is_around(optimizer) else (optimizer,)
 
 
-def map_leaves(change: Callable[[Any], Any], optimizer: Any) -> Any:
+def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tuple[type, ...] = ()) -> Any:
     """The optimizer with others in the places of its leaves.
+
+    Args:
+        change: Makes another of a leaf.
+        optimizer: The optimizer.
+        up_to: Kinds of optimizers around others that count as leaves, too.
 
     Example:
         >>> from purecompose.optim import by_pattern, sgd
@@ -32,10 +37,10 @@ def map_leaves(change: Callable[[Any], Any], optimizer: Any) -> Any:
         by_pattern({'*.bias': sgd(lr=0.2)}, sgd(lr=1.0))
     """
     if isinstance(optimizer, ByPattern):
-        groups = tuple((pattern, map_leaves(change, own)) for pattern, own in optimizer.groups)
-        return ByPattern(groups, map_leaves(change, optimizer.rest))
-    if _is_around(optimizer):
-        return dataclasses.replace(optimizer, inner=map_leaves(change, optimizer.inner))
+        groups = tuple((pattern, map_leaves(change, own, up_to=up_to)) for pattern, own in optimizer.groups)
+        return ByPattern(groups, map_leaves(change, optimizer.rest, up_to=up_to))
+    if _is_around(optimizer) and not isinstance(optimizer, up_to):
+        return dataclasses.replace(optimizer, inner=map_leaves(change, optimizer.inner, up_to=up_to))
     return change(optimizer)
 
 

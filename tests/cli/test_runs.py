@@ -258,6 +258,20 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
     assert status == 0 and "was at its end already, 2ep; a longer --duration goes on" in out
 
 
+def test_a_stretched_run_is_that_of_the_other_length_and_its_schedules(run: Run) -> None:
+    curve = ("--schedule", "multi_step(milestones=['2ep'])")
+    whole = ("--schedule", "multi_step(milestones=['1ep'])", "--duration", "2ep")
+    shorter = (*curve, "--duration", "4ep", "--scale-schedule", "0.5")
+    expected = run("train", *SMALL, *whole)[1]
+    assert checksum(run("train", *SMALL, *shorter, "--out", "b")[1]) == checksum(expected)
+    status, out, _ = run("train", "--out", "b", "--resume", "--quiet")
+    assert status == 0 and "was at its end already, 2ep" in out
+    assert run("train", "--out", "b", "--resume", "--quiet", "--scale-schedule", "0.25")[0] == 1
+    for ratio, said in [("0", "expected a finite number > 0"), ("0.01", "is less than 1ep"), ("x", "--scale-schedule")]:
+        status, _, err = run("train", *SMALL, "--scale-schedule", ratio)
+        assert status == 2 and said in err
+
+
 def test_settings_are_checked_before_there_is_a_folder(run: Run) -> None:
     for arguments, said in [
         (("--keep", "0"), "--keep: 0: expected at least 1"),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from purecompose import Event, compose, data, layers, loop_events, losses, models, optim, random, to_module
-from purecompose.cli import main
+from purecompose.cli import load_run, main
 from purecompose.cli.settings import read_config
 from purecompose.cli.telling import checksum as checksum_of
 from purecompose.data import CharacterVocabulary
@@ -219,6 +219,16 @@ def test_a_prompt_needs_the_settings_and_the_checkpoint_alone(run: Run) -> None:
     pathlib.Path("book.txt").unlink()
     assert run(*wanted) == text and text[0] == 0 and text[2] == ""
     assert run("predict", "a")[0] == 2
+
+
+def test_predictions_and_texts_are_those_of_averaged_weights(run: Run) -> None:
+    assert run("train", *SHORT, "--algorithms", "ema(smoothing=1.0)", "--out", "a")[0] == 0  # holds the first weights
+    assert run("train", *SHORT, "--optimizer", "sgd(lr=0.0)", "--out", "b")[0] == 0
+    asked = ("--prompt", "7 is", "--length", "30")
+    assert run("predict", "a", *asked) == run("predict", "b", *asked)
+    assert run("predict", "a") == run("predict", "b")
+    live, held = (load_run(one).state.params["net.norm.weight"] for one in ("a", "b"))
+    assert not torch.equal(live, held)
 
 
 def test_a_text_is_what_prediction_character_by_character_gives(run: Run, trained: pathlib.Path) -> None:

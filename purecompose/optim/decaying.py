@@ -1,0 +1,89 @@
+"""An optimizer whose weights decay by what its schedule says, whatever else moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from purecompose.optim.base import ByGroup, Optimizer, Value, cells
+from purecompose.optim.decay import decayed
+from purecompose.optim.nested import leaves, settings_of
+from purecompose.schedule import Scalar, number
+
+
+__all__ = ["DecayRule", "Decaying"]
+
+
+class DecayRule(NamedTuple):
+    """What decays, and by how much."""
+
+    name: str
+    """Whose rule it is."""
+    weight_decay: Scalar
+    """The share that goes in a step, times the learning rate's schedule."""
+    min_dims: int = 0
+    """The fewest dimensions of what decays."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of names (`fnmatch`) of what does not."""
+
+    def holds_for(self, name: str, param: Tensor) -> bool:
+        """Whether a parameter is one of those that decay."""
+        return param.ndim >= self.min_dims and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+
+@dataclass(frozen=True)
+class Decaying:
+    """Updates as another optimizer does, after a part of each weight has been taken off: p <- p - s weight_decay p.
+
+    s is what the schedules of the inner optimizer's learning rate stand at, 1 without any. Only parameters with a
+    gradient decay.
+
+    Args:
+        inner: The optimizer.
+        rules: What decays; one rule after the other.
+
+    Example:
+        >>> import torch
+        >>> from purecompose.optim import sgd
+        >>> optimizer, params = Decaying(sgd(0.5), (DecayRule("mine", 0.1),)), {"w": torch.tensor([1.0, 2.0])}
+        >>> optimizer.update({"w": torch.ones(2)}, {}, params)[0]["w"]
+        tensor([0.4000, 1.3000])
+    """
+
+    inner: Optimizer
+    rules: tuple[DecayRule, ...]
+
+    def init(self, params: Mapping[str, Tensor]) -> Any:
+        """The inner optimizer's state."""
+        return self.inner.init(params)
+
+    def update(
+        self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The inner optimizer's update of the parameters less their decay; see `Optimizer.update`."""
+        smaller = dict(params)
+        for rule in self.rules:
+            for rate, names in self._rates(tuple(grads)):
+                held = [name for name in names if name in smaller and rule.holds_for(name, smaller[name])]
+                _, moved = decayed("by schedule", [], [smaller[name] for name in held], rule.weight_decay, rate, value)
+                smaller.update(zip(held, moved, strict=True))
+        return self.inner.update(grads, opt_state, smaller, value)
+
+    def can_move(self, param: Tensor) -> bool:
+        """Whether the inner optimizer moves parameters of this form."""
+        own = getattr(self.inner, "can_move", None)
+        return own is None or own(param)
+
+    def _rates(self, names: tuple[str, ...]) -> Iterator[tuple[Scalar, tuple[str, ...]]]:
+        """The learning rates, each with the parameters that have it."""
+        leaf = leaves(self.inner)[0]
+        parts = (
+            [(cell.rule, cell.names) for cell in cells(leaf, names)] if isinstance(leaf, ByGroup) else [(leaf, names)]
+        )
+        for part, own in parts:
+            rate = settings_of(part).get("lr")
+            yield 1.0 if rate is None else rate, own

@@ -1,0 +1,213 @@
+"""Decoupled weight decay as a method: the decoupled optimizers' numbers, with any optimizer, and no decay unasked."""
+
+from typing import Any
+
+import pytest
+import torch
+from averaging_checks import BATCHES, check_compiled, check_resumes_exactly, cnn_state, states_after
+from helpers import assert_close, assert_same, make_cnn, make_state
+from torch import Tensor
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule
+from purecompose.algorithms.decoupled_weight_decay import decoupled_weight_decay
+from purecompose.algorithms.layer_freezing import frozen_layers
+from purecompose.optim.decaying import Decaying, DecayRule
+from purecompose.optim.guarded import Guarded
+
+
+CURVE = schedule.cosine(warmup="2ba")
+GROUPS = {"*.bias": {"lr": 0.03 * schedule.linear()}}
+PAIRS = {
+    "sgd": (
+        optim.sgd(0.1 * CURVE, momentum=0.9, nesterov=True, groups=GROUPS),
+        optim.decoupled_sgdw(0.1 * CURVE, momentum=0.9, nesterov=True, weight_decay=0.01, groups=GROUPS),
+    ),
+    "adam": (
+        optim.adam(0.02 * CURVE, betas=(0.9, 0.95), amsgrad=True),
+        optim.decoupled_adamw(0.02 * CURVE, betas=(0.9, 0.95), amsgrad=True, weight_decay=0.01),
+    ),
+    "constant": (optim.sgd(0.1), optim.decoupled_sgdw(0.1, weight_decay=0.01)),
+}
+
+
+def after(method: Any, optimizer: Any, **options: Any) -> State:
+    return states_after(method, cnn_state(optimizer=optimizer, **options), BATCHES)[-1]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_it_is_the_decoupled_optimizer(pair: str) -> None:
+    plain, decoupled = PAIRS[pair]
+    ours, theirs = after(decoupled_weight_decay(0.01), plain), after([], decoupled)
+    assert_same(ours.params, theirs.params)
+    assert_same(ours.opt_state, theirs.opt_state)
+
+
+def test_weights_without_a_gradient_of_their_loss_shrink_by_the_factor_alone() -> None:
+    zero = {"w": torch.zeros(3, dtype=torch.float64)}
+    params: dict[str, Tensor] = {"w": torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)}
+    for share, lr in [(1.0, 0.1), (0.5, 0.1), (1.0, 0.0)]:
+        optimizer = Decaying(optim.adam(lr * CURVE), (DecayRule("any", 0.01),))
+        values = {CURVE: share, lr * CURVE: lr * share}
+        moved, _ = optimizer.update(zero, optimizer.init(params), params, values.__getitem__)
+        torch.testing.assert_close(moved["w"], params["w"] * (1 - 0.01 * share), rtol=1e-15, atol=0)
+
+
+def test_another_learning_rate_decays_alike_and_another_schedule_does_not() -> None:
+    def norm(lr: float, curve: schedule.Schedule) -> float:
+        state = cnn_state(optimizer=optim.sgd(lr * curve))
+        states = states_after([alg.gradient_clipping("value", 1e-30), decoupled_weight_decay(0.1)], state, BATCHES)
+        return float(pc.tree.global_norm(states[-1].params))
+
+    assert norm(0.1, CURVE) == norm(0.7, CURVE) != norm(0.1, schedule.linear())
+
+
+@pytest.mark.parametrize("optimizer", [optim.lion(0.01), optim.rmsprop(0.01), optim.from_torch(torch.optim.Adamax)])
+def test_it_goes_with_optimizers_that_have_no_such_decay(optimizer: Any) -> None:
+    state = cnn_state(optimizer=optimizer)
+    start = compose(loop_events, [decoupled_weight_decay(0.002)]).init(state)
+    params = {name: value - 0.002 * value for name, value in start.params.items()}
+    grads = {name: torch.ones_like(value) for name, value in params.items()}
+    ours, _ = start.optimizer.update(grads, start.opt_state, start.params)
+    theirs, _ = optimizer.update(grads, state.opt_state, params)
+    assert_close(ours, theirs, rtol=1e-7, atol=0)
+
+
+def test_only_what_is_asked_for_decays() -> None:
+    (moved, big, kept, none) = (
+        after(method, optim.sgd(0.0))
+        for method in (
+            decoupled_weight_decay(0.1),
+            decoupled_weight_decay(0.1, min_dims=2),
+            decoupled_weight_decay(0.1, exclude=("0.*",)),
+            [],
+        )
+    )
+    small = {name: param * 0.9 ** len(BATCHES) for name, param in none.params.items()}
+    assert_close(moved.params, small)
+    assert_close(big.params, {name: small[name] if one.ndim > 1 else one for name, one in none.params.items()})
+    assert_close(kept.params, {name: one if name[0] == "0" else small[name] for name, one in none.params.items()})
+
+
+def test_frozen_weights_and_those_of_layers_that_are_frozen_later_stay() -> None:
+    methods = [alg.layer_freezing(0.0, 1.0), decoupled_weight_decay(0.1)]
+    states = states_after(methods, cnn_state(), BATCHES)
+    for earlier, later in zip(states[:-1], states[1:], strict=True):
+        still = {name for name, param in earlier.params.items() if torch.equal(param, later.params[name])}
+        elapsed = earlier.timestamp.elapsed()
+        assert elapsed is not None
+        assert still == set(frozen_layers(make_cnn(), elapsed, freeze_start=0.0, freeze_level=1.0))
+    last = states_after(decoupled_weight_decay(0.1), cnn_state().replace(frozen=["0.weight"]), BATCHES)[-1]
+    assert torch.equal(last.params["0.weight"], states[0].params["0.weight"])
+
+
+@pytest.mark.parametrize("method", [alg.skip_nonfinite(), alg.loss_scaling()], ids=lambda method: method.name)
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_step_that_is_skipped_decays_nothing(method: Any, turn: int) -> None:
+    step = compose(loop_events, [method, decoupled_weight_decay(0.1)][::turn])
+    state = step.init(cnn_state())
+    inputs, targets = BATCHES[0]
+    assert_same(step(state, (inputs * torch.nan, targets)).params, state.params)
+    assert not torch.equal(step(state, BATCHES[0]).params["0.weight"], state.params["0.weight"])
+
+
+def test_batches_whose_gradients_are_kept_for_later_decay_nothing() -> None:
+    methods = [alg.gradient_accumulation(2), decoupled_weight_decay(0.1)]
+    start, once, twice = states_after(methods, cnn_state(optimizer=optim.sgd(0.0)), BATCHES[:2])
+    assert_same(start.params, once.params)
+    assert_close(twice.params, {name: 0.9 * value for name, value in start.params.items()})
+
+
+def test_sams_gradients_are_those_of_the_weights_before() -> None:
+    methods = [alg.sam(0.1), decoupled_weight_decay(0.01)]
+    ours = after(methods, optim.sgd(0.1 * CURVE))
+    assert_same(ours.params, after(methods[::-1], optim.sgd(0.1 * CURVE)).params)
+    assert_same(ours.params, after([methods[0]], optim.decoupled_sgdw(0.1 * CURVE, weight_decay=0.01)).params)
+
+
+def test_each_optimizer_of_several_decays_by_its_own_schedule() -> None:
+    muon, adam = optim.muon(0.02 * CURVE, weight_decay=0.0), optim.adam(0.01 * schedule.linear())
+    state = cnn_state(optimizer=optim.by_pattern({"*": muon}, adam))
+    state = compose(loop_events, [decoupled_weight_decay(0.01)]).init(state)
+    rules = (DecayRule("decoupled_weight_decay", 0.01),)
+    assert state.optimizer == optim.by_pattern({"*": Decaying(muon, rules)}, Decaying(adam, rules))
+    zeros = {name: torch.zeros_like(value) for name, value in state.params.items()}
+    values = {CURVE: 0.5, muon.lr: 0.01, schedule.linear(): 0.25, adam.lr: 0.0025}
+    moved, _ = state.optimizer.update(zeros, state.opt_state, state.params, lambda scalar: values.get(scalar, scalar))
+    shares = {name: 0.5 if muon.can_move(value) else 0.25 for name, value in state.params.items()}
+    assert set(shares.values()) == {0.5, 0.25}
+    assert_close(moved, {name: value * (1 - 0.01 * shares[name]) for name, value in state.params.items()})
+
+
+def test_init_once_more_changes_nothing_and_two_of_them_both_act() -> None:
+    method, other = decoupled_weight_decay(0.1), decoupled_weight_decay(0.2, name="other")
+    once = method.apply(pc.Event.INIT, cnn_state(optimizer=Guarded(optim.sgd(0.0))))
+    assert method.apply(pc.Event.INIT, once).optimizer == once.optimizer
+    changed: Any = decoupled_weight_decay(0.3).apply(pc.Event.INIT, once)
+    assert changed.optimizer.inner.rules == (DecayRule("decoupled_weight_decay", 0.3),)
+    first, second = states_after([method, other], cnn_state(optimizer=optim.sgd(0.0)), BATCHES[:1])
+    assert_close(second.params, {name: 0.9 * 0.8 * value for name, value in first.params.items()})
+
+
+def test_a_named_decay_is_a_number_of_the_state_and_has_a_gradient() -> None:
+    step = compose(loop_events, [decoupled_weight_decay(pc.hparam("decay", 0.01) * CURVE)])
+    start = step.init(make_state(optimizer=optim.sgd(0.1), duration="4ba").replace(hparams={"decay": 0.0}))
+    batches = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))] * 3
+
+    def norm(decay: Tensor) -> Tensor:
+        state = start.replace(hparams={"decay": decay})
+        for batch in batches:
+            state = step(state, batch)
+        return pc.tree.global_norm(state.params)
+
+    decay = torch.tensor(0.05)
+    slope = torch.func.grad(norm)(decay)
+    quotient = (norm(decay + 1e-2) - norm(decay - 1e-2)) / 2e-2
+    torch.testing.assert_close(slope, quotient, rtol=2e-2, atol=1e-3)
+    assert slope < 0
+
+
+def test_it_resumes_exactly(tmp_path: Any) -> None:
+    check_resumes_exactly(lambda: decoupled_weight_decay(0.01), tmp_path, cnn_state(optimizer=PAIRS["adam"][0]))
+
+
+def test_compiled_it_is_the_same() -> None:
+    check_compiled(decoupled_weight_decay(0.01), cnn_state(optimizer=PAIRS["sgd"][0]))
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"weight_decay": 1.0}, ValueError, "weight_decay: expected a finite number >= 0 and < 1, got 1.0"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay: expected a finite number"),
+        ({"weight_decay": "0.1"}, TypeError, "weight_decay: expected a number, an hparam"),
+        ({"min_dims": 1.5}, TypeError, "min_dims"),
+        ({"min_dims": -1}, ValueError, "min_dims"),
+        ({"exclude": "*.bias"}, TypeError, r"exclude: expected patterns of names, such as .* got '\*.bias'"),
+        ({"exclude": (1,)}, TypeError, "exclude: expected patterns of names"),
+    ],
+)
+def test_settings_are_checked_when_it_is_built(settings: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"decoupled_weight_decay: {words}"):
+        decoupled_weight_decay(**settings)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_at_init() -> None:
+    with pytest.raises(ValueError, match="decoupled_weight_decay: exclude: 'nothing' matches no parameter"):
+        after(decoupled_weight_decay(exclude=("nothing",)), optim.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (optim.adamw(0.1), "has a weight decay of its own, and both act"),
+        (optim.sgd(0.1, groups={"*.bias": {"weight_decay": 0.1}}), "has a weight decay of its own"),
+        (optim.sgd(0.001), "takes 1 % off every weight in every step"),
+    ],
+)
+def test_what_is_likely_a_slip_is_warned_of(optimizer: Any, words: str) -> None:
+    with pytest.warns(UserWarning, match=f"^decoupled_weight_decay: .*{words}"):
+        compose(loop_events, [decoupled_weight_decay(0.01)]).init(cnn_state(optimizer=optimizer))
