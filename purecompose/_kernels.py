@@ -1,4 +1,4 @@
-"""What torch's kernels cannot do under transforms, or while they are traced, done in another way."""
+"""What torch's kernels cannot do, done in another way: under transforms, while traced, and one of them in plain use."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -6,10 +6,12 @@
               progressive resizing
 
 They are for ResNets on large images, and for short, middle and long runs: each costs more for a step than the one
-before, and gains more where there are many. The optimizer, the schedule and the run's length are one's own.
+before, and gains more where there are many. The lists of methods are the published ones; their settings are what is
+common for each method, and have not been tuned together here. The optimizer, the schedule and the run's length are
+one's own.
 
 References:
-    MosaicML: Mosaic ResNet, the recipes of 2022 for ResNet-50 on ImageNet.
+    MosaicML: Mosaic ResNet, for ResNet-50 on ImageNet. https://github.com/mosaicml/composer
 """
 
 from collections.abc import Mapping

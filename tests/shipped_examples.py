@@ -1,12 +1,10 @@
-"""Examples of the shipped methods for tests: the first of each method; the others are for the slow tests."""
+"""Examples of the shipped methods for tests: the first of each, on its first task; others are for the slow tests."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from purecompose.testing.shipped import SHIPPED
-from purecompose.testing.shipped.row import Row
 
 
 __all__ = ["examples", "examples_on_tasks"]
@@ -21,18 +19,14 @@ def examples() -> list[Any]:
     ]
 
 
-def examples_on_tasks(is_quick: Callable[[Row, str], bool] = lambda row, task: True) -> list[Any]:
-    """Parameters (text, task) for every example on every task of its row.
-
-    Args:
-        is_quick: Whether a method's first example is tried on a task among the quick tests.
-    """
+def examples_on_tasks() -> list[Any]:
+    """Parameters (text, task) for every example on every task of its row."""
     return [
         pytest.param(
             text,
             task,
             id=f"{text}-{task}",
-            marks=[] if text == row.examples[0] and is_quick(row, task) else pytest.mark.slow,
+            marks=[] if (text, task) == (row.examples[0], row.tasks[0]) else pytest.mark.slow,
         )
         for row in SHIPPED.values()
         for text in row.examples

@@ -33,6 +33,7 @@ OPTIMIZERS = {
     "nesterov": optim.sgd(hparam("lr", 0.1), momentum=0.9, nesterov=True),
     "adam": optim.adam(0.01 * cosine(warmup="0.2dur"), weight_decay=0.1, amsgrad=True),
     "adamw": optim.adamw(0.01, betas=(hparam("beta", 0.9), 0.99), groups={"*.bias": {"weight_decay": 0.0}}),
+    "several": optim.by_pattern({"*": optim.muon(0.02 * cosine())}, optim.lion(hparam("lr", 0.01))),
 }
 
 
@@ -139,10 +140,19 @@ def test_a_clock_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("task", ["vectors", pytest.param("images", marks=pytest.mark.slow)])
-def test_all_together_do_not_wait(task: str, optimizer: str, device: str, watch: Watch) -> None:
-    chosen = TASKS[task]
+def test_optimizers_do_not_wait(optimizer: str, device: str, watch: Watch) -> None:
+    chosen = TASKS["vectors"]
     state = chosen.make_state(0, optimizer=OPTIMIZERS[optimizer], duration="4ba", batches_per_epoch=4)
+    data = [chosen.make_batch(seed, 6) for seed in range(4)]
+    assert run_watched(state, [], data, device, watch, microbatches=2).timestamp.batch == 4
+
+
+@pytest.mark.parametrize(("device", "watch"), DEVICES)
+@pytest.mark.parametrize("task", ["vectors", pytest.param("images", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:decoupled_weight_decay. .*a weight decay of its own")
+def test_all_together_do_not_wait(task: str, device: str, watch: Watch) -> None:
+    chosen = TASKS[task]
+    state = chosen.make_state(0, optimizer=OPTIMIZERS["adamw"], duration="4ba", batches_per_epoch=4)
     rows = [row for row in SHIPPED.values() if task in row.tasks and not row.is_alone]
     algorithms = [Subject.of(row.examples[0]).algorithm for row in rows]
     data = [chosen.make_batch(seed, 6) for seed in range(4)]

@@ -1,6 +1,8 @@
 """What the pages in docs/ print is what runs, and what they link to is there."""
 
+import contextlib
 import inspect
+import io
 import pathlib
 import re
 from typing import Any
@@ -23,7 +25,7 @@ CARD_HEADS = [
     "Source",
 ]
 CARDS = {page.stem: page for page in (ROOT / "docs" / "algorithms").glob("*.md")}
-# One is a function of the state, and one wants another optimizer than the laws' tasks have.
+# One is a function of the state.
 METHODS = {**FACTORIES, "scale_schedule": pc.algorithms.scale_schedule}
 
 
@@ -39,9 +41,16 @@ def run_page(name: str) -> dict[str, Any]:
     return names
 
 
-def test_a_method_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_page("own_method.md")  # whose last block asserts what every method keeps
-    printed = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def own_method() -> tuple[dict[str, Any], str]:
+    """The names of the page on methods of one's own, whose last block asserts what every method keeps; its output."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = run_page("own_method.md")
+    return names, printed.getvalue()
+
+
+def test_a_method_of_your_own(own_method: tuple[dict[str, Any], str]) -> None:
+    names, printed = own_method
     assert printed.count("('gradient_noise', 'clip')\n") == 2
     assert (
         "('selective_backprop', 'mixup', 'early_dropout')\n('selective_backprop', 'early_dropout', 'mixup')" in printed
@@ -50,8 +59,8 @@ def test_a_method_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["lengths"] == [8] * 4 + [10] * 4 + [12] * 4 + [14] * 4
 
 
-def test_the_pages_running_loss_is_the_weighted_mean_of_the_losses() -> None:
-    names = run_page("own_method.md")
+def test_the_pages_running_loss_is_the_weighted_mean_of_the_losses(own_method: tuple[dict[str, Any], str]) -> None:
+    names, _ = own_method
     step = pc.compose(pc.loop_events, [names["running_loss"](0.5)])
     state, losses = step.init(names["new_state"]()), []
     for batch in names["batches"][:3]:
@@ -62,8 +71,8 @@ def test_the_pages_running_loss_is_the_weighted_mean_of_the_losses() -> None:
     assert state.metrics["running_loss"].item() == pytest.approx(expected)
 
 
-def test_the_pages_clipping_bounds_the_gradient() -> None:
-    names = run_page("own_method.md")
+def test_the_pages_clipping_bounds_the_gradient(own_method: tuple[dict[str, Any], str]) -> None:
+    names, _ = own_method
     state = pc.State.create(
         torch.nn.Linear(10, 2), loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(1.0), duration="1ep"
     )

@@ -28,7 +28,7 @@ from purecompose.optim.checks import checked_scalar, match_or_raise
 from purecompose.optim.decay import warn_if_strong
 from purecompose.optim.decaying import Decaying, DecayRule
 from purecompose.optim.nested import leaves, map_leaves, settings_of
-from purecompose.predicate import on
+from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar
 from purecompose.state import State
 
@@ -80,9 +80,8 @@ def decoupled_weight_decay(
         return state.replace(optimizer=map_leaves(with_rule, state.optimizer, up_to=Decaying))
 
     config: dict[str, Any] = {"weight_decay": weight_decay, "min_dims": min_dims}
-    return Algorithm(
-        name, on(Event.INIT), apply, config={**config, "exclude": rule.exclude} if rule.exclude else config
-    )
+    match = NEVER if weight_decay == 0.0 else on(Event.INIT)
+    return Algorithm(name, match, apply, config={**config, "exclude": rule.exclude} if rule.exclude else config)
 
 
 def _warn_of_settings(rule: DecayRule, leaf: Any) -> None:

@@ -41,9 +41,8 @@ from purecompose.weights import wide
 
 __all__ = ["perturb_params", "sam"]
 
-_LEAST_EPSILON = (
-    1e-30  # a float32, whose inverse is one as well: so much more than any rho that 0 * (rho / epsilon) is 0
-)
+_LEAST_EPSILON = 1e-30
+"""In float32 neither it is 0 nor its inverse infinite, so that a gradient of 0 times rho / epsilon is 0."""
 
 
 def perturb_params(
