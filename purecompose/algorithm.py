@@ -37,6 +37,7 @@ class Trait(enum.Enum):
     SCALES_LOSS = "scales the loss for its gradient: the last before the gradient, the first after it"
     RENEWS_GRADIENTS = "computes the gradients anew, from the batch: comes before what edits or collects them"
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes them anew"
+    AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"
     MAY_LEAVE_UNUSED = "may leave parameters without a gradient"
     SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
     SECOND_ORDER = "needs gradients of gradients"

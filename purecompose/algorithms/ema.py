@@ -143,6 +143,7 @@ def ema(
         # From the beginning on is from no share of the run, whose length nobody need know.
         on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | (updates & after(start) if start else updates),
         apply,
+        traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
         config={setting: pace, "ema_start": str(start), "update_interval": str(interval)},
     )

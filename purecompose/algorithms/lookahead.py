@@ -93,6 +93,7 @@ def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead"
         name,
         NEVER if is_neutral else on(Event.INIT) | on(Event.BATCH_END) & every(interval),
         apply,
+        runs_before=(Trait.AVERAGES_WEIGHTS,),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
         config={"alpha": alpha, "interval": interval},
     )

@@ -145,6 +145,7 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
         name,
         on(Event.INIT, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_START, Event.PREDICT_START),
         apply,
+        traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
         config={"beta": beta},
     )

@@ -110,7 +110,7 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
         on(Event.INIT, Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
         apply,
         traits=frozenset({Trait.CLIPS_GRADIENTS, Trait.SETS_BUFFERS}),
-        runs_before=("gradient_clipping", "ema", "swa"),
+        runs_before=("gradient_clipping", Trait.AVERAGES_WEIGHTS),
     )
 
 

@@ -154,6 +154,7 @@ def swa(
         name,
         on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | match,
         apply,
+        traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
         config=settings,
     )

@@ -11,6 +11,7 @@ from purecompose import State, algorithms as alg, compose, hparam, loop_events, 
 from purecompose.algorithms.gradient_accumulation import gradient_accumulation
 from purecompose.algorithms.lookahead import lookahead, pull_back
 from purecompose.predicate import NEVER
+from purecompose.weights import averages_in
 
 
 BATCHES = [helpers.make_batch(num=num) for num in (10, 7, 9, 8, 10, 6, 11)]
@@ -138,6 +139,17 @@ def test_the_memory_is_of_the_weights_at_init():
     state = compose(loop_events, [lookahead()]).init(helpers.make_state())
     assert tree.equal(slow_of(state), state.params)
     assert all(slow_of(state)[name] is not param for name, param in state.params.items())
+
+
+@pytest.mark.parametrize("average", [alg.ema(smoothing=0.0, name="mean"), alg.swa(0.0, 1.0, "1ba", name="mean")])
+@pytest.mark.parametrize("turn", [1, -1])
+def test_averages_see_the_weights_after_the_way_back(average, turn):
+    step = compose(loop_events, [average, lookahead(0.0, 1)][::turn])
+    state = started(step, helpers.make_state())
+    for batch in BATCHES[:2]:
+        state = step(state, batch)
+    found = averages_in(state, "mean").params
+    assert all(torch.equal(value, state.params[key]) for key, value in found.items())
 
 
 def test_it_counts_batches_where_updates_are_fewer():
