@@ -8,10 +8,11 @@ from torch import Tensor
 
 from purecompose.intervals import checked_interval
 from purecompose.schedule import Schedule
+from purecompose.state import State
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 
 
-__all__ = ["Measure", "as_scalar", "between", "checked_every", "gone", "measure", "point"]
+__all__ = ["Measure", "as_scalar", "between", "checked_every", "counters", "gone", "measure", "point"]
 
 _COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
 
@@ -68,21 +69,39 @@ def point(value: TimeLike | float, where: str) -> Time:
     return time
 
 
+_COUNTERS = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+
+
+def counters(state: State) -> Tensor:
+    """The numbers of batches, epochs, examples and tokens so far: float64 of shape (4,)."""
+    clock = state.clock
+    return torch.stack([clock.batch, clock.epoch, clock.sample, clock.token]).double()
+
+
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A time by which traced code measures others: two numbers that the host tells in every step, in one counter.
+    """A time by which traced code measures others: two numbers that the host tells in every step.
 
-    Both are needed: what a slot remembers in `now` stays true where another run goes on with another `length`.
+    What a slot remembers are all `counters`, so that it stays true where another run goes on with another length, or
+    knows the length of its epochs where the first did not.
     """
 
     time: Time
-    now: Schedule
-    """What the counter stands at: batches where the time can be told in them, else samples, tokens, epochs."""
+    counter: Schedule
+    """The number of the counter: that of batches where the time can be told in them, else the time's own."""
     length: Schedule
-    """How long the time is."""
+    """How long the time is by it."""
 
     def __repr__(self) -> str:
         return repr(str(self.time))
+
+    def between(self, state: State, before: Tensor, now: Tensor) -> Tensor:
+        """How often the time has gone by from some `counters` to others: 0-d, float64."""
+        counter, length = (
+            as_scalar(state.scalar(it), torch.float64, state.device) for it in (self.counter, self.length)
+        )
+        is_it = torch.arange(len(_COUNTERS), device=state.device) == counter
+        return torch.where(is_it, now - before, 0.0).sum() / length
 
 
 def measure(time: Time) -> Measure:
@@ -90,8 +109,8 @@ def measure(time: Time) -> Measure:
 
     Example:
         >>> two = measure(Time.of("2ep"))
-        >>> two.now(Timestamp(batch=30, epoch=3)), two.length(Timestamp(batch=30, epoch=3))
-        (3.0, 2.0)
+        >>> two.counter(Timestamp(batch=30, epoch=3)), two.length(Timestamp(batch=30, epoch=3))
+        (1.0, 2.0)
     """
     words = repr(str(time))
     return Measure(time, Schedule(_Counted(time, 0), words), Schedule(_Counted(time, 1), words))
@@ -103,22 +122,27 @@ def gone(timestamp: Timestamp, time: Time) -> float:
     Raises:
         ValueError: A share of a run without a duration, or with one in seconds.
     """
-    now, length = _counted(timestamp, time)
-    return now / length
+    unit, length = _counted(timestamp, time)
+    return timestamp.get(unit) / length
 
 
-def _counted(timestamp: Timestamp, time: Time) -> tuple[float, float]:
-    """What a counter stands at, and how long the time is by it."""
-    in_batches = timestamp.run.in_batches(time)
+def _counted(timestamp: Timestamp, time: Time) -> tuple[TimeUnit, float]:
+    """By what a time is counted, and how long it is so."""
+    run = timestamp.run
+    in_batches = run.in_batches(time)
     if in_batches is not None:
-        return timestamp.batch, in_batches
-    if time.unit is not TimeUnit.DURATION:
-        return timestamp.get(time.unit), time.value
-    duration = timestamp.run.duration
-    if duration is None or duration.unit is TimeUnit.SECOND:
-        has = "no duration" if duration is None else f"a duration of {duration}"
-        raise ValueError(f"{time} is a share of a run that has {has}; give State.create one in batches or epochs")
-    return timestamp.get(duration.unit), time.value * duration.value
+        return TimeUnit.BATCH, in_batches
+    unit, length = time.unit, time.value
+    if unit is TimeUnit.DURATION:
+        if run.duration is None or run.duration.unit is TimeUnit.SECOND:
+            has = "no duration" if run.duration is None else f"a duration of {run.duration}"
+            raise ValueError(f"{time} is a share of a run that has {has}; give State.create one in batches or epochs")
+        unit, length = run.duration.unit, length * run.duration.value
+    if unit is TimeUnit.ITERATION:
+        if run.iteration_length is None:
+            raise ValueError(f"{time} is in iterations of a run that has none; give State.create an iteration_length")
+        unit, length = run.iteration_length.unit, length * run.iteration_length.value
+    return unit, length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,4 +151,5 @@ class _Counted:
     index: int
 
     def __call__(self, timestamp: Timestamp) -> float:
-        return float(_counted(timestamp, self.time)[self.index])
+        unit, length = _counted(timestamp, self.time)
+        return float((_COUNTERS.index(unit), length)[self.index])

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import Measure, as_scalar, between, checked_every, measure, point
+from purecompose.algorithms._averages import Measure, as_scalar, between, checked_every, counters, measure, point
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.predicate import after, every, on
@@ -50,7 +50,7 @@ class EmaState(NamedTuple):
 
     averages: Averages
     at: Tensor
-    """When weights were last taken, 0-d float64: what the half-life's counter stood at; 0 with `smoothing`."""
+    """When weights were last taken: batches, epochs, examples and tokens, float64 of shape (4,); 0 with `smoothing`."""
 
 
 def compute_ema(
@@ -119,15 +119,15 @@ def ema(
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            at = torch.zeros((), dtype=torch.float64, device=state.device)
+            at = torch.zeros(4, dtype=torch.float64, device=state.device)
             return state.replace(slots={**state.slots, name: EmaState(Averages.empty(state), at)})
         if event is not Event.BATCH_END:
             return with_weights(state, name)
         averages, at = state.slots[name]
         if isinstance(pace, Measure):
-            now, length = (as_scalar(state.scalar(it), torch.float64, state.device) for it in (pace.now, pace.length))
+            now = counters(state)
             # A counter that starts again, in another run from these weights, is no time that has gone by.
-            kept, at = torch.exp2((at - now).clamp(max=0) / length), now
+            kept, at = torch.exp2(-pace.between(state, at, now).clamp(min=0)), now
         else:
             kept = as_scalar(pace, torch.float64, state.device)
         kept = torch.where(averages.num > 0, kept, 0.0)
