@@ -75,6 +75,7 @@ _COUNTERS = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 def counters(state: State) -> Tensor:
     """The numbers of batches, epochs, examples and tokens so far: float64 of shape (4,)."""
     clock = state.clock
+    assert clock is not None, "a step has one"
     return torch.stack([clock.batch, clock.epoch, clock.sample, clock.token]).double()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from purecompose._checks import check_whole
 from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import checked_patterns
 from purecompose.event import Event
 from purecompose.optim.checks import checked_scalar, match_or_raise
@@ -81,7 +81,13 @@ def decoupled_weight_decay(
 
     config: dict[str, Any] = {"weight_decay": weight_decay, "min_dims": min_dims}
     match = NEVER if weight_decay == 0.0 else on(Event.INIT)
-    return Algorithm(name, match, apply, config={**config, "exclude": rule.exclude} if rule.exclude else config)
+    return Algorithm(
+        name,
+        match,
+        apply,
+        runs_after=(Trait.REQUIRED_ON_LOAD,),  # names are those of the network that trains
+        config={**config, "exclude": rule.exclude} if rule.exclude else config,
+    )
 
 
 def _warn_of_settings(rule: DecayRule, leaf: Any) -> None:

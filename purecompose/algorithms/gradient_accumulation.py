@@ -17,14 +17,16 @@ slice, which counts its terms (in a program without it batches weigh their examp
 once, after what computes gradients anew and before what clips them. Reads and replaces: the gradients. The slot holds
 the sum, as large as the parameters; float32 for those in half precision.
 
-A batch whose gradients are not finite spoils its group: under loss scaling the group's update is skipped, and the scale
-falls twice, in the batch's step and in the update's.
+A batch whose gradients are not finite spoils its group, unless steps like that are skipped: with `loss_scaling` or
+`skip_nonfinite` it is left out of the sum, and the group's mean is that of the others. Of a group without a good batch
+the update is left out.
 
 References:
     Priya Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour. 2017.
     https://arxiv.org/abs/1706.02677
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ from purecompose import losses
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
+from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.predicate import NEVER, every, on
 from purecompose.state import State
 from purecompose.weights import wide
@@ -66,9 +69,13 @@ class AccumulatedGradients(NamedTuple):
         """With so many terms more in the running step."""
         return self._replace(current=self.current.clamp(min=0) + num)
 
-    def added(self, grads: dict[str, Tensor], num_examples: int) -> "AccumulatedGradients":
-        """With the gradients of the running step, which is over."""
+    def added(
+        self, grads: dict[str, Tensor], num_examples: int, is_good: Tensor | None = None
+    ) -> "AccumulatedGradients":
+        """With the gradients of the running step, which is over; as it was where a given 0-d bool says no."""
         num = torch.where(self.current < 0, num_examples, self.current)
+        if is_good is not None:
+            num = torch.where(is_good, num, 0)
 
         def with_one(total: Tensor, grad: Tensor) -> Tensor:
             return total + torch.where(num > 0, num * grad.to(total.dtype), 0)  # a mean of nothing may be NaN
@@ -76,10 +83,13 @@ class AccumulatedGradients(NamedTuple):
         sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
         return AccumulatedGradients(sums, self.num_terms + num, torch.full_like(self.current, _UNCOUNTED))
 
-    def mean(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
         """The means, for the parameters and in the dtypes of these gradients."""
         total = self.num_terms.clamp(min=1)
-        return {name: (self.sums[name] / total).to(grad.dtype) for name, grad in grads.items()}
+        means = {name: (self.sums[name] / total).to(grad.dtype) for name, grad in grads.items()}
+        if of_nothing == 0:  # as the sums are
+            return means
+        return {name: torch.where(self.num_terms > 0, mean, of_nothing) for name, mean in means.items()}
 
 
 class _Last(NamedTuple):
@@ -125,16 +135,20 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         if state.grads is None:  # a program without a gradient so far
             return with_slot(state, own)
         _check_known(name, own, state.grads)
-        own = own.added(state.grads, state.num_examples)
+        # Where bad steps are skipped, a bad batch is left out, and does not spoil the others of its group.
+        is_guarded = isinstance(state.optimizer, Guarded)
+        own = own.added(state.grads, state.num_examples, all_finite(state.grads.values()) if is_guarded else None)
         if not is_last:
             return with_slot(state.replace(grads={}), own)
-        return with_slot(state.replace(grads=own.mean(state.grads)), AccumulatedGradients.empty(own.sums))
+        mean = own.mean(state.grads, of_nothing=math.nan if is_guarded else 0.0)
+        return with_slot(state.replace(grads=mean), AccumulatedGradients.empty(own.sums))
 
     acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | on(Event.BATCH_START) & every(num_steps)
     return Algorithm(
         name,
         NEVER if num_steps == 1 else acts,
         apply,
+        traits=frozenset({Trait.COLLECTS_GRADIENTS}),
         runs_before=(Trait.CLIPS_GRADIENTS,),
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
         config={"num_steps": num_steps},

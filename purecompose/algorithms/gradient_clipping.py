@@ -184,7 +184,7 @@ def gradient_clipping(
         NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
         apply,
         traits=frozenset({Trait.CLIPS_GRADIENTS}),
-        runs_after=(Trait.RENEWS_GRADIENTS,),
+        runs_after=(Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS),
         config={**config, "exclude": patterns} if patterns else config,
     )
 

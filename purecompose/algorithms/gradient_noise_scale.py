@@ -176,7 +176,7 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
         on(Event.INIT, Event.BATCH_START, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH),
         apply,
         traits=frozenset({Trait.MEASURES_MICROBATCHES}),
-        runs_before=(Trait.CLIPS_GRADIENTS, Trait.RENEWS_GRADIENTS),
+        runs_before=(Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS, Trait.CLIPS_GRADIENTS),
         config={"decay": decay},
     )
 

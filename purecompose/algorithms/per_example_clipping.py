@@ -14,7 +14,7 @@ example counts the same; in a loss per token the mean over its own tokens is the
 own loss, that of a batch of one example is taken.
 
 Events: AFTER_TRAIN_BATCH, after what computes gradients anew, such as `sam`, whose work it undoes, and before
-`skip_nonfinite` and `gradient_clipping` (`Trait.CLIPS_GRADIENTS`). Replaces the gradients, without a look at what they
+what collects or clips them (`Trait.CLIPS_EXAMPLES`). Replaces the gradients, without a look at what they
 were; adds `metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the
 mean of |g_i|. Remembers nothing. An example whose gradient is not finite makes the batch's so.
 
@@ -142,8 +142,7 @@ def per_example_clipping(
         name,
         NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
         apply,
-        traits=frozenset({Trait.CLIPS_GRADIENTS}),
-        runs_before=("skip_nonfinite", "gradient_clipping"),
+        traits=frozenset({Trait.RENEWS_GRADIENTS, Trait.CLIPS_EXAMPLES}),
         config=config if chunk_size is None else {**config, "chunk_size": chunk_size},
     )
 

@@ -112,6 +112,6 @@ def sam(rho: Scalar = 0.05, epsilon: float = 1e-12, interval: int = 1, *, name: 
         NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH) & every(interval),
         apply,
         traits=frozenset({Trait.RENEWS_GRADIENTS}),
-        runs_before=(Trait.CLIPS_GRADIENTS,),
+        runs_before=(Trait.CLIPS_EXAMPLES, Trait.CLIPS_GRADIENTS),
         config={"rho": rho, "epsilon": epsilon, "interval": interval},
     )

@@ -13,7 +13,8 @@ The slot holds z, and x as `Averages`. Evaluation and prediction with `step=` lo
 `to_module(state, weights="schedule_free")` and `with_weights` give it to others. Statistics of BatchNorm are those of
 y, and wrong for x: `with_statistics(state, data, weights="schedule_free")` finds the right ones.
 
-A step whose gradients another method has kept for later changes nothing.
+A step whose gradients another method has kept for later, and one that is skipped, changes nothing; a parameter without
+a gradient, as of a frozen layer, stays, its average as well.
 
 Events: INIT; AFTER_TRAIN_BATCH, which notes the learning rate; BATCH_END; EVAL_START and PREDICT_START, where the state
 is one that is thrown away. Reads and replaces: the trainable parameters.
@@ -36,7 +37,9 @@ from purecompose._checks import check_number
 from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._averages import as_scalar, between
+from purecompose.algorithms.skip_nonfinite import chosen
 from purecompose.event import Event
+from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.optim.nested import leaves, settings_of
 from purecompose.predicate import on
 from purecompose.state import State
@@ -131,24 +134,36 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
             return state.replace(slots={**state.slots, name: own._replace(rate=rate)})
         if not state.grads:
             return state
-        greatest = torch.maximum(own.greatest_rate, own.rate)
-        total = own.total + greatest**2
-        # Rates of 0 weigh nothing, all together too.
-        share = torch.where(total > 0, greatest**2 / torch.where(total > 0, total, 1.0), 1.0)
-        moved = {key: state.params[key] for key in own.base}
-        base, average, params = schedule_free_step(own.base, own.averages.params, moved, beta, share)
-        buffers = {key: state.buffers[key].to(value.dtype) for key, value in own.averages.buffers.items()}
-        new = ScheduleFree(Averages(average, buffers, own.averages.num + 1), base, own.rate, greatest, total)
-        return state.replace(params={**state.params, **params}, slots={**state.slots, name: new})
+        params, new = _moved(own, state, beta)
+        if isinstance(state.optimizer, Guarded):  # which has left the update out, perhaps
+            params, new = chosen(all_finite(state.grads.values()), (params, new), (state.params, own))
+        return state.replace(params=params, slots={**state.slots, name: new})
 
     return Algorithm(
         name,
         on(Event.INIT, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_START, Event.PREDICT_START),
         apply,
-        traits=frozenset({Trait.AVERAGES_WEIGHTS}),
+        runs_before=(Trait.AVERAGES_WEIGHTS,),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
         config={"beta": beta},
     )
+
+
+def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tensor], ScheduleFree]:
+    """The parameters and what is remembered, after the optimizer has moved those with a gradient; others stay."""
+    greatest = torch.maximum(own.greatest_rate, own.rate)
+    total = own.total + greatest**2
+    # Rates of 0 weigh nothing, all together too.
+    share = torch.where(total > 0, greatest**2 / torch.where(total > 0, total, 1.0), 1.0)
+    z, x, moved = (
+        {key: value for key, value in held.items() if key in own.base and key in (state.grads or {})}
+        for held in (own.base, own.averages.params, state.params)
+    )
+    base, average, params = schedule_free_step(z, x, moved, beta, share)
+    buffers = {key: state.buffers[key].to(value.dtype) for key, value in own.averages.buffers.items()}
+    averages = Averages({**own.averages.params, **average}, buffers, own.averages.num + 1)
+    new = ScheduleFree(averages, {**own.base, **base}, own.rate, greatest, total)
+    return {**state.params, **params}, new
 
 
 def _fresh(state: State) -> ScheduleFree:

@@ -9,13 +9,15 @@ Events: INIT (the slot; the optimizer becomes one that skips), BATCH_START (reme
 and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a bad step; adds
 `metrics[f"{name}/skipped"]`, 1 where the update was left out, else 0. Remembers a `SkipCount` in `slots[name]`.
 
-At AFTER_TRAIN_BATCH it comes after what computes gradients anew, such as `sam` (`Trait.CLIPS_GRADIENTS`), and before
-`gradient_clipping`. A bad step's buffers, such as BatchNorm's statistics, are put back there, and one element that is
-not finite, in the loss or a gradient, makes all gradients NaN, so that no clipping behind it can make them look good.
-What reads weights at BATCH_END finds them as they were, wherever it is listed. Gradients that go bad after that are
-found by the optimizer, and their buffers put back at BATCH_END, before `ema` and `swa`.
+At AFTER_TRAIN_BATCH it comes after what computes gradients anew (`Trait.RENEWS_GRADIENTS`), such as `sam`, and before
+what collects or clips them, so that a bad batch is no part of a group's sum. A bad step's buffers, such as BatchNorm's
+statistics, are put back there, and one element that is not finite, in the loss or a gradient, makes all gradients NaN,
+so that no clipping behind it can make them look good. What reads weights at BATCH_END finds them as they were, wherever
+it is listed. Gradients that go bad after that are found by the optimizer, and their buffers put back at BATCH_END,
+before averages are taken.
 
-What others remember is theirs: an average of the weights takes those that stayed once more, a schedule moves on. The
+What others remember is theirs: an average of the weights takes those that stayed once more, `lookahead` goes back when
+it is due, a schedule moves on. The
 loss is reported as it was. So is a step skipped in which no example counts (a batch of padding, whose mean loss is
 NaN). With `loss_scaling` both skip the same steps; this one puts back the buffers, too.
 """
@@ -50,6 +52,8 @@ class _Running(NamedTuple):
     own: SkipCount
     buffers: dict[str, Tensor]
     """As they were when the step began."""
+    is_good: Tensor
+    """Whether loss and gradients have been finite so far, 0-d bool."""
 
 
 def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
@@ -89,15 +93,20 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
             return _initialised(state, name)
         slot = state.slots[name]
         if event is Event.BATCH_START:
-            return state.replace(slots={**state.slots, name: _Running(slot, state.buffers)})
+            good = torch.ones((), dtype=torch.bool, device=state.device)
+            return state.replace(slots={**state.slots, name: _Running(slot, state.buffers, good)})
         grads = state.grads or {}
         if event is Event.AFTER_TRAIN_BATCH:
             _check_optimizer(state, name)
             is_good = all_finite(grads.values() if state.loss is None else (state.loss, *grads.values()))
             marked = {key: torch.where(is_good, grad, torch.nan) for key, grad in grads.items()}
+            if isinstance(slot, _Running):
+                state = state.replace(slots={**state.slots, name: slot._replace(is_good=is_good.to(state.device))})
             return _restored(state.replace(grads=marked), slot, is_good)
-        is_good = all_finite(grads.values())
-        skipped = (~is_good).to(state.device)
+        is_good = all_finite(grads.values()).to(state.device)
+        if isinstance(slot, _Running):
+            is_good = is_good & slot.is_good
+        skipped = ~is_good
         own = slot.own if isinstance(slot, _Running) else slot
         count = SkipCount(own.skipped + skipped.to(own.skipped.dtype))
         return _restored(state, slot, is_good).replace(
@@ -109,8 +118,9 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
         name,
         on(Event.INIT, Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
         apply,
-        traits=frozenset({Trait.CLIPS_GRADIENTS, Trait.SETS_BUFFERS}),
-        runs_before=("gradient_clipping", Trait.AVERAGES_WEIGHTS),
+        traits=frozenset({Trait.SETS_BUFFERS}),
+        runs_before=(Trait.COLLECTS_GRADIENTS, Trait.CLIPS_GRADIENTS, Trait.AVERAGES_WEIGHTS),
+        runs_after=(Trait.RENEWS_GRADIENTS,),
     )
 
 

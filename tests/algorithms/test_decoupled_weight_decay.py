@@ -6,7 +6,7 @@ import pytest
 import torch
 from averaging_checks import BATCHES, check_compiled, check_resumes_exactly, cnn_state, states_after
 from helpers import assert_close, assert_same, make_cnn, make_state
-from torch import Tensor
+from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule
@@ -87,6 +87,22 @@ def test_only_what_is_asked_for_decays() -> None:
     assert_close(moved.params, small)
     assert_close(big.params, {name: small[name] if one.ndim > 1 else one for name, one in none.params.items()})
     assert_close(kept.params, {name: one if name[0] == "0" else small[name] for name, one in none.params.items()})
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_names_are_those_of_the_network_after_surgery(turn: int) -> None:
+    net = nn.Sequential(nn.Conv2d(16, 4, 3, 2), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def started(pattern: str) -> tuple[Any, State]:
+        step = compose(loop_events, [decoupled_weight_decay(0.1, exclude=(pattern,)), alg.blurpool()][::turn])
+        return step, step.init(make_state(net, optimizer=optim.sgd(0.0)))
+
+    step, state = started("0.conv.weight")
+    after = step(state, (torch.randn(4, 16, 6, 6), torch.tensor([0, 1, 2, 3])))
+    assert torch.equal(after.params["0.conv.weight"], state.params["0.conv.weight"])
+    assert torch.equal(after.params["0.conv.bias"], state.params["0.conv.bias"] - 0.1 * state.params["0.conv.bias"])
+    with pytest.raises(ValueError, match="exclude: '0.weight' matches no parameter; the names are 0.conv.weight"):
+        started("0.weight")
 
 
 def test_frozen_weights_and_those_of_layers_that_are_frozen_later_stay() -> None:

@@ -179,6 +179,20 @@ def test_a_longer_run_goes_on_with_the_averages_and_its_own_half_life():
     assert_near(averages_of(longer, "ema"), expected)
 
 
+@pytest.mark.filterwarnings("ignore:epochs have no known length")
+def test_a_run_that_learns_the_length_of_its_epochs_goes_on_in_time():
+    # Without it the half-life is counted in epochs, with it in batches.
+    step, batches = compose(loop_events, [ema("1ep")]), make_batches(4)
+    state = step.init(make_state(duration="8ep", batches_per_epoch=None))
+    for batch in batches[:3]:
+        state = step(state, batch)
+    later = state.replace(timestamp=state.timestamp.replace(run=pc.RunLength("8ep", batches_per_epoch=4)))
+    before, after = averages_of(later, "ema"), averages_of(step(later, batches[3]), "ema")
+    live = weights_of(step(later, batches[3]))
+    kept = 0.5 ** (1 / 4)
+    assert_near(after, {name: kept * before[name] + (1 - kept) * live[name] for name in before})
+
+
 def test_a_run_from_these_weights_whose_time_starts_again_keeps_the_averages():
     method = ema("2ba")
     step = compose(loop_events, [method])

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, surgery, tree
+from purecompose import Algorithm, Event, State, compose, loop_events, losses, on, optim, surgery, tree
+from purecompose.algorithms.gradient_accumulation import gradient_accumulation
 from purecompose.algorithms.gradient_clipping import gradient_clipping
+from purecompose.algorithms.gradient_noise_scale import gradient_noise_scale
 from purecompose.algorithms.label_smoothing import label_smoothing
 from purecompose.algorithms.loss_scaling import loss_scaling
 from purecompose.algorithms.mixup import mixup
 from purecompose.algorithms.per_example_clipping import clip_per_example, norms_per_example, per_example_clipping
 from purecompose.algorithms.sam import sam
 from purecompose.algorithms.selective_backprop import selective_backprop
+from purecompose.algorithms.skip_nonfinite import skip_nonfinite
 from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
 from purecompose.testing.tasks import make_task
@@ -354,6 +357,16 @@ def test_what_cannot_be_mapped_is_told_the_way_out():
 # Order and settings
 
 
+def test_accumulated_it_is_the_mean_over_the_batches():
+    step = compose(loop_events, [gradient_accumulation(2), per_example_clipping(0.3)])
+    batch = wide(helpers.make_batch())
+    start = step.init(helpers.make_state(mlp()))
+    once = step(start, batch)
+    assert tree.diff(once.params, start.params) == []
+    alone = compose(loop_events, [per_example_clipping(0.3)])
+    assert_close(step(once, batch).params, alone(alone.init(helpers.make_state(mlp())), batch).params)
+
+
 @pytest.mark.parametrize("is_reversed", [True, False])
 def test_it_comes_after_new_gradients_and_before_other_clipping(is_reversed):
     listed = [sam(0.1), per_example_clipping(0.3), gradient_clipping("norm", 0.1)]
@@ -363,7 +376,11 @@ def test_it_comes_after_new_gradients_and_before_other_clipping(is_reversed):
     alone = ended([per_example_clipping(0.3)], helpers.make_state(mlp()), wide(helpers.make_batch()))
     without = step.replace(algorithms=[sam(0.1), per_example_clipping(0.3)])
     assert_close(grads_of(without.fold(state, wide(helpers.make_batch()))), grads_of(alone))
-    assert Trait.CLIPS_GRADIENTS in per_example_clipping(1.0).traits
+    others = [*listed, gradient_accumulation(2), skip_nonfinite(), gradient_noise_scale()]
+    step = step.replace(algorithms=others[::-1] if is_reversed else others)
+    order = step.plan(step.init(helpers.make_state(mlp()))).order(Event.AFTER_TRAIN_BATCH)
+    expected = ("gradient_noise_scale", "sam", NAME, "skip_nonfinite", "gradient_accumulation", "gradient_clipping")
+    assert order == expected
 
 
 def test_infinity_is_neutral_and_noise_needs_a_bound():

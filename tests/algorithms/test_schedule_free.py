@@ -313,6 +313,46 @@ def test_gradients_flow_to_the_rate():
     torch.testing.assert_close(torch.func.grad(norm)(rate), quotient, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("guard", [alg.skip_nonfinite, alg.loss_scaling])
+def test_a_step_that_is_skipped_changes_nothing_of_it(guard):
+    step = compose(loop_events, [guard(), schedule_free()])
+    state = run_steps(step, step.init(cnn_state(optimizer=optim.sgd(0.1))), BATCHES[:3])
+    inputs, targets = BATCHES[3]
+    after = step(state, (inputs * torch.nan, targets))
+    assert_same(after.params, state.params)
+    before, now = state.slots["schedule_free"], after.slots["schedule_free"]
+    assert pc.tree.equal(now, before)
+    assert not torch.equal(step(state, BATCHES[3]).params["0.weight"], state.params["0.weight"])
+
+
+def test_what_is_frozen_stays_with_all_that_is_remembered_of_it():
+    step = compose(loop_events, [schedule_free()])
+    state = run_steps(step, step.init(cnn_state(optimizer=optim.sgd(0.1))), BATCHES[:3])
+    after = run_steps(step, state.replace(frozen=["0.weight"]), BATCHES[3:6])
+    before, now = state.slots["schedule_free"], after.slots["schedule_free"]
+    for name, param in state.params.items():
+        held = [
+            torch.equal(after.params[name], param),
+            torch.equal(now.base[name], before.base[name]),
+            torch.equal(now.averages.params[name], before.averages.params[name]),
+        ]
+        assert held == [name == "0.weight"] * 3, name
+
+
+def test_layers_that_are_frozen_in_time_stay():
+    methods = [alg.layer_freezing(0.0, 1.0, num_stages=None), schedule_free()]
+    states = states_after(methods, cnn_state(optimizer=optim.sgd(0.1)), BATCHES)
+    for earlier, later in zip(states[4:-1], states[5:], strict=True):
+        assert torch.equal(earlier.params["0.weight"], later.params["0.weight"])
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_other_averages_come_after_it(turn):
+    step = compose(loop_events, [alg.ema(smoothing=0.0), schedule_free()][::turn])
+    state = run_steps(step, step.init(cnn_state(optimizer=optim.sgd(0.1))), BATCHES[:3])
+    assert_same(pc.with_weights(state, "ema").params, state.params)
+
+
 # Settings
 
 

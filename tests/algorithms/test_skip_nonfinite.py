@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
+from purecompose.algorithms.gradient_accumulation import gradient_accumulation
 from purecompose.algorithms.gradient_clipping import gradient_clipping
 from purecompose.algorithms.loss_scaling import loss_scaling
 from purecompose.algorithms.per_example_clipping import per_example_clipping
@@ -185,7 +186,7 @@ def test_clipping_by_value_hides_nothing(skip_first):
         grads = state.grads or {}
         return state.replace(grads={**grads, "3.bias": grads["3.bias"] + torch.inf})
 
-    explode = edit("explode", with_infinity, runs_before=(Trait.CLIPS_GRADIENTS,))
+    explode = edit("explode", with_infinity, traits=frozenset({Trait.RENEWS_GRADIENTS}))
     worse = step.replace(algorithms=[explode, *step.algorithms])
     assert worse.plan(before).order(Event.AFTER_TRAIN_BATCH) == ("explode", "skip_nonfinite", "gradient_clipping")
     check_skipped(before, worse(before, BATCH))
@@ -197,13 +198,41 @@ def test_a_second_gradient_that_overflows_is_seen(skip_first):
         there = {key: param + torch.inf for key, param in state.params.items()}
         return state.replace(grads=state.gradient(there)[0])
 
-    second = edit("climb", climb, runs_before=sam(0.1).runs_before)
+    second = edit("climb", climb, traits=sam(0.1).traits)
     step = made(*([skip_nonfinite(), second] if skip_first else [second, skip_nonfinite()]))
     before = fresh(step)
     assert step.plan(before).order(Event.AFTER_TRAIN_BATCH) == ("climb", "skip_nonfinite")
     after = step(before, BATCH)
     check_skipped(before, after)
     assert after.loss is not None and after.loss.isfinite()
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_a_group_of_batches_the_bad_one_is_left_out(turn):
+    step = made(*[gradient_accumulation(2), skip_nonfinite()][::turn])
+    first = fresh(step)
+    good = step(step(first, BATCH), BATCH)
+    skipped, states = [], [first]
+    for batch in (broken(), BATCH):
+        states.append(step(states[-1], batch))
+        skipped.append(states[-1].metrics["skip_nonfinite/skipped"].item())
+    assert skipped == [1, 0] and count_of(states[-1]) == 1
+    assert tree.diff(lasting(first), lasting(states[1])) == []  # the bad batch moved no buffer either
+    # The mean of the good batch alone is that of the batch twice.
+    torch.testing.assert_close(states[-1].params, good.params)
+    assert int(states[-1].buffers["1.num_batches_tracked"]) == 1
+    worst = step(step(first, broken()), broken())
+    assert tree.diff(lasting(first), lasting(worst)) == []
+    late = step(step(first, BATCH), broken())
+    torch.testing.assert_close(late.params, good.params)
+    assert late.metrics["skip_nonfinite/skipped"].item() == 1
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_clipping_of_another_name_hides_nothing_either(turn):
+    both = [skip_nonfinite(), gradient_clipping("value", 1.0, name="clip")]
+    step = made(*both[::turn])
+    assert step.plan(fresh(step)).order(Event.AFTER_TRAIN_BATCH) == ("skip_nonfinite", "clip")
 
 
 def test_gradients_that_go_bad_later_are_skipped_with_their_buffers():
