@@ -58,6 +58,12 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
     "nesterov": lambda lr: optim.sgd(lr, momentum=0.9, nesterov=True),
     "adam": lambda lr: optim.adam(lr),
     "adamw": lambda lr: optim.adamw(lr, amsgrad=True),
+    "decoupled_sgdw": lambda lr: optim.decoupled_sgdw(lr, momentum=0.9, weight_decay=1e-3),
+    "rmsprop": lambda lr: optim.rmsprop(lr, momentum=0.5, centered=True),
+    "lion": lambda lr: optim.lion(lr),
+    "adafactor": lambda lr: optim.adafactor(lr),
+    "muon": lambda lr: optim.by_pattern({"*": optim.muon(lr)}, optim.adamw(lr)),
+    "from_torch": lambda lr: optim.from_torch(torch.optim.NAdam, lr=lr),
 }
 SCHEDULES: Mapping[str, Any] = {
     "constant": schedule.hparam("lr", 0.05),
@@ -190,14 +196,16 @@ def cases(draw: random.Random, names: Iterable[str]) -> Iterable[Case]:
     """Every example of these shipped algorithms in turn, with the rest drawn."""
     rows = [(SHIPPED[name], text) for name in names for text in SHIPPED[name].examples]
     for row, text in itertools.cycle(rows):
-        task = draw.choice(row.tasks)
+        task, optimizer = draw.choice(row.tasks), draw.choice(list(OPTIMIZERS))
+        # What the classes of torch compute cannot be compiled.
+        modes = [mode for mode in MODES if (mode, optimizer) != ("compiled", "from_torch")]
         yield Case(
             text,
             task,
-            draw.choice(list(OPTIMIZERS)),
+            optimizer,
             draw.choice(list(SCHEDULES)),
             draw.choice([kind for kind in DATA if kind != "arrays" or _is_pair(TASKS[task])]),
-            draw.choice(MODES),
+            draw.choice(modes),
         )
 
 
