@@ -31,6 +31,7 @@ class Trait(enum.Enum):
     """What an algorithm says about itself, for passes and transforms that know no algorithm by name."""
 
     SELECTS_EXAMPLES = "picks examples of the raw batch: comes first"
+    LIMITS_BATCHES = "trains on a part of each batch, of a size that it sets: comes before what picks examples"
     AUGMENTS_EXAMPLES = "changes examples one by one: comes before what mixes them and weighs their parts"
     FUSES_LAYERNORM = "replaces layer norms by fused ones: comes last"
     EDITS_LOSS = "replaces the loss value itself, not the targets: two of these do not compose"

@@ -135,8 +135,7 @@ def batch_size_warmup(
         name,
         NEVER if is_neutral else on(Event.AFTER_DATALOADER) & before(duration),
         apply,
-        traits=frozenset({Trait.SELECTS_EXAMPLES}),
-        runs_before=("selective_backprop",),
+        traits=frozenset({Trait.SELECTS_EXAMPLES, Trait.LIMITS_BATCHES}),
         host=True,
         config=ramp,
     )

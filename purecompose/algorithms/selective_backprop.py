@@ -236,6 +236,7 @@ def selective_backprop(
         NEVER if keep == 1 or interrupt == 1 else _match(start, end, interrupt),
         apply,
         traits=frozenset({Trait.SELECTS_EXAMPLES}),
+        runs_after=(Trait.LIMITS_BATCHES,),
         config={"start": start, "end": end, "keep": keep, **settings},
     )
 
