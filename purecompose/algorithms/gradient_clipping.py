@@ -78,6 +78,8 @@ def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
 def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
     """The gradients, each element moved into [-threshold, threshold]; arguments as for `clip_by_norm`.
 
+    A threshold beyond what a gradient's dtype holds counts as the largest number that it holds; infinity clips nothing.
+
     Example:
         >>> clip_by_value({"w": torch.tensor([-3.0, 0.5])}, 1.0)["w"]
         tensor([-1.0000,  0.5000])
@@ -85,8 +87,10 @@ def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
 
     def clipped(grad: Tensor) -> Tensor:
         if not isinstance(threshold, Tensor):
-            return grad.clamp(-threshold, threshold)
+            most = threshold if threshold == math.inf else min(threshold, torch.finfo(grad.dtype).max)
+            return grad.clamp(-most, most)
         most = threshold.to(grad.dtype)
+        most = torch.where(threshold.isinf(), most, most.clamp(max=torch.finfo(grad.dtype).max))
         return grad.clamp(-most, most)
 
     return {name: clipped(grad) for name, grad in grads.items()}

@@ -8,7 +8,8 @@ weight decay. Where nothing before a layer trains, the backward pass ends there.
 
 A layer is a module with trainable parameters of its own, whether or not it has children; layers are in the order in
 which the network defines them, a module before its children. A parameter that is used in several places belongs to the
-last of them. The last layer never freezes.
+last of them, what a parametrized tensor is computed from (as by `weight_norm`) to the module that has the tensor. The
+last layer never freezes.
 
 Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that the
 running step leaves alone. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
@@ -35,9 +36,10 @@ References:
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from purecompose._checks import check_number, check_whole
 from purecompose.algorithm import Algorithm
@@ -89,7 +91,8 @@ def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple
 
     Returns:
         For every layer, a module with trainable parameters of its own, their names. A parameter of several modules
-        has its first name and belongs to the last of them.
+        has its first name and belongs to the last of them; what a parametrized tensor is computed from (as by
+        `torch.nn.utils.parametrizations.weight_norm`), to the module that has the tensor.
 
     Example:
         >>> layers_of(nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.BatchNorm1d(2)))
@@ -97,11 +100,11 @@ def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple
     """
     names: dict[int, str] = {}
     place: dict[str, int] = {}
-    for number, (prefix, child) in enumerate(module.named_modules(remove_duplicate=False)):
+    for prefix, child, number in _numbered(module):
         for name, param in child.named_parameters(prefix, recurse=False):
             name = names.setdefault(id(param), name)
             if param.requires_grad if frozen is None else name not in frozen:
-                place[name] = number
+                place[name] = max(number, place.get(name, 0))
     layers: dict[int, list[str]] = {}
     for name, number in place.items():
         layers.setdefault(number, []).append(name)
@@ -192,6 +195,22 @@ def layer_freezing(
         host=True,
         config=schedule,
     )
+
+
+def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """All modules with their names and places; those of a parametrized tensor are where the tensor's module is."""
+    places: dict[str, int] = {}
+    parts: set[str] = set()
+    for number, (prefix, child) in enumerate(module.named_modules(remove_duplicate=False)):
+        parent = prefix.rpartition(".")[0]
+        if parent in parts:
+            parts.add(prefix)
+            number = places[parent]
+        elif isinstance(child, ParametrizationList):  # named "owner.parametrizations.tensor"
+            parts.add(prefix)
+            number = places.get(parent.rpartition(".")[0], number)
+        places[prefix] = number
+        yield prefix, child, number
 
 
 @functools.lru_cache(maxsize=8)

@@ -31,6 +31,7 @@ __all__ = [
     "Value",
     "cells",
     "ByGroup",
+    "can_move",
     "read",
     "wide_dtype",
 ]
@@ -222,6 +223,12 @@ def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None
 def read(scalar: Scalar, value: Value) -> float | Tensor:
     """A setting's value now; plain numbers, floats since their check, need no reading."""
     return scalar if type(scalar) is float else value(scalar)
+
+
+def can_move(optimizer: Any, param: Tensor) -> bool:
+    """Whether an optimizer moves parameters of this form; nearly all move any, and have no such method."""
+    own = getattr(optimizer, "can_move", None)
+    return own is None or own(param)
 
 
 def wide_dtype(params: Iterable[Tensor]) -> torch.dtype:

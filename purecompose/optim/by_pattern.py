@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from purecompose._checks import shown
-from purecompose.optim.base import Optimizer, OptState, Value
+from purecompose.optim.base import Optimizer, OptState, Value, can_move
 from purecompose.optim.checks import match_or_raise
 from purecompose.schedule import number
 
@@ -149,17 +149,14 @@ class ByPattern:
         """Names by the number of their optimizer, in the order of the patterns; the last number is the rest's."""
         names, parts = tuple(names), dict[int, list[str]]()
         for name, matching in zip(names, _matching(self.groups, names), strict=True):
-            own = next((i for i in matching if name in params and self._can_move(i, params[name])), len(self.groups))
+            own = next(
+                (i for i in matching if name in params and can_move(self.groups[i][1], params[name])), len(self.groups)
+            )
             parts.setdefault(own, []).append(name)
         return parts
 
     def _optimizer(self, i: int) -> Any:
         return self.groups[i][1] if i < len(self.groups) else self.rest
-
-    def _can_move(self, i: int, param: Tensor) -> bool:
-        # Nearly all optimizers move whatever there is, and have no such method.
-        can_move = getattr(self.groups[i][1], "can_move", None)
-        return can_move is None or can_move(param)
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from purecompose.optim.base import ByGroup, Optimizer, Value, cells
+from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells
 from purecompose.optim.decay import decayed
 from purecompose.optim.nested import leaves, settings_of
 from purecompose.schedule import Scalar, number
@@ -46,6 +46,9 @@ class Decaying:
         inner: The optimizer.
         rules: What decays; one rule after the other.
 
+    Raises:
+        ValueError: An inner optimizer with several in it, each with a learning rate of its own.
+
     Example:
         >>> import torch
         >>> from purecompose.optim import sgd
@@ -56,6 +59,14 @@ class Decaying:
 
     inner: Optimizer
     rules: tuple[DecayRule, ...]
+
+    def __post_init__(self) -> None:
+        if len(leaves(self.inner)) > 1:
+            raise ValueError(
+                f"Decaying: expected one optimizer, whose learning rate the decay follows, got {self.inner!r}: put it "
+                "inside of by_pattern, around each optimizer that is to decay: by_pattern({'*': Decaying(muon(0.02), "
+                "rules)}, Decaying(adam(1e-3), rules))"
+            )
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
         """The inner optimizer's state."""
@@ -75,8 +86,7 @@ class Decaying:
 
     def can_move(self, param: Tensor) -> bool:
         """Whether the inner optimizer moves parameters of this form."""
-        own = getattr(self.inner, "can_move", None)
-        return own is None or own(param)
+        return can_move(self.inner, param)
 
     def _rates(self, names: tuple[str, ...]) -> Iterator[tuple[Scalar, tuple[str, ...]]]:
         """The learning rates, each with the parameters that have it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.optim.base import Optimizer, Value
+from purecompose.optim.base import Optimizer, Value, can_move
 from purecompose.optim.lists import is_plain
 from purecompose.schedule import number
 
@@ -59,6 +59,10 @@ class Guarded:
             {name: chosen(param, params[name]) for name, param in new_params.items()},
             tree.map(chosen, new_opt_state, opt_state),
         )
+
+    def can_move(self, param: Tensor) -> bool:
+        """Whether the inner optimizer moves parameters of this form."""
+        return can_move(self.inner, param)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:

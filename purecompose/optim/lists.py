@@ -4,12 +4,18 @@ Each function has two forms. One is torch's `_foreach` kernels: one call for all
 on a GPU and about half the overhead on a CPU. The other is a plain loop, taken wherever something watches the
 operations: `_foreach` has no batching rules (under vmap it raises, torch 2.13), and its in-place kernels
 would spoil what autograd has saved. Tensors of one pair have one shape, except where a 0-d partner is named.
+
+Results have the dtypes of the xs. torch sees to that where x has dimensions: a 0-d partner of a longer dtype, such as
+a schedule's value, does not promote it. Where x is 0-d itself, it would: there the result is computed in the longer
+dtype and brought back.
 """
 
 # torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,27 +53,27 @@ def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tenso
     """
     if isinstance(scale, Tensor):
         if not is_plain():
-            return [x + y * scale for x, y in zip(xs, ys, strict=True)]
+            return _kept([x + y * scale for x, y in zip(xs, ys, strict=True)], xs)
         sums = torch._foreach_mul(ys, scale)
         torch._foreach_add_(sums, xs)
-        return list(sums)
+        return _kept(sums, xs)
     if not is_plain():
         return [torch.add(x, y, alpha=scale) for x, y in zip(xs, ys, strict=True)]
     return list(torch._foreach_add(xs, ys, alpha=scale))
 
 
 def multiply(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """x * y; y may be 0-d, which leaves the dtype of x as it is."""
+    """x * y; y may be 0-d, of any dtype."""
     if not is_plain():
-        return [x * y for x, y in zip(xs, ys, strict=True)]
-    return list(torch._foreach_mul(xs, ys))
+        return _kept([x * y for x, y in zip(xs, ys, strict=True)], xs)
+    return _kept(torch._foreach_mul(xs, ys), xs)
 
 
 def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """x / y; y may be 0-d, which leaves the dtype of x as it is."""
+    """x / y; y may be 0-d, of any dtype."""
     if not is_plain():
-        return [x / y for x, y in zip(xs, ys, strict=True)]
-    return list(torch._foreach_div(xs, ys))
+        return _kept([x / y for x, y in zip(xs, ys, strict=True)], xs)
+    return _kept(torch._foreach_div(xs, ys), xs)
 
 
 def lerp(xs: list[Tensor], ys: list[Tensor], weight: float | Tensor) -> list[Tensor]:
@@ -123,7 +129,8 @@ def root_plus(xs: list[Tensor], ys: list[Tensor] | float) -> list[Tensor]:
     if not is_plain():
         zeros = [x == 0 for x in xs]
         roots = [torch.where(zero, 0, torch.where(zero, 1, x).sqrt()) for x, zero in zip(xs, zeros, strict=True)]
-        return [root + y for root, y in zip(roots, ys if isinstance(ys, list) else [ys] * len(xs), strict=True)]
+        sums = [root + y for root, y in zip(roots, ys if isinstance(ys, list) else [ys] * len(xs), strict=True)]
+        return _kept(sums, xs)
     roots = torch._foreach_sqrt(xs)
     torch._foreach_add_(roots, ys)
     return list(roots)
@@ -139,3 +146,8 @@ def subtract_ratio(xs: list[Tensor], numerators: list[Tensor], denominators: lis
 def unbound(x: Tensor) -> list[Tensor]:
     """The elements of a vector as 0-d views of it."""
     return list(x.unbind())
+
+
+def _kept(results: Sequence[Tensor], xs: list[Tensor]) -> list[Tensor]:
+    """The results in the dtypes of the xs; only of 0-d ones is it another."""
+    return [new if new.dtype is x.dtype else new.to(x.dtype) for new, x in zip(results, xs, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable
 
 from purecompose._checks import check_number, shown
@@ -170,7 +171,7 @@ class _Restarts:
         growth = self.t_mult - 1.0
         if growth == 0:
             return math.floor(periods)
-        number = math.floor(math.log1p(periods * growth) / math.log(self.t_mult))
+        number = math.floor(math.log1p(min(periods * growth, sys.float_info.max)) / math.log(self.t_mult))
         # The logarithms may be off in the last bit, which matters right at a restart.
         while self._start(number) > periods:
             number -= 1
@@ -179,9 +180,12 @@ class _Restarts:
         return number
 
     def _start(self, number: int) -> float:
-        """1 + t_mult + ... + t_mult^(number - 1)."""
+        """1 + t_mult + ... + t_mult^(number - 1); infinity where that is beyond a float's range."""
         growth = self.t_mult - 1.0
-        return number if growth == 0 else (self.t_mult**number - 1.0) / growth
+        try:
+            return number if growth == 0 else (self.t_mult**number - 1.0) / growth
+        except OverflowError:
+            return math.inf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,7 +73,12 @@ class Schedule(_Factor):
             TypeError, ValueError: the function returned something else than a finite number.
             UnitError: the schedule's times cannot be brought to one unit in this run.
         """
-        value = self.fn(timestamp)
+        try:
+            value = self.fn(timestamp)
+        except OverflowError as error:
+            raise ValueError(
+                f"{self!r}: value at batch {timestamp.batch}: expected a finite number, got one beyond a float's range"
+            ) from error
         if type(value) is float and math.isfinite(value):
             return value
         return check_number(value, f"{self!r}: value at batch {timestamp.batch}")

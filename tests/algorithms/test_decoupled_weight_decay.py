@@ -155,6 +155,14 @@ def test_each_optimizer_of_several_decays_by_its_own_schedule() -> None:
     assert_close(moved, {name: value * (1 - 0.01 * shares[name]) for name, value in state.params.items()})
 
 
+def test_several_optimizers_in_one_decay_are_refused() -> None:
+    several, rules = optim.by_pattern({"*": optim.muon(0.02)}, optim.adam(0.01)), (DecayRule("any", 0.01),)
+    for inner in (several, Guarded(several)):
+        with pytest.raises(ValueError, match="Decaying: expected one optimizer, .* put it inside of by_pattern"):
+            Decaying(inner, rules)
+    assert Decaying(Guarded(optim.by_pattern({}, optim.adam(0.01))), rules).rules == rules  # one alone is none too many
+
+
 def test_init_once_more_changes_nothing_and_two_of_them_both_act() -> None:
     method, other = decoupled_weight_decay(0.1), decoupled_weight_decay(0.2, name="other")
     once = method.apply(pc.Event.INIT, cnn_state(optimizer=Guarded(optim.sgd(0.0))))

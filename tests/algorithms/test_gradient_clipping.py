@@ -105,6 +105,29 @@ def test_value_bounds_each_element_and_keeps_signs_and_what_is_inside(seed, thre
     assert torch.equal(found[is_inside], grads[is_inside]) and (found[~is_inside].abs() == threshold).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "threshold"),
+    [(torch.float16, 1e5), (torch.bfloat16, 1e39), (torch.float32, 1e300), (torch.float64, 1e300)],
+)
+@pytest.mark.parametrize("make", [float, lambda number: torch.tensor(number, dtype=torch.float64)])
+def test_a_threshold_beyond_the_dtype_is_the_largest_number_in_it(dtype, threshold, make):
+    most = min(torch.finfo(dtype).max, threshold)
+    grad = torch.tensor([1.0, -2.0, most, torch.inf, -torch.inf], dtype=dtype)
+    found = clip_by_value({"w": grad, "number": grad[3]}, make(threshold))
+    assert found["w"].dtype is found["number"].dtype is dtype and found["number"] == most
+    assert torch.equal(found["w"], torch.tensor([1.0, -2.0, most, most, -most], dtype=dtype))
+    assert torch.equal(clip_by_value({"w": grad}, make(torch.inf))["w"], grad)
+
+
+@pytest.mark.parametrize("threshold", [1e5, hparam("bound", 1e5)])
+def test_a_large_threshold_goes_with_half_precision(threshold):
+    step = compose(loop_events, [gradient_clipping("value", threshold)])
+    net, (inputs, targets) = nn.Linear(6, 4).half(), BATCH
+    state = step.init(State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1)))
+    plain = compose(loop_events, [])
+    assert tree.equal(step(state, (inputs.half(), targets)).params, plain(state, (inputs.half(), targets)).params)
+
+
 # Against the weights
 
 

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, compose, loop_events, losses, models, on, optim, tree
 from purecompose.algorithms.gradient_norm import gradient_norm
 from purecompose.algorithms.layer_freezing import frozen_layers, frozen_share, layer_freezing, layers_of
 from purecompose.algorithms.loss_scaling import loss_scaling
+from purecompose.algorithms.weight_standardization import weight_standardization
 from purecompose.predicate import NEVER
 from purecompose.time import Timestamp
 
@@ -120,6 +122,65 @@ def test_what_does_not_train_is_no_layer():
     net[4].bias.requires_grad_(False)
     assert layers_of(net) == (LAYERS[0], ("4.weight",), LAYERS[3])
     assert layers_of(net, {"0.weight", "0.bias"}) == tuple(LAYERS[1:])
+
+
+class Scaling(nn.Module):
+    """A parametrization with parameters of its own, one of them parametrized in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = parametrizations.weight_norm(nn.Linear(5, 5, bias=False))
+
+    def forward(self, weight):
+        return self.factor(weight)
+
+
+def test_a_parametrized_tensor_is_its_modules():
+    net = four_layers()
+    plain = [set(layer) for layer in layers_of(net)]
+    parametrizations.weight_norm(net[0])
+    parametrize.register_parametrization(net[2], "weight", Scaling())
+    parametrizations.spectral_norm(net[4], "bias", dim=0)
+    parametrizations.weight_norm(net[6])
+    layers = layers_of(net)
+    assert [{name.split(".")[0] for name in layer} for layer in layers] == [{"0"}, {"2"}, {"4"}, {"6"}]
+    assert [len(layer) for layer in layers] == [3, 4, 2, 3]
+    for name in ("0", "2", "4", "6"):
+        owned = [key for layer in layers for key in layer if key.startswith(f"{name}.")]
+        assert owned == [key for key, _ in net[int(name)].named_parameters(name)]
+    assert set(frozen_layers(net, 1)) == {name for layer in layers[:3] for name in layer}
+    for number in (0, 2, 4, 6):
+        parametrize.remove_parametrizations(net[number], "bias" if number == 4 else "weight")
+    assert [set(layer) for layer in layers_of(net)] == plain
+
+
+def test_a_parametrized_module_with_children_comes_before_them():
+    attention = nn.MultiheadAttention(4, 2)
+    parametrizations.weight_norm(attention, "in_proj_weight")
+    own = ("in_proj_bias", *(f"parametrizations.in_proj_weight.original{i}" for i in range(2)))
+    assert layers_of(attention) == (own, ("out_proj.weight", "out_proj.bias"))
+    tied = nn.Sequential(attention, nn.Linear(4, 4, bias=False))
+    tied[1].weight = nn.Parameter(torch.ones(4, 4))
+    attention.get_submodule("parametrizations.in_proj_weight").register_parameter("original1", tied[1].weight)
+    assert [set(layer) for layer in layers_of(tied)] == [
+        {"0.in_proj_bias", "0.parametrizations.in_proj_weight.original0"},
+        {"0.out_proj.weight", "0.out_proj.bias"},
+        {"0.parametrizations.in_proj_weight.original1"},
+    ]
+
+
+def test_the_bias_beside_a_parametrized_weight_in_the_last_layer_trains_to_the_end():
+    net = four_layers()
+    parametrizations.weight_norm(net[6])
+    last = constant_from(run([layer_freezing(0.25)], make_state(net), num=22))  # the last stage is the run's end
+    assert {name for name, number in last.items() if number == 22} == {name for name in last if name.startswith("6.")}
+
+
+def test_standardized_convolutions_are_the_layers_that_they_were():
+    state = make_state(models.build("cnn", in_shape=(3, 8, 8), num_classes=10, seed=0))
+    changed = compose(loop_events, [weight_standardization()]).init(state)
+    assert changed.model != state.model
+    assert layers_of(changed.model.module) == layers_of(state.model.module)
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet20", "gpt"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from purecompose import optim, tree
+from purecompose.optim.decaying import Decaying
 from purecompose.optim.guarded import Guarded, all_finite
 
 
@@ -32,6 +33,19 @@ def test_one_element_that_is_not_finite_stops_all(optimizer, value, name):
     _, opt_state = optimizer.update(GRADS, optimizer.init(PARAMS), PARAMS)
     params, after = Guarded(optimizer).update(with_bad(value, name), opt_state, PARAMS)
     assert tree.equal(params, PARAMS) and tree.equal(after, opt_state)
+
+
+@pytest.mark.parametrize("around", [Guarded, lambda inner: Decaying(inner, ()), lambda inner: Guarded(Guarded(inner))])
+def test_what_the_inner_optimizer_does_not_move_goes_to_another(around):
+    params, grads = {"a": PARAMS["a"], "b": torch.ones(4)}, {"a": GRADS["a"], "b": torch.ones(4)}
+    guarded, plain = (
+        optim.by_pattern({"*": own}, optim.adam(0.01)) for own in (around(optim.muon(0.02)), optim.muon(0.02))
+    )
+    assert tree.equal(guarded.init(params), plain.init(params))
+    assert tree.equal(
+        guarded.update(grads, plain.init(params), params), plain.update(grads, plain.init(params), params)
+    )
+    assert Guarded(optim.sgd(0.1)).can_move(params["b"]) and not around(optim.muon(0.02)).can_move(params["b"])
 
 
 def test_guards_are_equal_by_value():

@@ -126,6 +126,29 @@ def test_factors_that_are_nearly_1_take_no_longer(t: int, t_mult: float) -> None
     assert 0 <= cosine_warm_restarts("3ba", t_mult)(Timestamp(batch=t)) <= 1
 
 
+@pytest.mark.parametrize("t_mult", [1e100, 1e300])
+def test_a_restart_beyond_all_numbers_never_comes(t_mult: float) -> None:
+    schedule = cosine_warm_restarts("2ba", t_mult, 0.5)
+    assert [schedule(Timestamp(batch=t)) for t in (0, 2, 10**6, 10**12)] == [1.0] * 4
+    assert schedule(Timestamp(batch=1)) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        exponential(2.0, "1ba"),
+        step("1ba", 2.0),
+        multi_step(["1ba", "2ba"], 1e200),
+        schedules.sequence([0.5, exponential(2.0, "1ba")], ["9ba"]),
+    ],
+)
+def test_a_value_beyond_all_numbers_is_refused_by_name(schedule: Schedule) -> None:
+    assert math.isfinite(schedule(Timestamp(batch=1)))
+    with pytest.raises(ValueError, match="value at batch 2000: expected a finite number, got one beyond") as caught:
+        schedule(Timestamp(batch=2000))
+    assert str(caught.value).startswith(f"{schedule!r}: ")
+
+
 def test_periods_are_not_cut_to_whole_batches() -> None:
     run = RunLength("10ba")
     assert values(step("0.15dur", 0.5), 7, run=run) == [1, 1, 0.5, 0.25, 0.25, 0.125, 0.0625]

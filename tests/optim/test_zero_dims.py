@@ -1,0 +1,183 @@
+"""Parameters without dimensions: with a setting that is a 0-d tensor as well, torch would promote them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, compose, loop_events, losses, optim
+from purecompose.optim.decaying import Decaying, DecayRule
+from purecompose.population import population, stack_states, unstack_states
+from purecompose.schedule import Scalar, cosine, hparam, resolve
+
+
+Made = tuple[Any, type[torch.optim.Optimizer] | None, dict[str, Any]]
+
+# A number that all dtypes hold; in the schedule's case it is a product.
+RATE = 2.0**-5
+RATES: dict[str, Scalar] = {"number": RATE, "schedule": 2 * RATE * cosine(), "hparam": hparam("lr", RATE)}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+# The optimizer, torch's of the same name with its settings; None where torch has none.
+OPTIMIZERS: dict[str, Callable[[Scalar], Made]] = {
+    "sgd": lambda lr: (optim.sgd(lr, weight_decay=0.5), torch.optim.SGD, {"weight_decay": 0.5}),
+    "nesterov": lambda lr: (
+        optim.sgd(lr, momentum=0.5, nesterov=True),
+        torch.optim.SGD,
+        {"momentum": 0.5, "nesterov": True},
+    ),
+    "dampening": lambda lr: (
+        optim.sgd(lr, momentum=0.5, dampening=0.25),
+        torch.optim.SGD,
+        {"momentum": 0.5, "dampening": 0.25},
+    ),
+    "adam": lambda lr: (
+        optim.adam(lr, eps=1e-3, weight_decay=0.5, amsgrad=True),
+        torch.optim.Adam,
+        {"eps": 1e-3, "weight_decay": 0.5, "amsgrad": True},
+    ),
+    "adamw": lambda lr: (
+        optim.adamw(lr, eps=1e-3, weight_decay=0.5),
+        torch.optim.AdamW,
+        {"eps": 1e-3, "weight_decay": 0.5},
+    ),
+    "adafactor": lambda lr: (optim.adafactor(lr, weight_decay=0.5), torch.optim.Adafactor, {"weight_decay": 0.5}),
+    "rmsprop": lambda lr: (optim.rmsprop(lr, eps=1e-2), torch.optim.RMSprop, {"eps": 1e-2}),
+    "centered": lambda lr: (
+        optim.rmsprop(lr, eps=0.5, momentum=0.5, centered=True),
+        torch.optim.RMSprop,
+        {"eps": 0.5, "momentum": 0.5, "centered": True},
+    ),
+    "adamax": lambda lr: (optim.from_torch(torch.optim.Adamax, lr=lr), torch.optim.Adamax, {}),
+    "lion": lambda lr: (optim.lion(lr, weight_decay=0.5), None, {}),
+    "decoupled_sgdw": lambda lr: (optim.decoupled_sgdw(lr, momentum=0.5, weight_decay=2.0**-6), None, {}),
+    "decoupled_adamw": lambda lr: (optim.decoupled_adamw(lr, eps=1e-3, weight_decay=2.0**-6), None, {}),
+    "decaying": lambda lr: (Decaying(optim.sgd(lr), (DecayRule("mine", lr),)), None, {}),
+    "all hparams": lambda lr: (
+        optim.adamw(lr, betas=(hparam("a", 0.5), hparam("b", 0.75)), eps=1e-3, weight_decay=hparam("decay", 0.5)),
+        torch.optim.AdamW,
+        {"betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.5},
+    ),
+    "momentum's hparam": lambda lr: (
+        optim.sgd(lr, momentum=hparam("m", 0.5), dampening=hparam("d", 0.25)),
+        torch.optim.SGD,
+        {"momentum": 0.5, "dampening": 0.25},
+    ),
+}
+
+
+def reader(dtype: torch.dtype = torch.float32, **given: Tensor) -> Callable[[Scalar], float | Tensor]:
+    """Reads settings as a step does: schedules in float64, hparams in this dtype."""
+    defaults = {"lr": RATE, "a": 0.5, "b": 0.75, "decay": 0.5, "m": 0.5, "d": 0.25}
+    hparams = {**{name: torch.tensor(default, dtype=dtype) for name, default in defaults.items()}, **given}
+    half = torch.tensor(0.5, dtype=torch.float64)
+    return lambda scalar: resolve(scalar, hparams=hparams, scheduled=lambda schedule: half)
+
+
+def drawn(seed: int, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scale, matrix = torch.randn((), generator=generator), torch.randn(2, 3, generator=generator)
+    return {"scale": scale.to(dtype).reshape(shape), "matrix": matrix.to(dtype)}
+
+
+def run(optimizer: Any, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> tuple[dict[str, Tensor], Any]:
+    params = drawn(0, dtype, shape)
+    opt_state = optimizer.init(params)
+    value = reader(torch.float64 if dtype is torch.float64 else torch.float32)
+    for seed in range(1, 6):
+        params, opt_state = optimizer.update(drawn(seed, dtype, shape), opt_state, params, value)
+    return params, opt_state
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dtypes_stay_and_numbers_are_torchs(name: str, rate: str, dtype: torch.dtype, watched: bool) -> None:
+    optimizer, theirs, options = OPTIMIZERS[name](RATES[rate])
+    with torch.set_grad_enabled(watched):
+        params, opt_state = run(optimizer, dtype)
+        shaped, _ = run(optimizer, dtype, (1,))
+    start = optimizer.init(drawn(0, dtype))
+    assert [leaf.dtype for leaf in pc.tree.leaves(opt_state)] == [leaf.dtype for leaf in pc.tree.leaves(start)]
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(params, {**shaped, "scale": shaped["scale"][0]}, rtol=tolerance, atol=tolerance)
+    if theirs is None:
+        return
+    twins = {key: nn.Parameter(param) for key, param in drawn(0, dtype).items()}
+    reference = theirs(twins.values(), lr=RATE, **options)  # pyright: ignore[reportCallIssue]
+    for seed in range(1, 6):
+        for key, grad in drawn(seed, dtype).items():
+            twins[key].grad = grad
+        reference.step()
+    expected = {key: twin.detach() for key, twin in twins.items()}
+    torch.testing.assert_close(params, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamax"])  # from_torch passes none on
+def test_gradients_flow_to_the_rate(name: str) -> None:
+    optimizer, _, _ = OPTIMIZERS[name](hparam("lr", RATE))
+
+    def moved(lr: Tensor) -> Tensor:
+        params = drawn(0, torch.float32)
+        return optimizer.update(drawn(1, torch.float32), optimizer.init(params), params, reader(lr=lr))[0]["scale"]
+
+    slope = torch.func.grad(moved)(torch.tensor(RATE, dtype=torch.float64))
+    assert slope.dtype is torch.float64 and slope.isfinite() and slope != 0
+
+
+# In a step
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale * self.linear(inputs)
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 4, generator=generator).to(dtype), torch.randint(3, (8,), generator=generator)
+
+
+def state_of(optimizer: Any, dtype: torch.dtype) -> State:
+    return State.create(Scaled().to(dtype), loss=losses.cross_entropy, optimizer=optimizer, duration="10ba")
+
+
+STEPS = {
+    "adamw": (optim.adamw(0.1 * cosine()), []),
+    "adafactor": (optim.adafactor(hparam("lr", 0.01) * cosine()), []),
+    "decay": (optim.sgd(0.1), [alg.decoupled_weight_decay(hparam("decay", 0.01))]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_keeps_them(name: str, dtype: torch.dtype) -> None:
+    optimizer, methods = STEPS[name]
+    step = compose(loop_events, methods)
+    compiled = pc.compile(step, backend="eager")
+    eager = traced = start = step.init(state_of(optimizer, dtype))
+    for _ in range(3):
+        eager, traced = step(eager, batch(dtype)), compiled(traced, batch(dtype))
+    assert eager.params["scale"].dtype is dtype and not torch.equal(eager.params["scale"], start.params["scale"])
+    torch.testing.assert_close(traced.params, eager.params)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_population_keeps_them(name: str) -> None:
+    optimizer, methods = STEPS[name]
+    step = compose(loop_events, methods)
+    start = step.init(state_of(optimizer, torch.float32))
+    members = population(step, 2)(stack_states([start, start]), batch(torch.float32))
+    alone = step(start, batch(torch.float32))
+    for member in unstack_states(members):
+        torch.testing.assert_close(member.params, alone.params)
