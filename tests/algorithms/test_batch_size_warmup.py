@@ -225,6 +225,7 @@ def test_the_cores_own_arguments_are_checked():
 
 def test_print_and_place():
     method = batch_size_warmup(0.2, multiple=32, name="w")
-    assert method.events == (Event.AFTER_DATALOADER,) and method.host and method.traits == {Trait.SELECTS_EXAMPLES}
+    assert method.events == (Event.AFTER_DATALOADER,) and method.host
+    assert method.traits == {Trait.SELECTS_EXAMPLES, Trait.LIMITS_BATCHES}
     assert repr(method) == "w(duration=0.2, initial_share=0.125, multiple=32)"
     assert repr(method.predicate) == "on(AFTER_DATALOADER) & before('0.2dur')"

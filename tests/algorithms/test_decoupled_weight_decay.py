@@ -165,9 +165,10 @@ def test_several_optimizers_in_one_decay_are_refused() -> None:
 
 def test_init_once_more_changes_nothing_and_two_of_them_both_act() -> None:
     method, other = decoupled_weight_decay(0.1), decoupled_weight_decay(0.2, name="other")
-    once = method.apply(pc.Event.INIT, cnn_state(optimizer=Guarded(optim.sgd(0.0))))
-    assert method.apply(pc.Event.INIT, once).optimizer == once.optimizer
+    once: Any = method.apply(pc.Event.INIT, cnn_state(optimizer=Guarded(optim.sgd(0.0))))
+    again: Any = method.apply(pc.Event.INIT, once)
     changed: Any = decoupled_weight_decay(0.3).apply(pc.Event.INIT, once)
+    assert again.optimizer == once.optimizer
     assert changed.optimizer.inner.rules == (DecayRule("decoupled_weight_decay", 0.3),)
     first, second = states_after([method, other], cnn_state(optimizer=optim.sgd(0.0)), BATCHES[:1])
     assert_close(second.params, {name: 0.9 * 0.8 * value for name, value in first.params.items()})
