@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 
-__all__ = ["Call", "SpecError", "build", "check_name", "describe", "did_you_mean", "parse", "parse_one"]
+__all__ = ["Call", "SpecError", "build", "by_name", "check_name", "describe", "did_you_mean", "parse", "parse_one"]
 
 # A string, to be passed over, or a number with a unit, which is nothing in Python: `1e5` and `2j` are not among these.
 _STRING_OR_TIME = re.compile(
@@ -106,6 +106,27 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
         message = str(error)
         named = message if message.startswith(call.name) else f"{call.name}: {message}"
         raise SpecError(named) from error
+
+
+def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
+    """The call with all arguments by their names; as it is where that cannot be, which `build` then reports.
+
+    Example:
+        >>> def scaled(alpha, power=2): ...
+        >>> str(by_name(parse_one("scaled(0.2, power=3)"), {"scaled": scaled}))
+        'scaled(alpha=0.2, power=3)'
+    """
+    if call.name not in factories:
+        return call
+    parameters = inspect.signature(factories[call.name]).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    given = dict(zip(names, call.args, strict=False))
+    takes_others = any(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL) for parameter in parameters
+    )
+    if takes_others or len(call.args) > len(names) or given.keys() & call.kwargs.keys():
+        return call
+    return Call(call.name, kwargs={**given, **call.kwargs})
 
 
 def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader
 
-from purecompose import random
 from purecompose._members import mapped
 from purecompose.compose import Step, compose
-from purecompose.data.loaders import draws_globally, keyed_batches
+from purecompose.data.loaders import fixed_batches
 from purecompose.data.prefetch import prefetch
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
@@ -21,8 +19,6 @@ from purecompose.time import Time
 
 
 __all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator"]
-
-_EVAL = random.salt("evaluation")
 
 Observer: TypeAlias = Callable[[Event, State], None]
 """Reads states at the outer events and at BATCH_END; never changes anything."""
@@ -109,7 +105,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         current = _tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         totals = {name: _initial(metric, state) for name, metric in metrics.items()}
         num_batches = 0
-        for batch in prefetch(_batches(evaluator.data, state), state.device):
+        for batch in prefetch(fixed_batches(evaluator.data, state.key), state.device):
             inner = step.fold(current, batch, purpose="eval", draw=num_batches)
             totals = {
                 name: _each(metric.update, state)(totals[name], inner.outputs, read_by(metric, inner))
@@ -138,19 +134,12 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
     outputs = []
     with torch.no_grad():
         current = inner.fire(Event.PREDICT_START, state)
-        for batch in prefetch(_batches(data, state), state.device):
+        for batch in prefetch(fixed_batches(data, state.key), state.device):
             folded = inner.fold(current, batch, purpose="predict", draw=len(outputs))
             outputs.append(folded.outputs)
             current = inner.finish(folded)
         inner.fire(Event.PREDICT_END, current)
     return outputs
-
-
-def _batches(data: Iterable[Any], state: State) -> Iterable[Any]:
-    """The batches; a `DataLoader` without a generator draws by the run's key, the same at each evaluation."""
-    if not draws_globally(data):
-        return data
-    return keyed_batches(cast("DataLoader[Any]", data), random.fold_in(state.key.reshape(-1, 2)[0], _EVAL), 0)
 
 
 def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:

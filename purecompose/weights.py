@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import batch as batches, model as models
 from purecompose._skeleton import places
+from purecompose.data.loaders import fixed_batches
 from purecompose.layers.ghost_batchnorm import GhostBatchNorm
 from purecompose.state import State, check_single
 
@@ -97,7 +98,8 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
 
     Args:
         state: A single state, between steps.
-        data: Batches of the form that training uses; some dozens are enough.
+        data: Batches of the form that training uses; some dozens are enough. A `DataLoader` without a generator draws
+            by the run's key, so that the same call gives the same.
         weights: The name of the algorithm that averages, such as "swa".
 
     Raises:
@@ -112,7 +114,7 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
     if not found.names:
         return state
     buffers, num_batches = averages.buffers, 0
-    for batch in data:
+    for batch in fixed_batches(data, state.key):
         inputs = batches.get(batch, state.context.input_key)
         inputs = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
         with torch.no_grad():
@@ -156,15 +158,19 @@ class Statistics(NamedTuple):
 def statistics_of(model: models.Model) -> Statistics:
     """How to find a network's statistics; those of modules that do not train, or keep none, are no part of them.
 
-    Ghost batch normalisation takes those of whole batches, which are the same in expectation.
+    Ghost batch normalisation takes those of whole batches, which are the same in expectation. Those of a layer that a
+    pass calls more than once are means over its calls.
     """
     root = model.skeleton(train=True).blank_copy()
     norms = [module for module in root.modules() if isinstance(module, _BatchNorm) and module.training]
     norms = [norm for norm in norms if norm.running_mean is not None]
     root.eval()
+    measuring = _Measuring()
+    root.register_forward_pre_hook(measuring.begin)
     for norm in norms:
         norm.train()
-        norm.register_forward_hook(_measured)
+        norm.track_running_stats = False  # the kernel's own step would go into what the hook has put there
+        norm.register_forward_hook(measuring.measure, with_kwargs=True)
     for module in root.modules():
         if isinstance(module, GhostBatchNorm):
             module.ghost_batch_size = sys.maxsize
@@ -175,25 +181,52 @@ def statistics_of(model: models.Model) -> Statistics:
     return Statistics(models.Model(root, names, model.param_names), frozenset(names[id(tensor)] for tensor in held))
 
 
-def _measured(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    """Puts the statistics of a layer's input into its buffers.
+class _Measuring:
+    """Puts the statistics of layers' inputs into the layers' buffers.
 
-    Not by its own momentum: the kernel does not say that it writes, and of a pass whose outputs nobody reads a compiler
-    takes it out.
+    Not by their own momentum: the kernel does not say that it writes, and of a pass whose outputs nobody reads a
+    compiler takes it out.
     """
-    del output
-    inputs = args[0] if args[0].dtype is torch.float64 else args[0].float()
-    dims = [dim for dim in range(inputs.ndim) if dim != 1]
-    norm.running_var, norm.running_mean = torch.var_mean(inputs, dims, correction=1)
+
+    def __init__(self) -> None:
+        self._calls: dict[int, int] = {}
+        """How often each layer has been called in this pass, by its `id`."""
+
+    def begin(self, root: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before a pass."""
+        del root, args
+        self._calls.clear()
+
+    def measure(self, norm: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> None:
+        """After a layer's call."""
+        del output
+        inputs = (*args, *kwargs.values())[0]
+        inputs = inputs if inputs.dtype is torch.float64 else inputs.float()
+        dims = [dim for dim in range(inputs.ndim) if dim != 1]
+        variance, mean = torch.var_mean(inputs, dims, correction=1)
+        calls = self._calls[id(norm)] = self._calls.get(id(norm), 0) + 1
+        if calls > 1:
+            mean, variance = norm.running_mean.lerp(mean, 1 / calls), norm.running_var.lerp(variance, 1 / calls)
+        norm.running_mean, norm.running_var = mean, variance
 
 
 def with_batch(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
-    """Buffers whose statistics are means over `num` batches, with one batch more in them."""
+    """Buffers whose statistics are means over `num` batches, with one batch more in them.
+
+    Of no batches they count for nothing, whatever they are.
+
+    Example:
+        >>> with_batch({"mean": torch.tensor([torch.nan])}, {"mean": torch.tensor([2.0])}, 0)
+        {'mean': tensor([2.])}
+    """
     share = 1 / ((num.double() if isinstance(num, Tensor) else num) + 1)
 
     def mean(old: Tensor, new: Tensor) -> Tensor:
-        weight = torch.as_tensor(share, dtype=old.dtype, device=old.device)
-        return torch.lerp(old, new.to(old.dtype), weight)
+        new = new.to(old.dtype)
+        if isinstance(share, Tensor):
+            both = torch.lerp(old, new, share.to(dtype=old.dtype, device=old.device))
+            return torch.where((share < 1).to(old.device), both, new)
+        return torch.lerp(old, new, share) if num else new
 
     return {name: mean(old, found[name]) if name in found else old for name, old in buffers.items()}
 

@@ -1,18 +1,29 @@
 """Averages beside the live weights: looking at them, exporting them, and finding their statistics."""
 
+import random
 from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import assert_close, assert_same, make_batches, make_cnn, make_mlp, make_state, run_steps
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on
 from purecompose.algorithms.ema import ema
 from purecompose.algorithms.schedule_free import schedule_free
 from purecompose.algorithms.swa import swa
-from purecompose.weights import Averages, averages_in, statistics_of, to_module, wide, with_statistics, with_weights
+from purecompose.weights import (
+    Averages,
+    averages_in,
+    statistics_of,
+    to_module,
+    wide,
+    with_batch,
+    with_statistics,
+    with_weights,
+)
 
 
 IMAGES = make_batches(6, shape=(2, 6, 6))
@@ -189,6 +200,37 @@ def test_tied_layers_and_half_precision_are_measured_in_float32():
     torch.optim.swa_utils.update_bn(IMAGES, net)
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert_close(found, {n: v for n, v in net.named_buffers() if v.is_floating_point()}, rtol=5e-2, atol=5e-2)
+
+
+def test_a_layer_called_twice_has_the_mean_over_its_calls():
+    norm = nn.BatchNorm2d(2, momentum=None)
+    net = nn.Sequential(norm, nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), norm, nn.Flatten(), nn.Linear(72, 3))
+    state = trained(ema("2ba"), net=net)
+    found = averages_in(with_statistics(state, IMAGES, weights="ema"), "ema").buffers
+    net = to_module(state, weights="ema")
+    torch.optim.swa_utils.update_bn(IMAGES, net)
+    assert_close(found, {name: value for name, value in net.named_buffers() if value.is_floating_point()})
+
+
+@pytest.mark.parametrize("num", [0, torch.tensor(0)])
+@pytest.mark.parametrize("kept", [torch.nan, torch.inf, 3.0])
+def test_means_over_no_batch_have_no_part_in_the_next(num, kept):
+    found = with_batch({"a": torch.full((2,), kept)}, {"a": torch.tensor([1.0, 2.0])}, num)
+    assert found["a"].tolist() == [1.0, 2.0]
+
+
+def test_a_shuffling_loader_draws_by_the_runs_key_and_moves_no_global_generator():
+    inputs, targets = (torch.cat(parts) for parts in zip(*IMAGES, strict=True))
+    data = DataLoader(TensorDataset(inputs, targets), batch_size=5, shuffle=True, drop_last=True)
+    state = trained(ema("2ba"))
+    torch.manual_seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    first = with_statistics(state, data, weights="ema")
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    torch.manual_seed(1)
+    assert_same(first, with_statistics(state, data, weights="ema"))
+    other = averages_in(with_statistics(state.replace(key=pc.random.key(7)), data, weights="ema"), "ema").buffers
+    assert not torch.equal(averages_in(first, "ema").buffers["1.running_mean"], other["1.running_mean"])
 
 
 def test_a_network_without_batchnorm_comes_back_as_it_is():

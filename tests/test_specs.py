@@ -6,7 +6,7 @@ import keyword
 import pytest
 from hypothesis import given, strategies as st
 
-from purecompose._specs import Call, SpecError, build, describe, parse, parse_one
+from purecompose._specs import Call, SpecError, build, by_name, describe, parse, parse_one
 from purecompose.algorithms import FACTORIES
 
 
@@ -148,6 +148,26 @@ def test_what_a_factory_refuses_is_reported_with_its_name(text: str, parts: list
 
 def test_factories_that_take_any_keyword_get_it() -> None:
     assert build(parse_one("make(b=2)"), {"make": lambda **given: given}, "thing") == {"b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f(1, 2, c=3)", "f(a=1, b=2, c=3)"),
+        ("f(b=2)", "f(b=2)"),
+        ("f(1, 2, 3)", "f(1, 2, 3)"),
+        ("f(1, a=2)", "f(1, a=2)"),
+        ("rest(1, 2)", "rest(1, 2)"),
+        ("first(1)", "first(1)"),
+        ("other(1)", "other(1)"),
+    ],
+)
+def test_arguments_get_their_names_where_they_can(text: str, expected: str) -> None:
+    def f(a, b=0, *, c=0): ...
+    def rest(a, *others): ...
+    def first(a, /): ...
+
+    assert str(by_name(parse_one(text), {"f": f, "rest": rest, "first": first})) == expected
 
 
 def test_a_signature_is_shown_without_annotations() -> None:

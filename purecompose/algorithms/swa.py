@@ -8,10 +8,16 @@ intervals from `swa_start` on, and stays there; for each group that has a rate o
 
     lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
+It is the schedule of the rate that changes: its greatest value stays, so that a weight decay which follows the schedule
+(`decoupled_sgdw`, `decoupled_weight_decay`) goes on doing so, and training before `swa_start` is that of one schedule
+alone, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that begins at 0.
+
 BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
 `swa_end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to date:
 they become means over these batches, with every module but BatchNorm in evaluation mode. A network without BatchNorm
-is spared that. A run that has no batches left for it has `with_statistics(state, data, weights="swa")`.
+is spared that. The whole batch goes through at once, without gradients, into whatever microbatches training divides it.
+Of a batch with statistics that are not finite nothing is taken. A run that has no batches left for it has
+`with_statistics(state, data, weights="swa")`.
 
 The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
 `to_module(state, weights="swa")` and `with_weights(state, "swa")` give them to others. Until the first update they are
@@ -40,15 +46,19 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_number, check_whole
+from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._averages import between, checked_every, gone, point
 from purecompose.algorithms._checks import check_one_of
 from purecompose.event import Event
+from purecompose.optim.checks import factors_of, known_part
+from purecompose.optim.guarded import all_finite
 from purecompose.optim.nested import map_leaves, settings_of, with_setting
 from purecompose.predicate import after, before, every, on
-from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
+from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve
 from purecompose.state import State
-from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time.units import snapped
 from purecompose.weights import Averages, statistics_of, with_batch, with_weights
 
 
@@ -113,6 +123,9 @@ def swa(
             without a learning rate, or one with an `hparam` in it. In the step: an interval or a time that the run
             cannot tell.
 
+    Warns:
+        UserWarning: At INIT: the run ends, or `swa_end` comes, before any weights are taken.
+
     Example:
         >>> swa(0.75, update_interval="2ep", swa_lr=0.01)
         swa(swa_start='0.75dur', swa_end='0.97dur', update_interval='2ep', swa_lr=0.01, anneal_strategy='linear', ...)
@@ -126,13 +139,17 @@ def swa(
     if swa_lr is not None:
         swa_lr = check_number(swa_lr, "swa: swa_lr", 0)
 
+    is_whole = end == Time(1.0, TimeUnit.DURATION)
+
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
+            if takes_none := _takes_none(state.timestamp.run, start, end, interval, is_whole=is_whole):
+                warn(f"{name}: {takes_none}")
             zero = torch.zeros((), dtype=torch.int64, device=state.device)
             state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero)})
             if swa_lr is None:
                 return state
-            annealed = _Annealed(swa_lr, swa_lr, start, anneal_steps * interval, anneal_strategy)
+            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * interval, anneal_strategy)
             return state.replace(optimizer=_with_rate(state.optimizer, annealed, name))
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
@@ -144,7 +161,6 @@ def swa(
         new = SwaState(Averages(params, buffers, averages.num + 1), num_batches)
         return state.replace(slots={**state.slots, name: new})
 
-    is_whole = end == Time(1.0, TimeUnit.DURATION)
     averaging = on(Event.BATCH_END) & every(interval) & after(start)
     match = averaging if is_whole else averaging & before(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
     settings: dict[str, Any] = {"swa_start": str(start), "swa_end": str(end), "update_interval": str(interval)}
@@ -160,14 +176,40 @@ def swa(
     )
 
 
+def _takes_none(run: RunLength, start: Time, end: Time, interval: Time, *, is_whole: bool) -> str | None:
+    """In words, that a run takes no weights; `None` where it does, or cannot tell."""
+    first, last, length = (run.in_batches(time) for time in (start, end, interval))
+    if first is None or length is None or (last is None and not is_whole):
+        return None
+    total = math.inf if run.total_batches is None else run.total_batches
+    turn = max(1, math.floor(snapped(first / length)))
+    taken = math.ceil(snapped(turn * length))
+    taken = taken if taken >= first else math.ceil(snapped((turn + 1) * length))
+    if taken <= total and (is_whole or (last is not None and taken < last)):
+        return None
+    ends = "" if last is None or is_whole else f" and before swa_end={end}, which is batch {last:g}"
+    runs = "" if total == math.inf else f"; the run has {total:g}"
+    return (
+        f"takes no weights in this run: there is no end of an update_interval={interval}, {length:g} batches, from "
+        f"swa_start={start} on, which is batch {first:g}{ends}{runs}. Set an update_interval of fewer batches, such as "
+        "'1ba', or swa_start and swa_end further apart"
+    )
+
+
 def _with_statistics(state: State, name: str) -> State:
-    """The state whose averages have the batch in their statistics."""
+    """The state whose averages have the batch in their statistics, where these are finite."""
     found = statistics_of(state.model)
     if not found.names:
         return state
     averages, num_batches = state.slots[name]
-    buffers = with_batch(averages.buffers, found.of(with_weights(state, name), state.inputs), num_batches)
-    new = SwaState(averages._replace(buffers=buffers), num_batches + 1)
+    measured = found.of(with_weights(state, name), state.inputs)
+    is_good = all_finite(measured.values())
+    both = with_batch(averages.buffers, measured, num_batches)
+    buffers = {
+        key: torch.where(is_good, both[key], own) if key in found.names else own
+        for key, own in averages.buffers.items()
+    }
+    new = SwaState(averages._replace(buffers=buffers), num_batches + is_good.to(num_batches.dtype))
     return state.replace(slots={**state.slots, name: new})
 
 
@@ -180,9 +222,7 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
                 f"{name}: swa_lr={annealed.last} takes the place of the learning rate, which is {rate!r}: leave the "
                 "hparam out of the rate, or leave swa_lr out"
             )
-        if isinstance(rate, Schedule) and annealed.is_like(rate.fn):  # INIT once more
-            return rate
-        return Schedule(dataclasses.replace(annealed, rate=rate), f"{rate!r} (to {annealed.last} by {name})")
+        return rate if annealed.is_in(rate) else annealed.put_into(rate, name)  # it is, at INIT once more
 
     def with_new_rate(leaf: Any) -> Any:
         if settings_of(leaf).get("lr") is None:
@@ -194,24 +234,40 @@ def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Annealed:
-    """A learning rate that goes over to another one."""
+    """What a learning rate's number is multiplied by, so that the rate goes over to another one."""
 
-    rate: Scalar
+    own: Scalar
+    """What it was multiplied by before: 1, a schedule, or several."""
+    goal: float
+    """What it comes to: the last rate over the number."""
     last: float
     start: Time
     length: Time
     strategy: str
 
-    def is_like(self, other: object) -> bool:
-        """Whether another one goes the same way, from whichever rate."""
-        return isinstance(other, _Annealed) and dataclasses.replace(other, rate=self.rate) == self
+    def is_in(self, rate: Scalar) -> bool:
+        """Whether a rate goes the same way already, be it from elsewhere, or before it goes on to yet another."""
+        ways = [one.fn for one in factors_of(rate) if isinstance(one, Schedule) and isinstance(one.fn, _Annealed)]
+        return any(
+            self == dataclasses.replace(way, own=self.own, goal=self.goal) or self.is_in(way.own) for way in ways
+        )
+
+    def put_into(self, rate: Scalar, name: str) -> Scalar:
+        """The rate that goes this way, from what it is now: its number, times one schedule."""
+        number = known_part(rate)
+        schedules = tuple(one for one in factors_of(rate) if isinstance(one, Schedule))
+        own = Product(schedules) if len(schedules) > 1 else schedules[0] if schedules else 1.0
+        if number == 0:
+            number, own = self.last, 0.0
+        way = dataclasses.replace(self, own=own, goal=self.last / number if number else 1.0)
+        return number * Schedule(way, f"({own!r}, to a rate of {self.last} by {name})")
 
     def __call__(self, timestamp: Timestamp) -> float:
-        rate = float(resolve(self.rate, hparams={}, scheduled=lambda schedule: schedule(timestamp)))
+        own = float(resolve(self.own, hparams={}, scheduled=lambda schedule: schedule(timestamp)))
         share = min(max(gone(timestamp, self.length) - self._first(timestamp), 0.0), 1.0)
         if self.strategy == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
-        return (1 - share) * rate + share * self.last
+        return (1 - share) * own + share * self.goal
 
     def _first(self, timestamp: Timestamp) -> float:
         """When it begins, in lengths from the start of the run."""

@@ -159,8 +159,15 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
     return found | ({"within": within} if within else {})
 
 
-def with_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+def with_arguments(
+    settings: dict[str, Any], factories: Mapping[str, Mapping[str, Callable[..., Any]]]
+) -> dict[str, Any]:
     """Complete settings, with what `--set NAME.ARGUMENT=VALUE` says put into the calls.
+
+    Args:
+        settings: The settings; "within" holds what is to change.
+        factories: By the setting ("algorithms", "optimizer", "schedule"), functions by name: they tell what arguments
+            without a name are called.
 
     Raises:
         UsageError: No call has that name.
@@ -169,7 +176,7 @@ def with_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     for name, arguments in settings.pop("within", {}).items():
         try:
             if name in ("optimizer", "schedule", "model"):
-                settings[name] = str(_changed(specs.parse_one(settings[name]), arguments))
+                settings[name] = str(_changed(specs.parse_one(settings[name]), arguments, factories.get(name, {})))
                 continue
             calls = specs.parse(settings["algorithms"])
         except specs.SpecError as error:
@@ -177,7 +184,8 @@ def with_arguments(settings: dict[str, Any]) -> dict[str, Any]:
         if name not in [call.name for call in calls]:
             known = ", ".join(["optimizer", "schedule", "model", *[call.name for call in calls]])
             raise UsageError(f"--set: {name}.{next(iter(arguments))}: no {name} in this run; there are {known}")
-        changed = [_changed(call, arguments) if call.name == name else call for call in calls]
+        known = factories["algorithms"]
+        changed = [_changed(call, arguments, known) if call.name == name else call for call in calls]
         settings["algorithms"] = ", ".join(map(str, changed))
     return settings
 
@@ -277,5 +285,6 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def _changed(call: specs.Call, arguments: Mapping[str, Any]) -> specs.Call:
+def _changed(call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str, Callable[..., Any]]) -> specs.Call:
+    call = specs.by_name(call, factories)
     return dataclasses.replace(call, kwargs={**call.kwargs, **arguments})

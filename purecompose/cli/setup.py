@@ -132,7 +132,8 @@ def completed(found: Mapping[str, Any], data: Data | None = None) -> tuple[dict[
     defaults = _FOR_LARGE_SETS if len(data.train_targets) >= _LARGE else _FOR_SMALL_SETS
     defaults = _FOR_TEXT if kind_of(data) is TEXT else defaults
     silent = {name: value for name, value in defaults._asdict().items() if settings[name] is None}
-    return with_arguments({**settings, **silent}), data
+    factories = {"algorithms": FACTORIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+    return with_arguments({**settings, **silent}, factories), data
 
 
 def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
@@ -291,7 +292,13 @@ def _optimizer(settings: Mapping[str, Any]) -> Any:
     with reported_as("--schedule"):
         curve = specs.build(specs.parse_one(settings["schedule"]), SCHEDULES, "schedule")
     with reported_as("--optimizer"):
-        plain = specs.build(specs.parse_one(settings["optimizer"]), OPTIMIZERS, "optimizer")
+        call = specs.parse_one(settings["optimizer"])
+        if call.name == "muon":
+            raise ValueError(
+                "muon moves matrices alone, and which of them, with what for all else, is said in Python: "
+                'optim.by_pattern({"blocks.*": optim.muon(0.02)}, optim.adamw(3e-4))'
+            )
+        plain = specs.build(call, OPTIMIZERS, "optimizer")
         return dataclasses.replace(plain, lr=plain.lr * curve)
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,12 +23,13 @@ from purecompose.data.order import epoch_seed, seed_words
 from purecompose.data.reader import Reader, naming
 from purecompose.data.samples import reads_whole_batches
 from purecompose.data.seeding import Stream, kept_globals, load_numpy, seed_globals
-from purecompose.random import salt
+from purecompose.random import fold_in, salt
 
 
-__all__ = ["SkippingWarning", "draws_globally", "epoch_batches", "keyed_batches", "own_order"]
+__all__ = ["SkippingWarning", "draws_globally", "epoch_batches", "fixed_batches", "keyed_batches", "own_order"]
 
 _SAMPLER, _BATCH, _WORKERS, _STREAM = (salt(name) for name in ("data sampler", "data batch", "workers", "data stream"))
+_EVAL = salt("evaluation")
 
 
 class SkippingWarning(UserWarning):
@@ -64,6 +65,18 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterato
 def draws_globally(data: object) -> bool:
     """Whether iterating over this reads torch's global generator: a `DataLoader` without one of its own."""
     return isinstance(data, DataLoader) and data.generator is None
+
+
+def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
+    """Batches to look at, not to train on: a `DataLoader` without a generator gives the same ones at each call.
+
+    Args:
+        data: Batches.
+        key: The run's key, int64 of shape (2,); of a population's, (n, 2), the first one counts.
+    """
+    if not draws_globally(data):
+        return data
+    return keyed_batches(cast("DataLoader[Any]", data), fold_in(key.reshape(-1, 2)[0], _EVAL), 0)
 
 
 def own_order(data: object) -> str | None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +27,11 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, Timestamp, algorithms as alg, compose, loop_events, optim, schedule
+from purecompose import Event, State, Timestamp, algorithms as alg, compose, loop_events, optim, schedule
 from purecompose.algorithms.swa import add_to_mean, swa
+from purecompose.optim.decay import progress
 from purecompose.optim.guarded import Guarded
+from purecompose.schedule import Scalar
 from purecompose.time import RunLength
 
 
@@ -127,6 +131,41 @@ def test_before_the_first_update_evaluation_sees_what_trains():
         assert_same(pc.with_weights(state, "swa"), state)
 
 
+@pytest.mark.parametrize("duration", ["1ep", "3ep", "40ba", "7ep"])
+@pytest.mark.parametrize("interval", ["1ba", "3ba", "1ep", "0.3dur", "50ba"])
+@pytest.mark.parametrize(
+    ("start", "end"), [(0.7, 0.97), (0.5, 1.0), (0.0, "2ba"), ("20ba", 0.3), ("2ep", "9ba"), (0.97, 1.0), (1.0, "99ba")]
+)
+def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, start, end):
+    """Against asking the match about every batch."""
+    method: Any = swa(start, end, interval)
+    point, takes_some = Timestamp(run=RunLength(duration, batches_per_epoch=4)), False
+    while point < duration:
+        point = point.advance()
+        takes_some = takes_some or method.match(Event.BATCH_END, SimpleNamespace(timestamp=point))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compose(loop_events, [method]).init(cnn_state(duration=duration))
+    told = [str(warning.message) for warning in caught if "takes no weights" in str(warning.message)]
+    assert len(told) == (not takes_some)
+
+
+def test_the_warning_says_where_batches_lie_and_what_to_set():
+    words = (
+        r"swa: takes no weights in this run: there is no end of an update_interval=1ep, 4 batches, from "
+        r"swa_start=0.7dur on, which is batch 8.4 and before swa_end=0.97dur, which is batch 11.64; the run has 12. Set"
+    )
+    with pytest.warns(UserWarning, match=words):
+        compose(loop_events, [swa()]).init(cnn_state())
+
+
+@pytest.mark.parametrize("options", [{"duration": None}, {"batches_per_epoch": None}, {"duration": "10sec"}])
+def test_runs_that_cannot_tell_get_no_warning(options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compose(loop_events, [swa()]).init(cnn_state(**options))
+
+
 # Training, evaluation, resuming
 
 
@@ -202,6 +241,54 @@ def test_after_the_end_statistics_are_the_means_of_the_averaged_network(num):
     assert_same(states[6 + num].slots["swa"].averages.params, states[6].slots["swa"].averages.params)
 
 
+class Twice(nn.Module):
+    """Calls one BatchNorm twice in a pass, by a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(input=self.first(inputs))
+        return self.last(self.norm(input=3 * hidden.relu() + 1))
+
+
+def test_a_layer_called_twice_by_keyword_has_the_mean_over_its_calls():
+    net = Twice()
+    net.norm.momentum = None
+    batches = make_batches(6)
+    states = states_after(swa(0, "3ba", "1ba"), make_state(net, batches_per_epoch=6), batches)
+    net = pc.to_module(states[3], weights="swa")
+    torch.optim.swa_utils.update_bn(batches[3:], net)
+    expected = {name: buffer for name, buffer in net.named_buffers() if buffer.is_floating_point()}
+    assert_close(states[6].slots["swa"].averages.buffers, expected)
+
+
+@pytest.mark.parametrize("guards", [[], [alg.skip_nonfinite()]])
+@pytest.mark.parametrize("at", [6, 8])
+def test_a_bad_batch_is_left_out_of_the_statistics(guards, at):
+    """Against runs without it: the average does not change any more, so that all see the same batches."""
+    bad = [*BATCHES[:at], (torch.full_like(BATCHES[0][0], torch.inf), BATCHES[0][1]), *BATCHES[at:11]]
+    found = states_after([swa("2ba", "6ba", "1ba"), *guards], cnn_state(), bad)[-1].slots["swa"]
+    expected = states_after([swa("2ba", "6ba", "1ba"), *guards], cnn_state(), BATCHES[:11])[-1].slots["swa"]
+    assert found.num_batches.item() == 5
+    assert_same(found, expected)
+
+
+def test_statistics_that_are_not_finite_do_not_stay():
+    """Those of the live network, taken with its weights, are NaN after a bad batch; its gradients are left out here."""
+    calm = pc.Algorithm("calm", pc.on(Event.AFTER_TRAIN_BATCH), _without_bad_gradients)
+    bad = [*BATCHES[:4], (torch.full_like(BATCHES[0][0], torch.inf), BATCHES[0][1]), *BATCHES[5:]]
+    states = states_after([swa("2ba", "6ba", "5ba"), calm], cnn_state(), bad)
+    assert not states[5].slots["swa"].averages.buffers["1.running_mean"].isfinite().all()
+    assert all(buffer.isfinite().all() for buffer in states[8].slots["swa"].averages.buffers.values())
+
+
+def _without_bad_gradients(event: Event, state: State) -> State:
+    del event
+    return state.replace(grads={name: grad.nan_to_num(0, 0, 0) for name, grad in (state.grads or {}).items()})
+
+
 CALLS = []
 
 
@@ -236,10 +323,20 @@ def test_the_pass_for_statistics_changes_no_draw_and_no_weight():
 # The learning rate
 
 
+def progress_at(rate: Scalar, point: Timestamp) -> float:
+    """What the schedules of a rate make of it at a point of a run, by which weights decay."""
+    return float(progress(rate, lambda it: rate_at(it, point)))
+
+
+def rate_at(rate: Scalar, point: Timestamp) -> float:
+    """A learning rate without hparams at a point of a run."""
+    return float(schedule.resolve(rate, hparams={}, scheduled=lambda it: it(point)))
+
+
 def rates_of(optimizer: object, method: pc.Algorithm) -> list[float]:
     """The learning rate before each batch, as the state's optimizer tells it."""
     lr = compose(loop_events, [method]).init(cnn_state(optimizer=optimizer)).optimizer.lr
-    return [lr(Timestamp(batch=at, epoch=at // 4, sample=8 * at, run=RUN)) for at in range(13)]
+    return [rate_at(lr, Timestamp(batch=at, epoch=at // 4, sample=8 * at, run=RUN)) for at in range(13)]
 
 
 @pytest.mark.parametrize("strategy", ["linear", "cosine"])
@@ -253,28 +350,59 @@ def rates_of(optimizer: object, method: pc.Algorithm) -> list[float]:
         (0, 1, 5, 0, 5),
     ],
 )
-@pytest.mark.parametrize("base", [0.4, 0.4 * schedule.linear(), schedule.cosine(warmup="2ba")])
+@pytest.mark.parametrize(
+    "base",
+    [
+        0.4,
+        0.4 * schedule.linear(),
+        schedule.cosine(warmup="2ba"),
+        0.5 * schedule.linear() * schedule.cosine() * 0.8,
+        0.0,
+        0.0 * schedule.cosine(),
+    ],
+)
 def test_the_rate_goes_from_the_schedules_own_to_the_given_one(strategy, start, interval, steps, first, length, base):
     found = rates_of(optim.sgd(base), swa(start, 1.0, interval, 0.05, strategy, steps))
     for at, rate in enumerate(found):
-        point = Timestamp(batch=at, epoch=at // 4, sample=8 * at, run=RUN)
-        own = float(schedule.resolve(base, hparams={}, scheduled=lambda it, point=point: it(point)))
+        own = rate_at(base, Timestamp(batch=at, epoch=at // 4, sample=8 * at, run=RUN))
         way = min(max((at - first) / length, 0), 1)
         way = way if strategy == "linear" else 0.5 - 0.5 * math.cos(math.pi * way)
         if at <= first:
-            assert rate == own
+            assert rate == pytest.approx(own, rel=1e-15)
         assert rate == pytest.approx((1 - way) * own + way * 0.05, rel=1e-12)
     assert found[-1] == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("base", [0.1, 0.2 * schedule.cosine()])
-def test_before_the_start_training_is_that_of_the_schedule_alone(base):
-    moving = schedule.constant() * base  # a rate that is told in every step, as the method's is
-    plain = states_after([], cnn_state(optimizer=optim.sgd(moving, momentum=0.9)), BATCHES)
-    ours = states_after(swa(0.5, 1.0, "1ba", 0.01), cnn_state(optimizer=optim.sgd(moving, momentum=0.9)), BATCHES)
+@pytest.mark.parametrize(
+    ("optimizer", "others"),
+    [
+        (optim.sgd(0.1 * schedule.constant(), momentum=0.9), []),
+        (optim.sgd(0.2 * schedule.cosine(), momentum=0.9), []),
+        (optim.decoupled_sgdw(0.2 * schedule.cosine(), momentum=0.9, weight_decay=0.05), []),
+        (optim.decoupled_adamw(0.01 * schedule.cosine(), weight_decay=0.005), []),
+        (optim.sgd(0.2 * schedule.cosine()), [alg.decoupled_weight_decay(0.05)]),
+    ],
+)
+def test_before_the_start_training_is_that_of_the_schedule_alone(optimizer, others):
+    plain = states_after(others, cnn_state(optimizer=optimizer), BATCHES)
+    ours = states_after([swa(0.5, 1.0, "1ba", 0.001), *others], cnn_state(optimizer=optimizer), BATCHES)
     for at in range(7):  # the step from the start itself has the schedule's rate still
         assert_same(plain[at].params, ours[at].params)
     assert not torch.equal(plain[8].params["0.weight"], ours[8].params["0.weight"])
+
+
+@pytest.mark.parametrize("base", [0.4, 0.4 * schedule.cosine(), 0.4 * schedule.cosine() * schedule.linear()])
+def test_weight_decay_by_schedule_goes_the_way_of_the_rate(base):
+    """What decays is lr_t / lr_0: from the schedule's own to the last rate over the first."""
+    state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.1, anneal_steps=2)]).init(cnn_state(optimizer=optim.sgd(base)))
+    for at in range(13):
+        point = Timestamp(batch=at, epoch=at // 4, run=RUN)
+        found = progress_at(state.optimizer.lr, point)
+        assert found == pytest.approx(rate_at(state.optimizer.lr, point) / 0.4, rel=1e-12)
+        if at <= 6:
+            assert found == progress_at(base, point)
+        if at >= 8:
+            assert found == pytest.approx(0.25)
 
 
 def test_training_follows_the_rate_in_float64():
@@ -303,8 +431,8 @@ def test_groups_with_rates_and_optimizers_in_others_follow():
         changed: Any = state.optimizer.inner
         bias, six = dict(changed.groups[0][1]), dict(changed.groups[1][1])
         points = [Timestamp(batch=at, epoch=at // 4, run=RUN) for at in (0, 6, 7, 8, 12)]
-        assert [changed.lr(point) for point in points] == pytest.approx([0.1, 0.1, 0.06, 0.02, 0.02])
-        assert [bias["lr"](point) for point in points] == pytest.approx([0.2, 0.2, 0.11, 0.02, 0.02])
+        assert [rate_at(changed.lr, point) for point in points] == pytest.approx([0.1, 0.1, 0.06, 0.02, 0.02])
+        assert [rate_at(bias["lr"], point) for point in points] == pytest.approx([0.2, 0.2, 0.11, 0.02, 0.02])
         assert bias["weight_decay"] == 0 and six == {"momentum": 0.5}
         run_steps(step, state, BATCHES)
 
@@ -313,16 +441,16 @@ def test_optimizers_that_divide_the_parameters_follow_in_all_parts():
     optimizer = optim.by_pattern({"*.bias": optim.adam(0.001)}, optim.from_torch(torch.optim.Adamax, lr=0.1))
     state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02, anneal_steps=2)]).init(cnn_state(optimizer=optimizer))
     half = Timestamp(batch=7, epoch=1, run=RUN)
-    assert dict(state.optimizer.rest.settings)["lr"](half) == pytest.approx(0.06)
-    assert state.optimizer.groups[0][1].lr(half) == pytest.approx(0.0105)
+    assert rate_at(dict(state.optimizer.rest.settings)["lr"], half) == pytest.approx(0.06)
+    assert rate_at(state.optimizer.groups[0][1].lr, half) == pytest.approx(0.0105)
 
 
 def test_a_rate_that_is_a_torch_classs_default_goes_to_another_too():
     optimizer = optim.from_torch(torch.optim.Adamax, groups={"*.bias": {"lr": 0.2}})
     state = compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02, anneal_steps=2)]).init(cnn_state(optimizer=optimizer))
     half = Timestamp(batch=7, epoch=1, run=RUN)
-    assert dict(state.optimizer.settings)["lr"](half) == pytest.approx(0.011)  # half way from 0.002
-    assert dict(state.optimizer.groups[0][1])["lr"](half) == pytest.approx(0.11)
+    assert rate_at(dict(state.optimizer.settings)["lr"], half) == pytest.approx(0.011)  # half way from 0.002
+    assert rate_at(dict(state.optimizer.groups[0][1])["lr"], half) == pytest.approx(0.11)
 
 
 def test_init_once_more_leaves_the_rate_and_two_methods_nest():
@@ -332,8 +460,10 @@ def test_init_once_more_leaves_the_rate_and_two_methods_nest():
     twice: Any = method.apply(pc.Event.INIT, once)
     assert twice.optimizer.lr is once.optimizer.lr
     other: Any = swa(0.0, 1.0, "1ba", 0.2, anneal_steps=1, name="other").apply(pc.Event.INIT, once)
-    assert other.optimizer.lr(Timestamp(batch=3, run=RUN)) == pytest.approx(0.2)
-    assert "(to 0.02 by swa) (to 0.2 by other)" in repr(other.optimizer)
+    assert rate_at(other.optimizer.lr, Timestamp(batch=3, run=RUN)) == pytest.approx(0.2)
+    again: Any = method.apply(pc.Event.INIT, other)
+    assert again.optimizer.lr is other.optimizer.lr
+    assert "lr=0.1 * ((1.0, to a rate of 0.02 by swa), to a rate of 0.2 by other)" in repr(other.optimizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,6 +490,12 @@ def test_rates_that_it_cannot_change_are_refused_at_init(optimizer, words):
     with pytest.raises(ValueError, match=words):
         compose(loop_events, [swa(swa_lr=0.02)]).init(cnn_state(optimizer=optimizer))
     compose(loop_events, [swa()]).init(cnn_state(optimizer=optimizer))
+
+
+def test_the_new_rate_prints_as_the_old_one_and_where_it_goes():
+    state = cnn_state(optimizer=optim.sgd(0.1 * schedule.cosine()))
+    begun = compose(loop_events, [swa(0.5, 1.0, swa_lr=0.02)]).init(state)
+    assert repr(begun.optimizer.lr) == f"0.1 * ({schedule.cosine()!r}, to a rate of 0.02 by swa)"
 
 
 def test_a_way_that_the_run_cannot_measure_is_an_error():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from purecompose import recipe
+from purecompose import compose, loop_events, recipe
 from purecompose.cli import main
 from purecompose.recipes import RECIPES
 
@@ -21,6 +21,24 @@ def test_a_recipe_is_a_list_of_methods_like_any_other(capsys: pytest.CaptureFixt
     assert main(["plan", "--recipe", "hot", "--model", "resnet8(width=16)"]) == 0
     out = capsys.readouterr().out
     assert all(method.name in out for method in recipe("hot"))
+
+
+def test_an_argument_of_a_recipe_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--recipe", "medium", "--set", "mixup.alpha=0.4", *NETWORK]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_settings_are_the_published_ones() -> None:
+    mild, hot = ({method.name: method.config for method in recipe(name)} for name in ("mild", "hot"))
+    assert mild["label_smoothing"]["smoothing"] == 0.08 and hot["label_smoothing"]["smoothing"] == 0.13
+    assert hot["mixup"]["alpha"] == 0.25 and hot["randaugment"]["depth"] == 1 and hot["randaugment"]["severity"] == 9
+    resizing = hot["progressive_resizing"]
+    assert [resizing[name] for name in ("initial_scale", "delay_fraction", "finetune_fraction")] == [0.6, 0.2, 0.2]
+    assert [method.name for method in recipe("mild")[:3]] == ["blurpool", "channels_last", "ema"]
+
+
+def test_the_published_hot_recipe_is_a_sum() -> None:
+    compose(loop_events, [*recipe("mild")[:3], *recipe("hot")])
 
 
 def test_a_recipe_and_a_list_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:

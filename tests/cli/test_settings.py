@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
+from purecompose import algorithms
 from purecompose.cli.settings import UsageError, add_settings, chosen, command_of, with_arguments
+from purecompose.cli.setup import OPTIMIZERS, SCHEDULES
+from purecompose.recipes import RECIPES
+
+
+FACTORIES = {"algorithms": algorithms.FACTORIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -38,10 +44,42 @@ def test_set_reaches_into_calls() -> None:
         "schedule": "cosine",
     }
     given = options("--set", "optimizer.lr=0.01", "--set", "label_smoothing.smoothing=0.2", "--set", "model.width=4")
-    found = with_arguments({**settings, **chosen(given)})
+    found = with_arguments({**settings, **chosen(given)}, FACTORIES)
     assert found["optimizer"] == "sgd(lr=0.01)" and found["model"] == "cnn(width=4)"
     assert found["algorithms"] == "mixup(0.2), label_smoothing(smoothing=0.2)"
     assert "within" not in found
+
+
+@pytest.mark.parametrize(
+    "name, text, argument, expected",
+    [
+        (
+            "algorithms",
+            "mixup(0.2), sam(0.5, interval=10)",
+            "mixup.alpha=0.4",
+            "mixup(alpha=0.4), sam(0.5, interval=10)",
+        ),
+        ("algorithms", "mixup(0.2), sam(0.5, interval=10)", "sam.interval=5", "mixup(0.2), sam(rho=0.5, interval=5)"),
+        ("optimizer", "sgd(0.1, momentum=0.9)", "optimizer.lr=0.2", "sgd(lr=0.2, momentum=0.9)"),
+        ("optimizer", "sgd(0.1)", "optimizer.momentum=0.9", "sgd(lr=0.1, momentum=0.9)"),
+        ("schedule", "cosine(0.1)", "schedule.t_max=0.2dur", "cosine(alpha_f=0.1, t_max='0.2dur')"),
+        ("model", "cnn(8)", "model.width=4", "cnn(8, width=4)"),  # is refused afterwards: options of models have names
+        ("algorithms", "mixup(1, 2)", "mixup.alpha=3", "mixup(1, 2, alpha=3)"),  # too many: also refused
+        ("algorithms", "nothing(1)", "nothing.alpha=3", "nothing(1, alpha=3)"),  # unknown: also refused
+    ],
+)
+def test_set_changes_arguments_that_were_given_without_a_name(name, text, argument, expected) -> None:
+    settings: dict[str, Any] = {"algorithms": "none", "optimizer": "sgd", "model": "cnn", "schedule": "cosine"}
+    found = with_arguments({**settings, name: text, **chosen(options("--set", argument))}, FACTORIES)
+    assert found[name] == expected
+
+
+def test_set_changes_the_methods_of_a_recipe() -> None:
+    settings = {"optimizer": "sgd", "model": "cnn", "schedule": "cosine"}
+    found = with_arguments({**settings, **chosen(options("--recipe", "medium", "--set", "mixup.alpha=0.4"))}, FACTORIES)
+    assert found["algorithms"] == RECIPES["medium"].replace("mixup(0.2)", "mixup(alpha=0.4)").replace(
+        'half_life="100ba", update_interval="20ba"', "half_life='100ba', update_interval='20ba'"
+    ).replace("blurpool, channels_last", "blurpool(), channels_last()")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +118,7 @@ def test_options_that_cannot_be_used(arguments: list[str], said: str) -> None:
 def test_an_argument_of_nothing_is_named() -> None:
     settings = {"algorithms": "mixup", "optimizer": "sgd", "model": "cnn", "schedule": "cosine"}
     with pytest.raises(UsageError, match="no cutmix in this run; there are optimizer, schedule, model, mixup"):
-        with_arguments({**settings, "within": {"cutmix": {"alpha": 1}}})
+        with_arguments({**settings, "within": {"cutmix": {"alpha": 1}}}, FACTORIES)
 
 
 def test_the_command_says_what_is_no_default() -> None:
