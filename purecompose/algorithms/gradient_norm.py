@@ -58,7 +58,7 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
         grads = state.grads or {}
         found = {f"{name}/{key}": _norm(grad) for key, grad in grads.items()} if each else {}
         if total:
-            found[name] = norm_of(grads.values()).to(state.device)
+            found[name] = norm_of(grads.values()) if grads else torch.zeros((), device=state.device)
         return state.replace(metrics={**state.metrics, **found})
 
     return Algorithm(

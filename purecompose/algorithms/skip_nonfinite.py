@@ -103,7 +103,7 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
             if isinstance(slot, _Running):
                 state = state.replace(slots={**state.slots, name: slot._replace(is_good=is_good.to(state.device))})
             return _restored(state.replace(grads=marked), slot, is_good)
-        is_good = all_finite(grads.values()).to(state.device)
+        is_good = all_finite(grads.values()) if grads else torch.ones((), dtype=torch.bool, device=state.device)
         if isinstance(slot, _Running):
             is_good = is_good & slot.is_good
         skipped = ~is_good

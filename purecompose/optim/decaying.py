@@ -80,8 +80,10 @@ class Decaying:
         for rule in self.rules:
             for rate, names in self._rates(tuple(grads)):
                 held = [name for name in names if name in smaller and rule.holds_for(name, smaller[name])]
-                _, moved = decayed("by schedule", [], [smaller[name] for name in held], rule.weight_decay, rate, value)
-                smaller.update(zip(held, moved, strict=True))
+                if held:
+                    own = [smaller[name] for name in held]
+                    _, moved = decayed("by schedule", [], own, rule.weight_decay, rate, value)
+                    smaller.update(zip(held, moved, strict=True))
         return self.inner.update(grads, opt_state, smaller, value)
 
     def can_move(self, param: Tensor) -> bool:

@@ -98,11 +98,16 @@ def test_names_are_those_of_the_network_after_surgery(turn: int) -> None:
         return step, step.init(make_state(net, optimizer=optim.sgd(0.0)))
 
     step, state = started("0.conv.weight")
-    after = step(state, (torch.randn(4, 16, 6, 6), torch.tensor([0, 1, 2, 3])))
+    after = step(state, (torch.ones(4, 16, 6, 6), torch.tensor([0, 1, 2, 3])))
     assert torch.equal(after.params["0.conv.weight"], state.params["0.conv.weight"])
-    assert torch.equal(after.params["0.conv.bias"], state.params["0.conv.bias"] - 0.1 * state.params["0.conv.bias"])
+    torch.testing.assert_close(after.params["0.conv.bias"], 0.9 * state.params["0.conv.bias"])
     with pytest.raises(ValueError, match="exclude: '0.weight' matches no parameter; the names are 0.conv.weight"):
         started("0.weight")
+
+
+def test_where_nothing_decays_the_optimizer_moves_alone() -> None:
+    ours = after(decoupled_weight_decay(0.1, min_dims=9), optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}}))
+    assert_same(ours.params, after([], optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}})).params)
 
 
 def test_frozen_weights_and_those_of_layers_that_are_frozen_later_stay() -> None:
