@@ -19,16 +19,20 @@ def examples() -> list[Any]:
     ]
 
 
-def examples_on_tasks() -> list[Any]:
-    """Parameters (text, task) for every example on every task of its row."""
+def examples_on_tasks(*, quick: int = 1) -> list[Any]:
+    """Parameters (text, task) for every example on every task of its row.
+
+    Args:
+        quick: One in so many methods is among the quick tests.
+    """
     return [
         pytest.param(
             text,
             task,
             id=f"{text}-{task}",
-            marks=[] if (text, task) == (row.examples[0], row.tasks[0]) else pytest.mark.slow,
+            marks=[] if number % quick == 0 and (text, task) == (row.examples[0], row.tasks[0]) else pytest.mark.slow,
         )
-        for row in SHIPPED.values()
+        for number, row in enumerate(SHIPPED.values())
         for text in row.examples
         for task in row.tasks
     ]

@@ -96,7 +96,13 @@ PLACES = {
 FOUND = {name: place for place, names in PLACES.items() for name in names.split()}
 
 
-@pytest.mark.parametrize("wrong", MUTANTS, ids=lambda wrong: f"{wrong.breaks}-{wrong.name}")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(wrong, id=f"{wrong.breaks}-{wrong.name}", marks=pytest.mark.slow if number % 2 else [])
+        for number, wrong in enumerate(MUTANTS)
+    ],
+)
 def test_a_mutant_is_found_out_by_its_law_where_it_is_wrong(wrong):
     report = check(wrong.source, laws=[wrong.breaks], tasks=[wrong.task], neutral=wrong.source)
     outcome = report[wrong.breaks]

@@ -80,7 +80,7 @@ def test_other_tasks_are_refused(row, name):
 
 
 @pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_valid_settings_build_print_and_run(row, data):
     task = TASKS[data.draw(st.sampled_from(row.accepted))]
@@ -94,7 +94,7 @@ def test_valid_settings_build_print_and_run(row, data):
 
 
 @pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_settings_for_vectors_serve_every_task(row, data):
     algorithm, name = data.draw(row.algorithms()), data.draw(st.sampled_from(row.accepted))
