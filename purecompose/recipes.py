@@ -15,7 +15,7 @@ The published hot recipe has BlurPool, channels last and EMA as well:
     [*recipe("mild")[:3], *recipe("hot")]
 
 References:
-    MosaicML: Mosaic ResNet, for ResNet-50 on ImageNet. https://github.com/mosaicml/composer
+    MosaicML: Mosaic ResNet, for ResNet-50 on ImageNet. https://github.com/mosaicml/examples
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,6 @@ __all__ = ["RECIPES", "recipe"]
 _MILD = (
     'blurpool, channels_last, ema(half_life="100ba", update_interval="20ba"), '
     "progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4), "
-    "label_smoothing(0.08)"
 )
 _HOT = (
     "label_smoothing(0.13), mixup(0.25), sam(0.5, interval=5), colout(p_row=0.05, p_col=0.05), "
@@ -40,7 +39,11 @@ _HOT = (
 )
 
 RECIPES: Mapping[str, str] = MappingProxyType(
-    {"mild": _MILD, "medium": f"{_MILD}, mixup(0.2), sam(0.5, interval=10)", "hot": _HOT}
+    {
+        "mild": f"{_MILD}label_smoothing(0.08)",
+        "medium": f"{_MILD}label_smoothing(0.1), mixup(0.2), sam(0.5, interval=10)",
+        "hot": _HOT,
+    }
 )
 """The methods of each recipe, as the command line writes them."""
 

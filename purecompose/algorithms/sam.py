@@ -42,7 +42,7 @@ from purecompose.weights import wide
 __all__ = ["perturb_params", "sam"]
 
 _LEAST_EPSILON = 1e-30
-"""In float32 neither it is 0 nor its inverse infinite, so that a gradient of 0 times rho / epsilon is 0."""
+"""In float32 it is not 0 and its inverse is finite, so that a gradient of 0 times rho / epsilon is 0."""
 
 
 def perturb_params(

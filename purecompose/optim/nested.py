@@ -36,10 +36,12 @@ def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tu
         >>> map_leaves(lambda leaf: sgd(2 * leaf.lr), by_pattern({"*.bias": sgd(0.1)}, sgd(0.5)))
         by_pattern({'*.bias': sgd(lr=0.2)}, sgd(lr=1.0))
     """
+    if isinstance(optimizer, up_to):
+        return change(optimizer)
     if isinstance(optimizer, ByPattern):
         groups = tuple((pattern, map_leaves(change, own, up_to=up_to)) for pattern, own in optimizer.groups)
         return ByPattern(groups, map_leaves(change, optimizer.rest, up_to=up_to))
-    if _is_around(optimizer) and not isinstance(optimizer, up_to):
+    if _is_around(optimizer):
         return dataclasses.replace(optimizer, inner=map_leaves(change, optimizer.inner, up_to=up_to))
     return change(optimizer)
 

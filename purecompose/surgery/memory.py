@@ -10,6 +10,7 @@ from torch import Tensor
 from purecompose._warnings import warn
 from purecompose.optim.base import ByGroup, cells
 from purecompose.optim.by_pattern import ByPattern
+from purecompose.optim.nested import map_leaves
 
 
 __all__ = ["carried", "fitted", "without_groups"]
@@ -73,14 +74,13 @@ def fitted(
     Warns:
         UserWarning: A group is taken out; parameters are in another one under their new names.
     """
-    if isinstance(optimizer, ByPattern):
-        return _fitted_parts(name, optimizer, before, after, kept)
-    if isinstance(optimizer, ByGroup):
-        return _fitted_groups(name, optimizer, before, after, kept)
-    if not dataclasses.is_dataclass(optimizer) or not hasattr(optimizer, "inner"):
-        return optimizer
-    wrapper: Any = optimizer
-    return dataclasses.replace(wrapper, inner=fitted(name, wrapper.inner, before, after, kept))
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, ByPattern):
+            return _fitted_parts(name, part, before, after, kept)
+        return _fitted_groups(name, part, before, after, kept) if isinstance(part, ByGroup) else part
+
+    return map_leaves(changed, optimizer, up_to=ByPattern)
 
 
 def _fitted_groups(
@@ -131,15 +131,16 @@ def without_groups(optimizer: Any) -> Any:
         >>> without_groups(optim.guarded.Guarded(optim.sgd(0.1, groups={"*.bias": {"lr": 0.2}})))
         Guarded(inner=sgd(lr=0.1))
     """
-    if isinstance(optimizer, ByPattern):
-        return without_groups(optimizer.rest)
-    if isinstance(optimizer, ByGroup):
-        rule: Any = optimizer
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, ByPattern):
+            return without_groups(part.rest)
+        if not isinstance(part, ByGroup):
+            return part
+        rule: Any = part
         return dataclasses.replace(rule, groups=())
-    if not dataclasses.is_dataclass(optimizer) or not hasattr(optimizer, "inner"):
-        return optimizer
-    wrapper: Any = optimizer
-    return dataclasses.replace(wrapper, inner=without_groups(wrapper.inner))
+
+    return map_leaves(changed, optimizer, up_to=ByPattern)
 
 
 def _warn_of_loss(name: str, pattern: str, names: Iterable[str], kept: Mapping[str, str]) -> None:
