@@ -28,6 +28,7 @@ from purecompose.clock import Clock
 from purecompose.compilation import CompiledStep, TraceError, VariantLimitError, compile
 from purecompose.compose import Step, compose
 from purecompose.contract import ContractError
+from purecompose.data_parallel import data_parallel
 from purecompose.evaluation import Evaluator, evaluate, predict
 from purecompose.event import Event
 from purecompose.fit import fit, training
@@ -130,6 +131,7 @@ __all__ = [
     "compose",
     "compose_passes",
     "data",
+    "data_parallel",
     "epoch_ends",
     "eval_events",
     "eval_forward",

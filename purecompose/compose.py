@@ -30,6 +30,7 @@ from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_co
 from purecompose.plan import Plan, describe_moment, make_plan
 from purecompose.predicate import NEVER
 from purecompose.random.modules import detect
+from purecompose.ranks import Ranks
 from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.state import State, check_single
 from purecompose.time import Time, Timestamp, TimeUnit
@@ -60,7 +61,10 @@ class Step:
         passes: The passes that order them at each event.
         microbatches: Into how many slices a batch is cut; `None` where their size is given.
         microbatch_size: The most examples in a slice; `None` where their number is given.
+        ranks: The processes among which batches are divided; `None` where there is one.
     """
+
+    ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -177,7 +181,7 @@ class Step:
         units: list[Unit] = []
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
             if (index, bits & mask) not in known:
-                known[index, bits & mask] = build(node, index, at, self._cut)
+                known[index, bits & mask] = build(node, index, at, self._cut, self.ranks)
             units += known[index, bits & mask]
         return tuple(units)
 

@@ -131,6 +131,10 @@ def _training(
     _check_arguments(step, state)
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
+    if microbatches and step.ranks is not None:
+        raise ValueError(
+            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
+        )
     evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
     observers = (observers,) if callable(observers) else tuple(observers)
     _check_metrics(state, evaluators, stoppers, checkpoints)

@@ -17,6 +17,7 @@ from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
 from purecompose.loop import Cut, Grad, Microbatches, Node, Stage, Update, events_in, loss
+from purecompose.ranks import Ranks, Sharing
 from purecompose.state import State
 
 
@@ -43,6 +44,8 @@ class Notes:
     """
     terms: int | Tensor | None = None
     """In a slice: how many terms the last loss was a mean of."""
+    sharing: Sharing = "all"
+    """Where several processes share the batch: what gradients are of."""
 
 
 Body: TypeAlias = Callable[[State, Notes], State]
@@ -66,7 +69,7 @@ class Unit(NamedTuple):
     """Whether it is a host algorithm, or a scope in which one acts: runs outside compiled code."""
 
 
-def build(node: Node, index: int, at: At, cut: Cut) -> list[Unit]:
+def build(node: Node, index: int, at: At, cut: Cut, ranks: Ranks | None = None) -> list[Unit]:
     """The steps of one node of the program.
 
     Args:
@@ -74,8 +77,9 @@ def build(node: Node, index: int, at: At, cut: Cut) -> list[Unit]:
         index: Its place in the program.
         at: Gives what to do at an event.
         cut: How batches are cut where the node does not say.
+        ranks: The processes among which batches are divided, if there are several.
     """
-    return _build_node(node, _Place(at, cut), index)
+    return _build_node(node, _Place(at, cut, ranks), index)
 
 
 def in_turn(units: Sequence[Unit]) -> Body:
@@ -95,6 +99,7 @@ class _Place(NamedTuple):
 
     at: At
     cut: Cut
+    ranks: Ranks | None = None
     is_slice: bool = False
     """Whether the part runs on slices, whose gradient is not the step's."""
     is_weighted: bool = False
@@ -118,7 +123,7 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
         def sliced(change: Callable[[Body], Body]) -> Body:
             return _repeatable(_with_own_gradients(_microbatches(node, place, change)))
 
-        is_cut = (node.cut or place.cut).may_slice and not place.is_slice
+        is_cut = ((node.cut or place.cut).may_slice or place.ranks is not None) and not place.is_slice
         is_host = any(algorithm.host for event in events_in(node.body) for algorithm, _ in place.at(event))
         return [Unit(sliced(lambda body: body), True, index, None, sliced if is_cut else None, is_host)]
     elif node is loss and place.is_weighted:
@@ -131,12 +136,15 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
 def _microbatches(node: Microbatches, place: _Place, change: Callable[[Body], Body]) -> Body:
     cut = node.cut or place.cut
     # A single slice is the whole of what is around it, and its loss weighs there what it weighs alone.
-    inner = place._replace(is_slice=True, is_weighted=place.is_weighted or cut.may_slice)
+    ranks, may_slice = place.ranks, cut.may_slice or place.ranks is not None
+    inner = place._replace(ranks=None, is_slice=True, is_weighted=place.is_weighted or may_slice)
     body = _build_body(node.body, inner)
-    if not cut.may_slice:
+    if not may_slice:
         return body
     changed = change(body)
-    return lambda state, notes: _run_sliced(changed, state, notes, cut)
+    if ranks is None:
+        return lambda state, notes: _run_sliced(changed, state, notes, cut)
+    return lambda state, notes: _run_shared(changed, state, notes, cut, ranks)
 
 
 def _grad(body: Body, wrt: str | None) -> Body:
@@ -157,7 +165,7 @@ def _with_own_gradients(body: Body) -> Body:
     def run(state: State, notes: Notes) -> State:
         if state.grads is None:
             return body(state, notes)
-        inside = Notes()
+        inside = Notes(sharing=notes.sharing)
         after = body(state.replace(grads=None), inside)
         notes.terms = inside.terms
         if not after.grads:
@@ -215,8 +223,8 @@ class _Again:
     def __init__(self, run_once: Body, used: frozenset[str], state: State) -> None:
         self.run_once, self.used, self.state = run_once, used, state
 
-    def __call__(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        again = self.run_once(self.state.replace(params=params), Notes(set(self.used)))
+    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
+        again = self.run_once(self.state.replace(params=params), Notes(set(self.used), sharing=sharing))
         if again.grads is None or again.loss is None:
             raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
         return again.grads, again.loss
@@ -266,6 +274,43 @@ def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
     notes.terms = earlier_terms if notes.terms is None else total  # for a slice around these
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.metrics, **mean_metrics}}
     return current.replace(batch=state.batch, first_example=state.first_example, **means)
+
+
+def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks) -> State:
+    """Runs the body on this rank's slices, and puts together what all ranks have found."""
+    if notes.sharing == "none":
+        return _run_sliced(body, state, notes, cut)
+    share = ranks.share(state.batch, state.context.input_key)
+    first = share.first_example if state.first_example is None else state.first_example + share.first_example
+    earlier_terms, notes.terms = notes.terms, None
+    after = _run_sliced(body, state.replace(batch=share.batch, first_example=first), notes, cut)
+    terms, notes.terms = notes.terms, earlier_terms
+    after = after.replace(batch=state.batch, first_example=state.first_example)
+    if notes.sharing == "own":
+        return after
+    weight = share.num_examples if terms is None or not share.num_examples else terms
+    new = {name: value for name, value in after.metrics.items() if value is not state.metrics.get(name)}
+    numbers = {name: value for name, value in new.items() if has_mean(value)}
+    found = {"loss": after.loss, "grads": after.grads, "metrics": numbers}
+    leaves, spec = tree.flatten({name: value for name, value in found.items() if value is not None})
+    means = tree.unflatten(spec, ranks.means(leaves, weight))
+    return after.replace(
+        **{**means, "metrics": {**after.metrics, **means["metrics"]}},
+        buffers=_buffers_of_all(ranks, state.buffers, after.buffers, share.num_examples),
+        slots=ranks.with_changes(state.slots, after.slots, counts=share.num_examples > 0),
+    )
+
+
+def _buffers_of_all(
+    ranks: Ranks, before: dict[str, Tensor], after: dict[str, Tensor], num_examples: int
+) -> dict[str, Tensor]:
+    """Buffers that a pass has changed, as means by examples; the greatest where they are no floating numbers."""
+    changed = {name: buffer for name, buffer in after.items() if buffer is not before.get(name)}
+    floating = [name for name, buffer in changed.items() if buffer.is_floating_point()]
+    counts = [name for name in changed if name not in floating]
+    means = ranks.means([changed[name] for name in floating], num_examples)
+    greatest = ranks.sums([changed[name] for name in counts], "max")
+    return {**after, **dict(zip([*floating, *counts], [*means, *greatest], strict=True))}
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from purecompose.context import Context, Static
 from purecompose.model import Model, from_module
 from purecompose.network import call_model
 from purecompose.random.keys import as_rng
+from purecompose.ranks import Sharing
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
 
@@ -67,7 +68,7 @@ class State:
     """Inside a step: the time, as tensors."""
     first_example: Any = field(default_factory=_nothing)
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
-    regrad: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor], Tensor]] | None = field(default_factory=_nothing)
+    regrad: Callable[..., tuple[dict[str, Tensor], Tensor]] | None = field(default_factory=_nothing)
     """Inside a step, after its gradients: see `gradient`. A pytree node."""
 
     @classmethod
@@ -283,7 +284,7 @@ class State:
             indices = indices + self.first_example
         return self.rng(name).per_example(indices)
 
-    def gradient(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def gradient(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
         """The running step's gradient at other parameters: same batch, microbatches, algorithms and draws.
 
         Its buffers, slots and metrics do not leak. For algorithms that need a second gradient, at
@@ -291,6 +292,9 @@ class State:
 
         Args:
             params: All parameters by name.
+            sharing: Where several processes share the batch (`data_parallel`): "all" for the mean over their parts,
+                "own" for this process's part alone, "none" for the whole batch, computed here. Alone these are the
+                same.
 
         Returns:
             The gradients of the trainable parameters, and the loss (0-d).
@@ -300,7 +304,7 @@ class State:
         """
         if self.regrad is None:
             raise RuntimeError("state.gradient(params) works inside a step, at events after its gradient")
-        return self.regrad(params)
+        return self.regrad(params, sharing)
 
     def forward(self, inputs: Any, *, train: bool = False, name: str = ".state.forward") -> Any:
         """The network's outputs for these inputs.

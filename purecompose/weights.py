@@ -185,7 +185,7 @@ class _Measuring:
     """Puts the statistics of layers' inputs into the layers' buffers.
 
     Not by their own momentum: the kernel does not say that it writes, and of a pass whose outputs nobody reads a
-    compiler takes it out.
+    compiler takes it out. One pass counts at a time: nobody else runs a network while it has tensors in it.
     """
 
     def __init__(self) -> None:

@@ -31,4 +31,4 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
         state.regrad,
         is_leaf=lambda node: isinstance(node, State),
     )
-    return state.replace(regrad=again).gradient(state.params)[0]
+    return state.replace(regrad=again).gradient(state.params, "none")[0]

@@ -44,8 +44,6 @@ from purecompose.weights import wide
 
 __all__ = ["AccumulatedGradients", "gradient_accumulation"]
 
-_UNCOUNTED = -1
-
 
 class AccumulatedGradients(NamedTuple):
     """What `gradient_accumulation` remembers."""
@@ -55,7 +53,9 @@ class AccumulatedGradients(NamedTuple):
     num_terms: Tensor
     """Of how many terms, 0-d int64."""
     current: Tensor
-    """The terms of the running step so far, 0-d int64; -1 between steps, and where nobody counts them."""
+    """The terms of the running step so far, 0-d int64; 0 between steps."""
+    is_counted: Tensor
+    """Whether anybody has counted terms in the running step, 0-d bool."""
 
     @classmethod
     def empty(cls, params: dict[str, Tensor]) -> "AccumulatedGradients":
@@ -63,17 +63,17 @@ class AccumulatedGradients(NamedTuple):
         device = next(iter(params.values())).device if params else None
         zero = torch.zeros((), dtype=torch.int64, device=device)
         sums = {name: torch.zeros_like(wide(param)) for name, param in params.items()}
-        return cls(sums, zero, torch.full_like(zero, _UNCOUNTED))
+        return cls(sums, zero, zero.clone(), torch.zeros_like(zero, dtype=torch.bool))
 
     def counted(self, num: int | Tensor) -> "AccumulatedGradients":
         """With so many terms more in the running step."""
-        return self._replace(current=self.current.clamp(min=0) + num)
+        return self._replace(current=self.current + num, is_counted=torch.ones_like(self.is_counted))
 
     def added(
         self, grads: dict[str, Tensor], num_examples: int, is_good: Tensor | None = None
     ) -> "AccumulatedGradients":
         """With the gradients of the running step, which is over; as it was where a given 0-d bool says no."""
-        num = torch.where(self.current < 0, num_examples, self.current)
+        num = torch.where(self.is_counted, self.current, num_examples)
         if is_good is not None:
             num = torch.where(is_good, num, 0)
 
@@ -81,7 +81,8 @@ class AccumulatedGradients(NamedTuple):
             return total + torch.where(num > 0, num * grad.to(total.dtype), 0)  # a mean of nothing may be NaN
 
         sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
-        return AccumulatedGradients(sums, self.num_terms + num, torch.full_like(self.current, _UNCOUNTED))
+        nothing = torch.zeros_like(self.current), torch.zeros_like(self.is_counted)
+        return AccumulatedGradients(sums, self.num_terms + num, *nothing)
 
     def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
         """The means, for the parameters and in the dtypes of these gradients."""

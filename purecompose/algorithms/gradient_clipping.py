@@ -31,7 +31,7 @@ References:
     Normalization. ICML 2021. https://arxiv.org/abs/2102.06171
 """
 
-import fnmatch
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -43,7 +43,7 @@ from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_one_of, check_scalar, checked_patterns
 from purecompose.event import Event
-from purecompose.optim.checks import match_or_raise
+from purecompose.optim.checks import match_or_raise, matched
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
 from purecompose.state import State
@@ -170,9 +170,8 @@ def gradient_clipping(
         del event
         if not state.grads:
             return state
-        for pattern in patterns:
-            match_or_raise(pattern, state.params, f"{name}: exclude: {pattern!r}")
-        chosen = {key: grad for key, grad in state.grads.items() if not _fits(key, patterns)}
+        excluded = _excluded(name, patterns, tuple(state.params))
+        chosen = {key: grad for key, grad in state.grads.items() if key not in excluded}
         threshold = state.scalar(clipping_threshold)
         if clipping_type == "norm":
             clipped = clip_by_norm(chosen, threshold)
@@ -199,5 +198,9 @@ def _unit_norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(wide(tensor), dim=dims, keepdim=tensor.ndim > 1)
 
 
-def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+@functools.lru_cache(maxsize=64)
+def _excluded(name: str, patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
+    """The names of what is not clipped."""
+    for pattern in patterns:
+        match_or_raise(pattern, names, f"{name}: exclude: {pattern!r}")
+    return matched(patterns, names)

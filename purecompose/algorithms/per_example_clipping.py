@@ -13,10 +13,10 @@ frozen parameters left out, an example's dropout and augmentation as they were d
 example counts the same; in a loss per token the mean over its own tokens is the example's. Where the model computes its
 own loss, that of a batch of one example is taken.
 
-Events: AFTER_TRAIN_BATCH, after what computes gradients anew, such as `sam`, whose work it undoes, and before
-what collects or clips them (`Trait.CLIPS_EXAMPLES`). Replaces the gradients, without a look at what they
-were; adds `metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the
-mean of |g_i|. Remembers nothing. An example whose gradient is not finite makes the batch's so.
+Events: AFTER_TRAIN_BATCH, after other methods that compute gradients anew, such as `sam`, whose work it undoes, and
+before those that collect or clip them. Replaces the gradients, without a look at what they were; adds
+`metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the mean of
+|g_i|. Remembers nothing. An example whose gradient is not finite makes the batch's so.
 
 Layers must treat examples alone: batch normalisation in training, and layers that keep running statistics, are refused.
 Layers of one's own that mix examples are not seen: they get a batch of one.

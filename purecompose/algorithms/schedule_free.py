@@ -37,9 +37,8 @@ from purecompose._checks import check_number
 from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._averages import as_scalar, between
-from purecompose.algorithms.skip_nonfinite import chosen
 from purecompose.event import Event
-from purecompose.optim.guarded import Guarded, all_finite
+from purecompose.optim.guarded import Guarded, all_finite, chosen
 from purecompose.optim.nested import leaves, settings_of
 from purecompose.predicate import on
 from purecompose.state import State

@@ -17,9 +17,8 @@ it is listed. Gradients that go bad after that are found by the optimizer, and t
 before averages are taken.
 
 What others remember is theirs: an average of the weights takes those that stayed once more, `lookahead` goes back when
-it is due, a schedule moves on. The
-loss is reported as it was. So is a step skipped in which no example counts (a batch of padding, whose mean loss is
-NaN). With `loss_scaling` both skip the same steps; this one puts back the buffers, too.
+it is due, a schedule moves on. The loss is reported as it was. A step in which no example counts (a batch of padding,
+whose mean loss is NaN) is skipped, too. With `loss_scaling` both skip the same steps; this one puts back the buffers.
 """
 
 from collections.abc import Mapping
@@ -28,15 +27,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import tree
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
-from purecompose.optim.guarded import Guarded, all_finite
+from purecompose.optim.guarded import Guarded, all_finite, chosen
 from purecompose.predicate import on
 from purecompose.state import State
 
 
-__all__ = ["SkipCount", "chosen", "skip_nonfinite"]
+__all__ = ["SkipCount", "skip_nonfinite"]
 
 
 class SkipCount(NamedTuple):
@@ -54,24 +52,6 @@ class _Running(NamedTuple):
     """As they were when the step began."""
     is_good: Tensor
     """Whether loss and gradients have been finite so far, 0-d bool."""
-
-
-def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
-    """One of two trees, as a whole.
-
-    Args:
-        is_good: 0-d, bool.
-        new: A tree of tensors.
-        old: One of the same structure, shapes and dtypes.
-
-    Returns:
-        `new` where `is_good` is true, else `old`, bit for bit; what is not finite in the other has no part in it.
-
-    Example:
-        >>> chosen(torch.tensor(False), {"w": torch.tensor([torch.nan])}, {"w": torch.tensor([1.0])})
-        {'w': tensor([1.])}
-    """
-    return tree.map(lambda a, b: a if a is b else torch.where(is_good, a, b), new, old)
 
 
 def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:

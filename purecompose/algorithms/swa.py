@@ -55,7 +55,7 @@ from purecompose.optim.checks import factors_of, known_part
 from purecompose.optim.guarded import all_finite
 from purecompose.optim.nested import map_leaves, settings_of, with_setting
 from purecompose.predicate import after, before, every, on
-from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve
+from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
 from purecompose.state import State
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.units import snapped
@@ -268,6 +268,10 @@ class _Annealed:
         if self.strategy == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
         return (1 - share) * own + share * self.goal
+
+    def scaled(self, ratio: float, *, scale_warmup: bool = False) -> "_Annealed":
+        """Over schedules that are stretched; the way to the last rate is in the method's own times, which stay."""
+        return dataclasses.replace(self, own=scaled(self.own, ratio, scale_warmup=scale_warmup))
 
     def _first(self, timestamp: Timestamp) -> float:
         """When it begins, in lengths from the start of the run."""

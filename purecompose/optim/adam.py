@@ -201,5 +201,5 @@ class Adam(ByGroup):
 def _correction(beta: float | Tensor, count: Tensor) -> Tensor:
     """1 - beta^count. By expm1, since 1 - 0.999 in float32 has lost half of its digits."""
     if isinstance(beta, Tensor):
-        return -torch.expm1(count * beta.log())
+        return -torch.expm1(count * beta.to(count.dtype).log())
     return -torch.expm1(count * (math.log(beta) if beta > 0 else -math.inf))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "factors_of",
     "known_part",
     "match_or_raise",
+    "matched",
 ]
 
 # Pattern -> the options it overrides, both as tuples so that optimizers hash.
@@ -39,6 +41,17 @@ def match_or_raise(pattern: str, names: Iterable[str], where: str) -> None:
             f"{where} matches no parameter; the names are {known}{', ...' if len(names) > 5 else ''}; "
             "patterns match whole names, as in '*.bias'"
         )
+
+
+@functools.lru_cache(maxsize=256)
+def matched(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
+    """The names that one of the patterns matches (`fnmatch`, on the whole name); remembered, for every step.
+
+    Example:
+        >>> matched(("*.bias",), ("0.weight", "0.bias"))
+        frozenset({'0.bias'})
+    """
+    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def check_real(params: Mapping[str, Tensor], where: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from purecompose.optim.base import ByGroup, Optimizer, Value, can_move, cells
+from purecompose.optim.checks import matched
 from purecompose.optim.decay import decayed
 from purecompose.optim.nested import leaves, settings_of
 from purecompose.schedule import Scalar, number
@@ -30,9 +30,12 @@ class DecayRule(NamedTuple):
     exclude: tuple[str, ...] = ()
     """Patterns of names (`fnmatch`) of what does not."""
 
-    def holds_for(self, name: str, param: Tensor) -> bool:
-        """Whether a parameter is one of those that decay."""
-        return param.ndim >= self.min_dims and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+    def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
+        """Which parameters are among those that decay."""
+        excluded = matched(self.exclude, names)
+        return [
+            name for name in names if name in params and params[name].ndim >= self.min_dims and name not in excluded
+        ]
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Decaying:
         smaller = dict(params)
         for rule in self.rules:
             for rate, names in self._rates(tuple(grads)):
-                held = [name for name in names if name in smaller and rule.holds_for(name, smaller[name])]
+                held = rule.held(names, smaller)
                 if held:
                     own = [smaller[name] for name in held]
                     _, moved = decayed("by schedule", [], own, rule.weight_decay, rate, value)

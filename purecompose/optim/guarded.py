@@ -17,7 +17,7 @@ from purecompose.optim.lists import is_plain
 from purecompose.schedule import number
 
 
-__all__ = ["Guarded", "all_finite"]
+__all__ = ["Guarded", "all_finite", "chosen"]
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,31 @@ class Guarded:
         self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
     ) -> tuple[dict[str, Tensor], Any]:
         """The inner optimizer's update where all of `grads` is finite, else what was there; see `Optimizer.update`."""
-        is_finite = all_finite(grads.values())
-
-        def chosen(new: Tensor, old: Tensor) -> Tensor:
-            return new if new is old else torch.where(is_finite, new, old)
-
-        new_params, new_opt_state = self.inner.update(grads, opt_state, params, value)
-        return (
-            {name: chosen(param, params[name]) for name, param in new_params.items()},
-            tree.map(chosen, new_opt_state, opt_state),
-        )
+        moved, new_opt_state = self.inner.update(grads, opt_state, params, value)
+        stayed = {name: params[name] for name in moved}
+        return chosen(all_finite(grads.values()), (moved, new_opt_state), (stayed, opt_state))
 
     def can_move(self, param: Tensor) -> bool:
         """Whether the inner optimizer moves parameters of this form."""
         return can_move(self.inner, param)
+
+
+def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
+    """One of two trees, as a whole, chosen on the device.
+
+    Args:
+        is_good: 0-d, bool.
+        new: A tree of tensors.
+        old: One of the same structure, shapes and dtypes.
+
+    Returns:
+        `new` where `is_good` is true, else `old`, bit for bit; what is not finite in the other has no part in it.
+
+    Example:
+        >>> chosen(torch.tensor(False), {"w": torch.tensor([torch.nan])}, {"w": torch.tensor([1.0])})
+        {'w': tensor([1.])}
+    """
+    return tree.map(lambda a, b: a if a is b else torch.where(is_good, a, b), new, old)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:

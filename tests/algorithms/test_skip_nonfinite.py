@@ -12,7 +12,7 @@ from purecompose.algorithms.gradient_clipping import gradient_clipping
 from purecompose.algorithms.loss_scaling import loss_scaling
 from purecompose.algorithms.per_example_clipping import per_example_clipping
 from purecompose.algorithms.sam import sam
-from purecompose.algorithms.skip_nonfinite import SkipCount, chosen, skip_nonfinite
+from purecompose.algorithms.skip_nonfinite import SkipCount, skip_nonfinite
 from purecompose.optim.guarded import Guarded
 
 
@@ -130,13 +130,6 @@ def test_the_count_is_of_the_whole_run():
     for batch in (broken(), BATCH, broken()):
         state = step(state, batch)
     assert tree.equal(state.slots["skip_nonfinite"], SkipCount(torch.tensor(2, dtype=torch.int32)))
-
-
-def test_chosen_takes_one_tree_as_a_whole():
-    new = {"a": torch.tensor([1.0, torch.nan]), "b": (torch.tensor(3),)}
-    old = {"a": torch.tensor([2.0, 4.0]), "b": (torch.tensor(5),)}
-    assert tree.equal(chosen(torch.tensor(True), new, old), new)
-    assert tree.equal(chosen(torch.tensor(False), new, old), old)
 
 
 def test_an_optimizer_that_was_replaced_is_refused():

@@ -5,7 +5,7 @@ import torch
 
 from purecompose import optim, tree
 from purecompose.optim.decaying import Decaying
-from purecompose.optim.guarded import Guarded, all_finite
+from purecompose.optim.guarded import Guarded, all_finite, chosen
 
 
 PARAMS = {"a": torch.linspace(-1, 1, 6).reshape(2, 3), "b": torch.ones(4, dtype=torch.float64), "c": torch.zeros(0)}
@@ -68,3 +68,10 @@ def test_nothing_is_finite_and_every_member_of_a_vmap_has_its_own_answer():
     assert all_finite([]).item() is True
     rows = torch.tensor([[1.0, 2.0], [torch.nan, 2.0], [1.0, torch.inf]])
     assert torch.func.vmap(lambda row: all_finite([row, row + 1]))(rows).tolist() == [True, False, False]
+
+
+def test_chosen_takes_one_tree_as_a_whole():
+    new = {"a": torch.tensor([1.0, torch.nan]), "b": (torch.tensor(3),)}
+    old = {"a": torch.tensor([2.0, 4.0]), "b": (torch.tensor(5),)}
+    assert tree.equal(chosen(torch.tensor(True), new, old), new)
+    assert tree.equal(chosen(torch.tensor(False), new, old), old)
