@@ -30,11 +30,17 @@ class DataParallel(Step):
         step: The step of one process.
     """
 
-    def __init__(self, step: Step, ranks: Ranks | None) -> None:
-        """Takes checked arguments, as `data_parallel` does; without ranks it is the step."""
+    def __init__(self, step: Step, ranks: Ranks | None, *, is_checked: bool = False) -> None:
+        """Takes checked arguments, as `data_parallel` does; without ranks it is the step.
+
+        Args:
+            step: The step of one process.
+            ranks: The processes.
+            is_checked: Whether they are known to have the same states and batches.
+        """
         super().__init__(step.program, step.algorithms, step.passes, step.microbatches, step.microbatch_size)
         self.step, self.ranks = step, ranks
-        self._is_checked = ranks is None
+        self._is_checked = is_checked or ranks is None
 
     def prepare(self, state: State, batch: Any, *, purpose: str = "", draw: int | None = None) -> Prepared:
         """As a step does.

@@ -439,7 +439,7 @@ def test_gradients_flow_through_a_group():
     torch.testing.assert_close(torch.func.grad(loss_after)(rate), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_compiled_steps_agree(microbatches):
     step = compose(loop_events, [gradient_accumulation(2), alg.mixup(0.3)], microbatches=microbatches)
     fast = pc.compile(step, backend="aot_eager", quiet=True)

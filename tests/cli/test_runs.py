@@ -53,7 +53,11 @@ def test_a_run_has_a_folder_that_tells_all(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "number, status, word", [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
+    "number, status, word",
+    [
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+        (signal.SIGINT, 130, "interrupted"),
+    ],
 )
 def test_a_stopped_run_goes_on_to_the_same_bits(
     run: Run, number: signal.Signals, status: int, word: str, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,7 @@ PLACES = {
     (Event.AFTER_LOSS, "grads['position']"): "decay_times_examples",
     (Event.AFTER_BACKWARD, GRAD): "gradients_clipped_by_slice",
     (Event.AFTER_BACKWARD, "slots['slices_counted_as_batches']"): "slices_counted_as_batches",
+    (Event.AFTER_BACKWARD, "slots['mean_kept_as_a_mean'][0]"): "mean_kept_as_a_mean",
     (Event.AFTER_TRAIN_BATCH, ""): (
         "matches_by_loss reads_timestamp loss_read_as_number large_gradients_by_mask ignores_batch_number "
         "fades_by_a_number inputs_in_a_global"
@@ -73,7 +74,7 @@ PLACES = {
     (Event.BATCH_END, "metrics['host_match_writes/acts']"): "host_match_writes",
     (Event.BATCH_END, "metrics['companion.bystander/draw']"): "drops_metrics",
     (Event.BATCH_END, WEIGHT): (
-        "decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
+        "decay_by_the_outputs decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
         "flips_strides normalises_when_neutral counts_slots numbers_itself averages_in_closure anchors_in_closure "
         "remembers_losses_in_a_list number_or_default"
     ),

@@ -10,11 +10,11 @@ from purecompose import Algorithm, Event, algorithms as alg, between, compose, l
 from purecompose.algorithm import identity
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
-from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, vmap_agrees
+from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, ranks_agree, vmap_agrees
 from purecompose.testing.tasks import TASKS, Task, make_task
 
 
-LAWS = (microbatches_agree, vmap_agrees, gradient_exact)
+LAWS = (microbatches_agree, ranks_agree, vmap_agrees, gradient_exact)
 
 
 def at(event, fn, name="subject", **options):
@@ -93,8 +93,10 @@ def test_the_network_is_not_the_algorithms_fault(law):
 
 # float64
 
+LAWS_IN_FLOAT32 = [(microbatches_agree, True), (ranks_agree, True), (vmap_agrees, True), (gradient_exact, False)]
 
-@pytest.mark.parametrize("law, has_verdict", [(microbatches_agree, True), (vmap_agrees, True), (gradient_exact, False)])
+
+@pytest.mark.parametrize("law, has_verdict", LAWS_IN_FLOAT32)
 def test_an_algorithm_that_takes_no_float64_is_tried_in_float32(law, has_verdict):
     def check(state):
         assert state.inputs.dtype is torch.float32
@@ -152,6 +154,37 @@ def test_metrics_of_single_numbers_agree_and_others_are_free():
     with pytest.raises(LawViolation) as caught:
         microbatches_agree(square, Case())
     assert caught.value.path == "metrics['square']"
+
+
+# ranks_agree
+
+
+@pytest.mark.parametrize("seed, sizes", [(0, [3, 2]), (1, [2, 2, 1])])
+def test_processes_share_the_batch(seed, sizes):
+    seen = []
+
+    def look(state):
+        seen.append(state.num_examples)
+        return state
+
+    assert ranks_agree(at(Event.BEFORE_FORWARD, look), Case(batch_size=5, seed=seed))
+    assert seen[: len(sizes) + 1] == [5, *sizes]
+
+
+def test_processes_that_come_apart_are_told():
+    own_outputs = scaled_params(lambda state: 1 - 1e-3 * state.outputs.abs().mean())
+    with pytest.raises(LawViolation, match="params") as caught:
+        ranks_agree(own_outputs, Case())
+    assert list(caught.value.values) == ["in process 0", "in process 1"]
+
+
+def test_processes_that_wait_for_each_other_are_told():
+    def report(state):
+        own = {} if state.first_example == 0 else {"later": state.loss}
+        return state.replace(metrics={**state.metrics, **own})
+
+    with pytest.raises(LawViolation, match="raised only with 2 processes: RuntimeError: processes wait"):
+        ranks_agree(at(Event.AFTER_LOSS, report), Case())
 
 
 # vmap_agrees

@@ -2,7 +2,7 @@
 
 import torch
 
-from purecompose import random, tree
+from purecompose import batch as batches, random, tree
 from purecompose.event import Event
 from purecompose.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
@@ -45,6 +45,28 @@ def decay_times_examples(state: State) -> State:
     assert state.loss is not None
     penalty = sum((param**2).sum() for param in state.params.values())
     return state.replace(loss=state.loss + 1e-3 * state.num_examples * penalty)
+
+
+# ranks_agree
+
+
+@mutant("ranks_agree", at=(Event.INIT, Event.AFTER_BACKWARD))
+def mean_kept_as_a_mean(event: Event, state: State) -> State:
+    """Remembers the mean of the losses, slice by slice, where a sum and a count could be added up over processes."""
+    name = "mean_kept_as_a_mean"
+    zero = torch.zeros((), dtype=torch.float64, device=state.device)
+    if event is Event.INIT:
+        return with_slot(state, name, (zero, zero.clone()))
+    mean, num = state.slots[name]
+    assert state.loss is not None
+    num = num + state.num_examples
+    return with_slot(state, name, (mean + (state.loss - mean) * state.num_examples / num, num))
+
+
+@mutant("ranks_agree", at=Event.BATCH_END)
+def decay_by_the_outputs(state: State) -> State:
+    """Shrinks the weights by how large the outputs are, of which every process has its own."""
+    return scaled_params(state, 1 - 1e-3 * batches.tensors(state.outputs)[0].abs().mean().clamp(max=1))
 
 
 # vmap_agrees

@@ -13,7 +13,7 @@ from purecompose.testing.suite.draws import draws_keyed
 from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
 from purecompose.testing.suite.finite import stays_finite
 from purecompose.testing.suite.matching import match_pure, time_from_clock
-from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, vmap_agrees
+from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, ranks_agree, vmap_agrees
 from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
 from purecompose.testing.suite.resume import resume_exact
 
@@ -38,6 +38,7 @@ __all__ = [
     "neutral_setting",
     "own_slot",
     "pairs_undone",
+    "ranks_agree",
     "resume_exact",
     "stays_finite",
     "structure_kept",
@@ -65,6 +66,7 @@ LAWS: tuple[Law, ...] = (
     evaluation_blind,
     stays_finite,
     microbatches_agree,
+    ranks_agree,
     vmap_agrees,
     gradient_exact,
     compiled_agrees,

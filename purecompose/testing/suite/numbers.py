@@ -7,6 +7,7 @@ nothing is judged.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,16 +17,18 @@ from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches, loop, losses, tree
 from purecompose.algorithm import Trait
+from purecompose.compose import Step
 from purecompose.folding import has_mean
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import LASTING, Watched
+from purecompose.testing.ranks import played
+from purecompose.testing.record import LASTING, Watched, compare
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite.judging import attempted, compare_rounded, is_on_the_edge, judged
 
 
-__all__ = ["gradient_exact", "microbatches_agree", "vmap_agrees"]
+__all__ = ["gradient_exact", "microbatches_agree", "ranks_agree", "vmap_agrees"]
 
 
 _Point = dict[str, dict[str, Tensor]]
@@ -63,20 +66,67 @@ def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> boo
         found = attempted(f"raised only with {num} microbatches", lambda s=state, b=batch: sliced.fold(s, b))
         measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
         own = "" if measures else subject.name
-        _compare_slices(expected, found, own, labels, with_metrics=not measures and _weighs_examples(expected, num))
+        with_metrics = not measures and _weighs_examples(expected, num)
+        _compare_slices(_comparable(expected, own, with_metrics), _comparable(found, own, with_metrics), labels)
         state = whole.finish(expected)
     return watched.acted
 
 
-def _compare_slices(expected: State, found: State, name: str, labels: tuple[str, str], *, with_metrics: bool) -> None:
-    def comparable(state: State) -> State:
-        # Companions may count slices in their slots. Metrics of a form that has no mean are the last slice's.
-        slots = {key: slot for key, slot in state.slots.items() if key == name}
-        metrics = {key: metric for key, metric in state.metrics.items() if with_metrics and has_mean(metric)}
-        return state.replace(slots=slots, metrics=metrics)
+@define_law(
+    "several processes that share each batch, as under data_parallel, all get the state that one process gets, within "
+    "rounding",
+    "between BEFORE_FORWARD and AFTER_BACKWARD a process sees its own part of the batch: remember sums, counts and "
+    "flags there, to which each part adds, and leave outputs alone afterwards, when they are those of one part",
+    exempt=never_acts,
+)
+def ranks_agree(subject: Subject, case: Case) -> bool:
+    """Takes one step with each batch in one process and in two or three, played one after the other.
 
-    fields = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metrics")
-    compare_rounded(comparable(expected), comparable(found), labels, fields)
+    Compared are the processes with each other, bit for bit, and the first with the one process, as in
+    `microbatches_agree`.
+    """
+    return judged(_judge_ranks, subject, case)
+
+
+def _judge_ranks(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    case = _with_frozen_statistics(case)
+    size = 2 + case.seed % 2
+    watched = Watched(subject.algorithm)
+    whole, play = case.step(watched.algorithm, microbatches=1), played(case.step(subject.algorithm), size)
+    state = whole.init(case.state(dtype=dtype))
+    for batch in case.batches(dtype):
+        expected = whole.fold(state, batch)
+        act = functools.partial(_folded, state=state, batch=batch)
+        found = attempted(f"raised only with {size} processes", functools.partial(play, act))
+        measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
+        own = "" if measures else subject.name
+        with_metrics = not measures and _weighs_examples(expected, size)
+        first, *others = [_comparable(one, subject.name, with_metrics=True) for one in found]
+        for rank, other in enumerate(others, 1):
+            compare(first, other, ("in process 0", f"in process {rank}"), fields=_COMPARED)
+        labels = ("with 1 process", f"with {size} processes")
+        _compare_slices(_comparable(expected, own, with_metrics), _comparable(found[0], own, with_metrics), labels)
+        state = whole.finish(expected)
+    return watched.acted
+
+
+def _folded(step: Step, state: State, batch: Any) -> State:
+    return step.fold(state, batch)
+
+
+_COMPARED = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metrics")
+
+
+def _comparable(state: State, name: str, with_metrics: bool) -> State:
+    """The state as it is whole or in slices, as far as one algorithm goes."""
+    # Companions may count slices in their slots. Metrics of a form that has no mean are the last slice's.
+    slots = {key: slot for key, slot in state.slots.items() if key == name}
+    metrics = {key: metric for key, metric in state.metrics.items() if with_metrics and has_mean(metric)}
+    return state.replace(slots=slots, metrics=metrics)
+
+
+def _compare_slices(expected: State, found: State, labels: tuple[str, str]) -> None:
+    compare_rounded(expected, found, labels, _COMPARED)
 
 
 def _weighs_examples(whole: State, num: int) -> bool:

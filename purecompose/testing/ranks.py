@@ -1,0 +1,90 @@
+"""Several processes played by one: for laws about `data_parallel`, without processes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from purecompose.compose import Step
+from purecompose.data_parallel import DataParallel
+from purecompose.ranks import Ranks
+
+
+__all__ = ["played"]
+
+T = TypeVar("T")
+
+
+def played(step: Step, size: int) -> Callable[[Callable[[DataParallel], T]], list[T]]:
+    """Plays the processes of `data_parallel(step)` one after the other.
+
+    One that needs a number of the others is given up, and begins anew when all have got so far: what it does is a
+    function of its arguments, and the same each time.
+
+    Args:
+        step: What `compose` gave.
+        size: How many processes.
+
+    Returns:
+        A function that takes what each does with its step, and returns what came out, process by process. It raises
+        a `RuntimeError` where they send messages of different forms, or different numbers of them.
+
+    Example:
+        >>> from purecompose import compose, loop_events
+        >>> play = played(compose(loop_events), 2)
+        >>> play(lambda step: step.ranks.sums([torch.tensor(1.0 + step.ranks.rank)]))
+        [[tensor(3.)], [tensor(3.)]]
+    """
+    casts = [DataParallel(step, _Part("", rank, size), is_checked=True) for rank in range(size)]
+
+    def play(act: Callable[[DataParallel], T]) -> list[T]:
+        answers: list[list[Tensor]] = []
+        while True:
+            ends, questions = [], []
+            for cast in casts:
+                assert isinstance(cast.ranks, _Part)
+                cast.ranks.begin(answers)
+                try:
+                    ends.append(act(cast))
+                except _Unanswered as question:
+                    questions.append(question)
+            if not questions:
+                return ends
+            answers.append(_answer(questions, size))
+
+    return play
+
+
+@dataclass(frozen=True)
+class _Part(Ranks):
+    """A process that knows the answers to its first messages."""
+
+    answers: list[list[Tensor]] = field(default_factory=list, compare=False)
+    """Those that have not come up yet."""
+
+    def begin(self, answers: Sequence[list[Tensor]]) -> None:
+        self.answers[:] = answers
+
+    def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
+        if not self.answers:
+            raise _Unanswered(list(tensors), how)
+        return self.answers.pop(0)
+
+
+class _Unanswered(BaseException):
+    """A message whose answer is not known yet; nobody on the way may take it for an error."""
+
+    def __init__(self, tensors: list[Tensor], how: str) -> None:
+        super().__init__()
+        self.tensors, self.how = tensors, how
+
+
+def _answer(questions: list[_Unanswered], size: int) -> list[Tensor]:
+    forms = {tuple((tensor.shape, tensor.dtype) for tensor in question.tensors) for question in questions}
+    if len(questions) < size or len(forms) > 1:
+        raise RuntimeError("processes wait for each other: they send different messages, or not as many")
+    together = [torch.stack(one) for one in zip(*[question.tensors for question in questions], strict=True)]
+    how = questions[0].how
+    return [one.sum(0, dtype=one.dtype) if how == "sum" else getattr(one, f"a{how}")(0) for one in together]
