@@ -74,9 +74,9 @@ PLACES = {
     (Event.BATCH_END, "metrics['host_match_writes/acts']"): "host_match_writes",
     (Event.BATCH_END, "metrics['companion.bystander/draw']"): "drops_metrics",
     (Event.BATCH_END, WEIGHT): (
-        "decay_by_the_outputs decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
+        "decays_in_place clamps_through_data python_coin counts_in_closure module_global widens_params wraps_params "
         "flips_strides normalises_when_neutral counts_slots numbers_itself averages_in_closure anchors_in_closure "
-        "remembers_losses_in_a_list number_or_default"
+        "remembers_losses_in_a_list number_or_default decay_by_the_outputs"
     ),
     (Event.BATCH_END, "slots['companion.bystander']['draws']"): "replaces_slots",
     (Event.BATCH_END, "slots['early_witness']['draws']"): "forgets_everything",
