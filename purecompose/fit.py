@@ -71,7 +71,7 @@ def fit(
         TypeError: Something that is no step, state or evaluator.
         ValueError: No duration anywhere, one whose counter does not move with the batches, a step without
             `advance`, nothing left to train, no batch in the data, or fewer batches in it than the state's
-            `batches_per_epoch`.
+            `batches_per_epoch`; in a step of several processes, a duration in seconds or `microbatches="auto"`.
         FileExistsError: The folder of `checkpoints` holds those of a run that has come further, without `resume`.
         MismatchError, DamagedError: The checkpoint does not fit, or is not whole; see `load`.
     """
@@ -141,6 +141,11 @@ def _training(
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = _with_duration(state, duration)
+    if budget is not None and step.ranks is not None:
+        raise ValueError(
+            f"duration={duration}: processes that share their batches must end after the same one, and clocks differ; "
+            "give a number of batches or epochs"
+        )
     state = _with_epoch_length(state, data)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
         state = step.init(state)

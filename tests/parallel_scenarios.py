@@ -102,6 +102,7 @@ def refusals() -> dict[str, str]:
         "params": lambda: pc.data_parallel(step)(make_state(make_mlp(rank)), (inputs, targets)),
         "key": lambda: pc.data_parallel(step)(make_state(key=rank), (inputs, targets)),
         "auto": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], microbatches="auto"),
+        "seconds": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], duration="9s"),
     }
     found = {}
     for name, attempt in attempts.items():

@@ -96,6 +96,7 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks: list[dict[str
         assert "differ in their params: all must begin with the same state" in refusals["params"]
         assert "differ in their key" in refusals["key"]
         assert "a number" in refusals["auto"]
+        assert "clocks differ" in refusals["seconds"]
 
 
 def test_shares_are_consecutive_and_nearly_equal() -> None:
