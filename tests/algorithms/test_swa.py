@@ -498,6 +498,18 @@ def test_the_new_rate_prints_as_the_old_one_and_where_it_goes():
     assert repr(begun.optimizer.lr) == f"0.1 * ({schedule.cosine()!r}, to a rate of 0.02 by swa)"
 
 
+def test_schedules_may_be_stretched_before_or_after():
+    optimizer, init = (
+        optim.sgd(0.1 * schedule.linear(t_max="8ba")),
+        compose(loop_events, [swa(0.5, 1.0, "1ba", 0.02)]).init,
+    )
+    before = init(cnn_state(optimizer=schedule.scaled(optimizer, 0.5))).optimizer
+    after = schedule.scaled(init(cnn_state(optimizer=optimizer)).optimizer, 0.5)
+    times = [Timestamp(batch=batch, run=RUN) for batch in range(8)]
+    assert [rate_at(after.lr, time) for time in times] == [rate_at(before.lr, time) for time in times]
+    assert rate_at(after.lr, times[2]) == pytest.approx(0.05)
+
+
 def test_a_way_that_the_run_cannot_measure_is_an_error():
     step = compose(loop_events, [swa("5sp", "20sp", "1ba", 0.01)])
     with pytest.raises(ValueError, match="swa_start=5sp and 10ba of annealing have no unit in common"):

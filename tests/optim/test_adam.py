@@ -48,13 +48,14 @@ def test_hparams_equal_numbers(assert_like_torch):
     assert_like_torch(ours, torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1})
 
 
-def test_betas_as_tensors_equal_numbers(tensors):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_betas_as_tensors_equal_numbers(tensors, dtype):
     params, grads = tensors(0), tensors(1)
-    moving = optim.adam(0.1, betas=(hparam("b1", 0.8), hparam("b2", 0.9)))
-    fixed = optim.adam(0.1, betas=(0.8, 0.9))
+    moving = optim.adam(0.1, betas=(hparam("b1", 0.75), hparam("b2", 0.9375)))
+    fixed = optim.adam(0.1, betas=(0.75, 0.9375))
 
     def as_tensor(scalar: Any) -> torch.Tensor:
-        return torch.tensor(scalar.default, dtype=torch.float64)
+        return torch.tensor(scalar.default, dtype=dtype)
 
     ours, theirs = (params, moving.init(params)), (params, fixed.init(params))
     for _ in range(3):
