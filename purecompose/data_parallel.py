@@ -6,6 +6,8 @@ part. So a batch may be drawn, mixed and chosen from as if there were one proces
 number of them, as for any number of microbatches.
 """
 
+import re
+import zlib
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._checks import shown
+from purecompose.application import Observe
 from purecompose.compose import Prepared, Step
+from purecompose.lease import LASTING
 from purecompose.loop import Grad, Microbatches, Program
-from purecompose.ranks import Ranks
+from purecompose.ranks import WATCHES, Ranks
 from purecompose.state import State
 
 
@@ -40,19 +44,29 @@ class DataParallel(Step):
         """
         super().__init__(step.program, step.algorithms, step.passes, step.microbatches, step.microbatch_size)
         self.step, self.ranks = step, ranks
-        self._is_checked = is_checked or ranks is None
+        self._checked_epoch: int | None = None
+        self._checks = ranks is not None and not is_checked
 
     def prepare(self, state: State, batch: Any, *, purpose: str = "", draw: int | None = None) -> Prepared:
         """As a step does.
 
         Raises:
-            ValueError: The first time: the processes have different states or batches.
+            ValueError: In the first step, and in the first of each epoch: the processes have different states, batches
+                or settings.
         """
         prepared = super().prepare(state, batch, purpose=purpose, draw=draw)
-        if not self._is_checked and self.ranks is not None:
-            _check_alike(self.ranks, state, batch)
-            self._is_checked = True
+        if self._checks and self._checked_epoch != state.timestamp.epoch:
+            _check_alike(self, state, batch)
+            self._checked_epoch = state.timestamp.epoch
         return prepared
+
+    def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
+        """As a step does; messages between processes are compared before they are sent."""
+        token = WATCHES.set(self.ranks is not None)
+        try:
+            return super().run_checked(bits, start, observe)
+        finally:
+            WATCHES.reset(token)
 
     def replace(self, **changes: Any) -> Step:
         """The step of several processes with these changes; a program that divides nothing is one process's alone."""
@@ -61,7 +75,7 @@ class DataParallel(Step):
         return DataParallel(step, self.ranks) if any(isinstance(node, Microbatches) for node in step.program) else step
 
     def __repr__(self) -> str:
-        return f"data_parallel({self.step!r}, {1 if self.ranks is None else self.ranks.size} ranks)"
+        return f"data_parallel({self.step!r}, size={1 if self.ranks is None else self.ranks.size})"
 
 
 def data_parallel(step: Step, mesh: Any = None) -> DataParallel:
@@ -77,17 +91,18 @@ def data_parallel(step: Step, mesh: Any = None) -> DataParallel:
 
     Returns:
         A `Step`. States of all processes stay the same bit for bit, so one of them alone keeps checkpoints and
-        reports. Metrics that are single numbers are means over the parts; others, and `outputs`, are those of the own
-        part. What algorithms remember within a part (between BEFORE_FORWARD and AFTER_BACKWARD) is taken to be sums,
-        and flags: of what each part adds all is added. `state.gradient` is the whole batch's. `evaluate` and whatever
+        reports. Metrics that are single floating numbers are means over the parts; others, and `outputs`, are those of
+        the own part. What algorithms remember within a part (between BEFORE_FORWARD and AFTER_BACKWARD) is taken to be
+        sums and flags: what each part adds is added up. `state.gradient` is the whole batch's. `evaluate` and whatever
         is outside of the step run on each process.
 
     Raises:
         TypeError: It is no composed step, or no mesh.
-        RuntimeError: There is no process group: `torch.distributed.init_process_group` comes first.
+        RuntimeError: There is no process group: `torch.distributed.init_process_group` comes first. In a step: a part
+            of the batch has changed params, optimizer, hparams or key, or the form of a slot; or messages differ.
         ValueError: A mesh of several dimensions; a process that is not in it; or a gradient in the program that no
-            `Microbatches` is around, so that nothing would be divided. In the first step: processes with different
-            states or batches.
+            `Microbatches` is around, so that nothing would be divided. In the first step, and the first of each epoch:
+            processes with different states, batches or settings.
 
     Example:
         >>> from purecompose import compose, loop_events
@@ -95,7 +110,7 @@ def data_parallel(step: Step, mesh: Any = None) -> DataParallel:
         >>> where = f"file://{tempfile.mkdtemp()}/store"
         >>> dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
         >>> data_parallel(compose(loop_events))
-        data_parallel(Step(no algorithms), 1 ranks)
+        data_parallel(Step(no algorithms), size=1)
         >>> dist.destroy_process_group()
     """
     if type(step) is not Step:
@@ -137,21 +152,22 @@ def _check_divided(program: Program) -> None:
         )
 
 
-def _check_alike(ranks: Ranks, state: State, batch: Any) -> None:
-    """Compares states and batches by sums of their bits, once."""
-    parts: dict[str, Any] = {
-        "batch": batches.tensors(batch),
-        "key": state.key,
-        "params": state.params,
-        "buffers": state.buffers,
-        "opt_state": state.opt_state,
-        "slots": state.slots,
-        "hparams": state.hparams,
-    }
-    found = [_digest(tree.leaves(part), state.device) for part in parts.values()]
-    found.append(torch.tensor(state.timestamp.batch, device=state.device))
+def _check_alike(step: DataParallel, state: State, batch: Any) -> None:
+    """Compares settings, states and batches by sums of their bits."""
+    ranks, context = step.ranks, state.context
+    assert ranks is not None
+    settings = (
+        [(algorithm.name, dict(algorithm.config)) for algorithm in step.algorithms],
+        *(step.microbatches, step.microbatch_size, state.optimizer, context.trainable, context.precision),
+        *(state.timestamp.run, state.timestamp.batch),
+    )
+    # Functions print with their addresses.
+    words = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))
+    parts = {"batch": batches.tensors(batch), **{name: tree.leaves(getattr(state, name)) for name in ("key", *LASTING)}}
+    found = [_digest(leaves, state.device) for leaves in parts.values()]
+    found.append(torch.tensor(zlib.crc32(words.encode()), device=state.device))
     least, most = (torch.stack(ranks.sums(found, how)).tolist() for how in ("min", "max"))
-    for name, low, high in zip([*parts, "time"], least, most, strict=True):
+    for name, low, high in zip([*parts, "settings"], least, most, strict=True):
         if low != high:
             raise ValueError(
                 f"data_parallel: the {ranks.size} processes differ in their {name}: {_REMEDIES.get(name, _SAME_STATE)}"
@@ -159,23 +175,29 @@ def _check_alike(ranks: Ranks, state: State, batch: Any) -> None:
 
 
 _SAME_STATE = (
-    "all must begin with the same state: seed torch before the network is made, and give State.create the same key; "
-    "to go on with a run, load the checkpoint in each"
+    "all must begin with the same state: seed torch before the network is made, and give State.create the same key; to "
+    "go on with a run, resume from the same checkpoint in each. If they were the same once, kernels have given other "
+    "bits in one of them: see torch.use_deterministic_algorithms"
 )
 _REMEDIES = {
-    "batch": "give each the whole batch, and not a part (no DistributedSampler): the step divides it",
+    "batch": "give each the whole batch, in one order, and not a part (no DistributedSampler): the step divides it",
     "key": "give State.create the same key in all",
+    "settings": "algorithms, optimizer, frozen parameters, precision, microbatches and time must be the same in all",
 }
 
 
 def _digest(leaves: list[Any], device: torch.device) -> Tensor:
     """A number that hardly two lists of tensors have in common: 0-d int64."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    total = torch.full((), len(leaves), dtype=torch.int64, device=device)
     for leaf in leaves:
-        bits = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-        bits = bits.detach().contiguous().view(_BITS[bits.element_size()])
-        total = 31 * total + bits.sum(dtype=torch.int64).to(device) + leaf.numel()
+        bits = (leaf if leaf.layout is torch.strided else leaf.to_dense()).detach().resolve_conj().resolve_neg()
+        bits = (torch.view_as_real(bits) if bits.is_complex() else bits).contiguous()
+        for part in bits.view(_BITS[bits.element_size()]).flatten().split(_CHUNK):
+            places = torch.arange(1, 2 * part.numel(), 2, device=part.device)
+            total = 31 * total + (part * places).sum().to(device)
+        total = 31 * total + leaf.numel()
     return total
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**20

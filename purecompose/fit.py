@@ -141,7 +141,7 @@ def _training(
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = _with_duration(state, duration)
-    if budget is not None and step.ranks is not None:
+    if budget < math.inf and step.ranks is not None:
         raise ValueError(
             f"duration={duration}: processes that share their batches must end after the same one, and clocks differ; "
             "give a number of batches or epochs"

@@ -46,6 +46,8 @@ class Notes:
     """In a slice: how many terms the last loss was a mean of."""
     sharing: Sharing = "all"
     """Where several processes share the batch: what gradients are of."""
+    is_again: bool = False
+    """Whether this is `state.gradient`, of which only gradients and loss are wanted."""
 
 
 Body: TypeAlias = Callable[[State, Notes], State]
@@ -165,7 +167,7 @@ def _with_own_gradients(body: Body) -> Body:
     def run(state: State, notes: Notes) -> State:
         if state.grads is None:
             return body(state, notes)
-        inside = Notes(sharing=notes.sharing)
+        inside = Notes(sharing=notes.sharing, is_again=notes.is_again)
         after = body(state.replace(grads=None), inside)
         notes.terms = inside.terms
         if not after.grads:
@@ -224,7 +226,7 @@ class _Again:
         self.run_once, self.used, self.state = run_once, used, state
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
-        again = self.run_once(self.state.replace(params=params), Notes(set(self.used), sharing=sharing))
+        again = self.run_once(self.state.replace(params=params), Notes(set(self.used), sharing=sharing, is_again=True))
         if again.grads is None or again.loss is None:
             raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
         return again.grads, again.loss
@@ -288,29 +290,26 @@ def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks) 
     after = after.replace(batch=state.batch, first_example=state.first_example)
     if notes.sharing == "own":
         return after
+    for name in ("params", "opt_state", "hparams", "key"):
+        if getattr(after, name) is not getattr(state, name):
+            raise RuntimeError(
+                f"data_parallel: {name} changed between BEFORE_FORWARD and AFTER_BACKWARD, where each process sees its "
+                "own part of the batch, and states would come apart: change it at AFTER_TRAIN_BATCH or later; an "
+                "update belongs after Microbatches"
+            )
     weight = share.num_examples if terms is None or not share.num_examples else terms
     new = {name: value for name, value in after.metrics.items() if value is not state.metrics.get(name)}
     numbers = {name: value for name, value in new.items() if has_mean(value)}
     found = {"loss": after.loss, "grads": after.grads, "metrics": numbers}
     leaves, spec = tree.flatten({name: value for name, value in found.items() if value is not None})
     means = tree.unflatten(spec, ranks.means(leaves, weight))
+    after = after.replace(**{**means, "metrics": {**after.metrics, **means["metrics"]}})
+    if notes.is_again:
+        return after
     return after.replace(
-        **{**means, "metrics": {**after.metrics, **means["metrics"]}},
-        buffers=_buffers_of_all(ranks, state.buffers, after.buffers, share.num_examples),
-        slots=ranks.with_changes(state.slots, after.slots, counts=share.num_examples > 0),
+        buffers=ranks.with_buffers(state.buffers, after.buffers, share.num_examples),
+        slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
     )
-
-
-def _buffers_of_all(
-    ranks: Ranks, before: dict[str, Tensor], after: dict[str, Tensor], num_examples: int
-) -> dict[str, Tensor]:
-    """Buffers that a pass has changed, as means by examples; the greatest where they are no floating numbers."""
-    changed = {name: buffer for name, buffer in after.items() if buffer is not before.get(name)}
-    floating = [name for name, buffer in changed.items() if buffer.is_floating_point()]
-    counts = [name for name in changed if name not in floating]
-    means = ranks.means([changed[name] for name in floating], num_examples)
-    greatest = ranks.sums([changed[name] for name in counts], "max")
-    return {**after, **dict(zip([*floating, *counts], [*means, *greatest], strict=True))}
 
 
 @torch.no_grad()

@@ -152,11 +152,16 @@ def _set_by_body(before: State, after: State) -> dict[str, Any]:
 
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach()
+        return _cut_off(value)
     if type(value) is dict:  # buffers, slots and metrics; walking a tree costs more than a small network's layer
         return {name: _detached(member) for name, member in value.items()}
     is_empty = type(value) is dict and not value
-    return value if is_empty else batches.map_tensors(Tensor.detach, value)
+    return value if is_empty else batches.map_tensors(_cut_off, value)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """A tensor without a graph: itself, where it has none, so that what the body left alone can be told."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _requires_grad(by_name: Any) -> bool:

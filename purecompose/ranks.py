@@ -3,7 +3,9 @@
 Messages between them are those of `torch.distributed`, in the form that traced code can hold.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -11,10 +13,10 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._functorch import is_transforming
+from purecompose._functorch import is_fake, is_transforming
 
 
-__all__ = ["Ranks", "Share", "Sharing"]
+__all__ = ["WATCHES", "Ranks", "Share", "Sharing"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """What a gradient is of: the means over all ranks' parts of the batch; this rank's part alone; or the batch undivided,
@@ -60,61 +62,122 @@ class Ranks:
         Args:
             tensors: Floating; the same forms on all ranks.
             weight: What this rank counts, a number or 0-d. What one with 0 has is not looked at, be it NaN, unless all
-                have.
+                have: then all count the same.
         """
         if not tensors:
             return []
         weight = torch.full((), weight, device=tensors[0].device) if not isinstance(weight, Tensor) else weight
         weight = weight.double()
         (total,) = self.sums([weight])
-        share = weight / torch.where(total > 0, total, 1)
+        share = torch.where(total > 0, weight / torch.where(total > 0, total, 1), 1 / self.size)
+        parts = [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
+        return self.sums(parts)
 
-        def part(tensor: Tensor) -> Tensor:
-            return torch.where(weight > 0, tensor * share, torch.where(total > 0, 0, tensor)).to(tensor.dtype)
-
-        return self.sums([part(tensor) for tensor in tensors])
-
-    def with_changes(self, before: Any, after: Any, *, counts: bool) -> Any:
-        """A tree of tensors that has changed as on all ranks together: numbers by the sum of what was added to them.
+    def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
+        """Slots that have changed as on all ranks together: numbers by the sum of what was added to them.
 
         A bool that has changed on any of them is changed.
 
         Args:
             before: The same on all ranks.
-            after: This rank's. In another form than before it stays as it is.
+            after: This rank's.
             counts: Whether this rank's changes do.
-        """
-        old, spec = tree.flatten(before)
-        new, new_spec = tree.flatten(after)
-        if spec != new_spec:
-            return after
-        changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
-        is_bool = [old[i].dtype is torch.bool for i in changed]
-        added = [
-            (new[i] ^ old[i]).int() if flips else new[i] - old[i] for i, flips in zip(changed, is_bool, strict=True)
-        ]
-        sums = self.sums([one if counts else torch.zeros_like(one) for one in added])
-        for i, flips, total in zip(changed, is_bool, sums, strict=True):
-            new[i] = old[i] ^ (total > 0) if flips else old[i] + total
-        return tree.unflatten(spec, new)
-
-    def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
-        """The sums over all ranks, element by element, the same bits on each; one message for each dtype.
 
         Raises:
-            RuntimeError: Somebody differentiates through it, or maps it.
+            RuntimeError: A slot has another form than before.
+        """
+        old, spec = tree.flatten(dict(before))
+        new, new_spec = tree.flatten(dict(after))
+        if spec != new_spec:
+            names = [name for name in {**before, **after} if not _are_alike(before.get(name), after.get(name))]
+            raise RuntimeError(
+                f"data_parallel: the slots of {', '.join(names)} have another form after AFTER_BACKWARD than before "
+                "BEFORE_FORWARD: what is remembered of a part of the batch must be numbers, to which each process adds"
+            )
+        changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
+        added = [_added(old[i], new[i]) for i in changed]
+        sums = self.sums([one if counts else torch.zeros_like(one) for one in added])
+        for i, total in zip(changed, sums, strict=True):
+            flips = old[i].dtype is torch.bool
+            new[i] = old[i] ^ (total > 0) if flips else (old[i] + total).to(old[i].dtype)
+        return tree.unflatten(spec, new)
+
+    def with_buffers(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
+        """Buffers that have changed by the mean of what each rank has added, weighted by its `num` examples.
+
+        Those that are no floating numbers are the greatest of all ranks. What no rank has changed stays as it was.
+        """
+        changed = {name: buffer for name, buffer in after.items() if buffer is not before.get(name)}
+        floating = [name for name, buffer in changed.items() if buffer.dtype in _FLOATING]
+        counts = [name for name, buffer in changed.items() if buffer.dtype in _SENT_AS]
+        means = self.means([_added(before[name], changed[name]) for name in floating], num)
+        for name, added in zip(floating, means, strict=True):
+            changed[name] = torch.where(added == 0, before[name], before[name] + added)
+        greatest = self.sums([changed[name].to(_SENT_AS[changed[name].dtype]) for name in counts], "max")
+        changed |= {name: most.to(changed[name].dtype) for name, most in zip(counts, greatest, strict=True)}
+        return {**after, **changed}
+
+    def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
+        """The sums over all ranks, element by element, the same bits on each; a message for each dtype and device.
+
+        Raises:
+            RuntimeError: Somebody differentiates through it, or maps it; or, in a step that is watched, other ranks
+                have tensors of other forms.
         """
         if is_transforming() or any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
                 "data_parallel: a step of several processes can be neither differentiated nor mapped, since no "
                 "gradient goes through their messages; do that to the step itself, in one process"
             )
+        if WATCHES.get() and tensors and not is_fake(tensors[0]):
+            self._check_alike(tensors)
         found: dict[int, Tensor] = {}
         for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
             own = [i for i, tensor in enumerate(tensors) if (tensor.dtype, tensor.device) == kind]
             flat = torch.cat([tensors[i].reshape(-1) for i in own])
-            # torch.distributed.all_reduce writes into what it is given, which no graph of pure functions can hold.
-            sent = torch.ops._c10d_functional.all_reduce(flat, how, self.group)
-            parts = torch.ops._c10d_functional.wait_tensor(sent).split([tensors[i].numel() for i in own])
-            found |= {i: part.reshape(tensors[i].shape) for i, part in zip(own, parts, strict=True)}
+            parts = self._sum(flat, how).split([tensors[i].numel() for i in own])
+            # A number outlives the step, and must not keep the whole message alive.
+            found |= {
+                i: part.reshape(tensors[i].shape) if tensors[i].ndim else part.clone().reshape(())
+                for i, part in zip(own, parts, strict=True)
+            }
         return [found[i] for i in range(len(tensors))]
+
+    def _sum(self, flat: Tensor, how: str) -> Tensor:
+        if flat.is_complex():
+            return torch.view_as_complex(self._sum(torch.view_as_real(flat.resolve_conj()), how))
+        # torch.distributed.all_reduce writes into what it is given, which no graph of pure functions can hold.
+        sent = torch.ops._c10d_functional.all_reduce(flat, how, self.group)
+        return torch.ops._c10d_functional.wait_tensor(sent)
+
+    def _check_alike(self, tensors: Sequence[Tensor]) -> None:
+        forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+        digest = torch.tensor([zlib.crc32(repr(forms).encode())], device=tensors[0].device)
+        if self._sum(digest, "min").item() != self._sum(digest, "max").item():
+            shown = ", ".join(map(tree.describe, tensors[:8])) + (", ..." if len(tensors) > 8 else "")
+            raise RuntimeError(
+                f"data_parallel: the processes would send different messages; this one, {self.rank}, has {shown}. "
+                "Which metrics and slots there are must not depend on the part of the batch that is at hand"
+            )
+
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.int32} | {
+    dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
+}
+"""The dtypes that can be sent, for those that are no floating numbers. What has another stays as it is."""
+
+WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
+"""Whether messages are compared before they are sent: in the first step of its kind."""
+
+
+def _added(old: Tensor, new: Tensor) -> Tensor:
+    """What takes the old to the new: 0 where they are the same, infinite or not; 1 for a bool that is another."""
+    if old.dtype is torch.bool:
+        return (old ^ new).int()
+    added = torch.where(new == old, 0, new - old)
+    return added.to(_SENT_AS.get(added.dtype, added.dtype))
+
+
+def _are_alike(first: Any, second: Any) -> bool:
+    return tree.structure(first) == tree.structure(second)

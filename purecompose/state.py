@@ -8,7 +8,7 @@ out, so that states of different times and seeds map, stack and subtract.
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -301,9 +301,12 @@ class State:
 
         Raises:
             RuntimeError: No gradient has been taken yet in this step.
+            ValueError: Another `sharing`.
         """
         if self.regrad is None:
             raise RuntimeError("state.gradient(params) works inside a step, at events after its gradient")
+        if sharing not in get_args(Sharing):
+            raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
         return self.regrad(params, sharing)
 
     def forward(self, inputs: Any, *, train: bool = False, name: str = ".state.forward") -> Any:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from helpers import make_batch, make_batches, make_cnn, make_mlp, make_state, noise
+from helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state, noise
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, algorithms as alg, compose, loop_events, optim
+from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
 
 
 class Scenario(NamedTuple):
@@ -97,8 +97,18 @@ def refusals() -> dict[str, str]:
     """What is said of processes that do not fit together."""
     step, (inputs, targets) = compose(loop_events), make_batch()
     rank = dist.get_rank()
+
+    def report(state: State) -> State:
+        own = {"later": state.loss} if state.first_example else {}
+        return state.replace(metrics={**state.metrics, **own})
+
+    reporting = compose(loop_events, [changing("reporting", Event.AFTER_LOSS, report)])
     attempts: dict[str, Callable[[], Any]] = {
         "batch": lambda: pc.data_parallel(step)(make_state(), (inputs + rank, targets)),
+        "order": lambda: pc.data_parallel(step)(make_state(), (inputs.roll(rank, 0), targets.roll(rank, 0))),
+        "rate": lambda: pc.data_parallel(step)(make_state(optimizer=optim.sgd(0.1 + rank)), (inputs, targets)),
+        "frozen": lambda: pc.data_parallel(step)(make_state().replace(frozen=("3.bias",)[:rank]), (inputs, targets)),
+        "metrics": lambda: pc.data_parallel(reporting)(make_state(), (inputs, targets)),
         "params": lambda: pc.data_parallel(step)(make_state(make_mlp(rank)), (inputs, targets)),
         "key": lambda: pc.data_parallel(step)(make_state(key=rank), (inputs, targets)),
         "auto": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], microbatches="auto"),
@@ -108,9 +118,16 @@ def refusals() -> dict[str, str]:
     for name, attempt in attempts.items():
         try:
             attempt()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             found[name] = str(error)
     return found
+
+
+def trained(transform: Callable[[Any], Any] = lambda step: step) -> State:
+    """After two epochs of `fit`, from a loader that shuffles."""
+    data = torch.utils.data.TensorDataset(*make_batch(size=20))
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
+    return pc.fit(transform(compose(loop_events)), make_state(), loader, duration="2ep")
 
 
 def accuracy() -> float:
@@ -132,6 +149,7 @@ def main(store: str, rank: int, size: int, folder: str) -> None:
         except Exception:
             found[name] = traceback.format_exc()
             break  # the others wait in another place than this one
+    found[".fit"] = [told(trained(pc.data_parallel))]
     if rank == 0:
         found[".accuracy"] = accuracy()
     torch.save(found, f"{folder}/{rank}.pt")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,30 @@ import parallel_scenarios
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_batch, make_state
-from parallel_scenarios import SCENARIOS, run, told
+from helpers import changing, loss_of, make_batch, make_mlp, make_state
+from parallel_scenarios import SCENARIOS, run, told, trained
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import purecompose as pc
-from purecompose import Event, Grad, compose, forward, loop_events, loss, tree, update
+from purecompose import (
+    Algorithm,
+    Event,
+    Grad,
+    Microbatches,
+    State,
+    algorithms as alg,
+    compose,
+    forward,
+    loop_events,
+    loss,
+    on,
+    tree,
+    update,
+)
 from purecompose.algorithms.sam import perturb_params
 from purecompose.ranks import Ranks
+from purecompose.testing.ranks import played
 
 
 ONLY_ITS_OWN = ("batch norm", "sam per rank", "noise scale")
@@ -58,6 +75,12 @@ def test_it_is_the_state_of_one_process(ranks: list[dict[str, Any]], name: str) 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+def test_a_run_is_that_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert tree.equal(found[".fit"], ranks[0][".fit"])
+    torch.testing.assert_close(ranks[0][".fit"], [told(trained())], rtol=1e-5, atol=1e-6)
+
+
 def test_ranks_weigh_their_statistics_by_examples(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["batch norm"]
     inputs, targets = SCENARIOS["batch norm"].batches()[0]
@@ -92,9 +115,12 @@ def test_sam_per_rank_moves_each_part_by_its_own_gradient(ranks: list[dict[str, 
 def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         refusals = found[".refusals"]
-        assert "differ in their batch: give each the whole batch" in refusals["batch"]
+        assert "differ in their batch: give each the whole batch, in one order" in refusals["batch"]
         assert "differ in their params: all must begin with the same state" in refusals["params"]
         assert "differ in their key" in refusals["key"]
+        assert "differ in their batch" in refusals["order"]
+        assert "differ in their settings" in refusals["rate"] and "differ in their settings" in refusals["frozen"]
+        assert "would send different messages" in refusals["metrics"]
         assert "a number" in refusals["auto"]
         assert "clocks differ" in refusals["seconds"]
 
@@ -106,6 +132,103 @@ def test_shares_are_consecutive_and_nearly_equal() -> None:
     assert torch.equal(torch.cat([share.batch[0] for share in shares]), batch[0])
     idle = Ranks("", 2, 3).share(make_batch(size=2), None)
     assert (idle.num_examples, len(idle.batch[0])) == (0, 1)
+
+
+# Processes that this one plays
+
+
+def check_played(algorithms: Sequence[Algorithm], net: nn.Module, batches: Sequence[Any], **options: Any) -> State:
+    """Two processes do what one does; gives the state of the last."""
+    step = compose(loop_events, algorithms)
+    play, state = played(step, 2), step.init(make_state(net, **options))
+    for batch in batches:
+        ours = play(lambda one, state=state, batch=batch: one(state, batch))
+        state = step(state, batch)
+        assert tree.equal(ours[0], ours[1])
+        torch.testing.assert_close(told(ours[0]), told(state), rtol=1e-5, atol=1e-6, equal_nan=True)
+        state = ours[1]
+    return state
+
+
+class WithConstants(nn.Module):
+    """Buffers of all kinds, which no pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_mlp()
+        constants = {
+            "mask": torch.tensor([0.0, -torch.inf, 0.0]),
+            "table": torch.linspace(0, 1, 100).sin(),
+            "phases": torch.polar(torch.ones(3), torch.arange(3.0)),
+            "short": torch.arange(3, dtype=torch.int16),
+            "flags": torch.tensor([True, False]),
+        }
+        for name, constant in constants.items():
+            self.register_buffer(name, constant)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs) + self.get_buffer("phases").real.sum() * self.get_buffer("table").sum()
+
+
+def test_constants_stay_as_they_are() -> None:
+    net, batches = WithConstants(), [make_batch(seed, 7) for seed in range(3)]
+    batches[1][0][0] = torch.nan
+    end = check_played([alg.skip_nonfinite(), alg.label_smoothing(0.1)], net, batches)
+    assert tree.equal(end.buffers, dict(net.named_buffers()))
+
+
+def test_slots_that_nobody_changes_stay_as_they_are() -> None:
+    def remember(event: Event, state: State) -> State:
+        best = torch.tensor(torch.inf) if event is Event.INIT else torch.minimum(state.slots["best"], loss_of(state))
+        return state.replace(slots={**state.slots, "best": best, "short": torch.ones(2, dtype=torch.int16)})
+
+    best = Algorithm("best", on(Event.INIT, Event.BATCH_END), remember)
+    check_played([best, alg.loss_scaling(8.0)], make_mlp(), [make_batch(0, 7), make_batch(1, 7)])
+
+
+def test_where_nothing_counts_means_are_means() -> None:
+    inputs, targets = make_batch()
+
+    def penalise(state: State) -> State:
+        penalty = state.params["3.weight"].square().sum()
+        return state.replace(loss=loss_of(state).nan_to_num() + penalty, metrics={**state.metrics, "one": penalty})
+
+    penalty = changing("penalty", Event.AFTER_LOSS, penalise)
+    check_played([penalty], make_mlp(), [(inputs, torch.full_like(targets, -100))])
+
+
+def test_numbers_keep_no_message_alive() -> None:
+    end, _ = played(compose(loop_events), 2)(lambda one: one(make_state(), make_batch()))
+    assert loss_of(end).untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize(
+    ("event", "change", "words"),
+    [
+        (Event.AFTER_BACKWARD, lambda s: {"hparams": {"lr": 0.1}}, "hparams changed between"),
+        (Event.AFTER_BACKWARD, lambda s: {"params": {k: v + 1 for k, v in s.params.items()}}, "params changed between"),
+        (Event.AFTER_LOSS, lambda s: {"slots": {**s.slots, "it": (s.loss,)}}, "slots of it have another form"),
+    ],
+)
+def test_changes_that_would_let_states_come_apart_are_refused(event: Event, change: Any, words: str) -> None:
+    step = compose(loop_events, [changing("it", event, lambda state: state.replace(**change(state)))])
+    with pytest.raises(RuntimeError, match=words):
+        played(step, 2)(lambda one: one(make_state(), make_batch()))
+
+
+def test_an_update_inside_is_refused() -> None:
+    step = compose([Event.BATCH_START, Microbatches(Grad(forward, loss), update), pc.advance])
+    with pytest.raises(RuntimeError, match="an update belongs after Microbatches"):
+        played(step, 2)(lambda one: one(make_state(), make_batch()))
+
+
+def test_a_gradient_of_something_else_is_refused() -> None:
+    ask = changing("ask", Event.AFTER_TRAIN_BATCH, lambda state: state.gradient(state.params, "mine") and state)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected 'all', 'own' or 'none'"):
+        compose(loop_events, [ask])(make_state(), make_batch())
+
+
+# Processes and groups
 
 
 def test_without_a_process_group_it_says_so() -> None:
@@ -125,7 +248,7 @@ def test_one_process_computes_the_step_itself(alone: Any) -> None:
     state, batch = make_state(), make_batch()
     step = pc.data_parallel(compose(loop_events, [pc.algorithms.mixup()]), alone)
     assert tree.equal(step(step.init(state), batch), step.step(step.init(state), batch))
-    assert repr(step).endswith(", 1 ranks)") and step.replace(microbatches=2).microbatches == 2
+    assert repr(step).endswith(", size=1)") and step.replace(microbatches=2).microbatches == 2
 
 
 def test_it_takes_a_mesh_of_one_dimension(alone: Any) -> None:

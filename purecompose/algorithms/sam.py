@@ -85,8 +85,8 @@ def sam(
             tenth, and gains most of it.
         per_rank: In a step of several processes (`data_parallel`): each moves along the gradient of its own part of the
             batch, and not along the whole batch's. The point is then another one for each part (m-sharpness in the
-            paper, which found small parts to generalise better), and one more gradient is taken. Alone it makes no
-            difference.
+            paper, which found small parts to generalise better). It takes one more gradient, alone as well, where the
+            point is the whole batch's; what others have edited in the first one is not seen.
         name: Names its metric.
 
     Raises:

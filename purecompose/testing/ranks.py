@@ -82,7 +82,7 @@ class _Unanswered(BaseException):
 
 
 def _answer(questions: list[_Unanswered], size: int) -> list[Tensor]:
-    forms = {tuple((tensor.shape, tensor.dtype) for tensor in question.tensors) for question in questions}
+    forms = {(one.how, tuple((tensor.shape, tensor.dtype) for tensor in one.tensors)) for one in questions}
     if len(questions) < size or len(forms) > 1:
         raise RuntimeError("processes wait for each other: they send different messages, or not as many")
     together = [torch.stack(one) for one in zip(*[question.tensors for question in questions], strict=True)]

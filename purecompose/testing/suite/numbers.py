@@ -101,9 +101,9 @@ def _judge_ranks(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
         own = "" if measures else subject.name
         with_metrics = not measures and _weighs_examples(expected, size)
-        first, *others = [_comparable(one, subject.name, with_metrics=True) for one in found]
+        first, *others = [_without_own_metrics(one) for one in found]
         for rank, other in enumerate(others, 1):
-            compare(first, other, ("in process 0", f"in process {rank}"), fields=_COMPARED)
+            compare(first, other, ("in process 0", f"in process {rank}"), fields=(*_COMPARED, "buffers", "key"))
         labels = ("with 1 process", f"with {size} processes")
         _compare_slices(_comparable(expected, own, with_metrics), _comparable(found[0], own, with_metrics), labels)
         state = whole.finish(expected)
@@ -121,8 +121,12 @@ def _comparable(state: State, name: str, with_metrics: bool) -> State:
     """The state as it is whole or in slices, as far as one algorithm goes."""
     # Companions may count slices in their slots. Metrics of a form that has no mean are the last slice's.
     slots = {key: slot for key, slot in state.slots.items() if key == name}
-    metrics = {key: metric for key, metric in state.metrics.items() if with_metrics and has_mean(metric)}
-    return state.replace(slots=slots, metrics=metrics)
+    state = _without_own_metrics(state) if with_metrics else state.replace(metrics={})
+    return state.replace(slots=slots)
+
+
+def _without_own_metrics(state: State) -> State:
+    return state.replace(metrics={key: metric for key, metric in state.metrics.items() if has_mean(metric)})
 
 
 def _compare_slices(expected: State, found: State, labels: tuple[str, str]) -> None:
