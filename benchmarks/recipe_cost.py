@@ -4,7 +4,7 @@
 
 Time: a ResNet-20 on a batch of 64 images of 32x32, at two points of a run, with small images and with whole ones. The
 plain step here is that with progressive resizing, without which the sizes would differ. What a method costs is the time
-of the step with it alone over the plain step's, by the median over blocks; the sum of the parts is the plain step's time
+of the step with it alone over the plain step's, the median over blocks; the sum of the parts is the plain step's time
 and all these. The steps take turns in blocks of one process, each block as long as SAM's interval or a multiple of it.
 The quartiles of the ratio are those of 1,000 draws of blocks. Target: compiled, at most 1.15 of the sum.
 
