@@ -131,21 +131,14 @@ def _training(
     _check_arguments(step, state)
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
-    if microbatches and step.ranks is not None:
-        raise ValueError(
-            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
-        )
     evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
     observers = (observers,) if callable(observers) else tuple(observers)
     _check_metrics(state, evaluators, stoppers, checkpoints)
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = _with_duration(state, duration)
-    if budget < math.inf and step.ranks is not None:
-        raise ValueError(
-            f"duration={duration}: processes that share their batches must end after the same one, and clocks differ; "
-            "give a number of batches or epochs"
-        )
+    if step.ranks is not None:
+        _check_in_step(budget, microbatches)
     state = _with_epoch_length(state, data)
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
         state = step.init(state)
@@ -181,6 +174,19 @@ def _training(
     finally:
         if keeper is not None:
             keeper.close()
+
+
+def _check_in_step(budget: float, microbatches: str | None) -> None:
+    """Refuses what would let one of several processes go on or end alone."""
+    if microbatches:
+        raise ValueError(
+            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
+        )
+    if budget < math.inf:
+        raise ValueError(
+            f"duration={budget:g}s: processes that share their batches must end after the same one, and clocks differ; "
+            "give a number of batches or epochs"
+        )
 
 
 def _resumed(

@@ -22,6 +22,17 @@ def at(event, fn, name="subject", **options):
     return Algorithm(name, on(event), lambda _, state: fn(state), **options)
 
 
+def looking():
+    """A list, and an algorithm that appends the number of examples to it at BEFORE_FORWARD."""
+    seen = []
+
+    def look(state):
+        seen.append(state.num_examples)
+        return state
+
+    return seen, at(Event.BEFORE_FORWARD, look)
+
+
 def scaled_grads(factor):
     """An algorithm that multiplies the gradients by `factor(state)`."""
     return at(
@@ -119,13 +130,8 @@ def test_a_broken_law_is_found_in_float32_too():
 
 @pytest.mark.parametrize("given_number, taken", [(1, 2), (2, 2), (3, 3)])
 def test_the_cases_microbatches_are_taken_or_two(given_number, taken):
-    sizes = []
-
-    def look(state):
-        sizes.append(state.num_examples)
-        return state
-
-    assert microbatches_agree(at(Event.BEFORE_FORWARD, look), Case(batch_size=6, microbatches=given_number))
+    sizes, look = looking()
+    assert microbatches_agree(look, Case(batch_size=6, microbatches=given_number))
     assert sizes == [6] + taken * [6 // taken]
 
 
@@ -161,13 +167,8 @@ def test_metrics_of_single_numbers_agree_and_others_are_free():
 
 @pytest.mark.parametrize("seed, sizes", [(0, [3, 2]), (1, [2, 2, 1])])
 def test_processes_share_the_batch(seed, sizes):
-    seen = []
-
-    def look(state):
-        seen.append(state.num_examples)
-        return state
-
-    assert ranks_agree(at(Event.BEFORE_FORWARD, look), Case(batch_size=5, seed=seed))
+    seen, look = looking()
+    assert ranks_agree(look, Case(batch_size=5, seed=seed))
     assert seen[: len(sizes) + 1] == [5, *sizes]
 
 
