@@ -71,8 +71,7 @@ class DataParallel(Step):
     def replace(self, **changes: Any) -> Step:
         """The step of several processes with these changes; a program that divides nothing is one process's alone."""
         step = self.step.replace(**changes)
-        _check_divided(step.program)
-        return DataParallel(step, self.ranks) if any(isinstance(node, Microbatches) for node in step.program) else step
+        return DataParallel(step, self.ranks) if _is_divided(step.program) else step
 
     def __repr__(self) -> str:
         return f"data_parallel({self.step!r}, size={1 if self.ranks is None else self.ranks.size})"
@@ -118,8 +117,7 @@ def data_parallel(step: Step, mesh: Any = None) -> DataParallel:
             f"data_parallel: expected a step made by compose, got {type(step).__name__}; it is compiled afterwards, "
             "compile(data_parallel(step)), and members of a population train in one process"
         )
-    _check_divided(step.program)
-    if not any(isinstance(node, Microbatches) for node in step.program):
+    if not _is_divided(step.program):
         raise ValueError("data_parallel: the program has no Microbatches(...), so there is nothing to divide")
     return DataParallel(step, _ranks(mesh))
 
@@ -143,13 +141,14 @@ def _ranks(mesh: Any) -> Ranks | None:
     return Ranks(group.group_name, rank, group.size()) if group.size() > 1 else None
 
 
-def _check_divided(program: Program) -> None:
-    """Raises a `ValueError` for a gradient outside of `Microbatches`."""
+def _is_divided(program: Program) -> bool:
+    """Whether there is something to divide; raises a `ValueError` for a gradient outside of `Microbatches`."""
     if any(isinstance(node, Grad) for node in program):
         raise ValueError(
             "data_parallel: a Grad in the program is not inside of Microbatches(...), which is what processes divide: "
             "each would compute it for the whole batch. Put Microbatches around it"
         )
+    return any(isinstance(node, Microbatches) for node in program)
 
 
 def _check_alike(step: DataParallel, state: State, batch: Any) -> None:
@@ -166,9 +165,8 @@ def _check_alike(step: DataParallel, state: State, batch: Any) -> None:
     parts = {"batch": batches.tensors(batch), **{name: tree.leaves(getattr(state, name)) for name in ("key", *LASTING)}}
     found = [_digest(leaves, state.device) for leaves in parts.values()]
     found.append(torch.tensor(zlib.crc32(words.encode()), device=state.device))
-    least, most = (torch.stack(ranks.sums(found, how)).tolist() for how in ("min", "max"))
-    for name, low, high in zip([*parts, "settings"], least, most, strict=True):
-        if low != high:
+    for name, agrees in zip([*parts, "settings"], ranks.agree(found), strict=True):
+        if not agrees:
             raise ValueError(
                 f"data_parallel: the {ranks.size} processes differ in their {name}: {_REMEDIES.get(name, _SAME_STATE)}"
             )

@@ -143,6 +143,11 @@ class Ranks:
             }
         return [found[i] for i in range(len(tensors))]
 
+    def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
+        """Which of these numbers, 0-d int64, are the same on all ranks."""
+        own = torch.stack(list(numbers))
+        return (self._sum(own, "min") == self._sum(own, "max")).tolist()
+
     def _sum(self, flat: Tensor, how: str) -> Tensor:
         if flat.is_complex():
             return torch.view_as_complex(self._sum(torch.view_as_real(flat.resolve_conj()), how))
@@ -152,8 +157,8 @@ class Ranks:
 
     def _check_alike(self, tensors: Sequence[Tensor]) -> None:
         forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
-        digest = torch.tensor([zlib.crc32(repr(forms).encode())], device=tensors[0].device)
-        if self._sum(digest, "min").item() != self._sum(digest, "max").item():
+        digest = torch.tensor(zlib.crc32(repr(forms).encode()), device=tensors[0].device)
+        if not all(self.agree([digest])):
             shown = ", ".join(map(tree.describe, tensors[:8])) + (", ..." if len(tensors) > 8 else "")
             raise RuntimeError(
                 f"data_parallel: the processes would send different messages; this one, {self.rank}, has {shown}. "
