@@ -123,7 +123,7 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
     elif isinstance(node, Microbatches):
 
         def sliced(change: Callable[[Body], Body]) -> Body:
-            return _repeatable(_with_own_gradients(_microbatches(node, place, change)))
+            return _repeatable(_with_own_gradients(_microbatches(node, place, change)), place.ranks)
 
         is_cut = ((node.cut or place.cut).may_slice or place.ranks is not None) and not place.is_slice
         is_host = any(algorithm.host for event in events_in(node.body) for algorithm, _ in place.at(event))
@@ -222,8 +222,8 @@ class _Again:
     and a `vmap`.
     """
 
-    def __init__(self, run_once: Body, used: frozenset[str], state: State) -> None:
-        self.run_once, self.used, self.state = run_once, used, state
+    def __init__(self, run_once: Body, used: frozenset[str], ranks: Ranks | None, state: State) -> None:
+        self.run_once, self.used, self.ranks, self.state = run_once, used, ranks, state
 
     def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
         again = self.run_once(self.state.replace(params=params), Notes(set(self.used), sharing=sharing, is_again=True))
@@ -234,16 +234,16 @@ class _Again:
 
 tree.register_node(
     _Again,
-    lambda again: (("state",), (again.state,), (again.run_once, again.used)),
+    lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks)),
     lambda names, children, static: _Again(*static, *children),
 )
 
 
-def _repeatable(run_once: Body) -> Body:
+def _repeatable(run_once: Body, ranks: Ranks | None = None) -> Body:
     """The gradient's part of a step, which leaves the way to run it again: `state.gradient`."""
 
     def run(state: State, notes: Notes) -> State:
-        again = _Again(run_once, frozenset(notes.used), state)
+        again = _Again(run_once, frozenset(notes.used), ranks, state)
         return run_once(state, notes).replace(batch=state.batch, regrad=again)
 
     return run

@@ -68,7 +68,9 @@ SCENARIOS = {
     "skip_nonfinite": Scenario(lambda: [alg.skip_nonfinite()], batches=broken),
     "training_metrics": Scenario(lambda: [alg.training_metrics(("accuracy",))], batches=ragged),
     "noise scale": Scenario(lambda: [alg.gradient_noise_scale()], microbatches=2),
-    "per_example_clipping": Scenario(lambda: [alg.per_example_clipping(0.5, 0.1)]),
+    "per_example_clipping": Scenario(
+        lambda: [alg.per_example_clipping(0.5, 0.1, chunk_size=2)], lambda: make_mlp(dropout=0.5), ragged
+    ),
     "batch norm": Scenario(net=make_cnn, batches=images),
     "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
     "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, interval=2)], batches=ragged, is_compiled=True),

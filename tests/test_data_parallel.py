@@ -32,7 +32,9 @@ from purecompose import (
     tree,
     update,
 )
+from purecompose.algorithms._parts import gradient_of_part
 from purecompose.algorithms.sam import perturb_params
+from purecompose.data_parallel import DataParallel
 from purecompose.ranks import Ranks
 from purecompose.testing.ranks import played
 
@@ -275,3 +277,19 @@ def test_an_evaluation_is_each_process_alone(ranks: list[dict[str, Any]]) -> Non
     assert [".accuracy" in found for found in ranks] == [True, *[False] * (len(ranks) - 1)]  # it waited for nobody
     state = run(SCENARIOS["plain"])[-1]
     assert ranks[0][".accuracy"] == pc.evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy})["accuracy"]
+
+
+def test_per_example_clipping_computes_the_own_examples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, set[int]] = {0: set(), 1: set()}
+
+    def one(step: DataParallel) -> State:
+        def noted(state: State, part: Any, first_example: int) -> Any:
+            assert step.ranks is not None
+            seen[step.ranks.rank].add(first_example)
+            return gradient_of_part(state, part, first_example)
+
+        monkeypatch.setattr(sys.modules["purecompose.algorithms.per_example_clipping"], "gradient_of_part", noted)
+        return step(make_state(), make_batch(0, 7))
+
+    played(compose(loop_events, [alg.per_example_clipping(0.5, chunk_size=1)]), 2)(one)
+    assert seen == {0: {0, 1, 2, 3}, 1: {4, 5, 6}}

@@ -1,21 +1,24 @@
-"""The running step's gradient for a part of its batch."""
+"""Parts of the running step's batch: the gradient for one, and which falls to this process."""
 
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from purecompose import tree
 from purecompose.state import State
 
 
-__all__ = ["gradient_of_part"]
+__all__ = ["gradient_of_part", "share_of_batch", "sum_over_shares"]
+
+T = TypeVar("T")
 
 
 def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
     """What `state.gradient(state.params)` gives, of some of the batch's examples alone.
 
     The step's own loss, with the algorithms that act on the way to it; an example draws what it drew in the batch.
-    Buffers, slots and metrics do not leak.
+    Buffers, slots and metrics do not leak. Where several processes share the batch, this one computes the part alone.
 
     Args:
         state: At an event after the gradient.
@@ -32,3 +35,33 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
         is_leaf=lambda node: isinstance(node, State),
     )
     return state.replace(regrad=again).gradient(state.params, "none")[0]
+
+
+def share_of_batch(state: State) -> range:
+    """The examples that fall to this process, by their places in the batch: all of them, unless several share it.
+
+    There may be none.
+
+    Args:
+        state: At an event after the gradient.
+    """
+    ranks = None if state.regrad is None else state.regrad.ranks
+    if ranks is None:
+        return range(state.num_examples)
+    share = ranks.share(state.batch, state.context.input_key)
+    return range(share.first_example, share.first_example + share.num_examples)
+
+
+def sum_over_shares(state: State, share: range, own: T) -> T:
+    """The sums of what each process has found for its share: the same on all; alone, what is given.
+
+    Args:
+        state: At an event after the gradient.
+        share: By `share_of_batch`. What a process with an empty one has is not looked at.
+        own: A pytree of tensors, of the same form on all.
+    """
+    ranks = None if state.regrad is None else state.regrad.ranks
+    if ranks is None:
+        return own
+    leaves, spec = tree.flatten(own)
+    return tree.unflatten(spec, ranks.sums(leaves if share else [torch.zeros_like(leaf) for leaf in leaves]))

@@ -40,11 +40,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from purecompose import batch as batches, random
+from purecompose import batch as batches, random, tree
 from purecompose._checks import check_number, check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_scalar
-from purecompose.algorithms._parts import gradient_of_part
+from purecompose.algorithms._parts import gradient_of_part, share_of_batch, sum_over_shares
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar
@@ -127,14 +127,15 @@ def per_example_clipping(
     def apply(event: Event, state: State) -> State:
         del event
         _check_layers(name, state.model.module)
-        bound, num = state.scalar(max_norm), state.num_examples
-        sums, norms = _sums_over_examples(name, state, num, bound, chunk_size)
-        grads = {key: total / num for key, total in sums.items()}
+        bound, num, share = state.scalar(max_norm), state.num_examples, share_of_batch(state)
+        sums, norms = _sums_over_examples(name, state, share, bound, chunk_size)
+        norms = norms.detach()
+        own = {"grads": sums, "clipped": (norms > bound).to(norms.dtype).sum(), "norm": norms.sum()}
+        means = tree.map(lambda total: total / num, sum_over_shares(state, share, own))
+        grads, found = means["grads"], {f"{name}/{key}": means[key] for key in ("clipped", "norm")}
         if has_noise:
             deviation = state.scalar(noise_multiplier) * bound / num
             grads = {key: _noisy(grad, state.rng(f"{name}.{key}"), deviation) for key, grad in grads.items()}
-        norms = norms.detach()
-        found = {f"{name}/clipped": (norms > bound).to(norms.dtype).mean(), f"{name}/norm": norms.mean()}
         return state.replace(grads={**(state.grads or {}), **grads}, metrics={**state.metrics, **found})
 
     config = {"max_norm": max_norm, "noise_multiplier": noise_multiplier}
@@ -165,14 +166,15 @@ def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
 
 
 def _sums_over_examples(
-    name: str, state: State, num: int, max_norm: float | Tensor, chunk_size: int | None
+    name: str, state: State, share: range, max_norm: float | Tensor, chunk_size: int | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The sum over the batch of clipped gradients, and the norms that they had, (N,)."""
+    """The sum over these examples of clipped gradients, and the norms that they had, (N,)."""
     assert state.clock is not None
     _ = state.clock.values  # made when first read: within a transform it would outlive that as a dead wrapper
     sums: dict[str, Tensor] = {}
     norms: list[Tensor] = []
-    chunks = _one_by_one(state, num) if chunk_size == 1 else _mapped(name, state, num, chunk_size or num)
+    share = share or range(1)  # for the form of what counts nothing
+    chunks = _one_by_one(state, share) if chunk_size == 1 else _mapped(name, state, share, chunk_size or len(share))
     for grads in chunks:
         new_sums, new_norms = _clipped_sums(grads, max_norm)
         sums = {key: sums[key] + new if key in sums else new for key, new in new_sums.items()}
@@ -180,16 +182,17 @@ def _sums_over_examples(
     return sums, torch.cat(norms)
 
 
-def _one_by_one(state: State, num: int) -> Iterator[dict[str, Tensor]]:
+def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
     """The gradient of each example, (1, ...)."""
     start = 0 if state.first_example is None else state.first_example
-    for index, one in enumerate(batches.split(state.batch, num, state.context.input_key)):
-        yield {key: grad[None] for key, grad in gradient_of_part(state, one, start + index).items()}
+    examples = batches.split(state.batch, state.num_examples, state.context.input_key)
+    for index in share:
+        yield {key: grad[None] for key, grad in gradient_of_part(state, examples[index], start + index).items()}
 
 
-def _mapped(name: str, state: State, num: int, chunk_size: int) -> Iterator[dict[str, Tensor]]:
+def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[dict[str, Tensor]]:
     """The gradients of examples, (chunk, ...), chunk after chunk."""
-    tensors = batches.tensors(state.batch)
+    num, tensors = state.num_examples, batches.tensors(state.batch)
     is_row = [tensor.ndim > 0 and tensor.shape[0] == num for tensor in tensors]
     rows = [tensor for tensor, per_example in zip(tensors, is_row, strict=True) if per_example]
     indices = torch.arange(num, dtype=torch.int64, device=state.device)
@@ -202,8 +205,8 @@ def _mapped(name: str, state: State, num: int, chunk_size: int) -> Iterator[dict
         return gradient_of_part(state, one, index)
 
     try:
-        for start in range(0, num, chunk_size):
-            chunk = slice(start, start + chunk_size)
+        for start in share[::chunk_size]:
+            chunk = slice(start, min(start + chunk_size, share.stop))
             yield torch.func.vmap(gradient)([row[chunk] for row in rows], indices[chunk])
     except Exception as error:
         error.add_note(
