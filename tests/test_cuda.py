@@ -33,6 +33,10 @@ OPTIMIZERS = {
     "nesterov": optim.sgd(hparam("lr", 0.1), momentum=0.9, nesterov=True),
     "adam": optim.adam(0.01 * cosine(warmup="0.2dur"), weight_decay=0.1, amsgrad=True),
     "adamw": optim.adamw(0.01, betas=(hparam("beta", 0.9), 0.99), groups={"*.bias": {"weight_decay": 0.0}}),
+    "decoupled_sgdw": optim.decoupled_sgdw(0.1 * cosine(), momentum=0.9, weight_decay=1e-4),
+    "decoupled_adamw": optim.decoupled_adamw(hparam("lr", 0.01), weight_decay=1e-4),
+    "rmsprop": optim.rmsprop(0.01 * cosine(), momentum=0.9, centered=True),
+    "adafactor": optim.adafactor(0.01 * cosine()),
     "several": optim.by_pattern({"*": optim.muon(0.02 * cosine())}, optim.lion(hparam("lr", 0.01))),
 }
 
@@ -145,6 +149,21 @@ def test_optimizers_do_not_wait(optimizer: str, device: str, watch: Watch) -> No
     state = chosen.make_state(0, optimizer=OPTIMIZERS[optimizer], duration="4ba", batches_per_epoch=4)
     data = [chosen.make_batch(seed, 6) for seed in range(4)]
     assert run_watched(state, [], data, device, watch, microbatches=2).timestamp.batch == 4
+
+
+@needs_cuda
+def test_an_optimizer_of_torch_steps_there_as_here() -> None:
+    """It reads its rate back in every step, so it is not among those that do not wait."""
+    chosen = TASKS["vectors"]
+    optimizer = optim.from_torch(torch.optim.Adamax, lr=0.01 * cosine())
+    state = chosen.make_state(0, optimizer=optimizer, duration="4ba", batches_per_epoch=4)
+    step, batch = compose(loop_events), chosen.make_batch(0, 6)
+    here, there = state, state.to("cuda")
+    on_device = batches.map_tensors(lambda tensor: tensor.cuda(), batch)
+    for _ in range(4):
+        here, there = step(here, batch), step(there, on_device)
+    assert {param.device.type for param in there.params.values()} == {"cuda"}
+    torch.testing.assert_close({name: param.cpu() for name, param in there.params.items()}, here.params)
 
 
 @pytest.mark.parametrize(("device", "watch"), DEVICES)
