@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
+from purecompose.ranks import Ranks
 from purecompose.state import State
 
 
@@ -45,7 +46,7 @@ def share_of_batch(state: State) -> range:
     Args:
         state: At an event after the gradient.
     """
-    ranks = None if state.regrad is None else state.regrad.ranks
+    ranks = _ranks(state)
     if ranks is None:
         return range(state.num_examples)
     share = ranks.share(state.batch, state.context.input_key)
@@ -60,8 +61,12 @@ def sum_over_shares(state: State, share: range, own: T) -> T:
         share: By `share_of_batch`. What a process with an empty one has is not looked at.
         own: A pytree of tensors, of the same form on all.
     """
-    ranks = None if state.regrad is None else state.regrad.ranks
+    ranks = _ranks(state)
     if ranks is None:
         return own
     leaves, spec = tree.flatten(own)
     return tree.unflatten(spec, ranks.sums(leaves if share else [torch.zeros_like(leaf) for leaf in leaves]))
+
+
+def _ranks(state: State) -> Ranks | None:
+    return None if state.regrad is None else state.regrad.ranks
