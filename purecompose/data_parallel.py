@@ -40,7 +40,7 @@ class DataParallel(Step):
         Args:
             step: The step of one process.
             ranks: The processes.
-            is_checked: Whether they are known to have the same states and batches.
+            is_checked: Whether they are known to have the same states and batches, and to send messages of one form.
         """
         super().__init__(step.program, step.algorithms, step.passes, step.microbatches, step.microbatch_size)
         self.step, self.ranks = step, ranks
@@ -62,7 +62,7 @@ class DataParallel(Step):
 
     def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
         """As a step does; messages between processes are compared before they are sent."""
-        token = WATCHES.set(self.ranks is not None)
+        token = WATCHES.set(self._checks)
         try:
             return super().run_checked(bits, start, observe)
         finally:
@@ -71,7 +71,7 @@ class DataParallel(Step):
     def replace(self, **changes: Any) -> Step:
         """The step of several processes with these changes; a program that divides nothing is one process's alone."""
         step = self.step.replace(**changes)
-        return DataParallel(step, self.ranks) if _is_divided(step.program) else step
+        return DataParallel(step, self.ranks, is_checked=not self._checks) if _is_divided(step.program) else step
 
     def __repr__(self) -> str:
         return f"data_parallel({self.step!r}, size={1 if self.ranks is None else self.ranks.size})"

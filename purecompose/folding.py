@@ -243,6 +243,8 @@ def _repeatable(run_once: Body, ranks: Ranks | None = None) -> Body:
     """The gradient's part of a step, which leaves the way to run it again: `state.gradient`."""
 
     def run(state: State, notes: Notes) -> State:
+        if state.regrad is not None:  # the gradient of an earlier part is not to be had within this one
+            state = state.replace(regrad=None)
         again = _Again(run_once, frozenset(notes.used), ranks, state)
         return run_once(state, notes).replace(batch=state.batch, regrad=again)
 

@@ -124,13 +124,23 @@ class Ranks:
             RuntimeError: Somebody differentiates through it, or maps it; or, in a step that is watched, other ranks
                 have tensors of other forms.
         """
+        if WATCHES.get() and tensors and not is_fake(tensors[0]):
+            self._check_alike(tensors)
+        return self.exchange(tensors, how)
+
+    def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
+        """Which of these numbers, 0-d int64, are the same on all ranks."""
+        own = torch.stack(list(numbers))
+        least, most = (self.exchange([own], how)[0] for how in ("min", "max"))
+        return (least == most).tolist()
+
+    def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
+        """`sums`, of tensors that are known to have the same forms on all ranks."""
         if is_transforming() or any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
                 "data_parallel: a step of several processes can be neither differentiated nor mapped, since no "
                 "gradient goes through their messages; do that to the step itself, in one process"
             )
-        if WATCHES.get() and tensors and not is_fake(tensors[0]):
-            self._check_alike(tensors)
         found: dict[int, Tensor] = {}
         for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
             own = [i for i, tensor in enumerate(tensors) if (tensor.dtype, tensor.device) == kind]
@@ -142,11 +152,6 @@ class Ranks:
                 for i, part in zip(own, parts, strict=True)
             }
         return [found[i] for i in range(len(tensors))]
-
-    def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
-        """Which of these numbers, 0-d int64, are the same on all ranks."""
-        own = torch.stack(list(numbers))
-        return (self._sum(own, "min") == self._sum(own, "max")).tolist()
 
     def _sum(self, flat: Tensor, how: str) -> Tensor:
         if flat.is_complex():

@@ -68,7 +68,8 @@ SCENARIOS = {
     "skip_nonfinite": Scenario(lambda: [alg.skip_nonfinite()], batches=broken),
     "training_metrics": Scenario(lambda: [alg.training_metrics(("accuracy",))], batches=ragged),
     "noise scale": Scenario(lambda: [alg.gradient_noise_scale()], microbatches=2),
-    "per_example_clipping": Scenario(
+    "per_example_clipping": Scenario(lambda: [alg.per_example_clipping(0.5, 0.1)], is_compiled=True),
+    "per_example_clipping in chunks": Scenario(
         lambda: [alg.per_example_clipping(0.5, 0.1, chunk_size=2)], lambda: make_mlp(dropout=0.5), ragged
     ),
     "batch norm": Scenario(net=make_cnn, batches=images),

@@ -293,3 +293,26 @@ def test_per_example_clipping_computes_the_own_examples_alone(monkeypatch: pytes
 
     played(compose(loop_events, [alg.per_example_clipping(0.5, chunk_size=1)]), 2)(one)
     assert seen == {0: {0, 1, 2, 3}, 1: {4, 5, 6}}
+
+
+def test_the_noise_scale_is_that_of_the_processes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["purecompose.algorithms.gradient_noise_scale"], "_of_half")
+    step = compose(loop_events, [alg.gradient_noise_scale()])
+    halves = compose(loop_events, [alg.gradient_noise_scale()], microbatches=2)
+    state, batch = step.init(make_state()), make_batch(0, 8)
+    for ours in played(step, 2)(lambda one: one(state, batch)):
+        torch.testing.assert_close(ours.metrics, halves(state, batch).metrics)
+
+
+@pytest.mark.parametrize("send", [Ranks.sums, Ranks.agree])
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_messages_are_refused_under_transforms(send: Any, transform: Any) -> None:
+    ranks = Ranks("nowhere", 0, 2)
+    with pytest.raises(RuntimeError, match="neither differentiated nor mapped"):
+        transform(lambda x: send(ranks, [x.sum()])[0])(torch.ones(3))
+
+
+def test_a_changed_step_is_played_on() -> None:
+    ends = played(compose(loop_events), 2)(lambda one: one.replace(microbatches=2)(make_state(), make_batch(0, 7)))
+    assert tree.equal(told(ends[0]), told(ends[1]))
+    torch.testing.assert_close(told(ends[0]), told(compose(loop_events)(make_state(), make_batch(0, 7))))

@@ -347,6 +347,15 @@ def test_no_second_gradient_before_the_first():
     assert caught.value.__notes__ == ["in early at Event.BATCH_START"]
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_no_second_gradient_within_slices_though_an_earlier_part_has_one(microbatches: int):
+    late = changing("late", Event.AFTER_TRAIN_BATCH, lambda s: s.replace(grads=s.gradient(s.params)[0]))
+    part = Grad(pc.forward, pc.loss)
+    program = [Microbatches(part), update, Microbatches(part, Event.AFTER_TRAIN_BATCH), update, advance]
+    with pytest.raises(RuntimeError, match="at events after its gradient"):
+        compose(program, [late], microbatches=microbatches)(make_state(), make_batch())
+
+
 # Activation checkpointing
 
 

@@ -15,7 +15,8 @@ weighing less, before they are divided.
 The parts are the step's microbatches, whose gradients are there anyway: `compose(..., microbatches=2)`, or more. Parts
 of unequal size count by the terms in their losses, as they do in the gradient: b is then 1 / mean(1 / b_i), a mean with
 these weights. In a step that is not cut the gradient of the first half of the batch is taken once more, at the cost of
-half a gradient: the other half's follows from it, so that this gives what two microbatches give.
+half a gradient: the other half's follows from it, so that this gives what two microbatches give. Several processes have
+parts of their own anyway.
 
 Events: INIT (the slot), BATCH_START, AFTER_BACKWARD (a part's norm), AFTER_TRAIN_BATCH (the batch's; before what
 changes gradients, such as `sam` and clipping). Reads gradients, outputs and the batch. Changes nothing of training;

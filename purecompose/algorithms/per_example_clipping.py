@@ -9,9 +9,10 @@ epsilon and delta, is not computed here, and see below for what else that takes.
 
 The gradients of single examples are those of the step itself: its loss with the algorithms that act on the way to it,
 frozen parameters left out, an example's dropout and augmentation as they were drawn in the batch. They are taken by
-`torch.func.vmap` after the step's own, so that microbatches make no difference, and a scale of the loss is gone. Each
-example counts the same; in a loss per token the mean over its own tokens is the example's. Where the model computes its
-own loss, that of a batch of one example is taken.
+`torch.func.vmap` after the step's own, so that microbatches make no difference, and a scale of the loss is gone; where
+several processes share the batch, each takes those of its part. Each example counts the same; in a loss per token the
+mean over its own tokens is the example's. Where the model computes its own loss, that of a batch of one example is
+taken.
 
 Events: AFTER_TRAIN_BATCH, after other methods that compute gradients anew, such as `sam`, whose work it undoes, and
 before those that collect or clip them. Replaces the gradients, without a look at what they were; adds
@@ -106,7 +107,8 @@ def per_example_clipping(
         noise_multiplier: sigma, the deviation of the noise in the sum of the gradients, in units of `max_norm`; 0 for
             none. Around 1 is common where privacy is wanted.
         chunk_size: How many examples' gradients are in memory at a time, each as large as the parameters; by default
-            the whole batch's. With 1 they are taken one after the other, without `vmap`: slowly, but of any network.
+            all that this process computes. With 1 they are taken one after the other, without `vmap`: slowly, but of
+            any network.
         name: Names its draws and its metrics.
 
     Raises:

@@ -67,7 +67,7 @@ class _Part(Ranks):
     def begin(self, answers: Sequence[list[Tensor]]) -> None:
         self.answers[:] = answers
 
-    def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
+    def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
         if not self.answers:
             raise _Unanswered(list(tensors), how)
         return self.answers.pop(0)
