@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from purecompose import batch as batches, tree
 from purecompose._functorch import is_fake, is_transforming
 
 
-__all__ = ["WATCHES", "Ranks", "Share", "Sharing"]
+__all__ = ["WATCHES", "Ranks", "Regrad", "Share", "Sharing"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
 """What a gradient is of: the means over all ranks' parts of the batch; this rank's part alone; or the batch undivided,
@@ -169,6 +169,15 @@ class Ranks:
                 f"data_parallel: the processes would send different messages; this one, {self.rank}, has {shown}. "
                 "Which metrics and slots there are must not depend on the part of the batch that is at hand"
             )
+
+
+class Regrad(Protocol):
+    """The gradient's part of the running step: see `State.gradient`."""
+
+    ranks: Ranks | None
+    """The processes that share its batch, if there are several."""
+
+    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all", /) -> tuple[dict[str, Tensor], Tensor]: ...
 
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -8,7 +8,7 @@ out, so that states of different times and seeds map, stack and subtract.
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from purecompose.context import Context, Static
 from purecompose.model import Model, from_module
 from purecompose.network import call_model
 from purecompose.random.keys import as_rng
-from purecompose.ranks import Ranks, Sharing
+from purecompose.ranks import Regrad, Sharing
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
 
@@ -32,15 +32,6 @@ __all__ = ["State", "check_single"]
 def _nothing() -> Any:
     """A field's default that is no attribute of the class, so that `State.__getattr__` is asked for absent ones."""
     return None
-
-
-class Regrad(Protocol):
-    """The gradient's part of the running step: see `State.gradient`."""
-
-    ranks: Ranks | None
-    """The processes that share its batch, if there are several."""
-
-    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all", /) -> tuple[dict[str, Tensor], Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
