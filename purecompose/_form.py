@@ -70,6 +70,8 @@ class Form:
         # Constants, and objects that the registries do not know, such as a batch's dataclass.
         found = list(map(as_it_lies, batches.tensors(value)))
         template = batches.map_tensors(lambda _: _HOLE, value)
+        if not found:
+            return cls((), fingerprint(template), lambda _: value), found
 
         def build(new: Iterable[Tensor]) -> Any:
             fresh = iter(new)

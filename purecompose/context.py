@@ -60,12 +60,20 @@ class Context:
         return self.replace(paused=frozenset()) if self.paused else self
 
     @property
-    def _identity(self) -> Hashable:
-        keys = fingerprint((self.loss, self.input_key, self.target_key))
-        return self.model, self.optimizer, self.frozen, self.paused, self.precision, self.initialised, keys
+    def _values(self) -> tuple[Hashable, ...]:
+        return self.model, self.optimizer, self.frozen, self.paused, self.precision, self.initialised
+
+    @property
+    def _callables(self) -> tuple[Any, ...]:
+        return self.loss, self.input_key, self.target_key
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Context) and self._identity == other._identity)
+        if self is other:
+            return True
+        if not isinstance(other, Context) or self._values != other._values:
+            return False
+        pairs = zip(self._callables, other._callables, strict=True)
+        return all(mine is theirs or fingerprint(mine) == fingerprint(theirs) for mine, theirs in pairs)
 
     def __hash__(self) -> int:
         return hash((self.model, self.optimizer, self.frozen, self.paused, self.initialised))

@@ -116,7 +116,7 @@ class Model:
         return isinstance(other, Model) and self._fingerprint == other._fingerprint
 
     def __hash__(self) -> int:
-        return hash(self._fingerprint)
+        return hash(self.param_names)  # equal ones share them; a fingerprint's hash walks through the whole network
 
     def __deepcopy__(self, memo: Any) -> "Model":
         return self  # immutable
