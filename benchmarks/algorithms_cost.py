@@ -75,8 +75,11 @@ LOOKS_FOR = {
 """Methods that look for certain layers: how, and on what, they are measured."""
 
 SPECIAL = {example.partition("(")[0] for example in LOOKS_FOR}
-NOTHING_TO_MEASURE = {"no_op_model", "fused_layernorm", "low_precision_groupnorm"}
-"""One trains nothing, one is another's name, and no network here has the last one's layers."""
+FROM_THE_START = {"swa": "swa(0.0, 1.0, '1ba')"}
+"""Settings for a method whose first example does nothing yet at the start of a run."""
+NOTHING_TO_MEASURE = {"no_op_model", "fused_layernorm", "low_precision_groupnorm", "layer_freezing"}
+"""One trains nothing, one is another's name, no network here has the third one's layers, and the last one has a
+benchmark of its own, `layer_freezing.py`."""
 
 
 def measured(row: ShippedRow, is_all: bool) -> list[tuple[str, str]]:
@@ -87,7 +90,8 @@ def measured(row: ShippedRow, is_all: bool) -> list[tuple[str, str]]:
         return []
     taken = {testing.TASKS[name].kind for name in row.tasks}
     kinds = [kind for kind in TASKS if kind in taken and (kind != "tokens" or taken == {"tokens"})]
-    return [(example, kind) for example in (row.examples if is_all else row.examples[:1]) for kind in kinds]
+    examples = row.examples if is_all else (FROM_THE_START.get(row.name, row.examples[0]),)
+    return [(example, kind) for example in examples for kind in kinds]
 
 
 def measure(example: str, kind: str, args: argparse.Namespace) -> Row:
