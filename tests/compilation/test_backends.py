@@ -224,21 +224,26 @@ def test_inductor_agrees_where_old_values_move_to_other_places(method: Algorithm
 @pytest.mark.slow
 @pytest.mark.parametrize("text, task", examples_on_tasks())
 def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str, task: str, cache: None) -> None:
-    """Over twenty steps losses agree to 1e-5, or a step is found and named in which rounding tips a choice."""
+    """Over twenty steps losses agree to 1e-5, or a step is found and named in which rounding tips a choice.
+
+    In bfloat16 each step alone, to its last digit: Inductor rounds less often than single operations.
+    """
     del cache
     step = compose(loop_events, [Subject.of(text).algorithm])
     fast = compiled(step, backend="inductor")
     eager = leased = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
+    is_half = eager.context.precision == "bf16"
+    loss_tolerance, params_tolerance = (2**-7, 2**-7) if is_half else (1e-5, 1e-4)
     for number in range(20):
         batch, before = TASKS[task].make_batch(number, 6), eager
-        eager, leased = step(eager, batch), fast(leased, batch)
-        found = list(tree.differences(eager.loss, leased.loss, tolerance=1e-5))
+        eager, leased = step(eager, batch), fast(eager if is_half else leased, batch)
+        found = list(tree.differences(eager.loss, leased.loss, tolerance=loss_tolerance))
         if found:
             who = flipped_choice(step, before, batch)
             assert who is not None, f"batch {number}: {found[0]}"
             print(f"{text} on {task}: in batch {number} rounding tips the choice of {who}")
             return
-    assert_agree(eager.params, leased.params, tolerance=1e-4)
+    assert_agree(eager.params, leased.params, tolerance=params_tolerance)
 
 
 def test_a_choice_that_rounding_tips_is_found_and_named() -> None:
