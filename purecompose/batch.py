@@ -2,8 +2,8 @@
 
 A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested at will. A
 *key* names one member: an index, a mapping key, an attribute, a list of keys (several members at once), a
-getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. Nothing here edits a
-batch in place.
+getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A tensor alone has one member,
+itself, by the key 0: its rows are examples. Nothing here edits a batch in place.
 """
 
 import copy
@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from purecompose import tree
@@ -63,6 +62,10 @@ def get(batch: Any, key: Key) -> Any:
         return key[0](batch)
     if isinstance(key, list):
         return [get(batch, part) for part in key]
+    if isinstance(batch, Tensor):
+        if key == 0:
+            return batch
+        raise KeyError(_missing(batch, key))
     try:
         if isinstance(batch, Mapping) or isinstance(key, int):
             return batch[key]  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -319,8 +322,7 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def _put_one(batch: Any, key: Any, value: Any) -> Any:
     if isinstance(batch, Tensor):
-        index = torch.arange(len(batch), device=batch.device) == (key % len(batch))
-        return torch.where(index.reshape(-1, *[1] * (batch.ndim - 1)), value, batch)
+        return value
     if isinstance(batch, Mapping):
         return _with_items(batch, {key: value})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -342,6 +344,8 @@ def _missing(batch: Any, key: Any) -> str:
         has = f"the keys {list(batch)}"
     elif isinstance(batch, (tuple, list)):
         has = f"{len(batch)} members"
+    elif isinstance(batch, Tensor):
+        has = "one, itself, by the key 0: its rows are examples"
     else:
         has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
     return (

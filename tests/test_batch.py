@@ -123,14 +123,21 @@ def test_a_list_of_keys_names_several_members():
         batches.put(batch, ["c", "a"], [1])
 
 
-def test_the_whole_batch_and_a_row_of_a_tensor_are_members():
+def test_the_whole_batch_is_a_member():
     batch = {"a": 1}
     assert batches.get(batch, batches.WHOLE) is batch
     assert batches.put(batch, batches.WHOLE, (1, 2)) == (1, 2)
+
+
+def test_the_rows_of_a_tensor_are_examples_and_no_members():
     rows = torch.arange(6.0).reshape(3, 2)
-    assert batches.get(rows, 1).tolist() == [2.0, 3.0]
-    assert batches.put(rows, -1, torch.zeros(2)).tolist() == [[0, 1], [2, 3], [0, 0]]
-    assert rows[2, 1] == 5
+    assert batches.get(rows, 0) is rows
+    assert batches.put(rows, 0, "other") == "other"
+    for key in (1, -1, "x"):
+        with pytest.raises(KeyError, match="rows are examples"):
+            batches.get(rows, key)
+        with pytest.raises(KeyError, match="rows are examples"):
+            batches.put(rows, key, rows)
 
 
 def test_what_a_dataclass_or_a_mapping_holds_besides_its_members_is_kept():

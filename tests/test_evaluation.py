@@ -243,8 +243,9 @@ def test_predictions_come_batch_by_batch():
 
 def test_predictions_need_no_targets():
     inputs = make_batch()[0]
-    (found,) = predict(make_state(), [(inputs,)])
-    torch.testing.assert_close(found, make_mlp()(inputs))
+    for batch in [(inputs,), inputs]:
+        (found,) = predict(make_state(), [batch])
+        torch.testing.assert_close(found, make_mlp()(inputs))
 
 
 def test_predict_start_transforms_what_predicts():

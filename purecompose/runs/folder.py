@@ -32,7 +32,7 @@ from purecompose.runs.layout import (
     write_text,
 )
 from purecompose.runs.lock import Lock
-from purecompose.runs.reading import read_json, read_run, read_starts
+from purecompose.runs.reading import read_history, read_json, read_run
 from purecompose.runs.report import write_report
 from purecompose.runs.settings import checked_settings, to_toml
 from purecompose.runs.starts import Start
@@ -62,9 +62,10 @@ class RunFolder:
     | `result.json` | after the run: the last metrics, batches, seconds |
     | `curves.png`, `report.html` | after the run: pictures, and one page with everything |
 
-    Each file is written whole or not at all. Once the run has begun, a full disk, a missing matplotlib or a picture
+    Each file is written whole or not at all. After the first batch a full disk, a missing matplotlib or a picture
     that cannot be drawn brings a warning, and everything else is written. Where a run goes on, nothing in its folder
-    changes before its checkpoint has been found to fit.
+    changes before its checkpoint has been found to fit, and the settings, versions and plan not before a batch has
+    been trained with them: a run that was at its end already keeps its own.
 
     One process at a time has the folder, from here to `finish` or `stop`; what a killed one left is taken over.
 
@@ -132,17 +133,19 @@ class RunFolder:
             earlier._records.close()  # what it still holds would come in between ours
             earlier._lock.release()
         self._lock = Lock(self.path)
-        self._pending: list[Callable[[], None]] = []
+        # What waits, where the run goes on, for its beginning and for its first batch.
+        self._at_start: list[Callable[[], None]] = []
+        self._at_batch: list[Callable[[], None]] = []
         try:
             self._lock.take()
             _OPEN[self.path.resolve()] = self
             self.goes_on = _goes_on(self.path, resume)  # by now: another process may have been here
-            self._starts = read_starts(self.path) if self.goes_on else []
+            trained, self._starts = read_history(self.path) if self.goes_on else ({}, [])
             self._changed = self._write_settings(settings)
         except BaseException:
             self._lock.release()
             raise
-        self._watch = Watch(self._records, self.path, self._starts, self._new_start)
+        self._watch = Watch(self._records, self.path, trained, self._starts, self._new_start, self._on_first_batch)
         self._is_over = False
 
     @property
@@ -174,12 +177,12 @@ class RunFolder:
         with suppress(ValueError, OSError):  # none before, or one that is damaged
             self._changed |= _changes(read_json(self.path / VERSIONS), now)
         plan = f"{_plan(step, state, batch)}\n"
-        self._write_when_begun(lambda: write_json(self.path / VERSIONS, now))
-        self._write_when_begun(lambda: write_text(self.path / PLAN, plan))
+        self._when_trained(lambda: write_json(self.path / VERSIONS, now))
+        self._when_trained(lambda: write_text(self.path / PLAN, plan))
         size = sum(tensor.numel() for tensor in state.params.values())
         run = state.timestamp.run
         told = describe(state, step)
-        self._watch.trained = {
+        trained = {
             "model": told["model"],
             "weights": size // (len(state.key) if state.key.ndim > 1 else 1),
             "members": len(state.key) if state.key.ndim > 1 else None,
@@ -188,6 +191,7 @@ class RunFolder:
             "algorithms": [repr(algorithm) for algorithm in step.algorithms],
             "duration": None if run.duration is None else str(run.duration),
         }
+        self._when_trained(lambda: setattr(self._watch, "trained", trained))
         if not self.goes_on:
             self._watch.note()
 
@@ -264,42 +268,51 @@ class RunFolder:
     def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
         """Writes what is known before the run; gives what differs from the settings that were there."""
         changed: dict[str, Any] = {}
-        self._write_when_begun(self._tidy)
+        self._when(self._at_start, self._tidy)
         if self.goes_on:
-            self._write_when_begun(lambda: (self.path / RESULT).unlink(missing_ok=True))  # of a run that ended earlier
+            self._at_start.append(lambda: (self.path / RESULT).unlink(missing_ok=True))  # of a run that ended earlier
             if settings is not None:
                 before = _flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
                 changed = _changes(before, _flat(settings))
         if settings is not None or not self.goes_on:
             text = to_toml(settings or {})
-            self._write_when_begun(lambda: write_text(self.path / CONFIG, text))  # first: it makes the folder a run's
+            self._when_trained(lambda: write_text(self.path / CONFIG, text))  # first: it makes the folder a run's
         if self._command is not None and not (self.goes_on and (self.path / COMMAND).exists()):
             command = f"{self._command}\n"
-            self._write_when_begun(lambda: write_text(self.path / COMMAND, command))
+            self._when_trained(lambda: write_text(self.path / COMMAND, command))
         return changed
 
     def _tidy(self) -> None:
         with suppress(OSError):  # what was half-written when a process was killed does no harm
             clear(self.path)
 
-    def _write_when_begun(self, act: Callable[[], None]) -> None:
-        """Writes something down; where the run goes on, not before its checkpoint has been found to fit."""
+    def _when_trained(self, act: Callable[[], None]) -> None:
+        """Writes something down; where the run goes on, not before a batch has been trained on."""
+        self._when(self._at_batch, act)
+
+    def _when(self, pending: list[Callable[[], None]], act: Callable[[], None]) -> None:
         if self.goes_on:
-            self._pending.append(act)
+            pending.append(act)
         else:
             act()
 
     def _new_start(self, batch: int, started: str) -> Start:
         self._lock.take()  # once more, for a run after `finish`
-        pending, self._pending = self._pending, []
-        for act in pending:
-            act()
-        changed, self._changed = self._changed, {}
-        return Start(batch, started, until=batch, command=self._command, changed=changed)
+        _carry_out(self._at_start)
+        return Start(batch, started, until=batch, command=self._command)
+
+    def _on_first_batch(self, start: Start) -> None:
+        _carry_out(self._at_batch)
+        start.changed, self._changed = self._changed, {}
 
     def _clock(self, state: State) -> dict[str, float]:
         del state
         return {"time/seconds": self._watch.seconds}
+
+
+def _carry_out(pending: list[Callable[[], None]]) -> None:
+    while pending:
+        pending.pop(0)()
 
 
 # The folders that are in use in this process: one that was left by an exception may hold records yet.

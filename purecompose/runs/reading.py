@@ -13,7 +13,7 @@ from purecompose.runs.starts import Start
 from purecompose.saving.folder import all_in
 
 
-__all__ = ["Kept", "RunRecords", "read_json", "read_run", "read_starts"]
+__all__ = ["Kept", "RunRecords", "read_json", "read_history", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
         raise NotADirectoryError(f"read_run: expected the folder of a run, got the file {path}")
     if not (path / CONFIG).is_file():
         raise ValueError(f"read_run: {path} is no run's folder: it has no {CONFIG}, which RunFolder writes first")
-    history = read_json(path / HISTORY) if (path / HISTORY).exists() else {}
+    trained, starts = read_history(path)
     result = read_json(path / RESULT) if (path / RESULT).exists() else None
     command = _text(path / COMMAND).rstrip("\n")
     return RunRecords(
@@ -94,23 +94,24 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
         plan=_text(path / PLAN).rstrip("\n"),
         command=command or None,
         versions=read_json(path / VERSIONS) if (path / VERSIONS).exists() else {},
-        trained=history.get("trained") or {},
-        starts=tuple(read_starts(path)),
+        trained=trained,
+        starts=tuple(starts),
         checkpoints=_checkpoints(path / CHECKPOINTS),
     )
 
 
-def read_starts(path: Path) -> list[Start]:
-    """The starts of the run in a folder; none where it has no history.
+def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
+    """What was trained in a folder, and the starts of the run; nothing where it has no history.
 
     Raises:
         ValueError: The history is damaged.
     """
     file = path / HISTORY
     if not file.exists():
-        return []
+        return {}, []
     try:
-        return [Start.of_plain(plain) for plain in read_json(file)["starts"]]
+        history = read_json(file)
+        return history.get("trained") or {}, [Start.of_plain(plain) for plain in history["starts"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no history of a run: {type(error).__name__}: {error}") from error
 

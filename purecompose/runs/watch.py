@@ -27,18 +27,28 @@ class Watch:
     Args:
         records: The records, told every event.
         folder: The run's folder.
+        trained: What was trained so far.
         starts: The starts so far; a new one is added where the run begins.
         new_start: Makes a start from the number of batches and the time.
+        on_first_batch: Called with the start when its first batch has been trained on.
 
     Attributes:
         trained: What is trained, for the history.
     """
 
     def __init__(
-        self, records: Records, folder: Path, starts: list[Start], new_start: Callable[[int, str], Start]
+        self,
+        records: Records,
+        folder: Path,
+        trained: dict[str, Any],
+        starts: list[Start],
+        new_start: Callable[[int, str], Start],
+        on_first_batch: Callable[[Start], None],
     ) -> None:
-        self.trained: dict[str, Any] = {}
-        self._records, self._path, self._starts, self._new_start = records, folder / HISTORY, starts, new_start
+        self.trained = trained
+        self._records, self._path, self._starts = records, folder / HISTORY, starts
+        self._new_start, self._on_first_batch = new_start, on_first_batch
+        self._has_trained = False
         self._stopwatch = Stopwatch()
         self._start: Start | None = None
         self._reached: dict[str, int] = {}
@@ -66,6 +76,9 @@ class Watch:
         if self._start is None or event is Event.FIT_START:
             self._begin(event, state)
         assert self._start is not None
+        if event is Event.BATCH_END and not self._has_trained:
+            self._has_trained = True
+            self._on_first_batch(self._start)
         self._stopwatch(event, state)
         self._records(event, state)
         if not event.is_eval:
@@ -122,6 +135,7 @@ class Watch:
         self._seconds_before = _seconds_at(batch, times)
         self._start = self._new_start(batch, datetime.now().astimezone().isoformat(timespec="seconds"))
         self._starts.append(self._start)
+        self._has_trained = False
         self._stopwatch = Stopwatch()
         self.note()
 

@@ -13,6 +13,7 @@ from run_helpers import STEP, make_batches, make_state, train, uninterrupted
 
 from purecompose import (
     Algorithm,
+    CheckpointWarning,
     Event,
     MismatchError,
     State,
@@ -25,6 +26,7 @@ from purecompose import (
     stack_states,
     tree,
 )
+from purecompose.algorithms import label_smoothing
 from purecompose.observers import read_records
 from purecompose.runs import RunFolder, folder as folder_module, read_run
 
@@ -111,6 +113,25 @@ def test_a_finished_run_goes_on_longer_without_new_settings(tmp_path: Path) -> N
     assert [start.batch for start in found.starts] == [0, 12]
     assert found.result is not None and found.result["batches"] == 20
     assert found.config == {"lr": 0.5, "model": {"name": "linear", "widths": [4, 3]}}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_was_at_its_end_keeps_the_settings_that_it_was_trained_with(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG, command="train.py") as run:
+        train(run)
+    kept = {name: (tmp_path / name).read_text() for name in ("config.toml", "plan.txt", "versions.json", "command.txt")}
+    before = read_run(tmp_path)
+    other = compose(loop_events, [label_smoothing(0.3)])
+    with RunFolder(tmp_path, {**CONFIG, "lr": 0.9}, command="other.py", resume=True) as run:
+        run.begin(other, make_state())
+        kept_by = {"observers": run.observer, "checkpoints": run.checkpoints(), "resume": run.resume}
+        with pytest.warns(CheckpointWarning, match="label_smoothing"):
+            fit(other, make_state(), make_batches(), **kept_by)
+    after = read_run(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+    assert after.trained == before.trained
+    assert after.result is not None and after.result["batches"] == 12
+    assert [start.changed for start in after.starts] == [{}, {}]
 
 
 @pytest.mark.usefixtures("no_pictures")
