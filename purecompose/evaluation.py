@@ -46,7 +46,7 @@ class Evaluator:
     label: str = "eval"
 
     def __post_init__(self) -> None:
-        interval = checked_interval(self.interval, "interval")
+        interval = checked_interval(self.interval, "Evaluator: interval")
         if not isinstance(self.metrics, Mapping):
             raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
         object.__setattr__(self, "interval", interval)

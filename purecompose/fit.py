@@ -23,6 +23,7 @@ from purecompose.saving.keeping import Checkpoints, Keeper, Resumed, resumed_fro
 from purecompose.state import State
 from purecompose.stopping import Stopper, with_memories
 from purecompose.time import RunLength, Time, TimeUnit
+from purecompose.time.units import named_time
 
 
 __all__ = ["EpochData", "fit", "training"]
@@ -274,7 +275,7 @@ def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
 def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:
     """The state with the run's length, and the budget of this call in seconds."""
     run = state.timestamp.run
-    wanted = run.duration if duration is None else Time.of(duration)
+    wanted = run.duration if duration is None else named_time(duration, "fit: duration")
     if wanted is None:
         raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
     if wanted.unit is TimeUnit.SECOND:

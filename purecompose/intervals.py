@@ -3,6 +3,7 @@
 import math
 
 from purecompose.time import Time, Timestamp, TimeUnit
+from purecompose.time.units import named_time
 
 
 __all__ = ["checked_interval", "has_passed"]
@@ -13,13 +14,13 @@ def checked_interval(value: Time | str, name: str, *, seconds: bool = False) -> 
 
     Args:
         value: What was given.
-        name: Names it in errors.
+        name: Names the function and the argument in errors, such as "Evaluator: interval".
         seconds: Whether seconds of wall-clock time will do.
 
     Raises:
         TypeError, ValueError: It is no time, not positive, or in seconds where those will not do.
     """
-    interval = Time.of(value)
+    interval = named_time(value, name)
     if interval.value <= 0 or (interval.unit is TimeUnit.SECOND and not seconds):
         raise ValueError(f"{name}={value!r}: expected a positive time{'' if seconds else ' that is not in seconds'}")
     return interval

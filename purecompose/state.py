@@ -24,6 +24,7 @@ from purecompose.random.keys import as_rng
 from purecompose.ranks import Regrad, Sharing
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
 from purecompose.time import RunLength, Time, Timestamp
+from purecompose.time.units import named_time
 
 
 __all__ = ["State", "check_single"]
@@ -125,9 +126,9 @@ class State:
             parts.model, loss, optimizer, parts.frozen, precision, input_key, target_key, schedules=schedules
         )
         run = RunLength(
-            None if duration is None else Time.of(duration),
+            None if duration is None else named_time(duration, "State.create: duration"),
             batches_per_epoch,
-            None if iteration_length is None else Time.of(iteration_length),
+            None if iteration_length is None else named_time(iteration_length, "State.create: iteration_length"),
         )
         where = device or next((t.device for t in (*parts.params.values(), *parts.buffers.values())), "cpu")
         state = cls(

@@ -296,6 +296,12 @@ def test_intervals_are_positive_and_not_in_seconds(interval):
         Evaluator([], interval=interval)
 
 
+@pytest.mark.parametrize("interval", [0.5, "often", None])
+def test_an_interval_that_is_no_time_is_named(interval):
+    with pytest.raises((TypeError, ValueError), match=f"^Evaluator: interval={interval!r}: "):
+        Evaluator([], interval=interval)
+
+
 @pytest.mark.parametrize("metric", ["accuracy", 3])
 def test_what_is_no_metric(metric):
     with pytest.raises(TypeError):

@@ -10,6 +10,7 @@ from purecompose.intervals import checked_interval
 from purecompose.schedule import Schedule
 from purecompose.state import State
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time.units import named_time
 
 
 __all__ = ["Measure", "as_scalar", "between", "checked_every", "counters", "gone", "measure", "point"]
@@ -49,7 +50,7 @@ def checked_every(value: TimeLike, where: str) -> Time:
     Raises:
         TypeError, ValueError: It is no time, not positive, or in another unit than batches, epochs or `dur`.
     """
-    interval = checked_interval(Time.of(value, TimeUnit.BATCH), where)
+    interval = checked_interval(named_time(value, where, TimeUnit.BATCH), where)
     if interval.unit not in _COUNTED:
         raise ValueError(f"{where}={value!r}: expected batches (ba), epochs (ep) or a share of the run (dur)")
     return interval
@@ -61,7 +62,7 @@ def point(value: TimeLike | float, where: str) -> Time:
     Raises:
         TypeError, ValueError: It is no time, negative, a share above 1, or in seconds.
     """
-    time = Time.of(value, TimeUnit.DURATION)
+    time = named_time(value, where, TimeUnit.DURATION)
     if time.unit is TimeUnit.SECOND:
         raise ValueError(f"{where}={value!r}: wall-clock time is no part of a state; use batches, epochs or a share")
     if not 0 <= time.value <= (1 if time.unit is TimeUnit.DURATION else time.value):

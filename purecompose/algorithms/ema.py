@@ -38,7 +38,8 @@ from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.predicate import after, every, on
 from purecompose.state import State
-from purecompose.time import Time, TimeLike, TimeUnit
+from purecompose.time import TimeLike, TimeUnit
+from purecompose.time.units import named_time
 from purecompose.weights import Averages, with_weights
 
 
@@ -110,7 +111,8 @@ def ema(
     if half_life is not None and smoothing is not None:
         raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
     if smoothing is None:
-        time = Time.of("1000ba" if half_life is None else half_life, TimeUnit.BATCH)
+        given, share = "1000ba" if half_life is None else half_life, "a share that each update keeps is smoothing="
+        time = named_time(given, "ema: half_life", TimeUnit.BATCH, share=share)
         pace = measure(checked_interval(time, "ema: half_life"))
     else:
         pace = check_number(smoothing, "ema: smoothing", 0, 1)

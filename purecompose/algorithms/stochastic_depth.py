@@ -48,7 +48,8 @@ from purecompose.layers.stochastic_depth import StochasticDepth, residuals
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar, Schedule, collect, linear
 from purecompose.state import State
-from purecompose.time import Time, TimeLike, TimeUnit
+from purecompose.time import TimeLike, TimeUnit
+from purecompose.time.units import named_time
 
 
 __all__ = ["stochastic_depth", "stochastic_depth_rates", "stochastic_depth_rules"]
@@ -227,8 +228,8 @@ def _blocks(module: nn.Module) -> list[str]:
 
 def _ramp(drop_warmup: TimeLike | float) -> Schedule | None:
     """What multiplies the rates during the warm-up."""
+    length = named_time(drop_warmup, "stochastic_depth: drop_warmup", TimeUnit.DURATION)
     try:
-        length = Time.of(drop_warmup, TimeUnit.DURATION)
         return linear(0.0, 1.0, length) if length else None
     except (TypeError, ValueError) as error:
         raise type(error)(f"stochastic_depth: drop_warmup: {error}") from None

@@ -23,6 +23,7 @@ from purecompose.metrics import Metric, accuracy, as_metric, read_by, top_k
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
+from purecompose.time.units import named_time
 
 
 __all__ = ["NAMED", "accumulate", "training_metrics"]
@@ -116,7 +117,7 @@ def _chosen(metrics: Any) -> dict[str, Metric]:
 def _period(reset: Any) -> Time | None:
     if reset is None:
         return None
-    period = Time.of(reset)
+    period = named_time(reset, "training_metrics: reset")
     if period.unit not in _UNITS or period.value < 1 or period.value != int(period.value):
         raise ValueError(
             "training_metrics: reset: expected whole epochs or batches, such as '1ep' or '100ba', or None, got "

@@ -1,7 +1,8 @@
 """How often an observer acts: every so many batches, epochs, samples, tokens, or fractions of the run."""
 
 from purecompose.intervals import checked_interval, has_passed
-from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time import TimeLike, Timestamp, TimeUnit
+from purecompose.time.units import named_time
 
 
 __all__ = ["Due", "batch_before"]
@@ -28,11 +29,7 @@ class Due:
     """
 
     def __init__(self, every: TimeLike | int, where: str) -> None:
-        try:
-            interval = Time.of(every, TimeUnit.BATCH)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {error}") from error
-        self._interval = checked_interval(interval, where)
+        self._interval = checked_interval(named_time(every, where, TimeUnit.BATCH), where)
         self._before: Timestamp | None = None
 
     def start(self, timestamp: Timestamp) -> None:

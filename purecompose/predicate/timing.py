@@ -7,7 +7,7 @@ from typing import Any
 from purecompose.event import Event
 from purecompose.predicate.logic import ALWAYS, NEVER, Predicate, Timed
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
-from purecompose.time.units import snapped
+from purecompose.time.units import named_time, snapped
 
 
 __all__ = ["after", "before", "between", "epoch_ends", "every", "on"]
@@ -196,7 +196,7 @@ def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
     """
     if isinstance(interval, float):
         raise TypeError(f"every({interval!r}): expected a number of batches; write '{interval}dur' for a fraction")
-    time = Time.of(interval, TimeUnit.BATCH)
+    time = named_time(interval, "every: interval", TimeUnit.BATCH)
     if time.value <= 0:
         raise ValueError(f"every({interval!r}): expected a positive interval")
     if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from purecompose._checks import check_number, check_whole, is_number
 
 
-__all__ = ["Time", "TimeLike", "TimeUnit", "UnitError"]
+__all__ = ["Time", "TimeLike", "TimeUnit", "UnitError", "named_time", "snapped"]
 
 _CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\s*", re.IGNORECASE | re.ASCII)
 # Exponents of at most three digits: "1e999999999sp" would otherwise be a number with a billion digits.
@@ -77,9 +77,9 @@ class Time:
 
     def __init__(self, value: float, unit: TimeUnit | str) -> None:
         unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
-        object.__setattr__(
-            self, "value", check_number(value, "dur") if unit is TimeUnit.DURATION else check_whole(value, unit.value)
-        )
+        is_share = unit is TimeUnit.DURATION
+        checked = check_number(value, "dur") if is_share else check_whole(value, unit.value, hint=_share_hint(value))
+        object.__setattr__(self, "value", checked)
         object.__setattr__(self, "unit", unit)
 
     @classmethod
@@ -131,8 +131,10 @@ class Time:
             return cls(*time)
         if default_unit is not None and is_number(time):
             return cls(time, default_unit)  # pyright: ignore[reportArgumentType]
-        hint = f"; give it a unit, as in '{time}ep' or '{time}ba'" if is_number(time) else ""
-        raise TypeError(f"expected a Time or a string such as '90ep', got {time!r} ({type(time).__name__}){hint}")
+        is_whole = is_number(time) and not time % 1
+        hint = _share_hint(time) or (f"give it a unit, as in '{time}ep' or '{time}ba'" if is_whole else "")
+        came = f"{time!r} ({type(time).__name__})"
+        raise TypeError(f"expected a Time or a string such as '90ep', got {came}{'; ' * bool(hint)}{hint}")
 
     def __repr__(self) -> str:
         return f"Time({self.value!r}, {self.unit})"
@@ -232,6 +234,36 @@ class Time:
 
 
 TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]
+
+
+def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, share: str = "") -> Time:
+    """A time, as `Time.of` reads it, with errors that name the argument.
+
+    Args:
+        value: What was given.
+        where: The function and the argument, such as "ema: half_life".
+        default_unit: That of a bare number.
+        share: What a number between 0 and 1 may have been meant for, in words before it, if not a share of the run.
+
+    Raises:
+        TypeError, ValueError: As `Time.of`.
+
+    Example:
+        >>> named_time("soon", "ema: half_life")
+        Traceback (most recent call last):
+        ValueError: ema: half_life='soon': cannot read the time 'soon'; write a number and a unit (iter, ep, ba, ...
+    """
+    try:
+        return Time.of(value, default_unit)
+    except (TypeError, ValueError) as error:
+        text, hint = str(error), _share_hint(value)
+        text = text.replace(hint, f"{share}{value}") if share and hint else text
+        raise type(error)(f"{where}={value!r}: {text}") from error
+
+
+def _share_hint(value: Any) -> str:
+    """What a number between 0 and 1 may have been meant for."""
+    return f"a share of the run is '{value}dur'" if isinstance(value, float) and 0 < value < 1 else ""
 
 
 def snapped(value: float) -> float:

@@ -338,7 +338,8 @@ def test_what_cannot_be_saved_on_the_way_costs_checkpoints_alone(tmp_path: pathl
     "options, said",
     [
         ({"every": "0ba"}, "every='0ba'"),
-        ({"every": "x"}, "x"),
+        ({"every": "x"}, "^Checkpoints: every='x': cannot read the time 'x'"),
+        ({"every": 10}, "^Checkpoints: every=10: .*give it a unit, as in '10ep'"),
         ({"keep": 0}, "keep"),
         ({"mode": "best"}, "mode='best'"),
         ({"background": 1}, "background"),

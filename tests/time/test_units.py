@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from purecompose.time import Time, TimeUnit, UnitError
+from purecompose.time.units import named_time
 
 
 COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
@@ -154,6 +155,18 @@ def test_of() -> None:
             Time.of(value)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="give it a unit, as in '5ep'"):
         Time.of(5)
+    with pytest.raises(TypeError, match=r"got 0.5 \(float\); a share of the run is '0.5dur'"):
+        Time.of(0.5)
+    with pytest.raises(TypeError, match=r"got 1.5 \(float\)$"):
+        Time.of(1.5)
+
+
+def test_a_time_that_cannot_be_read_is_told_by_the_argument() -> None:
+    assert named_time(3, "swa: update_interval", TimeUnit.BATCH) == Time(3, "ba")
+    with pytest.raises(ValueError, match="^swa: update_interval='often': cannot read the time 'often'; write"):
+        named_time("often", "swa: update_interval", TimeUnit.BATCH)
+    with pytest.raises(TypeError, match="^ema: half_life=0.5: ba: expected an int, got .*; write smoothing=0.5$"):
+        named_time(0.5, "ema: half_life", TimeUnit.BATCH, share="write smoothing=")
 
 
 def test_algebra() -> None:
