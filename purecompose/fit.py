@@ -22,7 +22,7 @@ from purecompose.saving.errors import CheckpointWarning, MismatchError
 from purecompose.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
 from purecompose.state import State
 from purecompose.stopping import Stopper, with_memories
-from purecompose.time import RunLength, Time, TimeUnit
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.units import named_time
 
 
@@ -151,10 +151,7 @@ def _training(
             _check_goes_on(resumed, state, data)
             state = _with_run(resumed.state, state.timestamp.run)
         elif state.timestamp.is_finished():
-            raise ValueError(
-                f"nothing left to train: the state stands at {state.timestamp!r}, at the end of its run; "
-                "give fit a longer duration"
-            )
+            raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
             keeper.begin(state, from_here=resumed if resume == "auto" else None)
         composed = step.step if isinstance(step, CompiledStep) else step
@@ -175,6 +172,15 @@ def _training(
     finally:
         if keeper is not None:
             keeper.close()
+
+
+def _at_the_end(now: Timestamp) -> str:
+    """Where a run that is over stands, and what would go on with it."""
+    duration = now.run.duration
+    assert duration is not None, "a run without one is never over"
+    reached = Time(now.get(duration.unit), duration.unit)
+    place = f"epoch {now.epoch} (batch {now.batch}), {'past ' * (reached > duration)}the end of its {duration}"
+    return f'{place}; give fit a longer duration, as in duration="{2 * reached}"'
 
 
 def _check_in_step(budget: float, microbatches: str | None) -> None:

@@ -246,9 +246,11 @@ def test_no_duration_anywhere():
 def test_a_finished_run_is_an_error():
     step = compose(loop_events)
     state = fit(step, make_state(), make_batches(2))
-    for duration in (None, "2ep", "3ba"):
-        with pytest.raises(ValueError, match="nothing left to train"):
+    for duration, end, longer in ((None, "the end of its 2ep", "4ep"), ("3ba", "past the end of its 3ba", "8ba")):
+        said = f'nothing left to train: .* at epoch 2 .batch 4., {end}; give fit .*, as in duration="{longer}"$'
+        with pytest.raises(ValueError, match=said):
             fit(step, state, make_batches(2), duration=duration)
+        assert fit(step, state, make_batches(2), duration=longer).timestamp.batch == 8
 
 
 def test_seconds_are_a_budget_of_this_call(monkeypatch):
