@@ -119,7 +119,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         DamagedError: The checkpoint is not whole, or not a checkpoint.
         MismatchError: It is of another model, optimizer or set of algorithms; the message says what differs. With
             or without `strict`: an algorithm that changed the model is not there.
-        CheckpointError: A later version of the library wrote it.
+        CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
 
     Warns:
         CheckpointWarning: Settings differ (a learning rate, an algorithm without memory, the version of torch): the

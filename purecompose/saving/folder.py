@@ -121,7 +121,7 @@ def read_index(path: Path) -> Index:
     Raises:
         FileNotFoundError: There is no such folder.
         DamagedError: It holds no index, or a damaged one.
-        CheckpointError: A later version of the library wrote it.
+        CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
     """
     if not path.exists():
         with contextlib.suppress(OSError):  # its writer may have died between two renamings
@@ -131,6 +131,12 @@ def read_index(path: Path) -> Index:
     try:
         text = (path / _INDEX).read_bytes()
     except OSError as error:
+        if found := all_in(path)[0]:
+            num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
+            raise CheckpointError(
+                f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}, as "
+                "purecompose.saving.newest tells"
+            ) from error
         raise DamagedError(f"{path} is no whole checkpoint: {_INDEX} cannot be read ({_reason(error)})") from error
     try:
         return from_json(text)
