@@ -32,9 +32,9 @@ class Progress:
     """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
 
     In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line
-    after each epoch, with the time that is left at the rate of late. The loss is a running mean of about twenty
-    batches, kept on the device and read a few times a second: no batch waits for it. A population's numbers are shown
-    as a range over its members, `loss 0.210..0.350`.
+    after each epoch that was trained, with the time that is left at the rate of late. The loss is a running mean of
+    about twenty batches, kept on the device and read a few times a second: no batch waits for it. A population's
+    numbers are shown as a range over its members, `loss 0.210..0.350`.
 
     The display closes at FIT_END. As a context manager it closes in any case::
 
@@ -175,6 +175,8 @@ class Progress:
         )
 
     def _print_line(self, state: State) -> None:
+        if not self._stopwatch.batches:  # a run that was at its end already has nothing to show
+            return
         self._printed_batch = state.timestamp.batch
         parts = [_describe_time(state.timestamp), *self._numbers(), f"{self._stopwatch.seconds:.1f} s"]
         left = None if state.timestamp.is_finished() else self._pace.seconds_left()

@@ -90,7 +90,9 @@ def test_resume_starts_where_there_is_nothing_and_refuses_what_is_there_without(
     assert status == 0
     status, _, err = run("train", *SMALL, "--out", "a")
     assert status == 2 and "a holds a run already; go on with it by --resume" in err
-    assert checksum(run("train", "--out", "a", "--resume", "--quiet")[1]) == checksum(out)
+    _, again, _ = run("train", "--out", "a", "--resume")
+    assert checksum(again) == checksum(out)
+    assert "was at its end already, 2ep" in again and " ba/s" not in again
     status, _, err = run("train", "--resume")
     assert status == 2 and "say which run, --out FOLDER" in err
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from observer_helpers import at, make_batches, make_population, make_state
 
-from purecompose import Evaluator, Event, State, compose, evaluate, fit, loop_events, metrics, population
+from purecompose import Checkpoints, Evaluator, Event, State, compose, evaluate, fit, loop_events, metrics, population
 from purecompose.observers import History, Progress, progress, stopwatch
 
 
@@ -48,6 +48,16 @@ def test_a_run_that_ends_within_an_epoch_has_its_line_and_its_evaluation() -> No
     run(Progress(file=file), "6ba")
     lines = file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["4/6 ba", "6/6 ba", "6/6 ba"]
+
+
+def test_a_run_that_was_at_its_end_has_no_line(tmp_path) -> None:
+    checkpoints = Checkpoints(tmp_path, background=False)
+    run(Progress(file=io.StringIO()), checkpoints=checkpoints)
+    file = io.StringIO()
+    run(Progress(file=file), checkpoints=checkpoints, resume="auto")
+    assert file.getvalue() == ""
+    run(Progress(file=file), "4ep", checkpoints=checkpoints, resume="auto")
+    assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == ["4.0/4 ep"]
 
 
 def test_a_run_without_a_length_of_its_own_counts_batches() -> None:
