@@ -132,7 +132,8 @@ def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
 def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
     """Raises `SpecError` where a name is none of those known, and says which one may have been meant."""
     if name not in known:
-        raise SpecError(f"no {kind} is called {name!r};{did_you_mean(name, known)} Known: {', '.join(sorted(known))}")
+        hint = did_you_mean(name, known)
+        raise SpecError(f"no {kind} is called {name!r};{hint} {'K' if hint else 'k'}nown: {', '.join(sorted(known))}")
 
 
 def describe(name: str, signature: inspect.Signature) -> str:
@@ -153,23 +154,28 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
     for name in call.kwargs:
         if name not in parameters and not takes_any:
             hint = did_you_mean(name, parameters)
-            raise SpecError(
-                f"{call.name} has no parameter {name!r};{hint} It has {', '.join(parameters) or 'no parameters'}"
-            )
+            has = f"{'It' if hint else 'it'} has {', '.join(parameters) or 'no parameters'}"
+            raise SpecError(f"{call.name} has no parameter {name!r};{hint} {has}")
     try:
         signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise SpecError(f"{call.name}: {error}; it is {describe(call.name, signature)}") from error
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
     """What opens a hint where a name is close to one or two of those known, else nothing.
+
+    Args:
+        name: What was given.
+        known: What there is.
+        shown: How the known ones are shown, where that is not as they are compared.
 
     Example:
         >>> did_you_mean("mixpu", ["mixup", "sam"])
         " did you mean 'mixup'?"
     """
     close = get_close_matches(str(name), list(known), n=2)
+    close = close if shown is None else [shown[one] for one in close]
     return f" did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

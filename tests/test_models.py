@@ -224,7 +224,7 @@ def test_unknown_name_lists_the_known_and_the_closest():
     with pytest.raises(ValueError, match=r"no model is called 'resnet9'; did you mean 'resnet"):
         models.build("resnet9", in_shape=(1, 8, 8), num_classes=3, seed=0)
     known = "cnn, gpt, mlp, resnet18, resnet20, resnet50, resnet8, vit"
-    with pytest.raises(ValueError, match=rf"called '\?'; Known: {known}$"):
+    with pytest.raises(ValueError, match=rf"called '\?'; known: {known}$"):
         models.build("?", in_shape=(1, 8, 8), num_classes=3, seed=0)
 
 

@@ -131,8 +131,9 @@ def test_a_factory_gets_the_arguments() -> None:
     ("text", "parts"),
     [
         ("mixpu", ["no algorithm is called 'mixpu'", "did you mean 'mixup'?", "label_smoothing"]),
-        ("zzz", ["no algorithm is called 'zzz'", "Known:", "selective_backprop"]),
+        ("zzz", ["no algorithm is called 'zzz'; known: alibi", "selective_backprop"]),
         ("mixup(alfa=1)", ["mixup has no parameter 'alfa'", "did you mean 'alpha'?", "interpolate_loss"]),
+        ("mixup(zzz=1)", ["mixup has no parameter 'zzz'; it has alpha"]),
         ("mixup(1, 2, 3)", ["mixup: too many positional arguments", "mixup(alpha=0.2, *,"]),
         ("mixup(1, alpha=2)", ["mixup: multiple values for argument 'alpha'"]),
         ("mixup(alpha=-1)", ["mixup", "-1"]),

@@ -107,7 +107,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoReturn:
     """Says which option may have been meant."""
-    hint = specs.did_you_mean(unknown[0].partition("=")[0], command._option_string_actions)
+    # Without the dashes, in which all options are alike.
+    known = {option.lstrip("-"): option for option in command._option_string_actions}
+    hint = specs.did_you_mean(unknown[0].partition("=")[0].lstrip("-"), known, shown=known)
     command.error(f"unrecognized arguments: {' '.join(unknown)}{';' if hint else ''}{hint}")
 
 
@@ -214,7 +216,7 @@ def _add_plan_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints'")
+    command.add_argument("run", metavar="RUN", help="a run's folder, or that of one of its checkpoints")
     command.add_argument(
         "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (newest)"
     )

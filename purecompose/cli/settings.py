@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from purecompose import _specs as specs
-from purecompose.models import MODELS
+from purecompose.models import MODELS, check_options
 from purecompose.recipes import RECIPES
 
 
@@ -144,7 +144,10 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
     found |= {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
     if options.recipe is not None:
         if options.algorithms is not None:
-            raise UsageError("--recipe: expected it, or --algorithms, not both; docs/algorithms.md lists its methods")
+            raise UsageError(
+                "--recipe: a recipe is a list of algorithms, and --algorithms is another; give one of the two "
+                "(docs/algorithms.md lists the recipes' methods)"
+            )
         found["algorithms"] = RECIPES[options.recipe]
     within: dict[str, dict[str, Any]] = {}
     for text in options.set:
@@ -176,7 +179,7 @@ def with_arguments(
     for name, arguments in settings.pop("within", {}).items():
         try:
             if name in ("optimizer", "schedule", "model"):
-                settings[name] = str(_changed(specs.parse_one(settings[name]), arguments, factories.get(name, {})))
+                settings[name] = str(_set(name, specs.parse_one(settings[name]), arguments, factories.get(name, {})))
                 continue
             calls = specs.parse(settings["algorithms"])
         except specs.SpecError as error:
@@ -185,7 +188,7 @@ def with_arguments(
             known = ", ".join(["optimizer", "schedule", "model", *[call.name for call in calls]])
             raise UsageError(f"--set: {name}.{next(iter(arguments))}: no {name} in this run; there are {known}")
         known = factories["algorithms"]
-        changed = [_changed(call, arguments, known) if call.name == name else call for call in calls]
+        changed = [_set(name, call, arguments, known) if call.name == name else call for call in calls]
         settings["algorithms"] = ", ".join(map(str, changed))
     return settings
 
@@ -285,6 +288,31 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def _changed(call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str, Callable[..., Any]]) -> specs.Call:
-    call = specs.by_name(call, factories)
-    return dataclasses.replace(call, kwargs={**call.kwargs, **arguments})
+def _set(
+    name: str, call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str, Callable[..., Any]]
+) -> specs.Call:
+    """A call with arguments of `--set`.
+
+    Raises:
+        UsageError: They are what is wrong with it; what was wrong before is told by the option that it came from.
+    """
+    named = specs.by_name(call, factories)
+    changed = dataclasses.replace(named, kwargs={**named.kwargs, **arguments})
+    try:
+        if name == "model" and call.name in MODELS:
+            check_options(call.name, arguments)
+        elif call.name in factories:
+            specs.build(changed, factories, name)
+    except (specs.SpecError, TypeError) as error:
+        if name == "model" or _can_be_built(call, factories):  # else its own option tells
+            where = ", ".join(f"{name}.{argument}" for argument in arguments)
+            raise UsageError(f"--set: {where}: {error}") from error
+    return changed
+
+
+def _can_be_built(call: specs.Call, factories: Mapping[str, Callable[..., Any]]) -> bool:
+    try:
+        specs.build(call, factories, "call")
+    except specs.SpecError:
+        return False
+    return True

@@ -39,8 +39,8 @@ def _describe_text(setup: Setup) -> list[str]:
         return []
     length, num_tested = setup.data.in_shape[0], len(setup.data.test_targets)
     return [
-        f"  a window is {length} characters out of {setup.data.num_classes}; the text's last {num_tested:,} windows "
-        f"are for testing; {setup.data.num_dropped:,} characters fill no window"
+        f"  a window is {length} characters, the vocabulary has {setup.data.num_classes}; the text's last "
+        f"{num_tested:,} windows are for testing; {setup.data.num_dropped:,} characters fill no window"
     ]
 
 

@@ -44,5 +44,5 @@ def _named(kind: str, item: Any, known: Mapping[str, Named], wanted: type[Named]
     if item not in known:
         close = difflib.get_close_matches(item, known, 1)
         hint = f" did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"no {kind} is called {item!r};{hint} Known: {', '.join(known)}")
+        raise ValueError(f"no {kind} is called {item!r};{hint} {'K' if hint else 'k'}nown: {', '.join(known)}")
     return known[item]

@@ -43,7 +43,9 @@ def test_the_published_hot_recipe_is_a_sum() -> None:
 
 def test_a_recipe_and_a_list_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipe", "mild", "--algorithms", "mixup", *NETWORK]) == 2
-    assert "--recipe: expected it, or --algorithms, not both" in capsys.readouterr().err
+    assert (
+        "--recipe: a recipe is a list of algorithms, and --algorithms is another; give one" in capsys.readouterr().err
+    )
 
 
 def test_unknown_recipes_are_refused() -> None:

@@ -79,8 +79,8 @@ def test_a_run_tells_what_a_language_model_is_measured_by(run: Run) -> None:
     assert f"{TRAIN_WINDOWS} windows in batches of 8" in out
     dropped = len(TEXT) - 2 - 16 * (TRAIN_WINDOWS + TEST_WINDOWS)
     assert (
-        f"a window is 16 characters out of {len(VOCABULARY)}; the text's last {TEST_WINDOWS} windows are for testing; "
-        f"{dropped} characters fill no window" in out
+        f"a window is 16 characters, the vocabulary has {len(VOCABULARY)}; the text's last {TEST_WINDOWS} windows are "
+        f"for testing; {dropped} characters fill no window" in out
     )
     lines = [line for line in out.splitlines() if re.match(r"\d\.0/2 ep ", line)]
     assert len(lines) == 2 and all("perplexity" in line and "accuracy" in line for line in lines)
