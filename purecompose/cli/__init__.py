@@ -270,7 +270,7 @@ def _add_check_options(command: argparse.ArgumentParser) -> None:
     add("--neutral", metavar="ALGORITHM", help="the same with settings that should change nothing")
     add("--tasks", metavar="LIST", help="names of tasks, separated by commas (all that the algorithm accepts)")
     add("--laws", metavar="LIST", help="names of laws, separated by commas (all that apply)")
-    add("--examples", type=whole, default=25, metavar="N", help="cases for each law (25)")
+    add("--max-examples", type=whole, default=25, metavar="N", help="cases for each law (25)")
     add("--seed", type=whole, default=0, metavar="N", help="of the cases (0)")
     add("--json", metavar="PATH", help="write the reports there as JSON; - for standard output, instead of tables")
     add("--quiet", action="store_true", help="print one line for each algorithm")

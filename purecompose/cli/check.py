@@ -67,11 +67,11 @@ def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Tr
             neutral=idle,
             tasks=listed(options.tasks),
             laws=listed(options.laws),
-            max_examples=options.examples,
+            max_examples=options.max_examples,
             seed=options.seed,
         )
     except (TypeError, ValueError) as error:
-        raise UsageError(one_line(error).replace("check: max_examples", "--examples")) from error
+        raise UsageError(one_line(error).replace("check: max_examples", "--max-examples")) from error
 
 
 def _reported(prepared: Trials, options: argparse.Namespace) -> Report:

@@ -241,7 +241,7 @@ _STYLES = {
 }
 _VACUOUS = (
     "vacuous: where it never acted nothing was judged. Does match say yes at an event of the step, early in a short "
-    "run? More cases (max_examples, --examples) or other tasks may help."
+    "run? More cases (max_examples, --max-examples) or other tasks may help."
 )
 
 

@@ -39,7 +39,7 @@ number = 3
 def failing():
     raise LookupError("no such thing")
 """
-QUICK = ("--laws", "input_untouched,deterministic", "--tasks", "vectors", "--examples", "3")
+QUICK = ("--laws", "input_untouched,deterministic", "--tasks", "vectors", "--max-examples", "3")
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_json(here, capsys) -> None:
         ("cli_algorithms", "one of your own is written my_module:my_algorithm"),
         ("cli_algorithms:good --laws determinstic", "no law is called 'determinstic'; did you mean 'deterministic'?"),
         ("cli_algorithms:good --tasks vector", "no task is called 'vector'; did you mean 'vectors'?"),
-        ("cli_algorithms:good --examples 0", "--examples: expected an int >= 1, got 0"),
+        ("cli_algorithms:good --max-examples 0", "--max-examples: expected an int >= 1, got 0"),
         ("cli_algorithms:good --neutral cli_algorithms:god", "has no attribute 'god'"),
         ("cli_algorithms:good mixup(0.2) --neutral mixup(0)", "--neutral: goes with one algorithm, got 2"),
         ("cli_algorithms:good --json nowhere/report.json", "--json: nowhere/report.json: there is no folder nowhere"),
@@ -142,7 +142,7 @@ def test_all_is_every_shipped_algorithm(here, capsys, monkeypatch, num) -> None:
 
     SHIPPED = {name: SHIPPED[name] for name in [*SHIPPED][:num]}
     monkeypatch.setattr("purecompose.cli.check.SHIPPED", SHIPPED)
-    arguments = ("all", "--laws", "input_untouched", "--examples", "1", "--json", "-")
+    arguments = ("all", "--laws", "input_untouched", "--max-examples", "1", "--json", "-")
     status, out, _ = run(capsys, *arguments)
     assert status == 0 and len(json.loads(out)["reports"]) == sum(len(row.examples) for row in SHIPPED.values())
 
