@@ -105,7 +105,12 @@ def add_settings(command: argparse.ArgumentParser) -> None:
             group.add_argument(setting.option, action="store_const", const=True, help=setting.help)
         else:
             group.add_argument(setting.option, type=_READ[setting.kind], metavar=setting.metavar, help=setting.help)
-    group.add_argument("--recipe", choices=tuple(RECIPES), help="the methods of a published recipe, as --algorithms")
+    group.add_argument(
+        "--recipe",
+        choices=tuple(RECIPES),
+        help="methods of a published recipe for images, as --algorithms; hot leaves out the recipe's BlurPool, "
+        "channels last and EMA. With the digits: --recipe hot --model resnet20",
+    )
     group.add_argument("--config", metavar="FILE", help="a TOML file of settings; options given here win")
     group.add_argument(
         "--set",

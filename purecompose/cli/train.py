@@ -6,6 +6,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from purecompose import _specs as specs
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, told_as_settings
 from purecompose.cli.settings import UsageError, chosen, command_of
@@ -42,6 +45,8 @@ def train(options: argparse.Namespace) -> None:
         if options.plan:
             print(setup.step.plan(setup.state, next(iter(setup.train_data))))
             return
+        if options.recipe is not None and not options.traceback:
+            _check_recipe(options.recipe, settings, setup)
         told = nullcontext() if options.traceback else _told_in_one_line(setup)
         with told, told_as_settings(settings, earlier, out):
             _run(options, settings, setup, out, earlier)
@@ -114,18 +119,54 @@ def _told_in_one_line(setup: Setup) -> Iterator[None]:
     except (UsageError, ImportError, OSError, CheckpointError, FloatingPointError):
         raise
     except Exception as error:
-        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
-        if any(note.startswith("in the stage forward") and _was_changed(note, setup) for note in notes):
-            kind = "int64" if setup.kind is TEXT else ""
-            shape = list(setup.data.in_shape)
-            notes.append(f"the network was made for inputs {kind}{shape}, which a method has changed")
-        text = f"{type(error).__name__}: {error}".partition("\n\n")[0]
-        parts = [" ".join(part.split()) for part in (text, *notes)]
-        raise RunError(f"{'; '.join(parts)} (--traceback shows where in the code)") from error
+        raise RunError(f"{_in_one_line(error, setup)} (--traceback shows where in the code)") from error
 
 
-def _was_changed(note: str, setup: Setup) -> bool:
-    """Whether a note about a stage, "... (int64[32, 128], ...)", shows other inputs than the data are."""
-    dtype, _, sizes = note.partition("(")[2].partition("]")[0].partition("[")
-    is_other = setup.kind is TEXT and dtype != "int64"
-    return is_other or sizes.split(", ")[1:] != [str(size) for size in setup.data.in_shape]
+def _in_one_line(error: Exception, setup: Setup) -> str:
+    """What a step has raised, where, and whether on inputs that a method has changed."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+    if _changed_inputs(error, setup) is not None:
+        kind = "int64" if setup.kind is TEXT else ""
+        shape = list(setup.data.in_shape)
+        notes.append(f"the network was made for inputs {kind}{shape}, which a method has changed")
+    text = f"{type(error).__name__}: {error}".partition("\n\n")[0]
+    return "; ".join(" ".join(part.split()) for part in (text, *notes))
+
+
+def _changed_inputs(error: Exception, setup: Setup) -> list[str] | None:
+    """The sizes of an example that the forward pass failed on, where it is not as the data are.
+
+    They are read from the note about the stage, "... (int64[32, 128], ...)".
+    """
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith("in the stage forward"):
+            dtype, _, sizes = note.partition("(")[2].partition("]")[0].partition("[")
+            found = sizes.split(", ")[1:]
+            if (setup.kind is TEXT and dtype != "int64") or found != [str(size) for size in setup.data.in_shape]:
+                return found
+    return None
+
+
+def _check_recipe(name: str, settings: Mapping[str, Any], setup: Setup) -> None:
+    """Takes a step with a recipe and throws its state away: the first images are the smallest.
+
+    Raises:
+        UsageError: The methods do not fit the data, or leave less of an image than the network takes.
+    """
+    try:
+        setup.plain_step(setup.state, next(iter(setup.train_data)))
+    except torch.OutOfMemoryError:
+        return  # the run may slice the batch
+    except (RuntimeError, TypeError, ValueError) as error:
+        found, model = _changed_inputs(error, setup), specs.parse_one(settings["model"]).name
+        hint = "" if model.startswith("resnet") else "; try --model resnet20"
+        if setup.kind is TEXT:
+            why = f"{name} is a recipe for images, and the data are a text; name methods for it by --algorithms"
+        elif found is not None:
+            sizes = ("x".join(sizes) for sizes in (found[1:], map(str, setup.data.in_shape[1:])))
+            why = f"{name} begins with images of {' in place of '.join(sizes)}, which {model} does not take{hint}"
+        else:
+            why = f"{name} does not fit {model} and these data{hint}"
+        raise UsageError(
+            f"--recipe: {why} ({_in_one_line(error, setup).partition('; in the stage forward')[0]})"
+        ) from error

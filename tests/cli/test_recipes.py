@@ -1,5 +1,7 @@
 """`train --recipe`: the published recipes run by their names."""
 
+import pathlib
+
 import pytest
 
 from purecompose import compose, loop_events, recipe
@@ -46,6 +48,37 @@ def test_a_recipe_and_a_list_are_one_too_many(capsys: pytest.CaptureFixture[str]
     assert (
         "--recipe: a recipe is a list of algorithms, and --algorithms is another; give one" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hot"], "hot begins with images of 3x3 in place of 8x8, which cnn does not take; try --model resnet20 ("),
+        (["mild", "--model", "mlp"], "mild begins with images of 4x4 in place of 8x8, which mlp does not take; try"),
+        (["medium", "--model", "vit"], "medium begins with images of 4x4 in place of 8x8, which vit does not take; "),
+        (["hot", "--data", "book.txt"], "hot is a recipe for images, and the data are a text; name methods for it by"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:(blurpool|channels_last|stochastic_depth)")
+def test_a_recipe_that_does_not_fit_is_refused_before_the_run(
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("book.txt").write_text("abcdefgh" * 1000)
+    assert main(["train", "--recipe", *arguments, "--duration", "4ba", "--out", "run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"train: error: --recipe: {said}" in captured.err
+    assert not pathlib.Path("run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:(blurpool|channels_last)")
+def test_a_recipe_fits_where_its_smallest_images_do(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = ("--set", "progressive_resizing.initial_scale=1.0")
+    assert main(["train", "--recipe", "mild", "--model", "mlp", *whole, "--duration", "4ba", "--quiet"]) == 0
 
 
 def test_unknown_recipes_are_refused() -> None:
