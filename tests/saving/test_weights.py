@@ -66,6 +66,21 @@ def test_what_does_not_fit_is_told(tmp_path: pathlib.Path) -> None:
     assert_same(found.params["0.weight"], make_state(make_mlp(1)).params["0.weight"])
 
 
+def test_the_live_weights_are_written_and_the_averages_where_they_are_put_first(tmp_path: pathlib.Path) -> None:
+    step = pc.compose(pc.loop_events, [pc.algorithms.ema("3ba")])
+    state = step.init(make_state())
+    for seed in range(3):
+        state = step(state, make_batch(seed))
+    averaged = pc.to_module(state, weights="ema").state_dict()
+    assert not torch.equal(averaged["0.weight"], state.params["0.weight"])
+    live = load_file(pc.save_weights(state, tmp_path / "live"))
+    written = load_file(pc.save_weights(pc.with_weights(state, "ema"), tmp_path / "ema"))
+    for name, param in state.params.items():
+        assert_same(live[name], param)
+        assert_same(written[name], averaged[name])
+    assert pc.to_module(state).training
+
+
 def test_a_failed_writing_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pc.save_weights(make_state(), tmp_path / "net")
 
