@@ -12,6 +12,7 @@ import torch
 
 import purecompose as pc
 from purecompose.algorithms import FACTORIES
+from purecompose.schedule import Scalar
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -188,6 +189,18 @@ def test_cards_have_one_form_and_all_settings(name: str) -> None:
 def test_what_a_methods_card_shows_runs(name: str) -> None:
     names = run_page(f"algorithms/{name}.md")
     assert name in str(names) and len(CARDS[name].read_text().splitlines()) < 70
+
+
+def test_the_page_names_each_setting_that_may_move() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    told = text.partition("**Scalars that move.**")[2].partition("\n* ")[0]
+    moving = {
+        parameter.name
+        for factory in FACTORIES.values()
+        for parameter in inspect.signature(factory).parameters.values()
+        if parameter.annotation == Scalar
+    }
+    assert moving == {name for name in re.findall(r"`(\w+)`", told) if name != "hparam"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
