@@ -4,6 +4,7 @@ The host's counters are the only source. They are written into the tensor, with 
 takes then, so that traced code holds no changing Python number.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -103,13 +104,17 @@ class Clock:
 
         Raises:
             KeyError: The schedule is none of those that the step evaluates.
+            Exception: What the schedule raised for the time after `advance`.
         """
         if schedule not in self.schedules:
             raise KeyError(
                 f"{schedule!r} is not evaluated in this step: schedules work in optimizers' settings and in "
                 "those that an algorithm lists in its config"
             )
-        return self.values[len(_FIELDS) + self.schedules.index(schedule)]
+        value = self.values[len(_FIELDS) + self.schedules.index(schedule)]
+        if self._row == 1 and (error := self._source.failed_later.get(schedule)) is not None:
+            raise error
+        return value
 
     def advanced(self) -> "Clock":
         """The clock after the step's `advance`."""
@@ -119,32 +124,45 @@ class Clock:
 class _Source:
     """Where a clock's numbers come from: a table, or the host's counters that it can be made of."""
 
-    __slots__ = ("_counters", "_table")
+    __slots__ = ("failed_later", "_counters", "_table")
 
     def __init__(self, *counters: Any, table: Tensor | None = None) -> None:
         self._counters, self._table = counters, table
+        # A list of rates may end where the run does, and few ask for what comes after `advance`; traced code sees NaN.
+        self.failed_later: dict[Schedule, Exception] = {}
 
     @property
     def table(self) -> Tensor:
         if self._table is None:
             now, later, schedules, draw, device = self._counters
-            rows = [_read(now, draw, schedules), _read(later, draw, schedules)]
+            rows = [_read(now, draw, schedules), _read(later, draw, schedules, self.failed_later)]
             self._table = sent(rows, torch.float64, device)
         return self._table
 
 
-def _read(timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...]) -> list[float]:
+def _read(
+    timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...], failed: dict[Schedule, Exception] | None = None
+) -> list[float]:
+    """The numbers at a time. What schedules raise is noted in `failed`, if there is one, and their numbers are NaN."""
     elapsed = timestamp.elapsed()
-    return [
+    row = [
         timestamp.batch,
         timestamp.epoch,
         timestamp.batch_in_epoch,
         timestamp.sample,
         timestamp.token,
-        float("nan") if elapsed is None else elapsed,
+        math.nan if elapsed is None else elapsed,
         draw,
-        *[schedule(timestamp) for schedule in schedules],
     ]
+    for schedule in schedules:
+        try:
+            row.append(schedule(timestamp))
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[schedule] = error
+            row.append(math.nan)
+    return row
 
 
 def _flatten(clock: Clock) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:

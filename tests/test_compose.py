@@ -246,6 +246,32 @@ def test_a_host_algorithm_may_change_the_static_part():
 # Time inside a step
 
 
+def rates(*values: float) -> schedule.Schedule:
+    """A schedule that is a list: there is none for what would come after the run."""
+    return schedule.scheduled(lambda timestamp: values[timestamp.batch])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_list_of_rates_may_end_where_the_run_does(compiled):
+    step = compose(loop_events)
+    step = pc.compile(step, backend="eager") if compiled else step
+    end = run_steps(step, make_state(optimizer=optim.sgd(rates(0.1, 0.2, 0.3))), make_batches(3))
+    expected = make_state(optimizer=optim.sgd(schedule.linear(0.1, 0.4, t_max="3ba")))
+    assert_close(end.params, run_steps(step, expected, make_batches(3)).params)
+    with pytest.raises(IndexError) as caught:
+        step(end, make_batch())
+    assert "at batch 3" in caught.value.__notes__[0] and "rates" in caught.value.__notes__[0]
+
+
+def test_what_reads_a_schedule_after_advance_is_told_that_it_has_ended():
+    last = rates(1.0)
+    late = changing("late", Event.BATCH_END, lambda s: s.replace(metrics={"r": s.scalar(last)}), config={"r": last})
+    with pytest.raises(IndexError) as caught:
+        step = compose(loop_events, [late])
+        step(step.init(make_state()), make_batch())
+    assert "at batch 1" in caught.value.__notes__[0]
+
+
 def test_a_traced_apply_that_reads_the_timestamp_is_told_about_the_clock():
     curious = changing("curious", Event.BATCH_START, lambda s: s if s.timestamp.batch else s)
     with pytest.raises(RuntimeError, match=r"timestamp\.batch was read inside a step.*state\.clock\.batch") as caught:

@@ -72,6 +72,7 @@ class Schedule(_Factor):
         Raises:
             TypeError, ValueError: the function returned something else than a finite number.
             UnitError: the schedule's times cannot be brought to one unit in this run.
+            Exception: what the function raised, with a note that names the schedule and the batch.
         """
         try:
             value = self.fn(timestamp)
@@ -79,6 +80,9 @@ class Schedule(_Factor):
             raise ValueError(
                 f"{self!r}: value at batch {timestamp.batch}: expected a finite number, got one beyond a float's range"
             ) from error
+        except Exception as error:
+            error.add_note(f"in the schedule {self!r}, at batch {timestamp.batch}")
+            raise
         if type(value) is float and math.isfinite(value):
             return value
         return check_number(value, f"{self!r}: value at batch {timestamp.batch}")
