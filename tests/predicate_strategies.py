@@ -135,16 +135,21 @@ def _counts(run: RunLength, *, in_epoch: bool = False) -> st.SearchStrategy[Pair
     if total is not None:
         lengths += [(f"{n / 20}dur", total * n / 20) for n in (1, 3, 7, 10)]
 
-    def build(chosen: tuple[Any, Fraction]) -> Pair:
+    def build(chosen: tuple[Any, Fraction], since: int | None) -> Pair:
         interval, length = chosen
+        first = length
+        if since is not None:
+            one = (epoch or 0) if isinstance(interval, str) and interval.endswith("ep") else 1
+            first = Fraction(max(one, -(-since // one) * one))
 
         def meaning(event: Event, time: Timestamp) -> bool:
             number = _number(event, time, in_epoch)
-            return number > 0 and number // length > (number - 1) // length
+            return number > 0 and number >= first and (number - first) // length > (number - 1 - first) // length
 
-        return Pair(every(interval, in_epoch=in_epoch), meaning)
+        options = {} if since is None else {"since": f"{since}ba"}
+        return Pair(every(interval, in_epoch=in_epoch, **options), meaning)
 
-    return st.sampled_from(lengths).map(build)
+    return st.builds(build, st.sampled_from(lengths), st.none() if in_epoch else st.none() | st.integers(0, 12))
 
 
 def _number(event: Event, time: Timestamp, in_epoch: bool) -> int:

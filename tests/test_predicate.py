@@ -28,7 +28,7 @@ from purecompose.predicate import (
 from purecompose.time import RunLength, Time, Timestamp
 
 
-RUN = RunLength("4ep", batches_per_epoch=5)
+RUN = RunLength("4ep", batches_per_epoch=5, iteration_length="2ep")
 
 
 def points(run: RunLength, count: int, samples: int = 8) -> list[Timestamp]:
@@ -77,6 +77,14 @@ def is_plain(event: Event, state: Any) -> bool:
         (every("0.125dur"), [3, 5, 8, 10, 13, 15, 18, 20]),
         (every(2, in_epoch=True), [2, 4, 7, 9, 12, 14, 17, 19]),
         (every(5, in_epoch=True), [5, 10, 15, 20]),
+        (every(6, since=0), [1, 7, 13, 19]),
+        (every(6, since="2ep"), [10, 16]),
+        (every("2ep", since="6ba"), [10, 20]),
+        (every("1ep", since=0), [5, 10, 15, 20]),
+        (every("0.125dur", since=0.4), [8, 11, 13, 16, 18]),
+        (every("1iter"), [10, 20]),
+        (every("1iter", since="11ba"), [20]),
+        (every(6, since="80sp"), [6, 12, 18]),
         (epoch_ends(), [5, 10, 15, 20]),
         (every(2) & ~every(4), [2, 6, 10, 14, 18]),
         (between(0.5, 0.9) & ~every(2), [11, 13, 15, 17]),
@@ -266,10 +274,10 @@ def test_what_cannot_change_in_a_stretch_is_settled(predicate: Predicate, left: 
     assert predicate.during(time) == (left, end)
 
 
-@pytest.mark.parametrize("in_epoch", [False, True])
+@pytest.mark.parametrize("options", [{}, {"in_epoch": True}, {"since": "0ba"}, {"since": "33ba"}, {"since": "200ba"}])
 @pytest.mark.parametrize(("length", "is_settled"), [(63, False), (64, True), (70, True)])
-def test_a_long_interval_is_settled_between_its_turns(length: int, is_settled: bool, in_epoch: bool) -> None:
-    predicate = every(length, in_epoch=in_epoch)
+def test_a_long_interval_is_settled_between_its_turns(length: int, is_settled: bool, options: dict[str, Any]) -> None:
+    predicate = every(length, **options)
     times = points(RunLength(batches_per_epoch=150), 310)
     settled = []
     for start in times:
@@ -304,6 +312,7 @@ def test_who_reads_more_than_time() -> None:
         (on(Event.BATCH_END) & epoch_ends(), "on(BATCH_END) & epoch_ends()"),
         (on("batch_end", "init"), "on(INIT, BATCH_END)"),
         (every("1ep", in_epoch=True), "every('1ep', in_epoch=True)"),
+        (every("1ep", since=0.5), "every('1ep', since='0.5dur')"),
         (every(2) | every(3), "(every('2ba') | every('3ba'))"),
         (~(every(2) & after(0.5)), "~(every('2ba') & after('0.5dur'))"),
         (as_predicate(is_plain), "is_plain"),
@@ -366,6 +375,8 @@ def test_neither_predicate_nor_function(match: Any) -> None:
         (lambda: every("0ep"), ValueError, "positive"),
         (lambda: every("8sp"), ValueError, "expected batches"),
         (lambda: every("60sec"), ValueError, "expected batches"),
+        (lambda: every(2, in_epoch=True, since=0.5), ValueError, "in_epoch or since"),
+        (lambda: every(2, since="60sec"), ValueError, "wall-clock"),
     ],
 )
 def test_mistakes_are_told_when_the_predicate_is_built(build: Any, error: type[Exception], text: str) -> None:

@@ -2,20 +2,27 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from purecompose.event import Event
 from purecompose.intervals import checked_interval
+from purecompose.optim.guarded import chosen
+from purecompose.predicate import Predicate, after, every, on
 from purecompose.schedule import Schedule
 from purecompose.state import State
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.units import named_time
 
 
-__all__ = ["Measure", "as_scalar", "between", "checked_every", "counters", "gone", "measure", "point"]
+__all__ = ["Measure", "Turns", "as_scalar", "between", "counters", "gone", "measure", "point", "turns"]
+
+Slot = TypeVar("Slot", bound=Any)
 
 _COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
+"""The units in which the host tells beforehand when weights are taken; by others the step itself does."""
 
 
 def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -44,16 +51,47 @@ def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float 
 # Times
 
 
-def checked_every(value: TimeLike, where: str) -> Time:
-    """An interval that batches count.
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """When weights are taken: in the first batch from a start on, and then every so often."""
+
+    interval: Time
+    measure: "Measure | None"
+    """By which the step counts examples, tokens and iterations; then `match` holds in every batch."""
+    match: Predicate
+
+    @property
+    def setting(self) -> "str | Measure":
+        """The interval as an algorithm's `config` wants it."""
+        return str(self.interval) if self.measure is None else self.measure
+
+    def taken(self, state: State, new: Slot, old: Slot) -> Slot:
+        """`new`, which has the batch's weights in it, where it is a turn; else `old`.
+
+        Both are slots with the fields `averages` and `turn`, the `counters` at the last turn.
+        """
+        if self.measure is None:
+            return new
+        now = counters(state)
+        share = self.measure.between(state, old.turn, now)
+        # Fractions of iterations round. A counter that starts again is that of another run from these weights.
+        whole, is_first = torch.floor(share + 1e-9), (old.averages.num == 0) | (share < 0)
+        # From the turn itself to the next, not from the batch that it came in, where more may have gone by.
+        turn = torch.lerp(old.turn, now, torch.where(share > 0, whole / share, 0.0))
+        return chosen(is_first | (whole >= 1), new._replace(turn=torch.where(is_first, now, turn)), old)
+
+
+def turns(interval: TimeLike, start: Time, where: str) -> Turns:
+    """Turns from a point of the run on.
 
     Raises:
-        TypeError, ValueError: It is no time, not positive, or in another unit than batches, epochs or `dur`.
+        TypeError, ValueError: The interval is no time, not positive, or in seconds.
     """
-    interval = checked_interval(named_time(value, where, TimeUnit.BATCH), where)
-    if interval.unit not in _COUNTED:
-        raise ValueError(f"{where}={value!r}: expected batches (ba), epochs (ep) or a share of the run (dur)")
-    return interval
+    time = checked_interval(named_time(interval, where, TimeUnit.BATCH), where)
+    is_told = time.unit in _COUNTED
+    # From the beginning on is from no share of the run, whose length nobody need know.
+    match = every(time, since=start or "0ba") if is_told else on(Event.BATCH_END)
+    return Turns(time, None if is_told else measure(time), match & after(start) if start else match)
 
 
 def point(value: TimeLike | float, where: str) -> Time:

@@ -16,7 +16,7 @@ one that is thrown away. Reads parameters and buffers.
 
 What differs from the original: nothing is swapped, so no save, evaluation or error can leave averages in training;
 prediction sees averages, too; integers are not averaged; `smoothing` alone will do, and a half-life of 0 is refused;
-half-life, start and interval may be in different units, and the start in any; weights in half precision have averages
+half-life, start and interval may be in any units, each in its own; weights in half precision have averages
 in float32. Use it or `swa`: where both are in a list, the later one decides what evaluation sees.
 
 References:
@@ -33,10 +33,10 @@ from torch import Tensor
 
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import Measure, as_scalar, between, checked_every, counters, measure, point
+from purecompose.algorithms._averages import Measure, as_scalar, between, counters, measure, point, turns
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
-from purecompose.predicate import after, every, on
+from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.time import TimeLike, TimeUnit
 from purecompose.time.units import named_time
@@ -52,6 +52,8 @@ class EmaState(NamedTuple):
     averages: Averages
     at: Tensor
     """When weights were last taken: batches, epochs, examples and tokens, float64 of shape (4,); 0 with `smoothing`."""
+    turn: Tensor
+    """When the last interval ended, as `at`; 0 with an interval in batches, epochs or a share of the run."""
 
 
 def compute_ema(
@@ -94,8 +96,9 @@ def ema(
             "1e6sp"; by default "1000ba" unless `smoothing` is given.
         smoothing: s, in [0, 1], for each update, in place of a half-life.
         ema_start: When averaging begins, a share of the run or a time.
-        update_interval: How often weights are taken, in batches, epochs or a share of the run; by default after every
-            batch. It should be much smaller than the half-life.
+        update_interval: How often weights are taken, from the first time on, in any unit but seconds; by default after
+            every batch. It should be much smaller than the half-life. In samples, tokens or iterations the step itself
+            tells when, at the cost of an update in every batch.
         name: Names the slot, and the weights for `to_module`.
 
     Raises:
@@ -116,16 +119,17 @@ def ema(
         pace = measure(checked_interval(time, "ema: half_life"))
     else:
         pace = check_number(smoothing, "ema: smoothing", 0, 1)
-    interval = checked_every("1ba" if update_interval is None else update_interval, "ema: update_interval")
     start = point(ema_start, "ema: ema_start")
+    taking = turns("1ba" if update_interval is None else update_interval, start, "ema: update_interval")
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            at = torch.zeros(4, dtype=torch.float64, device=state.device)
-            return state.replace(slots={**state.slots, name: EmaState(Averages.empty(state), at)})
+            never = torch.zeros(4, dtype=torch.float64, device=state.device)
+            return state.replace(slots={**state.slots, name: EmaState(Averages.empty(state), never, never.clone())})
         if event is not Event.BATCH_END:
             return with_weights(state, name)
-        averages, at = state.slots[name]
+        old = state.slots[name]
+        averages, at, turn = old
         if isinstance(pace, Measure):
             now = counters(state)
             # A counter that starts again, in another run from these weights, is no time that has gone by.
@@ -135,19 +139,17 @@ def ema(
         kept = torch.where(averages.num > 0, kept, 0.0)
         params = compute_ema(averages.params, state.params, kept)
         buffers = compute_ema(averages.buffers, state.buffers, kept)
-        new = Averages(params, _with_infinities(buffers, state.buffers), averages.num + 1)
-        return state.replace(slots={**state.slots, name: EmaState(new, at)})
+        new = EmaState(Averages(params, _with_infinities(buffers, state.buffers), averages.num + 1), at, turn)
+        return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
 
-    updates = on(Event.BATCH_END) & every(interval)
     setting = "half_life" if isinstance(pace, Measure) else "smoothing"
     return Algorithm(
         name,
-        # From the beginning on is from no share of the run, whose length nobody need know.
-        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | (updates & after(start) if start else updates),
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & taking.match,
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config={setting: pace, "ema_start": str(start), "update_interval": str(interval)},
+        config={setting: pace, "ema_start": str(start), "update_interval": taking.setting},
     )
 
 

@@ -2,15 +2,17 @@
 
     A_n = A_{n-1} + (W_n - A_{n-1}) / n
 
-with W_n the weights at the n-th of the times `update_interval` between `swa_start` and `swa_end`. Averaged are the
-trainable parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps`
-intervals from `swa_start` on, and stays there; for each group that has a rate of its own as well:
+with W_n the weights at the n-th turn: the first comes with the first batch from `swa_start` on (that ends an epoch, for
+an interval in epochs), others after each `update_interval`, up to `swa_end`. Averaged are the trainable parameters.
+With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps` intervals from `swa_start`
+on, and stays there; for each group that has a rate of its own as well:
 
     lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
 It is the schedule of the rate that changes: its greatest value stays, so that a weight decay which follows the schedule
 (`decoupled_sgdw`, `decoupled_weight_decay`) goes on doing so, and training before `swa_start` is that of one schedule
-alone, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that begins at 0.
+alone, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that begins at 0, as a
+decay that follows it then does.
 
 BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
 `swa_end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to date:
@@ -48,17 +50,17 @@ from torch import Tensor
 from purecompose._checks import check_number, check_whole
 from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import between, checked_every, gone, point
+from purecompose.algorithms._averages import Turns, between, gone, point, turns
 from purecompose.algorithms._checks import check_one_of
 from purecompose.event import Event
 from purecompose.optim.checks import factors_of, known_part
 from purecompose.optim.guarded import all_finite
 from purecompose.optim.nested import map_leaves, settings_of, with_setting
-from purecompose.predicate import after, before, every, on
+from purecompose.predicate import after, before, on
+from purecompose.predicate.timing import first_turn
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
 from purecompose.state import State
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
-from purecompose.time.units import snapped
 from purecompose.weights import Averages, statistics_of, with_batch, with_weights
 
 
@@ -71,6 +73,9 @@ class SwaState(NamedTuple):
     averages: Averages
     num_batches: Tensor
     """How many batches are in the statistics since `swa_end`, 0-d int64."""
+    turn: Tensor
+    """When the last interval ended: batches, epochs, examples and tokens, float64 of shape (4,); 0 with an interval in
+    batches, epochs or a share of the run."""
 
 
 def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
@@ -112,7 +117,9 @@ def swa(
         swa_end: From when on no weights are taken and statistics are brought up to date, later than the start. With a
             share of 1 the last weights count, too, and nothing is brought up to date: for networks without batch
             statistics.
-        update_interval: How often weights are taken, in batches, epochs or a share of the run.
+        update_interval: How often weights are taken, in any unit but seconds. First in the first batch from `swa_start`
+            on, or, with an interval in epochs, in the first that ends one. In samples, tokens or iterations the step
+            itself tells when, at the cost of an update in every batch.
         swa_lr: The learning rate to go to, at least 0; by default it stays as it is.
         anneal_strategy: How it goes there, "linear" or "cosine".
         anneal_steps: Over how many intervals it does, at least 1.
@@ -133,7 +140,7 @@ def swa(
     start, end = point(swa_start, "swa: swa_start"), point(swa_end, "swa: swa_end")
     if start.unit is end.unit and end <= start:
         raise ValueError(f"swa: expected swa_end after swa_start, got {start} and {end}")
-    interval = checked_every(update_interval, "swa: update_interval")
+    taking = turns(update_interval, start, "swa: update_interval")
     check_one_of(anneal_strategy, "swa: anneal_strategy", ("linear", "cosine"))
     check_whole(anneal_steps, "swa: anneal_steps", 1)
     if swa_lr is not None:
@@ -143,27 +150,29 @@ def swa(
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
-            if takes_none := _takes_none(state.timestamp.run, start, end, interval, is_whole=is_whole):
+            if takes_none := _takes_none(state.timestamp.run, start, end, taking, is_whole=is_whole):
                 warn(f"{name}: {takes_none}")
             zero = torch.zeros((), dtype=torch.int64, device=state.device)
-            state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero)})
+            never = torch.zeros(4, dtype=torch.float64, device=state.device)
+            state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero, never)})
             if swa_lr is None:
                 return state
-            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * interval, anneal_strategy)
+            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * taking.interval, anneal_strategy)
             return state.replace(optimizer=_with_rate(state.optimizer, annealed, name))
         if event in (Event.EVAL_START, Event.PREDICT_START):
             return with_weights(state, name)
         if event is Event.AFTER_TRAIN_BATCH:
             return _with_statistics(state, name)
-        averages, num_batches = state.slots[name]
+        old = state.slots[name]
+        averages = old.averages
         params = add_to_mean(averages.params, state.params, averages.num)
         buffers = {key: state.buffers[key].to(buffer.dtype) for key, buffer in averages.buffers.items()}
-        new = SwaState(Averages(params, buffers, averages.num + 1), num_batches)
-        return state.replace(slots={**state.slots, name: new})
+        new = old._replace(averages=Averages(params, buffers, averages.num + 1))
+        return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
 
-    averaging = on(Event.BATCH_END) & every(interval) & after(start)
+    averaging = on(Event.BATCH_END) & taking.match
     match = averaging if is_whole else averaging & before(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
-    settings: dict[str, Any] = {"swa_start": str(start), "swa_end": str(end), "update_interval": str(interval)}
+    settings: dict[str, Any] = {"swa_start": str(start), "swa_end": str(end), "update_interval": taking.setting}
     if swa_lr is not None:
         settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
     return Algorithm(
@@ -176,23 +185,21 @@ def swa(
     )
 
 
-def _takes_none(run: RunLength, start: Time, end: Time, interval: Time, *, is_whole: bool) -> str | None:
+def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_whole: bool) -> str | None:
     """In words, that a run takes no weights; `None` where it does, or cannot tell."""
-    first, last, length = (run.in_batches(time) for time in (start, end, interval))
-    if first is None or length is None or (last is None and not is_whole):
+    interval = taking.interval if taking.measure is None else Time(1, TimeUnit.BATCH)
+    first, last = first_turn(start, interval, run), run.in_batches(end)
+    if first is None or (last is None and not is_whole):
         return None
     total = math.inf if run.total_batches is None else run.total_batches
-    turn = max(1, math.floor(snapped(first / length)))
-    taken = math.ceil(snapped(turn * length))
-    taken = taken if taken >= first else math.ceil(snapped((turn + 1) * length))
-    if taken <= total and (is_whole or (last is not None and taken < last)):
+    if first <= total and (is_whole or (last is not None and first < last)):
         return None
-    ends = "" if last is None or is_whole else f" and before swa_end={end}, which is batch {last:g}"
-    runs = "" if total == math.inf else f"; the run has {total:g}"
+    facts = [] if last is None or is_whole else [f"swa_end={end} is batch {last:g}"]
+    facts += [] if total == math.inf else [f"the run has {total:g}"]
     return (
-        f"takes no weights in this run: there is no end of an update_interval={interval}, {length:g} batches, from "
-        f"swa_start={start} on, which is batch {first:g}{ends}{runs}. Set an update_interval of fewer batches, such as "
-        "'1ba', or swa_start and swa_end further apart"
+        f"takes no weights in this run: from swa_start={start} on the first batch for an update_interval of "
+        f"{taking.interval} is {first}, but {' and '.join(facts)}. Set one of fewer batches, such as '1ba', or "
+        "swa_start and swa_end further apart"
     )
 
 
@@ -201,7 +208,8 @@ def _with_statistics(state: State, name: str) -> State:
     found = statistics_of(state.model)
     if not found.names:
         return state
-    averages, num_batches = state.slots[name]
+    old = state.slots[name]
+    averages, num_batches = old.averages, old.num_batches
     measured = found.of(with_weights(state, name), state.inputs)
     is_good = all_finite(measured.values())
     both = with_batch(averages.buffers, measured, num_batches)
@@ -209,7 +217,9 @@ def _with_statistics(state: State, name: str) -> State:
         key: torch.where(is_good, both[key], own) if key in found.names else own
         for key, own in averages.buffers.items()
     }
-    new = SwaState(averages._replace(buffers=buffers), num_batches + is_good.to(num_batches.dtype))
+    new = old._replace(
+        averages=averages._replace(buffers=buffers), num_batches=num_batches + is_good.to(num_batches.dtype)
+    )
     return state.replace(slots={**state.slots, name: new})
 
 

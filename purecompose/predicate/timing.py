@@ -21,6 +21,9 @@ _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 _LONG_INTERVAL = 64
 
 
+_COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
+
+
 @dataclass(frozen=True, repr=False)
 class _On(Timed):
     events: frozenset[Event]
@@ -67,6 +70,7 @@ class _From(Timed):
 class _Every(Timed):
     interval: Time
     in_epoch: bool
+    since: Time | None = None
 
     def __call__(self, event: Event, state: Any) -> bool:
         timestamp: Timestamp = state.timestamp
@@ -74,6 +78,11 @@ class _Every(Timed):
         if number <= 0:
             return False
         length = self._length(timestamp.run)
+        if self.since is not None:
+            first = self._first(timestamp.run, length)
+            if number < first:
+                return False
+            number += length - first
         if type(length) is int:
             return number % length == 0
         # Snapped, so that the third of three thirds is passed at the end, not a batch later.
@@ -81,13 +90,15 @@ class _Every(Timed):
 
     def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
         length = self._length(timestamp.run)
+        first = self._first(timestamp.run, length)
         if type(length) is not int:
             return self, math.inf
-        counted = _Every(Time(length, TimeUnit.BATCH), self.in_epoch)
+        since = None if self.since is None else Time(int(first), TimeUnit.BATCH)
+        counted = _Every(Time(length, TimeUnit.BATCH), self.in_epoch, since)
         if length < _LONG_INTERVAL:
             return counted, math.inf
         # Which event asks is not known here: before the time advances the turn comes one batch count earlier.
-        passed = (timestamp.batch_in_epoch if self.in_epoch else timestamp.batch) % length
+        passed = ((timestamp.batch_in_epoch if self.in_epoch else timestamp.batch) - first) % length
         if passed == length - 1:
             return counted, timestamp.batch + 2
         if passed == 0 and timestamp.batch:
@@ -103,6 +114,10 @@ class _Every(Timed):
             return timestamp.batch_in_epoch + lag
         return timestamp.run.batches_per_epoch or 0  # the epoch has just been closed
 
+    def _first(self, run: RunLength, length: int | float) -> int | float:
+        """Which batch, counted from 1, is the first turn; after the first interval where nobody can tell."""
+        return length if self.since is None else first_turn(self.since, self.interval, run) or length
+
     def _length(self, run: RunLength) -> int | float:
         if self.interval.unit is TimeUnit.BATCH:
             return self.interval.value
@@ -115,7 +130,8 @@ class _Every(Timed):
         return int(length) if length.is_integer() else length
 
     def __repr__(self) -> str:
-        return f"every({str(self.interval)!r}{', in_epoch=True' if self.in_epoch else ''})"
+        since = "" if self.since is None else f", since={str(self.since)!r}"
+        return f"every({str(self.interval)!r}{', in_epoch=True' if self.in_epoch else ''}{since})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,27 +197,52 @@ def between(start: float | Time | str, end: float | Time | str) -> Predicate:
     return _From(first) & ~_From(last)
 
 
-def every(interval: int | Time | str, *, in_epoch: bool = False) -> Predicate:
+def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | Time | str | None = None) -> Predicate:
     """Holds in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
 
     It picks the same batches at events before and after the time advances.
 
     Args:
-        interval: A number of batches, or a time in batches, epochs or fractions of the run. A fractional
+        interval: A number of batches, or a time in batches, epochs, iterations or fractions of the run. A fractional
             number of batches picks those batches in which a multiple of it is passed.
         in_epoch: Count from the start of each epoch instead of the start of the run.
+        since: Count from the first batch that comes to this point of the run, or that ends an epoch or an iteration
+            there where the interval is in these; that batch is the first turn. As for `after`. A point that the run
+            cannot tell in batches leaves the count from the start of the run.
 
     Raises:
-        ValueError: An interval that is not positive, or in a unit that batches cannot count.
+        ValueError: An interval that is not positive, or in a unit that batches cannot count; `since` together with
+            `in_epoch`.
+
+    Example:
+        >>> every("2ep", since=0.7)
+        every('2ep', since='0.7dur')
     """
     if isinstance(interval, float):
         raise TypeError(f"every({interval!r}): expected a number of batches; write '{interval}dur' for a fraction")
     time = named_time(interval, "every: interval", TimeUnit.BATCH)
     if time.value <= 0:
         raise ValueError(f"every({interval!r}): expected a positive interval")
-    if time.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION):
-        raise ValueError(f"every({interval!r}): expected batches (ba), epochs (ep) or a fraction of the run (dur)")
-    return _Every(time, in_epoch)
+    if time.unit not in _COUNTED:
+        raise ValueError(
+            f"every({interval!r}): expected batches (ba), epochs (ep), iterations (iter) or a fraction of the run (dur)"
+        )
+    if since is not None and in_epoch:
+        raise ValueError(f"every({interval!r}): expected in_epoch or since={since!r}, got both")
+    return _Every(time, in_epoch, None if since is None else _point(since))
+
+
+def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
+    """The first batch, counted from 1, that comes to a point, or ends an epoch or an iteration there where the interval
+    is in these; `None` where it cannot be told in batches.
+
+    Example:
+        >>> first_turn(Time.of("0.6dur"), Time.of("2ep"), RunLength("10ba", batches_per_epoch=4))
+        8
+    """
+    start = run.in_batches(since)
+    one = 1.0 if interval.unit is TimeUnit.DURATION else run.in_batches(Time(1, interval.unit))
+    return None if start is None or one is None else int(max(1, math.ceil(snapped(start / one))) * one)
 
 
 def epoch_ends() -> Predicate:

@@ -17,7 +17,7 @@ def settings(kind: str) -> st.SearchStrategy[dict[str, Any]]:
     )
     optional = {
         "ema_start": st.sampled_from([0.0, "1ba", "1ep", 0.5, 1.0]),
-        "update_interval": st.sampled_from(["1ba", "2ba", "1ep", "0.5dur"]),
+        "update_interval": st.sampled_from(["1ba", "2ba", "1ep", "0.5dur", "9sp"]),
     }
     return st.builds(lambda pace, others: {**pace, **others}, paces, st.fixed_dictionaries({}, optional=optional))
 

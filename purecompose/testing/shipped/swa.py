@@ -16,7 +16,7 @@ def settings(kind: str) -> st.SearchStrategy[dict[str, Any]]:
     optional = {
         "swa_start": st.sampled_from([0.25, 0.0, "1ba", 0.5]),
         "swa_end": st.sampled_from([0.75, 1.0, "5ba"]),
-        "update_interval": st.sampled_from(["1ba", "2ba", "1ep", "0.25dur"]),
+        "update_interval": st.sampled_from(["1ba", "2ba", "1ep", "0.25dur", "9sp"]),
     }
     return st.fixed_dictionaries({}, optional=optional)
 
