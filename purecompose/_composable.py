@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
 from purecompose.loop import Grad, Node, Program, advance, events_in, walk
 from purecompose.passes import Pass
+from purecompose.predicate import NEVER
 
 
-__all__ = ["as_algorithms", "as_passes", "as_program", "check_no_host", "events_in_grad"]
+__all__ = ["as_algorithms", "as_passes", "as_program", "check_collects_once", "check_no_host", "events_in_grad"]
 
 
 def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
@@ -80,6 +81,19 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
             raise ValueError(
                 f"{algorithm.name} is a host algorithm and acts at {event}, inside a Grad: what runs there is "
                 "differentiated and compiled as a whole. Let it act before or after the gradient, or drop host=True"
+            )
+
+
+def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:
+    """Raises a `ValueError` where a step has several gradients for a method that adds up one of each."""
+    event = Event.AFTER_TRAIN_BATCH
+    count = sum(node is event for node in walk(program))
+    for algorithm in algorithms:
+        acts = Trait.COLLECTS_GRADIENTS in algorithm.traits and algorithm.predicate.at(event) != NEVER
+        if acts and count > 1:
+            raise ValueError(
+                f"{algorithm.name} adds up the gradients of several steps, one of each, but the program fires {event} "
+                f"{count} times: fire it once, after all of the step's gradients"
             )
 
 

@@ -13,7 +13,14 @@ import torch
 
 from purecompose import batch as batches
 from purecompose._checks import check_whole
-from purecompose._composable import as_algorithms, as_passes, as_program, check_no_host, events_in_grad
+from purecompose._composable import (
+    as_algorithms,
+    as_passes,
+    as_program,
+    check_collects_once,
+    check_no_host,
+    events_in_grad,
+)
 from purecompose._device import arithmetic
 from purecompose.algorithm import Algorithm
 from purecompose.application import Observe, application, applied
@@ -358,7 +365,7 @@ def compose(
     Raises:
         TypeError: Something in the program, among the algorithms or the passes is not of its kind.
         ValueError: A name used twice, an event on the wrong side of `advance`, fewer than one microbatch, or both a
-            number of microbatches and their size.
+            number of microbatches and their size; several AFTER_TRAIN_BATCH for a method that collects gradients.
 
     Example:
         >>> from purecompose import loop_events
@@ -366,6 +373,7 @@ def compose(
         Step(no algorithms)
     """
     nodes, chosen, ordering = as_program(program), as_algorithms(algorithms), as_passes(passes)
+    check_collects_once(nodes, chosen)
     check_one_cut(microbatches, microbatch_size, "compose", ("microbatches", "microbatch_size"))
     if microbatch_size is not None:
         check_whole(microbatch_size, "compose: microbatch_size", 1, hint="it is the most examples in a slice")

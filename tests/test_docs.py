@@ -136,7 +136,7 @@ def test_compiled_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 
 def test_half_precision() -> None:
-    assert run_page("precision.md")["state"].metrics["skipped"].item() == 0
+    assert run_page("precision.md")["state"].metrics["loss_scaling/skipped"].item() == 0
 
 
 def test_the_page_on_surgery(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,9 +53,11 @@ def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """When weights are taken: in the first batch from a start on, and then every so often."""
+    """When weights are taken: every so often, from a start on."""
 
     interval: Time
+    is_counted_anew: bool
+    """Whether the first batch there is a turn, and others are counted from it; else from the beginning of the run."""
     measure: "Measure | None"
     """By which the step counts examples, tokens and iterations; then `match` holds in every batch."""
     match: Predicate
@@ -75,23 +77,26 @@ class Turns:
         now = counters(state)
         share = self.measure.between(state, old.turn, now)
         # Fractions of iterations round. A counter that starts again is that of another run from these weights.
-        whole, is_first = torch.floor(share + 1e-9), (old.averages.num == 0) | (share < 0)
+        whole, is_first = torch.floor(share + 1e-9), share < 0
+        if self.is_counted_anew:
+            is_first = is_first | (old.averages.num == 0)
         # From the turn itself to the next, not from the batch that it came in, where more may have gone by.
         turn = torch.lerp(old.turn, now, torch.where(share > 0, whole / share, 0.0))
         return chosen(is_first | (whole >= 1), new._replace(turn=torch.where(is_first, now, turn)), old)
 
 
-def turns(interval: TimeLike, start: Time, where: str) -> Turns:
-    """Turns from a point of the run on.
+def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool) -> Turns:
+    """Turns from a point of the run on, counted there anew or from the beginning of the run.
 
     Raises:
         TypeError, ValueError: The interval is no time, not positive, or in seconds.
     """
     time = checked_interval(named_time(interval, where, TimeUnit.BATCH), where)
     is_told = time.unit in _COUNTED
+    match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else on(Event.BATCH_END)
     # From the beginning on is from no share of the run, whose length nobody need know.
-    match = every(time, since=start or "0ba") if is_told else on(Event.BATCH_END)
-    return Turns(time, None if is_told else measure(time), match & after(start) if start else match)
+    match = match & after(start) if start else match
+    return Turns(time, is_counted_anew, None if is_told else measure(time), match)
 
 
 def point(value: TimeLike | float, where: str) -> Time:

@@ -96,9 +96,9 @@ def ema(
             "1e6sp"; by default "1000ba" unless `smoothing` is given.
         smoothing: s, in [0, 1], for each update, in place of a half-life.
         ema_start: When averaging begins, a share of the run or a time.
-        update_interval: How often weights are taken, from the first time on, in any unit but seconds; by default after
-            every batch. It should be much smaller than the half-life. In samples, tokens or iterations the step itself
-            tells when, at the cost of an update in every batch.
+        update_interval: How often weights are taken, counted from the beginning of the run, in any unit but seconds; by
+            default after every batch. It should be much smaller than the half-life. In samples, tokens or iterations
+            the step itself tells when, at the cost of an update in every batch.
         name: Names the slot, and the weights for `to_module`.
 
     Raises:
@@ -120,7 +120,9 @@ def ema(
     else:
         pace = check_number(smoothing, "ema: smoothing", 0, 1)
     start = point(ema_start, "ema: ema_start")
-    taking = turns("1ba" if update_interval is None else update_interval, start, "ema: update_interval")
+    taking = turns(
+        "1ba" if update_interval is None else update_interval, start, "ema: update_interval", is_counted_anew=False
+    )
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:

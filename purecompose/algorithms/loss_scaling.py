@@ -8,16 +8,17 @@ slice by slice. Where that gives inf or NaN, the step is skipped and s falls; af
 A scale that is a power of two rounds nothing.
 
 Events: INIT (the slot; the optimizer becomes one that skips), BEFORE_BACKWARD, AFTER_BACKWARD, BATCH_END. Replaces
-`loss` between the two, and `grads`; adds `metrics["loss_scale"]`, the scale that the step has used, and
-`metrics["skipped"]`, 1 where its update was left out. Remembers a `LossScale` in `slots[name]`.
+`loss` between the two, and `grads`; adds `metrics[f"{name}/scale"]`, the scale that the step has used, and
+`metrics[f"{name}/skipped"]`, 1 where its gradients were left out. Remembers a `LossScale` in `slots[name]`.
 
 Wherever it is listed, the default passes make it the last at BEFORE_BACKWARD, so that it scales all that others have
 added to the loss, and the first at AFTER_BACKWARD, so that nobody sees scaled gradients (`Trait.SCALES_LOSS`).
 
-A skipped step leaves `params` and `opt_state` as they were. Time moves on, and so does what the forward pass writes
-into buffers, as with `torch.amp.GradScaler`, whose schedule of scales this is. One gradient that is not finite makes
-all of them NaN at once, so that no clipping in between can make a bad step look good. The scale stays a normal
-float32, whose inverse is finite; torch's can fall to 0.
+A skipped step leaves `params` and `opt_state` as they were; with `gradient_accumulation` its batch is left out of the
+group, which may be updated by the others. Time moves on, and so does what the forward pass writes into buffers, as with
+`torch.amp.GradScaler`, whose schedule of scales this is. One gradient that is not finite makes all of them NaN at once,
+so that no clipping in between can make a bad step look good. The scale stays a normal float32, whose inverse is finite;
+torch's can fall to 0.
 
 References:
     Paulius Micikevicius, Sharan Narang, Jonah Alben, Gregory Diamos, Erich Elsen, David Garcia, Boris Ginsburg,
@@ -142,7 +143,7 @@ def loss_scaling(
         is_finite = own.is_finite & all_finite(grads.values()) if grads else own.is_finite
         scale, good_steps = next_scale(own.scale, own.good_steps, is_finite, **settings)
         new = LossScale(scale, good_steps, torch.ones_like(own.is_finite))
-        metrics = {**state.metrics, "loss_scale": own.scale, "skipped": (~is_finite).to(torch.float32)}
+        metrics = {**state.metrics, f"{name}/scale": own.scale, f"{name}/skipped": (~is_finite).to(torch.float32)}
         return state.replace(slots={**state.slots, name: new}, metrics=metrics)
 
     is_neutral = init_scale == settings["growth_factor"] == settings["backoff_factor"] == 1

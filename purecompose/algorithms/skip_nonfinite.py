@@ -7,14 +7,14 @@ One element that is inf or NaN is enough. Both outcomes are computed and one is 
 
 Events: INIT (the slot; the optimizer becomes one that skips), BATCH_START (remembers the buffers), AFTER_TRAIN_BATCH
 and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a bad step; adds
-`metrics[f"{name}/skipped"]`, 1 where the update was left out, else 0. Remembers a `SkipCount` in `slots[name]`.
+`metrics[f"{name}/skipped"]`, 1 where the batch was left out, else 0. Remembers a `SkipCount` in `slots[name]`.
 
 At AFTER_TRAIN_BATCH it comes after what computes gradients anew (`Trait.RENEWS_GRADIENTS`), such as `sam`, and before
-what collects or clips them, so that a bad batch is no part of a group's sum. A bad step's buffers, such as BatchNorm's
-statistics, are put back there, and one element that is not finite, in the loss or a gradient, makes all gradients NaN,
-so that no clipping behind it can make them look good. What reads weights at BATCH_END finds them as they were, wherever
-it is listed. Gradients that go bad after that are found by the optimizer, and their buffers put back at BATCH_END,
-before averages are taken.
+what collects or clips them, so that a bad batch is no part of a group's sum: where it is the last of one, the update is
+that of the others. A bad step's buffers, such as BatchNorm's statistics, are put back there, and one element that is
+not finite, in the loss or a gradient, makes all gradients NaN, so that no clipping behind it can make them look good.
+What reads weights at BATCH_END finds them as they were, wherever it is listed. Gradients that go bad after that are
+found by the optimizer, and their buffers put back at BATCH_END, before averages are taken.
 
 What others remember is theirs: an average of the weights takes those that stayed once more, `lookahead` goes back when
 it is due, a schedule moves on. The loss is reported as it was. A step in which no example counts (a batch of padding,
@@ -41,7 +41,7 @@ class SkipCount(NamedTuple):
     """What `skip_nonfinite` remembers."""
 
     skipped: Tensor
-    """0-d, int32: how many steps of the run were skipped; changes at BATCH_END."""
+    """0-d, int32: how many batches of the run were left out; changes at BATCH_END."""
 
 
 class _Running(NamedTuple):

@@ -140,7 +140,7 @@ def swa(
     start, end = point(swa_start, "swa: swa_start"), point(swa_end, "swa: swa_end")
     if start.unit is end.unit and end <= start:
         raise ValueError(f"swa: expected swa_end after swa_start, got {start} and {end}")
-    taking = turns(update_interval, start, "swa: update_interval")
+    taking = turns(update_interval, start, "swa: update_interval", is_counted_anew=True)
     check_one_of(anneal_strategy, "swa: anneal_strategy", ("linear", "cosine"))
     check_whole(anneal_steps, "swa: anneal_steps", 1)
     if swa_lr is not None:

@@ -127,8 +127,7 @@ def test_the_method_is_the_closed_form_of_weights_and_statistics(smoothing):
 def test_half_lives_in_every_unit_beside_intervals_in_another(half_life, interval, every, passed):
     method = ema(half_life, update_interval=interval)
     states = states_after(method, cnn_state(iteration_length="2ep"), BATCHES)
-    first = 4 if interval == "1ep" else 1
-    samples = [weights_of(state) for state in states[first::every]]
+    samples = [weights_of(state) for state in states[every::every]]
     expected = expected_averages(samples, [2**-passed] * (len(samples) - 1))
     assert_near(averages_of(states[-1], "ema"), expected)
 
@@ -156,7 +155,7 @@ def test_a_share_of_a_run_that_is_counted_in_samples():
 
 @pytest.mark.parametrize(
     ("start", "interval", "first"),
-    [(0.0, "1ba", 1), ("5ba", "1ba", 5), ("5ba", "2ba", 5), (0.5, "1ba", 6), ("2ep", "1ba", 8), ("33sp", "1ba", 5)],
+    [(0.0, "1ba", 1), ("5ba", "1ba", 5), ("5ba", "2ba", 6), (0.5, "1ba", 6), ("2ep", "1ba", 8), ("33sp", "1ba", 5)],
 )
 def test_averaging_begins_with_the_first_update_from_the_start_on(start, interval, first):
     method = ema("2ba", ema_start=start, update_interval=interval)
@@ -379,7 +378,7 @@ def test_settings_are_checked_when_it_is_built(settings, error, words):
         ({"half_life": "0.1dur"}, {"duration": None}, "0.1dur is a share of a run that has no duration"),
         ({"half_life": "0.1dur"}, {"duration": "60sec"}, "0.1dur is a share of a run that has a duration of 60sec"),
         ({"ema_start": 0.5}, {"duration": None}, "0.5dur is a fraction of a run that has no duration"),
-        ({"update_interval": "1ep"}, {}, "every.'1ep'.* cannot be counted in batches in this run"),
+        ({"update_interval": "1ep"}, {}, "every.'1ep'. cannot be counted in batches in this run"),
     ],
 )
 def test_times_that_the_run_cannot_tell_are_errors(settings, options, words):

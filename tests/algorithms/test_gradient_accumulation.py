@@ -301,7 +301,7 @@ def test_a_batch_that_overflows_is_left_out_of_its_group_and_nobody_else():
     bad = (good[0] * torch.inf, good[1])
     for batch in (bad, bad, bad, good):
         state = step(state, batch)
-        skipped.append(state.metrics["skipped"].item())
+        skipped.append(state.metrics["loss_scaling/skipped"].item())
         if len(skipped) == 2:  # a group without a good batch
             assert tree.equal((state.params, state.opt_state), (start.params, start.opt_state)) and is_empty(state)
     assert skipped == [1, 1, 1, 0] and state.slots["loss_scaling"].scale.item() == 2.0**5
@@ -437,6 +437,15 @@ def test_gradients_flow_through_a_group():
     rate, h = torch.tensor(0.2, dtype=torch.float64), 1e-5
     expected = (loss_after(rate + h) - loss_after(rate - h)) / (2 * h)
     torch.testing.assert_close(torch.func.grad(loss_after)(rate), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_program_with_two_gradients_to_collect_is_refused():
+    """The second player's would be taken for those of another batch, and never trained."""
+    turn = (Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update)
+    program = (Event.BATCH_START, *turn, *turn, advance)
+    with pytest.raises(ValueError, match=r"^gradient_accumulation adds up .*AFTER_TRAIN_BATCH 2 times: fire it once"):
+        compose(program, [gradient_accumulation(2)])
+    compose(program, [gradient_accumulation(1)])
 
 
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])

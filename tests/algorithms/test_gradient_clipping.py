@@ -320,7 +320,7 @@ def test_a_step_with_nan_is_still_skipped_under_loss_scaling(kind):
     step = compose(loop_events, [gradient_clipping(kind, 0.02), alg.loss_scaling()])
     state = step.init(helpers.make_state())
     after = step(state, (BATCH[0] * torch.inf, BATCH[1]))
-    assert after.metrics["skipped"].item() == 1 and tree.equal(after.params, state.params)
+    assert after.metrics["loss_scaling/skipped"].item() == 1 and tree.equal(after.params, state.params)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -372,7 +372,7 @@ def test_other_methods_see_gradients_of_what_trains_alone(microbatches):
     assert seen == [left[0]] * 7 + [left[1]] * 7 + [left[2]] * 6
     for state, names in zip(states[1:], seen, strict=True):
         reported = {name.partition("/")[2] for name in state.metrics if name.startswith("gradient_norm/")}
-        assert reported == names and state.metrics["skipped"] == 0
+        assert reported == names and state.metrics["loss_scaling/skipped"] == 0
     assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
 
 

@@ -103,8 +103,8 @@ def test_training_is_grad_scalers():
         scaler.update()
         sgd.zero_grad()
         state = step(state, batch)
-        assert (state.metrics["loss_scale"].item(), scale_of(state)) == (used, scaler.get_scale())
-        assert state.metrics["skipped"].item() == (number % 3 == 2)
+        assert (state.metrics["loss_scaling/scale"].item(), scale_of(state)) == (used, scaler.get_scale())
+        assert state.metrics["loss_scaling/skipped"].item() == (number % 3 == 2)
         for name, param in net.named_parameters():
             torch.testing.assert_close(state.params[name], param.detach(), rtol=1e-6, atol=1e-7)
             torch.testing.assert_close(state.opt_state["momentum"][name], sgd.state[param]["momentum_buffer"])
@@ -148,7 +148,7 @@ def test_batch_norm_counts_a_skipped_batch_as_with_torch():
     step = made(loss_scaling(2.0**127))  # an honest batch, at a scale far too high
     before = step.init(helpers.make_state(net, loss=lambda o, t, reduction="mean": 1e3 * losses.cross_entropy(o, t)))
     after = step(before, BATCH)
-    assert after.metrics["skipped"].item() == 1 and tree.equal(before.params, after.params)
+    assert after.metrics["loss_scaling/skipped"].item() == 1 and tree.equal(before.params, after.params)
     assert after.buffers["1.num_batches_tracked"].item() == 1
     assert after.loss is not None and after.loss.isfinite()  # the scaled one was not
 
@@ -180,9 +180,9 @@ def test_one_slice_that_overflows_skips_the_step():
     step = made(loss_scaling(), microbatches=5)
     before = started(step, momentum_state())
     after = step(before, broken(row=9))
-    assert after.metrics["skipped"].item() == 1
+    assert after.metrics["loss_scaling/skipped"].item() == 1
     assert tree.equal((before.params, before.opt_state), (after.params, after.opt_state))
-    assert step(after, BATCH).metrics["skipped"].item() == 0
+    assert step(after, BATCH).metrics["loss_scaling/skipped"].item() == 0
 
 
 @pytest.mark.parametrize("clip_first", [True, False])
@@ -196,7 +196,7 @@ def test_clipping_sees_true_gradients_and_hides_no_overflow(clip_first):
     before = step.init(helpers.make_state())
     assert tree.equal(step(before, BATCH).params, made(clipping)(helpers.make_state(), BATCH).params)
     after = step(before, broken())
-    assert after.metrics["skipped"].item() == 1 and tree.equal(before.params, after.params)
+    assert after.metrics["loss_scaling/skipped"].item() == 1 and tree.equal(before.params, after.params)
 
 
 def climb(state: State) -> State:
@@ -217,7 +217,7 @@ def test_second_gradients_are_true_ones_and_their_overflow_skips():
     inputs = BATCH[0].clone()
     inputs[0, 0] = 60.0
     after = steps["scaled"](before, (inputs, BATCH[1]))
-    assert after.metrics["skipped"].item() == 1 and tree.equal(before.params, after.params)
+    assert after.metrics["loss_scaling/skipped"].item() == 1 and tree.equal(before.params, after.params)
     assert scale_of(after) == 2.0**15
 
 
@@ -239,7 +239,7 @@ def test_gradients_that_an_update_has_used_count_as_well():
     after = step(before, broken())
     changed = {name for name, param in after.params.items() if not torch.equal(param, before.params[name])}
     assert changed == {"2.weight", "2.bias"}
-    assert after.metrics["skipped"].item() == 1 and scale_of(after) == 2.0**15
+    assert after.metrics["loss_scaling/skipped"].item() == 1 and scale_of(after) == 2.0**15
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -296,7 +296,7 @@ def test_fp16_finds_its_scale_by_itself():
     skipped = []
     for _ in range(30):
         state = step(state, BATCH)
-        skipped.append(state.metrics["skipped"].item())
+        skipped.append(state.metrics["loss_scaling/skipped"].item())
     assert skipped == sorted(skipped, reverse=True) and skipped[0] == 1 and skipped[-1] == 0
     first = compose(loop_events)(helpers.make_state(), BATCH).loss
     assert state.loss is not None and first is not None and state.loss < first

@@ -369,22 +369,24 @@ def test_a_step_of_which_the_second_gradient_alone_overflows_is_skipped(is_first
     both = [alg.loss_scaling(2.0**8), sam(hparam("rho", 0.05))]
     step = compose(loop_events, both if is_first else both[::-1])
     state = step(started(step, helpers.make_state(precision="fp16")), BATCH)
-    assert state.metrics["skipped"].item() == 0
+    assert state.metrics["loss_scaling/skipped"].item() == 0
     far = state.replace(hparams={**state.hparams, "rho": 1e7})
     alone = compose(loop_events, [alg.loss_scaling(2.0**8)])
-    assert alone(far.replace(initialised=("loss_scaling",)), BATCH).metrics["skipped"].item() == 0
+    assert alone(far.replace(initialised=("loss_scaling",)), BATCH).metrics["loss_scaling/skipped"].item() == 0
     after = step(far, BATCH)
-    assert after.metrics["skipped"].item() == 1 and not after.metrics["sam/sharpness"].isfinite()
+    assert after.metrics["loss_scaling/skipped"].item() == 1 and not after.metrics["sam/sharpness"].isfinite()
     assert tree.equal((after.params, after.opt_state), (far.params, far.opt_state))
     assert after.slots["loss_scaling"].scale.item() == 2.0**7
-    assert step(after.replace(hparams={**state.hparams, "rho": 0.05}), BATCH).metrics["skipped"].item() == 0
+    assert (
+        step(after.replace(hparams={**state.hparams, "rho": 0.05}), BATCH).metrics["loss_scaling/skipped"].item() == 0
+    )
 
 
 def test_a_step_of_which_the_first_gradient_overflows_is_skipped():
     step = compose(loop_events, [alg.loss_scaling(2.0**8), sam(RHO)])
     state = step(started(step, helpers.make_state()), BATCH)
     after = step(state, (BATCH[0] * torch.inf, BATCH[1]))
-    assert after.metrics["skipped"].item() == 1
+    assert after.metrics["loss_scaling/skipped"].item() == 1
     assert tree.equal((after.params, after.opt_state), (state.params, state.opt_state))
 
 

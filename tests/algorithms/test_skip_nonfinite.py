@@ -246,7 +246,7 @@ def test_with_loss_scaling_both_skip_and_buffers_go_back(skip_first):
     assert before.slots["loss_scaling"].scale.item() == 2.0**16 and count_of(before) == 0
     after = step(before, broken())
     check_skipped(before, after)
-    assert after.metrics["skipped"].item() == 1 and after.slots["loss_scaling"].scale.item() == 2.0**15
+    assert after.metrics["loss_scaling/skipped"].item() == 1 and after.slots["loss_scaling"].scale.item() == 2.0**15
     assert count_of(step(after, BATCH)) == 1
 
 
