@@ -207,7 +207,7 @@ class Step:
 
         self._warn_of_standing_time(start)
         with looking_for_draws(), detect():
-            end = self.body(self.units(bits, watch))(start, Notes())
+            end = self.body(self.units(bits, watch))(start, Notes(contract=contract))
         contract.check(end)
         return end
 

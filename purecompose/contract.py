@@ -2,11 +2,13 @@
 
 import random as python_random
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._checks import shown
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.random.modules import UnkeyedRandomError
@@ -69,7 +71,7 @@ class Contract:
             FormError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
                 that changed it there.
         """
-        self._check_input("the network, the loss or a stage (a layer with inplace=True?)")
+        self._check_input("the step itself")
         before, after = _specs(self._start), _specs(end)
         if before == after:
             return
@@ -84,7 +86,40 @@ class Contract:
             where,
         )
 
-    def _check_input(self, culprit: str, event: Event | None = None) -> None:
+    def note_stage(self, stage: Any) -> None:
+        """Takes down that a stage has run; raises as `note`."""
+        self._check_input(f"the stage {stage!r} (a layer with inplace=True?)")
+
+    def note_update(self, state: State, result: Any) -> None:
+        """Takes down what the optimizer made of a state.
+
+        Raises:
+            InPlaceError, GlobalDrawError: As `note`.
+            FormError: It is no pair of parameters and optimizer state, each of the form that it had.
+        """
+        culprit = f"the update of the optimizer {state.optimizer!r}"
+        self._check_input(culprit, remedy="return new tensors (mul instead of mul_) by the same names")
+        wanted = (
+            "expected the pair (params, opt_state): all parameters by name, and what init gave, with the structure, "
+            "shapes and dtypes that both came with"
+        )
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise FormError(f"{culprit} returned {_told(result)}: {wanted}")
+        for name, new in zip(("params", "opt_state"), result, strict=True):
+            before, after = _specs_of(name, getattr(state, name)), _specs_of(name, new)
+            for path in {**before, **after}:
+                if before.get(path) != after.get(path):
+                    came = f"{path} = {after.get(path, 'absent')} where it was {before.get(path, 'absent')}"
+                    raise FormError(f"{culprit} returned {came}: {wanted}")
+            if list(before) != list(after):
+                raise FormError(f"{culprit} returned {name} in another order: {', '.join(after)}: {wanted}")
+
+    def _check_input(
+        self,
+        culprit: str,
+        event: Event | None = None,
+        remedy: str = "make a new tensor (mul instead of mul_) and return state.replace(...) with it",
+    ) -> None:
         now = _incoming(self._start)
         if len(now) != len(self._incoming) or any(
             new is not old for (_, new), (_, old) in zip(now, self._incoming, strict=True)
@@ -98,7 +133,7 @@ class Contract:
             if _version(tensor) != version:
                 raise InPlaceError(
                     f"{culprit} wrote in place into state.{path}, which belongs to the caller and has lost its value "
-                    "now: make a new tensor (mul instead of mul_) and return state.replace(...) with it",
+                    f"now: {remedy}",
                     event,
                 )
         if _global_generators() != self._generators:
@@ -144,9 +179,18 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _specs(state: State) -> dict[str, Any]:
-    found = {}
-    for name in _LASTING:
-        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items():
-            is_tensor = isinstance(leaf, Tensor)
-            found[f"{name}{path}"] = tree.describe(leaf, with_device=False) if is_tensor else repr(leaf)
-    return found
+    return {path: spec for name in _LASTING for path, spec in _specs_of(name, getattr(state, name)).items()}
+
+
+def _specs_of(name: str, value: Any) -> dict[str, Any]:
+    return {
+        f"{name}{path}": tree.describe(leaf, with_device=False) if isinstance(leaf, Tensor) else repr(leaf)
+        for path, leaf in tree.leaves_with_paths(value).items()
+    }
+
+
+def _told(result: Any) -> str:
+    """What came, in few words."""
+    if isinstance(result, Mapping):
+        return f"a {type(result).__name__} of {', '.join(map(repr, list(result)[:3])) or 'nothing'}"
+    return f"{len(result)} things" if isinstance(result, tuple | list) else shown(result)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, tree
 from purecompose.algorithm import Algorithm
+from purecompose.contract import Contract
 from purecompose.event import Event
 from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
 from purecompose.loop import Cut, Grad, Microbatches, Node, Stage, Update, events_in, loss
@@ -48,6 +49,8 @@ class Notes:
     """Where several processes share the batch: what gradients are of."""
     is_again: bool = False
     """Whether this is `state.gradient`, of which only gradients and loss are wanted."""
+    contract: Contract | None = None
+    """In a watched run: what looks at stages and updates."""
 
 
 Body: TypeAlias = Callable[[State, Notes], State]
@@ -116,7 +119,7 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
     if isinstance(node, Event):
         return [Unit(op, False, index, algorithm, is_host=algorithm.host) for algorithm, op in place.at(node)]
     if isinstance(node, Update):
-        body: Body = lambda state, notes: _update(state, node, notes.used)  # noqa: E731
+        body: Body = lambda state, notes: _update(state, node, notes)  # noqa: E731
     elif isinstance(node, Grad):
         body = _grad(_build_body(node.body, place), node.wrt)
         body = body if place.is_slice else _repeatable(body)
@@ -129,9 +132,9 @@ def _build_node(node: Node, place: _Place, index: int) -> list[Unit]:
         is_host = any(algorithm.host for event in events_in(node.body) for algorithm, _ in place.at(event))
         return [Unit(sliced(lambda body: body), True, index, None, sliced if is_cut else None, is_host)]
     elif node is loss and place.is_weighted:
-        body = _stage(_noted(loss), counts=True)
+        body = _stage(loss, counts=True)
     else:
-        body = _stage(_noted(node) if isinstance(node, Stage) else node)  # or any function State -> State
+        body = _stage(node)
     return [Unit(body, True, index)]
 
 
@@ -167,7 +170,7 @@ def _with_own_gradients(body: Body) -> Body:
     def run(state: State, notes: Notes) -> State:
         if state.grads is None:
             return body(state, notes)
-        inside = Notes(sharing=notes.sharing, is_again=notes.is_again)
+        inside = Notes(sharing=notes.sharing, is_again=notes.is_again, contract=notes.contract)
         after = body(state.replace(grads=None), inside)
         notes.terms = inside.terms
         if not after.grads:
@@ -180,11 +183,14 @@ def _with_own_gradients(body: Body) -> Body:
     return run
 
 
-def _stage(op: Op, *, counts: bool = False) -> Body:
-    """A stage; with `counts` it is the loss, and notes its terms."""
+def _stage(node: Op, *, counts: bool = False) -> Body:
+    """A stage, or any function `State -> State`; with `counts` it is the loss, and notes its terms."""
+    op = _noted(node) if isinstance(node, Stage) else node
 
     def run(state: State, notes: Notes) -> State:
         after = op(state)
+        if notes.contract is not None:
+            notes.contract.note_stage(node)
         if counts:
             notes.terms = _num_terms(after)
         if notes.used and after.grads:
@@ -323,7 +329,8 @@ def _num_terms(state: State) -> int | Tensor:
     return losses.num_terms(loss_fn, state.outputs, targets)
 
 
-def _update(state: State, node: Update, used: set[str]) -> State:
+def _update(state: State, node: Update, notes: Notes) -> State:
+    used = notes.used
     if state.grads is None:
         raise RuntimeError("the program's update comes before any Grad: there are no gradients")
     if not state.grads:  # a method has taken them all, for a later step
@@ -345,7 +352,14 @@ def _update(state: State, node: Update, used: set[str]) -> State:
             "a Grad before it, or leave it out"
         )
     used.update(grads)
-    params, opt_state = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
+    try:
+        result = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
+    except Exception as error:
+        error.add_note(f"in the update of the optimizer {state.optimizer!r}")
+        raise
+    if notes.contract is not None:
+        notes.contract.note_update(state, result)
+    params, opt_state = result
     return state.replace(params=params, opt_state=opt_state)
 
 

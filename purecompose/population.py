@@ -142,7 +142,7 @@ class Population(Step):
 
             def one(inner: State) -> dict[str, Any]:
                 # Every chunk has notes of its own: else the first would have used up the gradients of all.
-                inside = Notes(set(notes.used))
+                inside = Notes(set(notes.used), contract=notes.contract)
                 after = body(inner, inside)
                 ends.append((after.static, inside.used))
                 return {name: new for name in _FIELDS if (new := getattr(after, name)) is not getattr(inner, name)}

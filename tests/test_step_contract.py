@@ -222,8 +222,9 @@ def test_writing_into_what_the_step_was_given_is_caught(fn, said):
 
 def test_a_layer_that_works_in_place_on_the_batch_is_caught():
     net = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 3))
-    with pytest.raises(ContractError, match="inplace=True.* wrote in place into state.batch"):
-        compose(loop_events)(make_state(net), make_batch())
+    for algorithms in ([], [changing("innocent", Event.AFTER_FORWARD, lambda s: s)]):
+        with pytest.raises(ContractError, match="the stage forward .*inplace=True.* wrote in place into state.batch"):
+            compose(loop_events, algorithms)(make_state(net), make_batch())
 
 
 def test_draws_from_global_generators_in_an_algorithm_are_caught():
