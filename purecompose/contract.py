@@ -72,6 +72,7 @@ class Contract:
                 that changed it there.
         """
         self._check_input("the step itself")
+        self._check_metrics(end)
         before, after = _specs(self._start), _specs(end)
         if before == after:
             return
@@ -113,6 +114,22 @@ class Contract:
                     raise FormError(f"{culprit} returned {came}: {wanted}")
             if list(before) != list(after):
                 raise FormError(f"{culprit} returned {name} in another order: {', '.join(after)}: {wanted}")
+
+    def _check_metrics(self, end: State) -> None:
+        for name, metric in end.metrics.items():
+            if isinstance(metric, Tensor) or metric is self._start.metrics.get(name):
+                continue
+            made = [
+                (f"{algorithm.name} at {event}", event)
+                for algorithm, event, old, new in self._history
+                if name in new.metrics and new.metrics[name] is not old.metrics.get(name)
+            ]
+            culprit, where = made[-1] if made else ("a stage of the program", None)
+            raise FormError(
+                f"state.metrics[{name!r}]: expected a tensor, got {shown(metric)} from {culprit}: observers read "
+                "tensors; write torch.full((), number, device=state.device) for a number",
+                where,
+            )
 
     def _check_input(
         self,

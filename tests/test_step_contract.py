@@ -242,6 +242,23 @@ def test_slots_hold_tensors():
         compose(loop_events, [counts]).init(make_state())
 
 
+@pytest.mark.parametrize("event", [Event.AFTER_LOSS, Event.BATCH_END, Event.EPOCH_END])
+def test_metrics_are_tensors(event):
+    """Observers read them as such, long after the step."""
+    number = changing("m", event, lambda s: s.replace(metrics={**s.metrics, "m": 3.0}))
+    other = changing("other", event, lambda s: s.replace(metrics={**s.metrics, "tensor": torch.zeros(())}))
+    step = compose(loop_events, [other, number, noise()])
+    with pytest.raises(ContractError, match=rf"metrics\['m'\]: expected a tensor, got 3.0 \(float\) from m at {event}"):
+        step.fire(Event.EPOCH_END, step(make_state(), make_batch()))
+
+    def stage(state: State) -> State:
+        return state.replace(metrics={"m": 3})
+
+    staged = compose([*loop_events, stage])
+    with pytest.raises(ContractError, match=r"metrics\['m'\]: .* got 3 \(int\) from a stage of the program"):
+        staged(make_state(), make_batch())
+
+
 def test_a_batch_of_another_size_is_checked_too():
     def keep(state: State) -> State:
         return state.replace(slots={"rows": state.inputs[:, 0]})
