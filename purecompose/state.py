@@ -20,6 +20,7 @@ from purecompose.clock import Clock
 from purecompose.context import Context, Static
 from purecompose.model import Model, from_module
 from purecompose.network import call_model
+from purecompose.optim.protocol import check_optimizer, checked_init
 from purecompose.random.keys import as_rng
 from purecompose.ranks import Regrad, Sharing
 from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
@@ -95,7 +96,8 @@ class State:
                 frozen.
             loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that
                 computes its own.
-            optimizer: A pure optimizer, such as `optim.sgd(0.1)`.
+            optimizer: A pure optimizer, such as `optim.sgd(0.1)`, or a frozen dataclass of your own with `init` and
+                `update`; see `optim.Optimizer`.
             key: The run's seed, or its key (int64 of shape (2,)).
             duration: The run's length, such as `"20ep"`; fractions of a run need one.
             batches_per_epoch: The epoch's length in batches; without it nothing can be told in fractions of
@@ -114,7 +116,7 @@ class State:
         """
         parts = from_module(net)
         losses.check_loss(loss)
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer, "optimizer")
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
         if input_key is None:
@@ -134,7 +136,7 @@ class State:
         state = cls(
             params=parts.params,
             buffers=parts.buffers,
-            opt_state=optimizer.init(parts.params),
+            opt_state=checked_init(optimizer, parts.params),
             slots={},
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
@@ -387,11 +389,3 @@ def _loss_dtype(params: dict[str, Tensor]) -> torch.dtype:
     """That of a double-precision network, else float32."""
     wide = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
     return torch.float64 if wide else torch.float32
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
-        return
-    came = getattr(optimizer, "__name__", type(optimizer).__name__)
-    hint = "call it: optim.sgd(0.1)" if callable(optimizer) else "torch.optim's objects hold state of their own"
-    raise TypeError(f"optimizer: expected a pure one with init and update, such as optim.sgd(0.1), got {came}; {hint}")

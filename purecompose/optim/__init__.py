@@ -5,7 +5,7 @@
     params, opt_state = optimizer.update(grads, opt_state, params)
 
 Several of them for different parameters are one by `by_pattern`; what torch.optim has and this room has not comes
-`from_torch`. Own ones need no base class: whatever keeps the `Optimizer` protocol serves.
+`from_torch`. Own ones need no base class: a frozen dataclass that keeps the `Optimizer` protocol serves.
 """
 
 from purecompose.optim.adafactor import adafactor

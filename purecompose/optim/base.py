@@ -43,7 +43,10 @@ Value: TypeAlias = Callable[[Scalar], float | Tensor]
 
 
 class Optimizer(Protocol):
-    """The pair of pure functions that the step calls; hashable, and equal by value."""
+    """The pair of pure functions that the step calls; hashable, and equal by value: a frozen dataclass.
+
+    Its settings are fields, so that schedules and hparams among them are found; `update` reads those by `value`.
+    """
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
         """The state before the first update: a pytree of tensors; structure, shapes and dtypes last."""

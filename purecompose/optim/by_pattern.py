@@ -13,6 +13,7 @@ from torch import Tensor
 from purecompose._checks import shown
 from purecompose.optim.base import Optimizer, OptState, Value, can_move
 from purecompose.optim.checks import match_or_raise
+from purecompose.optim.protocol import check_optimizer
 from purecompose.schedule import number
 
 
@@ -87,8 +88,8 @@ class ByPattern:
                 raise TypeError(
                     f"by_pattern: expected a pattern of parameter names, such as '*.bias', got {shown(pattern)}"
                 )
-            _check_optimizer(optimizer, f"by_pattern: {pattern!r}")
-        _check_optimizer(self.rest, "by_pattern: rest")
+            check_optimizer(optimizer, f"by_pattern: {pattern!r}")
+        check_optimizer(self.rest, "by_pattern: rest")
         object.__setattr__(self, "groups", tuple(pairs.items()))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
@@ -163,14 +164,6 @@ class ByPattern:
 def _matching(groups: Patterns, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """The numbers of the patterns that match, for each name."""
     return tuple(tuple(i for i, (pattern, _) in enumerate(groups) if fnmatchcase(name, pattern)) for name in names)
-
-
-def _check_optimizer(optimizer: Any, where: str) -> None:
-    has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
-    if isinstance(optimizer, type) or not has_both:
-        raise TypeError(
-            f"{where}: expected an optimizer with init and update, such as adamw(3e-4), got {shown(optimizer)}"
-        )
 
 
 def _check_form(opt_state: Any, names: list[str], optimizer: Any) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from purecompose._checks import check_number
 from purecompose.schedule.scalar import Schedule
 
 
-__all__ = ["collect", "scaled"]
+__all__ = ["collect", "hidden", "scaled"]
 
 T = TypeVar("T")
 
@@ -29,6 +29,31 @@ def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
     found: dict[T, None] = {}
     _collect(obj, kind, found)
     return tuple(found)
+
+
+def hidden(obj: object, kind: type[T]) -> Iterator[tuple[object, T]]:
+    """What `collect` passes over: instances of `kind` among the attributes of objects that are no part of a tree.
+
+    Returns:
+        Pairs: the object, and what it holds.
+
+    Example:
+        >>> from purecompose.schedule import Hparam, hparam
+        >>> class Holder:
+        ...     def __init__(self) -> None:
+        ...         self.lr = hparam("lr", 0.1)
+        >>> [scalar for _, scalar in hidden({"holder": Holder()}, Hparam)]
+        [hparam('lr', 0.1)]
+    """
+    if isinstance(obj, kind):
+        return
+    inner = _children(obj)
+    if inner is not None:
+        for one in inner:
+            yield from hidden(one, kind)
+    elif not isinstance(obj, type):
+        for one in collect(getattr(obj, "__dict__", {}), kind):
+            yield obj, one
 
 
 def scaled(tree: T, ratio: float, *, scale_warmup: bool = False) -> T:
@@ -60,15 +85,18 @@ def scaled(tree: T, ratio: float, *, scale_warmup: bool = False) -> T:
 def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
     if isinstance(obj, kind):
         found.setdefault(obj)
-    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        for field in dataclasses.fields(obj):
-            _collect(getattr(obj, field.name), kind, found)
-    elif isinstance(obj, Mapping):
-        for value in obj.values():
-            _collect(value, kind, found)
-    elif isinstance(obj, tuple | list):
-        for value in obj:
-            _collect(value, kind, found)
+        return
+    for inner in _children(obj) or ():
+        _collect(inner, kind, found)
+
+
+def _children(obj: object) -> Iterable[Any] | None:
+    """What a node of a tree holds; `None` for what is no node."""
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return [getattr(obj, field.name) for field in dataclasses.fields(obj)]
+    if isinstance(obj, Mapping):
+        return obj.values()
+    return obj if isinstance(obj, tuple | list) else None
 
 
 def _mapped(obj: Any, fn: Callable[[Schedule], Schedule]) -> Any:

@@ -1,0 +1,83 @@
+"""Whether something keeps the `Optimizer` protocol, as far as that is seen before its first update."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._checks import shown
+from purecompose.schedule import Hparam, Schedule
+from purecompose.schedule.trees import hidden
+
+
+__all__ = ["check_optimizer", "checked_init"]
+
+
+def check_optimizer(optimizer: Any, where: str) -> None:
+    """Raises a `TypeError` for what is no optimizer, or one whose schedules and hparams no step would find."""
+    has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
+    if isinstance(optimizer, type) or not has_both:
+        raise TypeError(
+            f"{where}: expected an optimizer with init and update, a pure one such as optim.sgd(0.1), got "
+            f"{shown(optimizer)}; {_hint(optimizer)}"
+        )
+    _check_takes(optimizer.init, ("params",), f"{where}: {optimizer!r}.init")
+    _check_takes(optimizer.update, ("grads", "opt_state", "params", "value"), f"{where}: {optimizer!r}.update")
+    try:
+        hash(optimizer)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: {optimizer!r}: expected one that hashes, by which a compiled step is found again ({error}); "
+            "make its class a frozen dataclass (@dataclasses.dataclass(frozen=True)) with tuples in place of lists"
+        ) from None
+    for kind in (Schedule, Hparam):
+        for holder, scalar in hidden(optimizer, kind):
+            raise TypeError(
+                f"{where}: {shown(holder)} holds {scalar!r}, which no step would find: schedules and hparams are "
+                "looked for in the fields of dataclasses; make its class a frozen dataclass "
+                "(@dataclasses.dataclass(frozen=True)) with its settings as fields"
+            )
+
+
+def checked_init(optimizer: Any, params: Mapping[str, Tensor]) -> Any:
+    """The optimizer's state before the first update.
+
+    Raises:
+        TypeError: It holds something else than tensors.
+    """
+    opt_state = optimizer.init(params)
+    for path, leaf in tree.leaves_with_paths(opt_state).items():
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"optimizer: {optimizer!r}.init gave opt_state{path} = {shown(leaf)}: expected a pytree of tensors; "
+                "write torch.zeros(()) for a number"
+            )
+    return opt_state
+
+
+def _check_takes(method: Callable[..., Any], names: tuple[str, ...], where: str) -> None:
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # some built-in functions have none: let them try
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        wanted = f"({', '.join(names)})"
+        hint = "; value(setting) reads a schedule or an hparam" if "value" in names else ""
+        raise TypeError(
+            f"{where}: expected a function of {wanted}, in this order, got one of {signature}{hint}"
+        ) from None
+
+
+def _hint(optimizer: Any) -> str:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return f"torch.optim's objects hold state of their own: from_torch(torch.optim.{type(optimizer).__name__}, ...)"
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return f"write from_torch(torch.optim.{optimizer.__name__}, ...)"
+    if callable(optimizer):
+        return f"call it: {getattr(optimizer, '__name__', 'make')}(...)"
+    return "see optim.Optimizer"
