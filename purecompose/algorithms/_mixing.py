@@ -15,9 +15,10 @@ from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar
 from purecompose.state import State
+from purecompose.targets import Mixture
 
 
-__all__ = ["draw_share", "for_examples", "mixing_method"]
+__all__ = ["draw_share", "for_examples", "mixing_method", "mixture_for"]
 
 
 def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: str, hint: str) -> float | Tensor:
@@ -46,6 +47,22 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: s
 def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
     """The place of draws about `num` examples; with `None`, about the whole batch."""
     return rng if num is None else rng.per_example(torch.arange(num, device=rng.key.device))
+
+
+def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:
+    """The targets of these inputs as a mixture.
+
+    Raises:
+        TypeError: They are no tensor with a batch dim.
+        ValueError: There are more or fewer of them than inputs.
+    """
+    mixture = Mixture.of(targets)
+    if len(mixture.weights[0]) != len(inputs):
+        raise ValueError(
+            f"{where}: expected inputs and targets of one length, got inputs of {len(inputs)} examples and targets of "
+            f"{len(mixture.weights[0])}: a target belongs to each example, in the first dim"
+        )
+    return mixture
 
 
 def mixing_method(

@@ -38,7 +38,7 @@ from purecompose._device import sent
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._images import are_maps, check_images
-from purecompose.algorithms._mixing import draw_share, for_examples, mixing_method
+from purecompose.algorithms._mixing import draw_share, for_examples, mixing_method, mixture_for
 from purecompose.images.sizes import whole_part
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
@@ -119,7 +119,7 @@ def cutmix_batch(
     rows, columns = _between(boxes[..., 0::2], height), _between(boxes[..., 1::2], width)
     inside = (rows.unsqueeze(-1) & columns.unsqueeze(-2)).reshape(-1, height, width)
     # The targets first: they refuse partners that do not fit, with a message about shapes.
-    mixture = Mixture.of(targets)
+    mixture = mixture_for(inputs, targets, "cutmix_batch")
     if are_maps(mixture.targets[0], inputs):
         mixture = _pasted_maps(mixture, partners, inside, interpolate_loss)
     else:

@@ -29,7 +29,7 @@ from purecompose import batch as batches, random, tree
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms._checks import needed_rng
-from purecompose.algorithms._mixing import draw_share, mixing_method
+from purecompose.algorithms._mixing import draw_share, mixing_method, mixture_for
 from purecompose.schedule import Scalar
 from purecompose.targets import Mixture, per_row
 
@@ -95,7 +95,7 @@ def mixup_batch(
         indices = random.permutation(_rng(key).named("permutation"), inputs.shape[0])
     partners = indices.to(inputs.device)
     # The mixture first: it refuses partners that do not fit, with a message about shapes.
-    mixture = Mixture.of(targets).mixed_with(partners, mixing, interpolate_loss)
+    mixture = mixture_for(inputs, targets, "mixup_batch").mixed_with(partners, mixing, interpolate_loss)
     return _mix(inputs, partners, mixing), mixture
 
 

@@ -350,6 +350,16 @@ def test_a_step_names_the_member_that_does_not_fit():
         wrong(wrong.init(make_state()), {"x": torch.zeros(2, 2)})
 
 
+@pytest.mark.parametrize("num_targets", [3, 5])
+def test_a_step_names_the_lengths_of_inputs_and_targets_that_differ(num_targets):
+    step = compose(loop_events, [mixup()])
+    inputs, targets = make_batch()
+    batch = (inputs[:4], targets.repeat(2)[:num_targets])
+    with pytest.raises(ValueError, match=f"got inputs of 4 examples and targets of {num_targets}: a target") as caught:
+        step(step.init(make_state()), batch)
+    assert any("mixup at" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_step_refuses_what_looks_like_token_ids(dtype):
     ids = torch.zeros(2, 3, dtype=dtype)
