@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses, tree
+from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm
 from purecompose.contract import Contract
 from purecompose.event import Event
-from purecompose.gradient import Op, averaged, averaged_by_name, differentiate
+from purecompose.gradient import Op, averaged, averaged_by_name, differentiate, num_terms
 from purecompose.loop import Cut, Grad, Microbatches, Node, Stage, Update, events_in, loss
 from purecompose.ranks import Ranks, Sharing
 from purecompose.state import State
@@ -192,7 +191,7 @@ def _stage(node: Op, *, counts: bool = False) -> Body:
         if notes.contract is not None:
             notes.contract.note_stage(node)
         if counts:
-            notes.terms = _num_terms(after)
+            notes.terms = num_terms(after)
         if notes.used and after.grads:
             before = state.grads or {}
             notes.used.difference_update(name for name, grad in after.grads.items() if grad is not before.get(name))
@@ -318,15 +317,6 @@ def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks) 
         buffers=ranks.with_buffers(state.buffers, after.buffers, share.num_examples),
         slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
     )
-
-
-@torch.no_grad()
-def _num_terms(state: State) -> int | Tensor:
-    """How many terms the loss is a mean of, right after it: as an algorithm left outputs and targets to it."""
-    loss_fn = state.context.loss
-    # A model that computes its loss finds its targets in the batch, by a way of its own.
-    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    return losses.num_terms(loss_fn, state.outputs, targets)
 
 
 def _update(state: State, node: Update, notes: Notes) -> State:

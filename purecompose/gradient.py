@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches
+from purecompose import batch as batches, losses
 from purecompose._functorch import is_transforming
 from purecompose.state import State
 
 
-__all__ = ["Op", "averaged", "averaged_by_name", "differentiate", "wants_outer_gradient"]
+__all__ = ["Op", "averaged", "averaged_by_name", "differentiate", "num_terms", "wants_outer_gradient"]
 
 Op: TypeAlias = Callable[[State], State]
 
@@ -109,6 +109,18 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
     # Before the first value with weight the mean may be NaN, which lerp would keep.
     mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
     return torch.where(weight > 0, mixed, mean)
+
+
+@torch.no_grad()
+def num_terms(state: State) -> int | Tensor:
+    """How many terms the loss is a mean of, right after it: as an algorithm left outputs and targets to it.
+
+    It is what the gradient of a microbatch weighs beside those of others.
+    """
+    loss_fn = state.context.loss
+    # A model that computes its loss finds its targets in the batch, by a way of its own.
+    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
+    return losses.num_terms(loss_fn, state.outputs, targets)
 
 
 def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:

@@ -32,10 +32,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import losses
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
+from purecompose.gradient import num_terms
 from purecompose.optim.guarded import Guarded, all_finite
 from purecompose.predicate import NEVER, every, on
 from purecompose.state import State
@@ -131,7 +131,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         if event is Event.BATCH_START:
             return with_slot(state, _Last(own))
         if event is Event.AFTER_LOSS:
-            counted = own.counted(_num_terms(state))
+            counted = own.counted(num_terms(state))
             return with_slot(state, _Last(counted) if is_last else counted)
         if state.grads is None:  # a program without a gradient so far
             return with_slot(state, own)
@@ -154,15 +154,6 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
         config={"num_steps": num_steps},
     )
-
-
-@torch.no_grad()
-def _num_terms(state: State) -> int | Tensor:
-    """How many terms the loss of the slice at hand is a mean of."""
-    loss_fn = state.context.loss
-    # A model that computes its loss finds its targets in the batch, by a way of its own.
-    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    return losses.num_terms(loss_fn, state.outputs, targets)
 
 
 def _check_known(name: str, own: AccumulatedGradients, grads: dict[str, Tensor]) -> None:

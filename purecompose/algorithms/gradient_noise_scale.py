@@ -38,12 +38,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, losses
+from purecompose import batch as batches
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._parts import gradient_of_part
 from purecompose.algorithms.gradient_norm import norm_of
 from purecompose.event import Event
+from purecompose.gradient import num_terms
 from purecompose.predicate import on
 from purecompose.state import State
 
@@ -197,7 +198,7 @@ def _with_part(slot: NoiseScale | _Parts, state: State) -> NoiseScale | _Parts:
     if state.first_example is None:
         return slot.own
     like, size = slot.terms, state.num_examples
-    terms = _filled(_num_terms(state), like)
+    terms = _filled(num_terms(state), like)
     squared_norm = norm_of(state.grads.values()).square().to(like)
     # Chosen, not multiplied: the gradient of a part in which nothing counts may be NaN.
     return _Parts(
@@ -208,15 +209,6 @@ def _with_part(slot: NoiseScale | _Parts, state: State) -> NoiseScale | _Parts:
         slot.share + terms / size,
         slot.squared_share + terms * terms / size,
     )
-
-
-@torch.no_grad()
-def _num_terms(state: State) -> int | Tensor:
-    """What a part's gradient weighs in the batch's."""
-    loss_fn = state.context.loss
-    # A model that computes its loss finds its targets in the batch, by a way of its own.
-    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    return losses.num_terms(loss_fn, state.outputs, targets)
 
 
 def _of_parts(parts: _Parts, state: State) -> _Norms | None:
