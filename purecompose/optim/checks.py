@@ -13,6 +13,7 @@ from torch import Tensor
 
 from purecompose._checks import shown
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, number
+from purecompose.schedule.scalar import factors_of
 
 
 __all__ = [
@@ -141,11 +142,6 @@ def checked_constant(scalar: Scalar, where: str) -> float:
     if not isinstance(checked, float):
         raise TypeError(f"{where}: expected a plain number, got {checked!r} ({type(checked).__name__})")
     return checked
-
-
-def factors_of(scalar: Scalar) -> tuple[Scalar, ...]:
-    """What a scalar is the product of: numbers, hparams and schedules."""
-    return scalar.factors if isinstance(scalar, Product) else (scalar,)
 
 
 def known_part(scalar: Scalar) -> float:

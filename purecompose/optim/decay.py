@@ -9,9 +9,10 @@ from torch import Tensor
 
 from purecompose._warnings import warn
 from purecompose.optim.base import Value, read
-from purecompose.optim.checks import factors_of, known_part
+from purecompose.optim.checks import known_part
 from purecompose.optim.lists import add
 from purecompose.schedule import Scalar, Schedule
+from purecompose.schedule.scalar import factors_of
 
 
 __all__ = ["Decay", "decayed", "progress", "warn_if_strong"]

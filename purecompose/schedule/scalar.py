@@ -14,17 +14,17 @@ from purecompose.schedule.shape import Shape, stretched
 from purecompose.time import Time, Timestamp
 
 
-__all__ = ["Hparam", "Product", "Scalar", "Schedule", "hparam", "made", "number", "resolve", "scheduled"]
+__all__ = ["Hparam", "Product", "Scalar", "Schedule", "factors_of", "hparam", "made", "number", "resolve", "scheduled"]
 
 
 class _Factor:
     """Gives `*` to the scalars that are not plain numbers: the result is one flat Product."""
 
     def __mul__(self, other: Scalar) -> Product:
-        return Product((*_factors(self), *_factors(other))) if _is_scalar(other) else NotImplemented
+        return Product((*factors_of(self), *factors_of(other))) if _is_scalar(other) else NotImplemented
 
     def __rmul__(self, other: Scalar) -> Product:
-        return Product((*_factors(other), *_factors(self))) if _is_scalar(other) else NotImplemented
+        return Product((*factors_of(other), *factors_of(self))) if _is_scalar(other) else NotImplemented
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +176,11 @@ def made(name: str, shape: Shape, **settings: object) -> Schedule:
     return Schedule(shape, f"{name}({', '.join(f'{key}={_written(value)!r}' for key, value in settings.items())})")
 
 
+def factors_of(scalar: Scalar | _Factor) -> tuple[Scalar, ...]:
+    """What a scalar is the product of: numbers, hparams and schedules."""
+    return scalar.factors if isinstance(scalar, Product) else (scalar,)  # pyright: ignore[reportReturnType]
+
+
 def resolve(
     scalar: Scalar,
     *,
@@ -253,7 +258,3 @@ def _is_scalar(value: object) -> bool:
     if isinstance(value, _Factor):
         return True
     return is_number(value)
-
-
-def _factors(value) -> tuple[Scalar, ...]:
-    return value.factors if isinstance(value, Product) else (value,)
