@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "building", "sent"]
+__all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "building", "sent"]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of the forward pass, of the precisions under which it runs under autocast."""
@@ -29,6 +29,13 @@ def building(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
+
+
+def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number or a 0-d tensor as a tensor; a number is filled in, not copied from the host, which would wait."""
+    if isinstance(value, Tensor):
+        return value.to(dtype=dtype, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches
+from purecompose._device import as_scalar
 from purecompose.targets import Mixture, has_index_targets, num_examples, one_hot, per_row, wide_dtype
 
 
@@ -318,13 +319,7 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
     if not isinstance(terms, Tensor) and not isinstance(total, Tensor):
         return loss * (terms / total)
     dtype = wide_dtype(loss)
-    # Filled, not copied from the host, which on a GPU would wait.
-    terms, total = (
-        count.to(loss.device, dtype)
-        if isinstance(count, Tensor)
-        else torch.full((), count, dtype=dtype, device=loss.device)
-        for count in (terms, total)
-    )
+    terms, total = (as_scalar(count, dtype, loss.device) for count in (terms, total))
     return torch.where(terms > 0, loss * (terms / total.clamp(min=1)), 0)
 
 

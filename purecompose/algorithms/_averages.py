@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from purecompose._device import as_scalar
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.optim.guarded import chosen
@@ -17,19 +18,12 @@ from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
 from purecompose.time.units import named_time
 
 
-__all__ = ["Measure", "Turns", "as_scalar", "between", "counters", "gone", "measure", "point", "turns"]
+__all__ = ["Measure", "Turns", "between", "counters", "gone", "measure", "point", "turns"]
 
 Slot = TypeVar("Slot", bound=Any)
 
 _COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION)
 """The units in which the host tells beforehand when weights are taken; by others the step itself does."""
-
-
-def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number or a 0-d tensor as a tensor; a number is filled in, not copied from the host, which would wait."""
-    if isinstance(value, Tensor):
-        return value.to(dtype=dtype, device=device)
-    return torch.full((), value, dtype=dtype, device=device)
 
 
 def between(low: Mapping[str, Tensor], high: Mapping[str, Tensor], share: float | Tensor) -> dict[str, Tensor]:

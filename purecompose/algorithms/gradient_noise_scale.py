@@ -40,6 +40,7 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._checks import check_number
+from purecompose._device import as_scalar
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._parts import gradient_of_part
 from purecompose.algorithms.gradient_norm import norm_of
@@ -198,7 +199,7 @@ def _with_part(slot: NoiseScale | _Parts, state: State) -> NoiseScale | _Parts:
     if state.first_example is None:
         return slot.own
     like, size = slot.terms, state.num_examples
-    terms = _filled(num_terms(state), like)
+    terms = as_scalar(num_terms(state), like.dtype, like.device)
     squared_norm = norm_of(state.grads.values()).square().to(like)
     # Chosen, not multiplied: the gradient of a part in which nothing counts may be NaN.
     return _Parts(
@@ -240,7 +241,7 @@ def _of_half(state: State) -> _Norms | None:
     grads = {key: state.grads[key] for key in half}
     big = norm_of(grads.values()).square()
     apart = norm_of([half[key] - grads[key] for key in half]).square()
-    sizes = _filled(size, big), _filled(num, big)
+    sizes = as_scalar(size, big.dtype, big.device), as_scalar(num, big.dtype, big.device)
     return _Norms(big + apart, big, *sizes, torch.ones_like(big, dtype=torch.bool))
 
 
@@ -251,10 +252,3 @@ def _with_estimate(own: NoiseScale, norms: _Norms, decay: float) -> NoiseScale:
     is_good = norms.is_known.to(own.weight.device) & squared_norm.isfinite() & trace.isfinite()
     new = averaged(own, squared_norm, trace, decay)
     return NoiseScale(*[torch.where(is_good, a, b) for a, b in zip(new, own, strict=True)])
-
-
-def _filled(number: int | Tensor, like: Tensor) -> Tensor:
-    """0-d, of the other's dtype; filled, not copied from the host, which on a GPU would wait."""
-    if isinstance(number, Tensor):
-        return number.to(like)
-    return torch.full((), number, dtype=like.dtype, device=like.device)

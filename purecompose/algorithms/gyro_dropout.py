@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import random
+from purecompose._device import as_scalar
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._gyro_masks import (
     check_bank,
@@ -77,10 +78,7 @@ class _Place(NamedTuple):
         return cls(buffer[:2], *buffer[2:].unbind())
 
     def written(self) -> Tensor:
-        rest = [
-            value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.int64, device=self.key.device)
-            for value in self[1:]
-        ]
+        rest = [as_scalar(value, torch.int64, self.key.device) for value in self[1:]]
         return torch.cat([self.key, torch.stack(rest)])
 
 

@@ -16,12 +16,11 @@ References:
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import as_scalar
+from purecompose.algorithms._averages import between
 from purecompose.algorithms._checks import check_scalar
 from purecompose.event import Event
 from purecompose.predicate import NEVER, every, on
@@ -47,14 +46,11 @@ def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: flo
         KeyError: A slow one without a fast one.
 
     Example:
+        >>> import torch
         >>> pull_back({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)["w"]
         tensor([2.])
     """
-
-    def between(low: Tensor, high: Tensor) -> Tensor:
-        return torch.lerp(low, high, as_scalar(alpha, low.dtype, low.device))
-
-    return {name: between(value, fast[name]) for name, value in slow.items()}
+    return between(slow, fast, alpha)
 
 
 def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead") -> Algorithm:

@@ -34,9 +34,10 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_number
+from purecompose._device import as_scalar
 from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import as_scalar, between
+from purecompose.algorithms._averages import between
 from purecompose.event import Event
 from purecompose.optim.guarded import Guarded, all_finite, chosen
 from purecompose.optim.nested import leaves, settings_of

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from purecompose import surgery
 from purecompose._checks import check_number, check_whole
+from purecompose._device import as_scalar
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms._checks import check_one_of, check_scalar
 from purecompose.algorithms._surgery import warn_of_nothing
@@ -154,7 +155,7 @@ def stochastic_depth(
             # What follows a schedule has no value before the first batch.
             return state if collect(rate, Schedule) else _with_rates(state, state.scalar(rate), drop_distribution)
         value = state.scalar(rate)
-        metrics = {**state.metrics, f"{name}/drop_rate": _filled(value, torch.zeros((), device=state.device))}
+        metrics = {**state.metrics, f"{name}/drop_rate": as_scalar(value, torch.float32, state.device)}
         return _with_rates(state, value, drop_distribution).replace(metrics=metrics)
 
     settings = {
@@ -203,13 +204,11 @@ def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> S
     modules = state.model.module.named_modules()
     names = [f"{name}.drop_rate".lstrip(".") for name, module in modules if isinstance(module, StochasticDepth)]
     rates = stochastic_depth_rates(len(names), rate, drop_distribution)
-    new = {name: _filled(value, state.buffers[name]) for name, value in zip(names, rates, strict=True)}
+    new = {
+        name: as_scalar(value, state.buffers[name].dtype, state.device)
+        for name, value in zip(names, rates, strict=True)
+    }
     return state.replace(buffers={**state.buffers, **new})
-
-
-def _filled(value: float | Tensor, like: Tensor) -> Tensor:
-    # A number is filled in, not copied from the host, which on a GPU would wait.
-    return value.to(like.dtype) if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
 def _blocks(module: nn.Module) -> list[str]:
