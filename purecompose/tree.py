@@ -232,11 +232,19 @@ def describe(tensor: Tensor, *, with_device: bool = True) -> str:
 
 
 def global_norm(tree: Any) -> Tensor:
-    """The Euclidean norm of all tensor leaves together, a 0-d tensor (0 for an empty tree)."""
+    """The Euclidean norm of all tensor leaves together, 0-d (0 for an empty tree); that of half precision is float32.
+
+    Example:
+        >>> global_norm({"w": torch.tensor([3.0], dtype=torch.float16), "b": torch.tensor([0.0, 4.0])})
+        tensor(5.)
+    """
     tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
     if not tensors:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in tensors]))
+    # Squares of half-precision numbers soon leave its range.
+    half = (torch.float16, torch.bfloat16)
+    norms = [torch.linalg.vector_norm(leaf.float() if leaf.dtype in half else leaf) for leaf in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:

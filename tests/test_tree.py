@@ -200,6 +200,13 @@ def test_global_norm_is_the_norm_of_all_numbers_together(rows):
     assert tree.global_norm(value).ndim == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_global_norm_of_half_precision_is_added_up_in_float32(dtype):
+    large = torch.full((100,), 6e4, dtype=dtype)
+    norm = tree.global_norm({"a": large, "b": torch.zeros(1)})
+    assert norm.dtype is torch.float32 and torch.equal(norm, tree.global_norm(large.float()))
+
+
 def test_a_tolerance_is_a_share_of_the_largest_magnitude():
     first, second = {"a": torch.tensor([100.0, 0.0])}, {"a": torch.tensor([100.0, 0.05])}
     assert list(tree.differences(first, second, tolerance=1e-3)) == []

@@ -71,7 +71,7 @@ def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
         >>> clip_by_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)
         {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
-    share = (threshold / (tree.global_norm(list(map(wide, grads.values()))) + _SLACK)).clamp(max=1.0)
+    share = (threshold / (tree.global_norm(list(grads.values())) + _SLACK)).clamp(max=1.0)
     return {name: (wide(grad) * share).to(grad.dtype) for name, grad in grads.items()}
 
 

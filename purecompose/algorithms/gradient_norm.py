@@ -12,11 +12,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._checks import check_flag
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
+from purecompose.weights import wide
 
 
 __all__ = ["gradient_norm", "norm_of"]
@@ -29,8 +31,7 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
         >>> norm_of([torch.tensor([3.0], dtype=torch.float16), torch.tensor([0.0, 4.0])])
         tensor(5.)
     """
-    norms = [_norm(tensor) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return tree.global_norm([tensor.detach() for tensor in tensors])
 
 
 def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradient_norm") -> Algorithm:
@@ -56,7 +57,11 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
     def apply(event: Event, state: State) -> State:
         del event
         grads = state.grads or {}
-        found = {f"{name}/{key}": _norm(grad) for key, grad in grads.items()} if each else {}
+        found = (
+            {f"{name}/{key}": torch.linalg.vector_norm(wide(grad.detach())) for key, grad in grads.items()}
+            if each
+            else {}
+        )
         if total:
             found[name] = norm_of(grads.values()) if grads else torch.zeros((), device=state.device)
         return state.replace(metrics={**state.metrics, **found})
@@ -64,10 +69,3 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
     return Algorithm(
         name, on(Event.BATCH_END) if total or each else NEVER, apply, config={"total": total, "each": each}
     )
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    # Squares of half-precision numbers soon leave its range.
-    tensor = tensor.detach()
-    is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if is_narrow else None)

@@ -50,6 +50,7 @@ from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar
 from purecompose.state import State
+from purecompose.weights import wide
 
 
 __all__ = ["clip_per_example", "norms_per_example", "per_example_clipping"]
@@ -70,7 +71,8 @@ def norms_per_example(grads: Grads) -> Tensor:
         >>> norms_per_example({"w": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([4.0, 1.0])})
         tensor([5., 1.])
     """
-    return torch.linalg.vector_norm(torch.stack([_row_norms(grad) for grad in grads.values()]), dim=0)
+    norms = [torch.linalg.vector_norm(wide(grad).reshape(len(grad), -1), dim=1) for grad in grads.values()]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 def clip_per_example(grads: Grads, max_norm: float | Tensor) -> dict[str, Tensor]:
@@ -226,12 +228,6 @@ def _clipped_sums(grads: Grads, max_norm: float | Tensor) -> tuple[dict[str, Ten
     is_long = norms > max_norm
     share = torch.where(is_long, max_norm / torch.where(is_long, norms, 1.0), 1.0)
     return {name: torch.tensordot(share.to(grad.dtype), grad, dims=1) for name, grad in grads.items()}, norms
-
-
-def _row_norms(grad: Tensor) -> Tensor:
-    # Squares of half-precision numbers soon leave its range.
-    is_narrow = grad.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(grad.reshape(len(grad), -1), dim=1, dtype=torch.float32 if is_narrow else None)
 
 
 def _noisy(grad: Tensor, rng: random.Rng, deviation: float | Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def perturb_params(
         >>> perturb_params({"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([0.0, 2.0])}, rho=0.5)["w"]
         tensor([1.0000, 1.5000])
     """
-    share = rho / (tree.global_norm(list(map(wide, grads.values()))) + epsilon)
+    share = rho / (tree.global_norm(list(grads.values())) + epsilon)
     moves = {name: (share * wide(grad)).to(params[name].dtype) for name, grad in grads.items()}
     return {**params, **{name: params[name] + move for name, move in moves.items()}}
 
