@@ -34,7 +34,7 @@ from torch import Tensor
 from purecompose._checks import check_number, check_whole
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
-from purecompose.optim.guarded import Guarded, all_finite
+from purecompose.optim.guarded import all_finite, check_guarded, guarded
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
 
@@ -164,16 +164,11 @@ def _initialised(state: State, name: str, init_scale: float) -> State:
         torch.zeros((), dtype=torch.int32, device=state.device),
         torch.ones((), dtype=torch.bool, device=state.device),
     )
-    optimizer = state.optimizer if isinstance(state.optimizer, Guarded) else Guarded(state.optimizer)
-    return state.replace(slots={**state.slots, name: own}, optimizer=optimizer)
+    return state.replace(slots={**state.slots, name: own}, optimizer=guarded(state.optimizer))
 
 
 def _scaled(state: State, name: str) -> State:
-    if not isinstance(state.optimizer, Guarded):
-        raise RuntimeError(
-            f"{name}: expected the optimizer that INIT has put in place, which skips steps that overflow, got "
-            f"{state.optimizer!r}: replace it before step.init, or by optim.guarded.Guarded(...) around the new one"
-        )
+    check_guarded(state.optimizer, name)
     own, loss = state.slots[name], state.loss
     assert loss is not None
     return state.replace(loss=loss * own.scale, slots={**state.slots, name: _Scaled(own, loss)})

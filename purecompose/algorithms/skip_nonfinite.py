@@ -29,7 +29,7 @@ from torch import Tensor
 
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
-from purecompose.optim.guarded import Guarded, all_finite, chosen
+from purecompose.optim.guarded import all_finite, check_guarded, chosen, guarded
 from purecompose.predicate import on
 from purecompose.state import State
 
@@ -77,7 +77,7 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
             return state.replace(slots={**state.slots, name: _Running(slot, state.buffers, good)})
         grads = state.grads or {}
         if event is Event.AFTER_TRAIN_BATCH:
-            _check_optimizer(state, name)
+            check_guarded(state.optimizer, name)
             is_good = all_finite(grads.values() if state.loss is None else (state.loss, *grads.values()))
             marked = {key: torch.where(is_good, grad, torch.nan) for key, grad in grads.items()}
             if isinstance(slot, _Running):
@@ -106,19 +106,10 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
 
 def _initialised(state: State, name: str) -> State:
     count = SkipCount(torch.zeros((), dtype=torch.int32, device=state.device))
-    optimizer = state.optimizer if isinstance(state.optimizer, Guarded) else Guarded(state.optimizer)
-    return state.replace(slots={**state.slots, name: count}, optimizer=optimizer)
+    return state.replace(slots={**state.slots, name: count}, optimizer=guarded(state.optimizer))
 
 
 def _restored(state: State, slot: Any, is_good: Tensor) -> State:
     """The state; of a bad step, with the buffers that it began with."""
     before: Mapping[str, Tensor] = slot.buffers if isinstance(slot, _Running) else {}
     return state.replace(buffers=chosen(is_good, state.buffers, before)) if before else state
-
-
-def _check_optimizer(state: State, name: str) -> None:
-    if not isinstance(state.optimizer, Guarded):
-        raise RuntimeError(
-            f"{name}: expected the optimizer that INIT has put in place, which skips steps that are not finite, got "
-            f"{state.optimizer!r}: replace it before step.init, or by optim.guarded.Guarded(...) around the new one"
-        )

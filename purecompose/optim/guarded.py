@@ -17,7 +17,7 @@ from purecompose.optim.lists import is_plain
 from purecompose.schedule import number
 
 
-__all__ = ["Guarded", "all_finite", "chosen"]
+__all__ = ["Guarded", "all_finite", "check_guarded", "chosen", "guarded"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,20 @@ class Guarded:
     def can_move(self, param: Tensor) -> bool:
         """Whether the inner optimizer moves parameters of this form."""
         return can_move(self.inner, param)
+
+
+def guarded(optimizer: Any) -> Guarded:
+    """The optimizer with a guard around it, of which one is enough."""
+    return optimizer if isinstance(optimizer, Guarded) else Guarded(optimizer)
+
+
+def check_guarded(optimizer: Any, where: str) -> None:
+    """Raises a `RuntimeError` where an optimizer has lost the guard that a method gave it."""
+    if not isinstance(optimizer, Guarded):
+        raise RuntimeError(
+            f"{where}: expected the optimizer that INIT has put in place, which skips steps that are not finite, got "
+            f"{optimizer!r}: replace it before step.init, or by optim.guarded.Guarded(...) around the new one"
+        )
 
 
 def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
