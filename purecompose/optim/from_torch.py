@@ -107,6 +107,11 @@ class FromTorch(ByGroup):
         settings = tuple((name, frozen(setting)) for name, setting in sorted(dict(self.settings).items()))
         for name, setting in settings:
             _check_setting(setting, f"{self.called}: {name}")
+        if dict(settings).get("differentiable"):
+            raise ValueError(
+                f"{self.called}: differentiable=True: its update passes no gradient on, and works on copies; leave it "
+                "out. To differentiate through steps take an optimizer that purecompose.optim has itself, such as adamw"
+            )
         object.__setattr__(self, "settings", settings)
         self._try_out()
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
@@ -115,7 +120,7 @@ class FromTorch(ByGroup):
         """One step of a small matrix, which tells most mistakes when the optimizer is built."""
         try:
             instance(self.optimizer, [([nn.Parameter(torch.ones(2, 2))], read(self.settings, known_part))])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{self.called}: {error}") from error
         try:
             memory_of(self.optimizer, self.settings, torch.Size((2, 2)), torch.float32, torch.device("cpu"))
@@ -207,6 +212,11 @@ class FromTorch(ByGroup):
     ) -> Memory:
         """What the class remembers of a parameter; all of it is in the state, where that is given."""
         device = torch.device("cpu") if param.is_meta else param.device
+        if device.type == "cpu" and dict(rule.settings).get("capturable"):
+            raise ValueError(
+                f"{self.called}: capturable=True keeps counters on a GPU, and the parameter {name!r} is on the CPU: "
+                "leave it out, or have the network on the GPU before State.create"
+            )
         try:
             memory = memory_of(self.optimizer, rule.settings, param.shape, param.dtype, device)
         except Exception as error:

@@ -34,6 +34,8 @@ __all__ = [
 STARTED = "started"
 """The slot that tells whether a parameter has been updated before, 0-d bool."""
 
+_DONE_ONCE = ("_warned", "_need_device_dtype_check")
+
 Settings: TypeAlias = tuple[tuple[str, Any], ...]
 
 
@@ -141,11 +143,11 @@ def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if name != "params"
     }
     plain = (bool, int, float, Tensor, list, tuple)
-    # What torch has warned of already is no memory.
+    # Whether torch has warned of something, or looked at devices once, is no memory.
     own = {
         name: told(held)
         for name, held in vars(optimizer).items()
-        if isinstance(held, plain) and name != "param_groups" and not name.startswith("_warned")
+        if isinstance(held, plain) and name != "param_groups" and not name.startswith(_DONE_ONCE)
     }
     return {**groups, **own}
 

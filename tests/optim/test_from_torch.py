@@ -20,6 +20,8 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"amsgrad": True, "foreach": False}),
     "AdamW": (torch.optim.AdamW, {"foreach": True}),
     "AdamW fused": (torch.optim.AdamW, {"fused": True}),
+    "SGD fused": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "fused": True}),
+    "Adagrad fused": (torch.optim.Adagrad, {"fused": True}),
     "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9, "eps": 1e-3}),
     "Adadelta": (torch.optim.Adadelta, {}),
     "Adafactor": (torch.optim.Adafactor, {}),
@@ -222,6 +224,14 @@ def test_memory_that_changes_its_form_is_told_in_the_update(mode: str, message: 
         (torch.optim.Adam, {"betas": {0.9: 1}}, TypeError, "betas: expected a setting that hashes"),
         (torch.optim.Adam, {"groups": {"*": {"rate": 1}}}, TypeError, r"groups\['\*'\]: no option 'rate'; the options"),
         (torch.optim.Adam, {"groups": {"*": {"lr": -1.0}}}, ValueError, r"groups\['\*'\]: .*Invalid learning rate"),
+        (torch.optim.Adam, {"differentiable": True}, ValueError, r"Adam\): differentiable=True: its update passes no"),
+        (
+            torch.optim.Adam,
+            {"groups": {"*.bias": {"differentiable": True}}},
+            ValueError,
+            r"groups\['\*.bias'\]: .*differentiable=True",
+        ),
+        (torch.optim.Adam, {"fused": True, "foreach": True}, RuntimeError, r"from_torch\(torch.optim.Adam\): .*fused"),
         (torch.optim.Optimizer, {}, TypeError, r"from_torch\(torch.optim.Optimizer\)"),
         (torch.nn.Linear, {}, TypeError, "from_torch: expected a class of torch's optimizers"),
         (torch.optim.Adam([torch.zeros(1)]), {}, TypeError, "from_torch: expected a class of torch's optimizers"),
@@ -238,6 +248,12 @@ def test_parameters_that_the_class_refuses_are_named_at_init(tensors):
         optim.from_torch(torch.optim.Muon).init(tensors())
     with pytest.raises(ValueError, match=r"groups\['bias'\] matches no parameter"):
         optim.from_torch(torch.optim.Adam, groups={"bias": {"lr": 0.1}}).init(tensors())
+
+
+def test_counters_on_a_gpu_are_refused_where_there_is_none(tensors):
+    optimizer = optim.from_torch(torch.optim.NAdam, groups={"*.bias": {"capturable": True}})
+    with pytest.raises(ValueError, match=r"NAdam\): capturable=True keeps .* the parameter 'body.bias' is on the CPU"):
+        optimizer.init(tensors())
 
 
 def test_parameters_that_never_train_have_no_memory():
