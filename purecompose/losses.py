@@ -12,8 +12,9 @@ since that is linear in its targets:
 
 A loss may say what its mean divides by, so that microbatches add up to the batch: by a method
 `counted(outputs, targets)`, a bool tensor of the shape that reduction "none" gives, true where a position
-enters the mean (padding does not); or by a method `num_terms(outputs, targets)`, the number itself. A loss
-with neither is taken for a mean over all elements. Nothing here reads a value back from the device.
+enters the mean (padding does not); or by a method `num_terms(outputs, targets)`, the number itself, which
+may be a sum of weights. A loss with neither is taken for a mean over all elements. Nothing here reads a value
+back from the device.
 """
 
 from __future__ import annotations
@@ -290,8 +291,8 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
 def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
     """How many terms the loss's mean divides by: the weight of one microbatch among others.
 
-    The loss's own `num_terms(outputs, targets)` if it has one, else the number of positions it counts (0-d,
-    int64), else the number of examples. Not free: meant for steps of several microbatches.
+    The loss's own `num_terms(outputs, targets)` if it has one (0-d, whole or not), else the number of positions it
+    counts (0-d, int64), else the number of examples. Not free: meant for steps of several microbatches.
     """
     if hasattr(loss_fn, "num_terms"):
         return loss_fn.num_terms(outputs, targets)  # pyright: ignore[reportFunctionMemberAccess]
@@ -320,7 +321,7 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
         return loss * (terms / total)
     dtype = wide_dtype(loss)
     terms, total = (as_scalar(count, dtype, loss.device) for count in (terms, total))
-    return torch.where(terms > 0, loss * (terms / total.clamp(min=1)), 0)
+    return torch.where(terms > 0, loss * (terms / torch.where(total > 0, total, 1)), 0)
 
 
 def _call_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str) -> Tensor:
@@ -367,7 +368,7 @@ def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:
 def _mean_of(total: Tensor, count: int | Tensor) -> Tensor:
     """total / count; where the count is zero, NaN with a gradient of zero (that of 0 / 0 is NaN)."""
     count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+    return torch.where(count > 0, total / torch.where(count > 0, count, 1), torch.nan)
 
 
 def _reduce(losses: Tensor, reduction: str) -> Tensor:

@@ -75,7 +75,7 @@ class Mean(NamedTuple):
     total: Tensor
     """0-d, the sum so far: int64, exact, for accuracies; else float64, or float32 on devices without it."""
     number: Tensor
-    """0-d, int64: how many examples or positions counted so far."""
+    """0-d, int64: how many examples or positions counted so far; floating where a loss weighs them."""
 
     def value(self) -> Tensor:
         """0-d, float: total / number; NaN where nothing counted."""

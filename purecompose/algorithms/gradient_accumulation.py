@@ -51,9 +51,9 @@ class AccumulatedGradients(NamedTuple):
     sums: dict[str, Tensor]
     """Gradients of the trainable parameters, each times its batch's terms; float32 for those in half precision."""
     num_terms: Tensor
-    """Of how many terms, 0-d int64."""
+    """Of how many terms, 0-d float64 (float32 where there is none wider): a loss may weigh them, by classes."""
     current: Tensor
-    """The terms of the running step so far, 0-d int64; 0 between steps."""
+    """The terms of the running step so far, likewise; 0 between steps."""
     is_counted: Tensor
     """Whether anybody has counted terms in the running step, 0-d bool."""
 
@@ -61,7 +61,8 @@ class AccumulatedGradients(NamedTuple):
     def empty(cls, params: dict[str, Tensor]) -> "AccumulatedGradients":
         """Of no batch; for these parameters or, which is as good, for the sums of some."""
         device = next(iter(params.values())).device if params else None
-        zero = torch.zeros((), dtype=torch.int64, device=device)
+        has_float64 = device is None or device.type != "mps"
+        zero = torch.zeros((), dtype=torch.float64 if has_float64 else torch.float32, device=device)
         sums = {name: torch.zeros_like(wide(param)) for name, param in params.items()}
         return cls(sums, zero, zero.clone(), torch.zeros_like(zero, dtype=torch.bool))
 
@@ -78,7 +79,8 @@ class AccumulatedGradients(NamedTuple):
             num = torch.where(is_good, num, 0)
 
         def with_one(total: Tensor, grad: Tensor) -> Tensor:
-            return total + torch.where(num > 0, num * grad.to(total.dtype), 0)  # a mean of nothing may be NaN
+            share = num.to(total.dtype) * grad.to(total.dtype)
+            return total + torch.where(num > 0, share, 0)  # a mean of nothing may be NaN
 
         sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
         nothing = torch.zeros_like(self.current), torch.zeros_like(self.is_counted)
@@ -86,8 +88,10 @@ class AccumulatedGradients(NamedTuple):
 
     def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
         """The means, for the parameters and in the dtypes of these gradients."""
-        total = self.num_terms.clamp(min=1)
-        means = {name: (self.sums[name] / total).to(grad.dtype) for name, grad in grads.items()}
+        total = torch.where(self.num_terms > 0, self.num_terms, 1)
+        means = {
+            name: (self.sums[name] / total.to(self.sums[name].dtype)).to(grad.dtype) for name, grad in grads.items()
+        }
         if of_nothing == 0:  # as the sums are
             return means
         return {name: torch.where(self.num_terms > 0, mean, of_nothing) for name, mean in means.items()}

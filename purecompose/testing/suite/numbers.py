@@ -139,7 +139,7 @@ def _weighs_examples(whole: State, num: int) -> bool:
     given = whole.batch if isinstance(loss_fn, losses.ModelLoss) else whole.targets
     try:
         parts = batches.split((whole.outputs, given), min(num, whole.num_examples))
-        counts = [(int(losses.num_terms(loss_fn, *part)), batches.num_examples(part)) for part in parts]
+        counts = [(float(losses.num_terms(loss_fn, *part)), batches.num_examples(part)) for part in parts]
     except (TypeError, ValueError):  # the loss had other examples than the batch at the end
         return False
     terms, examples = (sum(count) for count in zip(*counts, strict=True))
