@@ -32,8 +32,9 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_number
+from purecompose._device import as_scalar
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import Measure, as_scalar, between, counters, measure, point, turns
+from purecompose.algorithms._averages import Measure, between, counters, measure, point, turns
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.predicate import on
