@@ -108,11 +108,11 @@ def augmix_batch(
 
 def augmix(
     severity: Scalar = 3.0,
+    *,
     depth: int = -1,
     width: int = 3,
     alpha: Scalar = 1.0,
     augmentation_set: str | Sequence[str | Primitive] = "all",
-    *,
     value_range: ValueRange = None,
     name: str = "augmix",
     input_key: batches.Key | None = None,
@@ -185,7 +185,7 @@ def augmix_transform(
     Raises:
         TypeError, ValueError: As `augmix`. Of a sample: floats outside of the range.
     """
-    augmix(severity, depth, width, alpha, augmentation_set, value_range=value_range)
+    augmix(severity, depth=depth, width=width, alpha=alpha, augmentation_set=augmentation_set, value_range=value_range)
     value_range = frozen(value_range) or (0.0, 1.0)
     settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
     core = partial(augmix_batch, **settings, augmentation_set=frozen(augmentation_set), value_range=value_range)

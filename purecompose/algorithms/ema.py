@@ -84,10 +84,10 @@ def compute_ema(
 
 def ema(
     half_life: TimeLike | None = None,
+    *,
     smoothing: float | None = None,
     ema_start: TimeLike | float = 0.0,
     update_interval: TimeLike | None = None,
-    *,
     name: str = "ema",
 ) -> Algorithm:
     """Averages the weights for evaluation and export; see `purecompose.algorithms.ema`.

@@ -73,7 +73,7 @@ def perturb_params(
 
 
 def sam(
-    rho: Scalar = 0.05, epsilon: float = 1e-12, interval: int = 1, *, per_rank: bool = False, name: str = "sam"
+    rho: Scalar = 0.05, *, epsilon: float = 1e-12, interval: int = 1, per_rank: bool = False, name: str = "sam"
 ) -> Algorithm:
     """Steps by the gradient at the worst point nearby; see `purecompose.algorithms.sam`.
 

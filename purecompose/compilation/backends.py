@@ -104,6 +104,12 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
     with inductor.config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions)
+        # What comes next reads each result by the strides that were traced. Inductor keeps those of results that it
+        # is told of; others it lays out as suits it, convolutions with the channels last.
+        (output,) = graph.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = [
+            i for i, one in enumerate(output.args[0]) if isinstance(one, fx.Node)
+        ]
         compiled = inner.compile_fx_inner(graph, [node.meta["val"] for node in _placeholders(graph)])
     return getattr(compiled, "current_callable", None) or compiled
 
@@ -168,12 +174,13 @@ def ensure_cache() -> None:
     """Points Inductor's cache on disk to a folder of this user alone, unless the environment names one.
 
     What is found there is run. The usual place is a fixed name under the shared temporary folder, where another user
-    could have put something first. Entries are keyed by the graph and the versions of torch and compiler.
+    could have put something first. Entries are keyed by the graph and the versions of torch and compiler, and not by
+    what Inductor is told of the results: that has a number in the folder's name.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}"
+    folder = pathlib.Path(base) / "purecompose" / f"torch-{torch.__version__}-2"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()

@@ -44,7 +44,6 @@ CHANGES: dict[str, Callable[[State], State]] = {
     ),
     "strides": lambda s: s.replace(params={k: p.t().contiguous().t() * 1.1 for k, p in s.params.items()}),
     "metrics": lambda s: s.replace(metrics={**s.metrics, "w": s.params["0.bias"], "n": torch.ones(())}),
-    "python metrics": lambda s: s.replace(metrics={"n": 0.5 * s.timestamp.batch}),
     "key": lambda s: s.replace(key=s.key + 1),
     "loss function": lambda s: with_loss(s, twice if is_odd(s) else pc.losses.cross_entropy),
     "optimizer": lambda s: s.replace(optimizer=pc.optim.sgd(0.2 if is_odd(s) else 0.1, momentum=0.9)),
@@ -58,6 +57,14 @@ CHANGES: dict[str, Callable[[State], State]] = {
 def test_what_a_host_algorithm_changes_agrees(change: Callable[[State], State], event: Event, donate: bool) -> None:
     step, fast = made([average(), changing("host", event, change, host=True)], donate=donate)
     assert_runs_agree(step, fast, step.init(make_state()), make_batches(5))
+
+
+@pytest.mark.parametrize("event", PLACES, ids=lambda event: event.name)
+def test_metrics_of_a_host_algorithm_are_tensors_compiled_or_not(event: Event) -> None:
+    number = changing("host", event, lambda s: s.replace(metrics={"n": 0.5 * s.timestamp.batch}), host=True)
+    for step in made([number]):
+        with pytest.raises(pc.ContractError, match=r"metrics\['n'\]: expected a tensor, got 0.[05] .* from host at"):
+            step(make_state(), make_batches(1)[0])
 
 
 @DONATE

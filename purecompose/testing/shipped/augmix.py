@@ -30,7 +30,7 @@ ROW = Row(
     # Few operations: RandAugment's examples have them all, and each is compiled for every step of a chain.
     examples=(
         "augmix(3, width=2, augmentation_set=('rotate', 'equalize', 'color'))",
-        "augmix(5, 1, 2, augmentation_set=('shear_x', 'brightness'))",
+        "augmix(5, depth=1, width=2, augmentation_set=('shear_x', 'brightness'))",
     ),
     neutral="augmix(0)",
     tasks=("images",),
