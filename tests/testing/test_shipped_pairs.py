@@ -20,8 +20,8 @@ QUICK = 12
 # On which task a pair is tried: the first that both accept; where there is none, one with layers for both.
 ORDER = ("images", "tokens", "vectors", "bf16_images", "bf16_tokens")
 
-SEQUENCES = {"alibi", "seq_length_warmup"}
-IMAGES = {"augmix", "colout", "cutmix", "cutout", "progressive_resizing", "randaugment"}
+SEQUENCES = ("alibi", "seq_length_warmup")
+IMAGES = ("augmix", "colout", "cutmix", "cutout", "progressive_resizing", "randaugment")
 
 
 def task_of(first: Row, second: Row) -> Task:
@@ -29,7 +29,7 @@ def task_of(first: Row, second: Row) -> Task:
         if name in first.accepted and name in second.accepted:
             return TASKS[name]
     names = {first.name, second.name}
-    if names & SEQUENCES:
+    if names & set(SEQUENCES):
         return MIXED_TASKS["sequences" if "mixup" in names else "tokens"]
     return MIXED_TASKS["images without batch statistics" if "per_example_clipping" in names else "images"]
 
