@@ -116,6 +116,7 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
         ValueError: There is no tensor with a leading dimension, or they disagree and there is no key.
 
     Example:
+        >>> import torch
         >>> num_examples({"x": torch.zeros(8, 2), "class_weights": torch.ones(3)}, "x")
         8
     """
@@ -169,6 +170,7 @@ def split(batch: Any, num_parts: int, key: Key | None = None) -> list[Any]:
         ValueError: There are fewer examples than parts, or the tensors disagree on their number.
 
     Example:
+        >>> import torch
         >>> [part.tolist() for part in split(torch.arange(5), 2)]
         [[0, 1, 2], [3, 4]]
         >>> split({"x": torch.tensor([1, 2]), "name": ["a", "b"], "set": "train"}, 2)[1]
@@ -201,6 +203,7 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
         ValueError: The tensors disagree on the number of examples, and `num` is not given.
 
     Example:
+        >>> import torch
         >>> take({"x": torch.tensor([1, 2, 3]), "name": ["a", "b", "c"]}, torch.tensor([2, 0]))
         {'x': tensor([3, 1]), 'name': ['c', 'a']}
     """
