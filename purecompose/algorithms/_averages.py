@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from purecompose._device import as_scalar
-from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.optim.guarded import chosen
-from purecompose.predicate import Predicate, after, every, on
+from purecompose.predicate import ALWAYS, Predicate, after, every
 from purecompose.schedule import Schedule
 from purecompose.state import State
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
@@ -87,7 +86,7 @@ def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool)
     """
     time = checked_interval(named_time(interval, where, TimeUnit.BATCH), where)
     is_told = time.unit in _COUNTED
-    match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else on(Event.BATCH_END)
+    match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else ALWAYS
     # From the beginning on is from no share of the run, whose length nobody need know.
     match = match & after(start) if start else match
     return Turns(time, is_counted_anew, None if is_told else measure(time), match)

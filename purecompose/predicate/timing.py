@@ -74,45 +74,32 @@ class _Every(Timed):
 
     def __call__(self, event: Event, state: Any) -> bool:
         timestamp: Timestamp = state.timestamp
-        number = self._number(event, timestamp)
-        if number <= 0:
-            return False
         length = self._length(timestamp.run)
-        if self.since is not None:
-            first = self._first(timestamp.run, length)
-            if number < first:
-                return False
-            number += length - first
+        first = self._first(timestamp.run, length)
+        number = _number(event, timestamp, self.in_epoch)
+        if number < first:
+            return False
         if type(length) is int:
-            return number % length == 0
+            return (number - first) % length == 0
         # Snapped, so that the third of three thirds is passed at the end, not a batch later.
+        number += length - first
         return math.floor(snapped(number / length)) != math.floor(snapped((number - 1) / length))
 
     def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
         length = self._length(timestamp.run)
-        first = self._first(timestamp.run, length)
         if type(length) is not int:
             return self, math.inf
-        since = None if self.since is None else Time(int(first), TimeUnit.BATCH)
-        counted = _Every(Time(length, TimeUnit.BATCH), self.in_epoch, since)
+        first = int(self._first(timestamp.run, length))
+        settled = _Settled(length, first, self.in_epoch)
         if length < _LONG_INTERVAL:
-            return counted, math.inf
+            return settled, math.inf
         # Which event asks is not known here: before the time advances the turn comes one batch count earlier.
         passed = ((timestamp.batch_in_epoch if self.in_epoch else timestamp.batch) - first) % length
         if passed == length - 1:
-            return counted, timestamp.batch + 2
+            return settled, timestamp.batch + 2
         if passed == 0 and timestamp.batch:
-            return counted, timestamp.batch + 1
+            return settled, timestamp.batch + 1
         return NEVER, timestamp.batch + length - 1 - passed
-
-    def _number(self, event: Event, timestamp: Timestamp) -> int:
-        """Which batch the event belongs to, counted from 1; 0 before the first one has been done."""
-        lag = _LAG[event]
-        if not self.in_epoch:
-            return timestamp.batch + lag
-        if lag or timestamp.batch_in_epoch or not timestamp.batch:
-            return timestamp.batch_in_epoch + lag
-        return timestamp.run.batches_per_epoch or 0  # the epoch has just been closed
 
     def _first(self, run: RunLength, length: int | float) -> int | float:
         """Which batch, counted from 1, is the first turn; after the first interval where nobody can tell."""
@@ -132,6 +119,33 @@ class _Every(Timed):
     def __repr__(self) -> str:
         since = "" if self.since is None else f", since={str(self.since)!r}"
         return f"every({str(self.interval)!r}{', in_epoch=True' if self.in_epoch else ''}{since})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Settled(Timed):
+    """`_Every` of a run, in plain numbers: asked in every step, where those would be worked out anew."""
+
+    length: int
+    first: int
+    in_epoch: bool
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        number = _number(event, state.timestamp, self.in_epoch)
+        return number >= self.first and (number - self.first) % self.length == 0
+
+    def __repr__(self) -> str:
+        since = None if self.first == self.length else Time(self.first, TimeUnit.BATCH)
+        return repr(_Every(Time(self.length, TimeUnit.BATCH), self.in_epoch, since))
+
+
+def _number(event: Event, timestamp: Timestamp, in_epoch: bool) -> int:
+    """Which batch the event belongs to, counted from 1; 0 before the first one has been done."""
+    lag = _LAG[event]
+    if not in_epoch:
+        return timestamp.batch + lag
+    if lag or timestamp.batch_in_epoch or not timestamp.batch:
+        return timestamp.batch_in_epoch + lag
+    return timestamp.run.batches_per_epoch or 0  # the epoch has just been closed
 
 
 @dataclass(frozen=True, repr=False)
