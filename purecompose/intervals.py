@@ -1,6 +1,7 @@
 """When something that happens every so often is due: a multiple of the interval lies between two times."""
 
 import math
+from typing import Any
 
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.units import named_time
@@ -9,20 +10,22 @@ from purecompose.time.units import named_time
 __all__ = ["checked_interval", "has_passed"]
 
 
-def checked_interval(value: Time | str, name: str, *, seconds: bool = False) -> Time:
+def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False) -> Time:
     """An interval as a time.
 
     Args:
         value: What was given.
         name: Names the function and the argument in errors, such as "Evaluator: interval".
+        default_unit: That of a bare number.
         seconds: Whether seconds of wall-clock time will do.
 
     Raises:
         TypeError, ValueError: It is no time, not positive, or in seconds where those will not do.
     """
-    interval = named_time(value, name)
+    interval = named_time(value, name, default_unit)
     if interval.value <= 0 or (interval.unit is TimeUnit.SECOND and not seconds):
-        raise ValueError(f"{name}={value!r}: expected a positive time{'' if seconds else ' that is not in seconds'}")
+        kind = "a positive time" if seconds else "a positive time that is not in seconds"
+        raise ValueError(f"{name}={str(interval)!r}: expected {kind}")
     return interval
 
 

@@ -14,10 +14,9 @@ from purecompose.predicate import ALWAYS, Predicate, after, every
 from purecompose.schedule import Schedule
 from purecompose.state import State
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
-from purecompose.time.units import named_time
 
 
-__all__ = ["Measure", "Turns", "between", "counters", "gone", "measure", "point", "turns"]
+__all__ = ["Measure", "Turns", "between", "counters", "gone", "measure", "turns"]
 
 Slot = TypeVar("Slot", bound=Any)
 
@@ -84,26 +83,12 @@ def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool)
     Raises:
         TypeError, ValueError: The interval is no time, not positive, or in seconds.
     """
-    time = checked_interval(named_time(interval, where, TimeUnit.BATCH), where)
+    time = checked_interval(interval, where, TimeUnit.BATCH)
     is_told = time.unit in _COUNTED
     match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else ALWAYS
     # From the beginning on is from no share of the run, whose length nobody need know.
     match = match & after(start) if start else match
     return Turns(time, is_counted_anew, None if is_told else measure(time), match)
-
-
-def point(value: TimeLike | float, where: str) -> Time:
-    """A point of the run: a share of it, or a time.
-
-    Raises:
-        TypeError, ValueError: It is no time, negative, a share above 1, or in seconds.
-    """
-    time = named_time(value, where, TimeUnit.DURATION)
-    if time.unit is TimeUnit.SECOND:
-        raise ValueError(f"{where}={value!r}: wall-clock time is no part of a state; use batches, epochs or a share")
-    if not 0 <= time.value <= (1 if time.unit is TimeUnit.DURATION else time.value):
-        raise ValueError(f"{where}={value!r}: expected a share of the run in [0, 1], or a time from 0 on")
-    return time
 
 
 _COUNTERS = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)

@@ -34,13 +34,13 @@ from torch import Tensor
 from purecompose._checks import check_number
 from purecompose._device import as_scalar
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import Measure, between, counters, measure, point, turns
+from purecompose.algorithms._averages import Measure, between, counters, measure, turns
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.time import TimeLike, TimeUnit
-from purecompose.time.units import named_time
+from purecompose.time.units import named_point, named_time
 from purecompose.weights import Averages, with_weights
 
 
@@ -120,7 +120,7 @@ def ema(
         pace = measure(checked_interval(time, "ema: half_life"))
     else:
         pace = check_number(smoothing, "ema: smoothing", 0, 1)
-    start = point(ema_start, "ema: ema_start")
+    start = named_point(ema_start, "ema: ema_start")
     taking = turns(
         "1ba" if update_interval is None else update_interval, start, "ema: update_interval", is_counted_anew=False
     )

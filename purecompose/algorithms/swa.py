@@ -50,7 +50,7 @@ from torch import Tensor
 from purecompose._checks import check_number, check_whole
 from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.algorithms._averages import Turns, between, gone, point, turns
+from purecompose.algorithms._averages import Turns, between, gone, turns
 from purecompose.algorithms._checks import check_one_of
 from purecompose.event import Event
 from purecompose.optim.checks import factors_of, known_part
@@ -61,6 +61,7 @@ from purecompose.predicate.timing import first_turn
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
 from purecompose.state import State
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time.units import named_point
 from purecompose.weights import Averages, statistics_of, with_batch, with_weights
 
 
@@ -137,7 +138,7 @@ def swa(
         >>> swa(0.75, update_interval="2ep", swa_lr=0.01)
         swa(swa_start='0.75dur', swa_end='0.97dur', update_interval='2ep', swa_lr=0.01, anneal_strategy='linear', ...)
     """
-    start, end = point(swa_start, "swa: swa_start"), point(swa_end, "swa: swa_end")
+    start, end = named_point(swa_start, "swa: swa_start"), named_point(swa_end, "swa: swa_end")
     if start.unit is end.unit and end <= start:
         raise ValueError(f"swa: expected swa_end after swa_start, got {start} and {end}")
     taking = turns(update_interval, start, "swa: update_interval", is_counted_anew=True)

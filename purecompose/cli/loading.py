@@ -12,7 +12,7 @@ from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
 from purecompose.compose import Step
 from purecompose.data import Arrays
 from purecompose.saving import load, newest
-from purecompose.saving.folder import all_in, read_index
+from purecompose.saving.folder import CHECKPOINTS, all_in, read_index
 from purecompose.saving.index import Index
 from purecompose.state import State
 
@@ -107,7 +107,7 @@ def _places(run: str | Path) -> tuple[Path, Path]:
     path = Path(run)
     if (path / "index.json").exists():
         return path.resolve().parent.parent, path  # "." tells nothing of its parents
-    return path, path / "checkpoints"
+    return path, path / CHECKPOINTS
 
 
 def _chosen(folder: Path, which: str, kind: Kind) -> Path:

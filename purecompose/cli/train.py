@@ -18,6 +18,7 @@ from purecompose.fit import fit
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.runs import RunFolder
 from purecompose.saving import CheckpointError, Checkpoints
+from purecompose.saving.folder import CHECKPOINTS
 
 
 __all__ = ["RunError", "train"]
@@ -97,7 +98,7 @@ def _checkpoints(out: Path, settings: Mapping[str, Any], setup: Setup) -> Checkp
             raise ValueError(f"{settings['keep']}: expected at least 1")
     with reported_as("--checkpoint-every"):
         best = f"{setup.watched}/{setup.kind.decides}" if settings["seeds"] == 1 else None
-        return Checkpoints(out / "checkpoints", settings["checkpoint_every"], settings["keep"], best)
+        return Checkpoints(out / CHECKPOINTS, settings["checkpoint_every"], settings["keep"], best)
 
 
 def _folder(out: Path, settings: Mapping[str, Any], setup: Setup, *, is_resumed: bool) -> RunFolder:

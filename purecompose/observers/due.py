@@ -2,7 +2,6 @@
 
 from purecompose.intervals import checked_interval, has_passed
 from purecompose.time import TimeLike, Timestamp, TimeUnit
-from purecompose.time.units import named_time
 
 
 __all__ = ["Due", "batch_before"]
@@ -29,7 +28,7 @@ class Due:
     """
 
     def __init__(self, every: TimeLike | int, where: str) -> None:
-        self._interval = checked_interval(named_time(every, where, TimeUnit.BATCH), where)
+        self._interval = checked_interval(every, where, TimeUnit.BATCH)
         self._before: Timestamp | None = None
 
     def start(self, timestamp: Timestamp) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from purecompose.event import Event
 from purecompose.predicate.logic import ALWAYS, NEVER, Predicate, Timed
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
-from purecompose.time.units import named_time, snapped
+from purecompose.time.units import named_point, named_time, snapped
 
 
 __all__ = ["after", "before", "between", "epoch_ends", "every", "on"]
@@ -185,14 +185,14 @@ def after(time: float | Time | str) -> Predicate:
         time: A fraction of the run in [0, 1], or a time such as `"10ep"` or `"0.5dur"`.
 
     Raises:
-        ValueError: A fraction out of range, or a time in seconds: wall-clock time is no part of a state.
+        TypeError, ValueError: It is no time, negative, a fraction above 1, or in seconds, which are no part of a state.
     """
-    return _From(_point(time))
+    return _From(named_point(time, "after: time"))
 
 
 def before(time: float | Time | str) -> Predicate:
     """Holds up to this point of the run, the point excluded; see `after`."""
-    return ~after(time)
+    return ~_From(named_point(time, "before: time"))
 
 
 def between(start: float | Time | str, end: float | Time | str) -> Predicate:
@@ -205,7 +205,7 @@ def between(start: float | Time | str, end: float | Time | str) -> Predicate:
         >>> on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2)
         on(AFTER_DATALOADER) & after('0.5dur') & before('0.9dur') & ~every('2ba')
     """
-    first, last = _point(start), _point(end)
+    first, last = named_point(start, "between: start"), named_point(end, "between: end")
     if first.unit is last.unit and last < first:
         raise ValueError(f"between({start!r}, {end!r}): expected the start before the end")
     return _From(first) & ~_From(last)
@@ -243,7 +243,7 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
         )
     if since is not None and in_epoch:
         raise ValueError(f"every({interval!r}): expected in_epoch or since={since!r}, got both")
-    return _Every(time, in_epoch, None if since is None else _point(since))
+    return _Every(time, in_epoch, None if since is None else named_point(since, "every: since"))
 
 
 def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
@@ -262,19 +262,6 @@ def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
 def epoch_ends() -> Predicate:
     """Holds in the last batch of each epoch. Needs a run that knows its `batches_per_epoch`."""
     return _EpochEnds()
-
-
-def _point(time: float | Time | str) -> Time:
-    if isinstance(time, (int, float)) and not isinstance(time, bool):
-        if not 0 <= time <= 1:
-            raise ValueError(
-                f"{time!r}: a plain number is a fraction of the run in [0, 1]; write '{time}ba' or the like"
-            )
-        return Time(float(time), TimeUnit.DURATION)
-    point = Time.of(time)
-    if point.unit is TimeUnit.SECOND:
-        raise ValueError(f"{str(point)!r}: wall-clock time is no part of a state; use fit(duration={str(point)!r})")
-    return point
 
 
 def _counter(time: Time, run: RunLength) -> TimeUnit:

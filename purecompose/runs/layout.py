@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from purecompose.saving.folder import written
+from purecompose.saving.folder import CHECKPOINTS, written
 
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CONFIG, VERSIONS, PLAN, COMMAND = "config.toml", "versions.json", "plan.txt", "command.txt"
-RECORDS, HISTORY, CHECKPOINTS = "records.jsonl", "history.json", "checkpoints"
+RECORDS, HISTORY = "records.jsonl", "history.json"
 RESULT, CURVES, REPORT = "result.json", "curves.png", "report.html"
 LOCK = ".lock"
 

@@ -24,6 +24,7 @@ from purecompose.time import Timestamp
 
 
 __all__ = [
+    "CHECKPOINTS",
     "Found",
     "all_in",
     "check_tensors",
@@ -39,6 +40,9 @@ __all__ = [
     "write",
     "written",
 ]
+
+CHECKPOINTS = "checkpoints"
+"""The folder of them in a run's folder."""
 
 _INDEX, _TENSORS = "index.json", "state.safetensors"
 _WRITING, _OLD = ".writing", ".old"
@@ -121,7 +125,7 @@ def read_index(path: Path) -> Index:
     Raises:
         FileNotFoundError: There is no such folder.
         DamagedError: It holds no index, or a damaged one.
-        CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
+        CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints, or a run's.
     """
     if not path.exists():
         with contextlib.suppress(OSError):  # its writer may have died between two renamings
@@ -131,7 +135,7 @@ def read_index(path: Path) -> Index:
     try:
         text = (path / _INDEX).read_bytes()
     except OSError as error:
-        if found := all_in(path)[0]:
+        if found := all_in(path)[0] or all_in(path / CHECKPOINTS)[0]:
             num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
             raise CheckpointError(
                 f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}, as "

@@ -261,6 +261,30 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
         raise type(error)(f"{where}={value!r}: {text}") from error
 
 
+def named_point(value: Any, where: str) -> Time:
+    """A point of a run, with errors that name the argument: a share of the run in [0, 1], or a time from 0 on.
+
+    Raises:
+        TypeError, ValueError: It is no time, negative, a share above 1, or in seconds: wall-clock time is no part of
+            a state.
+
+    Example:
+        >>> named_point(0.5, "after: time"), named_point("10ep", "after: time")
+        (Time(0.5, TimeUnit.DURATION), Time(10, TimeUnit.EPOCH))
+    """
+    time = named_time(value, where, TimeUnit.DURATION)
+    if time.unit is TimeUnit.SECOND:
+        raise ValueError(
+            f"{where}={value!r}: wall-clock time is no part of a state; use batches, epochs or a share of the run "
+            "(only fit(duration=...) takes seconds)"
+        )
+    if not 0 <= time.value <= (1 if time.unit is TimeUnit.DURATION else time.value):
+        raise ValueError(
+            f"{where}={value!r}: expected a share of the run in [0, 1], or a time from 0 on such as '10ba'"
+        )
+    return time
+
+
 def _share_hint(value: Any) -> str:
     """What a number between 0 and 1 may have been meant for."""
     return f"a share of the run is '{value}dur'" if isinstance(value, float) and 0 < value < 1 else ""

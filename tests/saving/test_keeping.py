@@ -150,14 +150,16 @@ def test_a_damaged_one_that_was_asked_for_is_refused_and_the_one_before_it_offer
 
 
 def test_a_folder_of_checkpoints_is_not_called_damaged_and_the_newest_offered(tmp_path: pathlib.Path) -> None:
-    state = fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / "run", background=False))
-    last = pc.saving.newest(tmp_path / "run")
-    said = rf"run is a folder of 3 checkpoints, not one itself: .*the newest is {last}, as purecompose.saving.newest"
-    with pytest.raises(pc.CheckpointError, match=said) as caught:
-        fit(step(), start(), BATCHES, resume=tmp_path / "run")
-    assert not isinstance(caught.value, pc.DamagedError)
-    with pytest.raises(pc.CheckpointError, match=said):
-        pc.load(tmp_path / "run", step().init(start()))
+    kept = tmp_path / "run" / "checkpoints"
+    state = fit(step(), start(), BATCHES, checkpoints=Checkpoints(kept, background=False))
+    last = pc.saving.newest(kept)
+    for folder in (kept, tmp_path / "run"):
+        said = rf"{folder} is a folder of 3 checkpoints, .*the newest is {last}, as purecompose.saving.newest"
+        with pytest.raises(pc.CheckpointError, match=said) as caught:
+            fit(step(), start(), BATCHES, resume=folder)
+        assert not isinstance(caught.value, pc.DamagedError)
+        with pytest.raises(pc.CheckpointError, match=said):
+            pc.load(folder, step().init(start()))
     assert last is not None
     assert_same(pc.load(last, step().init(start())), state)
 
