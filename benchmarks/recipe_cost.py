@@ -104,7 +104,7 @@ def variants_of(methods: Sequence[Algorithm], subject: Subject) -> int:
 
 
 def main() -> None:
-    parser = arguments(__doc__, blocks=12, calls=10)
+    parser = arguments(__doc__, blocks=40, calls=5)
     parser.add_argument("--recipe", choices=list(RECIPES), default="hot", help="which (default %(default)s)")
     parser.add_argument("--mode", choices=["eager", "compiled"], help="only this; by default both")
     parser.add_argument("--threads", type=int, default=1, help="that torch computes with (default %(default)s)")
