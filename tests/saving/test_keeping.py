@@ -339,9 +339,8 @@ def test_a_state_that_cannot_be_saved_is_told_before_the_run(tmp_path: pathlib.P
 def test_what_cannot_be_saved_on_the_way_costs_checkpoints_alone(tmp_path: pathlib.Path) -> None:
     def tell(state: State) -> State:
         odd: Any = {"odd": {1, 2}}
-        return (
-            state.replace(metrics=odd) if state.timestamp.batch > 9 else state
-        )  # not in the first step, which is watched
+        is_first = state.timestamp.batch <= 9  # the first step is watched
+        return state if is_first else state.replace(metrics=odd)
 
     hiding = changing("hiding", pc.Event.BATCH_END, tell, host=True)
     settings = Checkpoints(tmp_path, background=False)
