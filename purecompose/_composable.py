@@ -1,17 +1,38 @@
 """What may be composed: checks of programs, algorithms and passes."""
 
+import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
-from purecompose.loop import Grad, Node, Program, advance, events_in, walk
+from purecompose.loop import (
+    Grad,
+    Microbatches,
+    Node,
+    Program,
+    Update,
+    advance,
+    eval_forward,
+    events_in,
+    forward,
+    loss,
+    walk,
+)
 from purecompose.passes import Pass
 from purecompose.predicate import NEVER
 
 
-__all__ = ["as_algorithms", "as_passes", "as_program", "check_collects_once", "check_no_host", "events_in_grad"]
+__all__ = [
+    "as_algorithms",
+    "as_passes",
+    "as_program",
+    "check_collects_once",
+    "check_no_host",
+    "check_updates",
+    "events_in_grad",
+]
 
 
 def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
@@ -84,6 +105,31 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
             )
 
 
+def check_updates(program: Program, trainable: Iterable[str]) -> None:
+    """Raises a `ValueError` for an `update(wrt=...)` of parameters in which no `Grad` before it differentiates.
+
+    A program with functions of the user's own passes: these may set gradients.
+
+    Args:
+        program: The loop program.
+        trainable: The names of the trainable parameters.
+    """
+    names = list(trainable)
+    patterns: list[str] = []
+    for node in walk(program):
+        if isinstance(node, Grad):
+            patterns.append(node.wrt or "*")
+        elif isinstance(node, Update) and node.wrt is not None:
+            chosen = fnmatch.filter(names, node.wrt)
+            if chosen and not any(fnmatch.filter(chosen, pattern) for pattern in patterns):
+                raise ValueError(
+                    f"{node!r} has nothing to apply: no Grad before it differentiates in {', '.join(chosen[:3])}"
+                    f"{', ...' if len(chosen) > 3 else ''}; put Grad(..., wrt={node.wrt!r}) before it"
+                )
+        elif not isinstance(node, Event | Microbatches | Update) and node not in _SETS_NO_GRADIENTS:
+            return
+
+
 def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:
     """Raises a `ValueError` where a step has several gradients for a method that adds up one of each."""
     event = Event.AFTER_TRAIN_BATCH
@@ -95,6 +141,9 @@ def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> No
                 f"{algorithm.name} adds up the gradients of several steps, one of each, but the program fires {event} "
                 f"{count} times: fire it once, after all of the step's gradients"
             )
+
+
+_SETS_NO_GRADIENTS = (forward, eval_forward, loss, advance)
 
 
 def _as_tuple(given: Any, role: str) -> tuple[Any, ...]:

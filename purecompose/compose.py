@@ -19,6 +19,7 @@ from purecompose._composable import (
     as_program,
     check_collects_once,
     check_no_host,
+    check_updates,
     events_in_grad,
 )
 from purecompose._device import arithmetic
@@ -334,6 +335,7 @@ class Step:
         missing = [a.name for a in self._wants_init if a.name not in context.initialised]
         if missing:
             raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first")
+        check_updates(self.program, context.trainable)
         self._ready = context
 
     def __repr__(self) -> str:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
+from purecompose._functorch import is_fake
 from purecompose.algorithm import Algorithm
 from purecompose.contract import Contract
 from purecompose.event import Event
-from purecompose.gradient import Op, averaged, averaged_by_name, differentiate, num_terms
-from purecompose.loop import Cut, Grad, Microbatches, Node, Stage, Update, events_in, loss
+from purecompose.gradient import Op, averaged, averaged_by_name, averaged_grads, differentiate, num_terms
+from purecompose.loop import Cut, Grad, Microbatches, Node, Stage, Update, events_in, loss, walk
 from purecompose.ranks import Ranks, Sharing
 from purecompose.state import State
 
@@ -148,7 +150,8 @@ def _microbatches(node: Microbatches, place: _Place, change: Callable[[Body], Bo
     changed = change(body)
     if ranks is None:
         return lambda state, notes: _run_sliced(changed, state, notes, cut)
-    return lambda state, notes: _run_shared(changed, state, notes, cut, ranks)
+    wrt = [inner.wrt for inner in walk(node.body) if isinstance(inner, Grad)]
+    return lambda state, notes: _run_shared(changed, state, notes, cut, ranks, wrt)
 
 
 def _grad(body: Body, wrt: str | None) -> Body:
@@ -276,7 +279,7 @@ def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
         if current.loss is not None:
             mean_loss = averaged(mean_loss, current.loss, weight, total)
         if current.grads is not None:
-            mean_grads = averaged_by_name(mean_grads, current.grads, None, weight, total)
+            mean_grads = averaged_grads(mean_grads, current.grads, weight, total)
         if current.metrics is not state.metrics:
             numbers = {name: value for name, value in current.metrics.items() if has_mean(value)}
             mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
@@ -285,8 +288,11 @@ def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
     return current.replace(batch=state.batch, first_example=state.first_example, **means)
 
 
-def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks) -> State:
-    """Runs the body on this rank's slices, and puts together what all ranks have found."""
+def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks, wrt: Sequence[str | None]) -> State:
+    """Runs the body on this rank's slices, and puts together what all ranks have found.
+
+    `wrt` are the patterns of the gradients that the body takes.
+    """
     if notes.sharing == "none":
         return _run_sliced(body, state, notes, cut)
     share = ranks.share(state.batch, state.context.input_key)
@@ -305,18 +311,48 @@ def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks) 
                 "update belongs after Microbatches"
             )
     weight = share.num_examples if terms is None or not share.num_examples else terms
-    new = {name: value for name, value in after.metrics.items() if value is not state.metrics.get(name)}
-    numbers = {name: value for name, value in new.items() if has_mean(value)}
-    found = {"loss": after.loss, "grads": after.grads, "metrics": numbers}
-    leaves, spec = tree.flatten({name: value for name, value in found.items() if value is not None})
-    means = tree.unflatten(spec, ranks.means(leaves, weight))
-    after = after.replace(**{**means, "metrics": {**after.metrics, **means["metrics"]}})
+    names = [name for pattern in wrt for name in _matching(state.context.trainable, pattern)]
+    after = _averaged_over_ranks(state, after, names, weight, ranks)
     if notes.is_again:
         return after
     return after.replace(
         buffers=ranks.with_buffers(state.buffers, after.buffers, share.num_examples),
         slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
     )
+
+
+def _averaged_over_ranks(
+    before: State, after: State, names: Sequence[str], weight: int | Tensor, ranks: Ranks
+) -> State:
+    """The state with loss, gradients and new metrics averaged over the ranks.
+
+    Args:
+        before: The state before the ranks' parts.
+        after: The state after this rank's part.
+        names: The parameters that the part differentiates in, the same on all ranks.
+        weight: What this rank's part counts.
+        ranks: The processes.
+    """
+    new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
+    found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
+    if after.loss is not None:
+        found["loss"] = after.loss
+    own = after.grads or {}
+    # A part may reach parameters that others do not, and all ranks must send the same. Traced steps cannot tell the
+    # difference, and need not: all ranks have one graph.
+    is_told = bool(own) and not is_fake(before.key)
+    if own:
+        found["grads"] = {**{name: torch.zeros_like(before.params[name]) for name in names if is_told}, **own}
+    if is_told:
+        like = next(iter(own.values()))
+        found["is_reached"] = torch.tensor([name in own for name in found["grads"]], dtype=like.dtype).to(like.device)
+    leaves, spec = tree.flatten(found)
+    means = tree.unflatten(spec, ranks.means(leaves, weight))
+    is_reached = means.pop("is_reached", None)
+    if is_reached is not None and len(own) < len(is_reached):
+        reached = zip(means["grads"].items(), is_reached.tolist(), strict=True)
+        means["grads"] = {name: grad for (name, grad), share in reached if share > 0}
+    return after.replace(**{**means, "metrics": {**after.metrics, **means["metrics"]}})
 
 
 def _update(state: State, node: Update, notes: Notes) -> State:
@@ -332,11 +368,8 @@ def _update(state: State, node: Update, notes: Notes) -> State:
         chosen = _matching(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), node.wrt)
     grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
     if not grads:
-        if used.isdisjoint(chosen):
-            raise RuntimeError(
-                f"{node!r} has nothing to apply: there are gradients of {', '.join(state.grads)} alone; let a Grad "
-                "before it differentiate in these parameters, by its own wrt"
-            )
+        if used.isdisjoint(chosen):  # the loss does not reach them
+            return state
         raise RuntimeError(
             f"{node!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
             "a Grad before it, or leave it out"

@@ -2,7 +2,11 @@
 
 `torch.autograd.grad` over the functional call costs what an imperative loop costs, and serves when nobody
 differentiates the step itself. Under a transform of `torch.func`, or when a leaf asks for an outer gradient,
-`torch.func.grad_and_value` is used: there the first engine would be silently wrong for gradients of gradients.
+`torch.func.vjp` is used: there the first engine would be silently wrong for gradients of gradients.
+
+A parameter that the loss does not reach has no gradient, as in PyTorch, where its `grad` is `None`: it is absent from
+`state.grads`, and the update leaves it and its optimizer state as they are. A gradient of zeros is something else:
+weight decay, momentum and Adam move its parameter.
 """
 
 from collections.abc import Callable
@@ -16,7 +20,15 @@ from purecompose._functorch import is_transforming
 from purecompose.state import State
 
 
-__all__ = ["Op", "averaged", "averaged_by_name", "differentiate", "num_terms", "wants_outer_gradient"]
+__all__ = [
+    "Op",
+    "averaged",
+    "averaged_by_name",
+    "averaged_grads",
+    "differentiate",
+    "num_terms",
+    "wants_outer_gradient",
+]
 
 Op: TypeAlias = Callable[[State], State]
 
@@ -43,7 +55,7 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
 
 
 def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
-    """Runs the body and adds the gradients of its loss in the named parameters.
+    """Runs the body and adds the gradients of its loss in the named parameters; those it does not reach have none.
 
     Args:
         body: Sets `loss`, a 0-d tensor.
@@ -55,7 +67,7 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
         graph unless the caller differentiates through the step.
 
     Raises:
-        ValueError: No parameter to differentiate in, or the loss is no scalar.
+        ValueError: No parameter to differentiate in, or the loss is no scalar, or it reaches none of the parameters.
         RuntimeError: Within `torch.inference_mode`.
     """
     if torch.is_inference_mode_enabled():
@@ -92,6 +104,16 @@ def averaged_by_name(
     return {**means, **new_means}
 
 
+def averaged_grads(
+    means: dict[str, Tensor] | None, grads: dict[str, Tensor], weight: int | Tensor, total: int | Tensor
+) -> dict[str, Tensor]:
+    """The mean gradients with one slice's; a parameter that only some slices reach has zeros in the others."""
+    if means is not None and means.keys() != grads.keys():
+        means = {**{name: torch.zeros_like(grad) for name, grad in grads.items()}, **means}
+        grads = {name: grads[name] if name in grads else torch.zeros_like(mean) for name, mean in means.items()}
+    return averaged_by_name(means, grads, None, weight, total)
+
+
 def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
     """The weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
 
@@ -126,28 +148,36 @@ def num_terms(state: State) -> int | Tensor:
 def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
     leaves = {name: state.params[name].detach().requires_grad_() for name in names}
     result = body(state.replace(params={**state.params, **leaves}, loss=None))
-    _check_loss(result.loss)
-    grads = torch.autograd.grad(result.loss, list(leaves.values()), materialize_grads=True)  # pyright: ignore
+    grads = _grads(result.loss, leaves)
     cut = {name: _detached(value) for name, value in _set_by_body(state, result).items()}
-    return result.replace(**cut), dict(zip(names, grads, strict=True))
+    return result.replace(**cut), grads
 
 
 def _with_functorch(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
     results: list[State] = []
 
-    def loss_of(leaves: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
         result = body(state.replace(params={**state.params, **leaves}, loss=None))
-        _check_loss(result.loss)
+        grads = _grads(result.loss, leaves, create_graph=True)
         results.append(result)
-        # What a transform returns must come out through its result, which takes tensors alone.
-        return result.loss, tuple(batches.tensors(_set_by_body(state, result)))  # pyright: ignore
+        # What a transform returns must come out through its result, which takes tensors only.
+        return grads, tuple(batches.tensors(_set_by_body(state, result)))
 
     if state.clock is not None:
         _ = state.clock.values  # made when first read: within the transform it would outlive that as a dead wrapper
+    # vjp makes the leaves differentiable at a level of their own. The gradient is taken inside, where torch.autograd
+    # tells apart what the loss does not reach; torch.func.grad would fill in zeros.
     leaves = {name: state.params[name] for name in names}
-    grads, (_, tensors) = torch.func.grad_and_value(loss_of, has_aux=True)(leaves)
+    grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
     (result,), fresh = results, iter(tensors)
     return result.replace(**batches.map_tensors(lambda _: next(fresh), _set_by_body(state, result))), grads
+
+
+def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:
+    """The gradients of the loss in the leaves that it reaches."""
+    _check_loss(loss)
+    found = torch.autograd.grad(loss, list(leaves.values()), create_graph=create_graph, allow_unused=True)
+    return {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
 
 
 # All that a body can replace and keep; parameters and the batch are the caller's again.
@@ -195,4 +225,9 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(
             f"Grad differentiates a scalar loss, got {shape}: its body must set state.loss (the stage `loss` does), "
             "and the loss must reduce to a mean by default"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any parameter that Grad differentiates: it was computed under torch.no_grad, "
+            "from detached tensors, or without the network's outputs"
         )

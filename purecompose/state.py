@@ -65,7 +65,7 @@ class State:
     outputs: Any = field(default_factory=_nothing)
     """Inside a step: what the model returned; after `Microbatches` the last slice's."""
     grads: dict[str, Tensor] | None = field(default_factory=_nothing)
-    """Inside a step: the gradients of trainable parameters."""
+    """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
     clock: Clock | None = field(default_factory=_nothing)
     """Inside a step: the time, as tensors."""
     first_example: Any = field(default_factory=_nothing)
@@ -300,7 +300,7 @@ class State:
                 same.
 
         Returns:
-            The gradients of the trainable parameters, and the loss (0-d).
+            The gradients of the trainable parameters that the loss reaches, and the loss (0-d).
 
         Raises:
             RuntimeError: No gradient has been taken yet in this step.

@@ -14,6 +14,22 @@ from purecompose.predicate import Predicate
 Batch = tuple[Tensor, Tensor]
 
 
+class Routed(nn.Module):
+    """Sends each example through one of two branches, by its sign; has a parameter that it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative, self.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        is_positive, hidden = inputs.sum(1) > 0, inputs.new_zeros(len(inputs), 4)
+        for branch, rows in ((self.positive, is_positive), (self.negative, ~is_positive)):
+            if rows.any():
+                hidden = hidden.index_put((rows,), branch(inputs[rows]))
+        return self.head(hidden)
+
+
 def make_mlp(seed: int = 0, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """4 -> 8 -> 3, weights by the seed."""
     layers: list[nn.Module] = [nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]

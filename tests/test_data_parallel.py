@@ -11,7 +11,7 @@ import parallel_scenarios
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import changing, loss_of, make_batch, make_mlp, make_state
+from helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
 from parallel_scenarios import SCENARIOS, run, told, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -150,6 +150,16 @@ def check_played(algorithms: Sequence[Algorithm], net: nn.Module, batches: Seque
         torch.testing.assert_close(told(ours[0]), told(state), rtol=1e-5, atol=1e-6, equal_nan=True)
         state = ours[1]
     return state
+
+
+@pytest.mark.parametrize("algorithms", [[], [pc.algorithms.sam(0.1)], [pc.algorithms.gradient_accumulation(2)]])
+def test_a_part_need_not_reach_what_another_does(algorithms: list[Algorithm]) -> None:
+    inputs, targets = make_batch(size=6, shape=(3,))
+    signs = torch.tensor([[1, 1, 1, -1, -1, -1], [1] * 6, [-1] * 6, [-1, -1, -1, 1, 1, 1]])[..., None]
+    batches = [(inputs.abs() * sign, targets % 2) for sign in signs]
+    optimizer = pc.optim.sgd(0.1, momentum=0.9, weight_decay=0.5)
+    end = check_played(algorithms, Routed(), batches, optimizer=optimizer)
+    assert end.params["unused"].item() == 1
 
 
 class WithConstants(nn.Module):

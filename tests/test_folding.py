@@ -86,7 +86,7 @@ def test_an_update_whose_gradients_are_used_says_so_after_another_grad_too():
 
 def test_an_update_of_what_no_grad_differentiates_says_so():
     program = [Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="3.*")]
-    with pytest.raises(RuntimeError, match=r"there are gradients of 0\.weight, 0\.bias alone"):
+    with pytest.raises(ValueError, match=r"no Grad before it differentiates in 3\.weight, 3\.bias; put Grad"):
         compose(program)(make_state(), make_batch())
 
 

@@ -79,7 +79,7 @@ def test_a_plain_step_leaves_no_graph():
     assert not any(tensor.requires_grad for tensor in seen)
 
 
-def test_parameters_without_influence_get_zeros():
+def test_parameters_without_influence_have_no_gradient():
     class Half(nn.Module):
         def __init__(self):
             super().__init__()
@@ -98,7 +98,7 @@ def test_parameters_without_influence_get_zeros():
         seen.clear()
         state = prepare(make_state(Half()))
         compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)])(state, make_batch())
-        assert torch.equal(seen["unused.weight"], torch.zeros(2, 2))
+        assert seen and not any(name.startswith("unused") for name in seen)
         assert seen["used.0.weight"].abs().sum() > 0
 
 

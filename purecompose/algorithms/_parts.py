@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
-    """What `state.gradient(state.params)` gives, of some of the batch's examples alone.
+    """What `state.gradient(state.params)` gives, of some of the batch's examples only.
+
+    Zeros for parameters that the batch reaches and these examples do not.
 
     The step's own loss, with the algorithms that act on the way to it; an example draws what it drew in the batch.
     Buffers, slots and metrics do not leak. Where several processes share the batch, this one computes the part alone.
@@ -35,7 +37,9 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
         state.regrad,
         is_leaf=lambda node: isinstance(node, State),
     )
-    return state.replace(regrad=again).gradient(state.params, "none")[0]
+    grads, _ = state.replace(regrad=again).gradient(state.params, "none")
+    missing = [name for name in state.grads or () if name not in grads]
+    return {**grads, **{name: torch.zeros_like(state.params[name]) for name in missing}}
 
 
 def share_of_batch(state: State) -> range:

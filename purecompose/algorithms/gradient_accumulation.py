@@ -9,6 +9,8 @@ not ignored. So k batches of n examples train as one of k n does, BatchNorm and 
 one.
 
 In a step without an update there are no gradients after AFTER_TRAIN_BATCH: the optimizer neither moves nor remembers.
+A parameter that some batch of the group reaches is updated, and one that none reaches is not. A compiled or mapped step
+cannot ask: there the gradient of a parameter that the last batch does not reach waits for the next group's update.
 Time counts batches, so schedules and intervals of other methods do, too. Batches after the last whole group of a run
 are not applied; a run that goes on from its end finishes the group.
 
@@ -27,12 +29,14 @@ References:
 """
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from purecompose._checks import check_whole
+from purecompose._functorch import is_fake, is_transforming
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
 from purecompose.gradient import num_terms
@@ -56,6 +60,8 @@ class AccumulatedGradients(NamedTuple):
     """The terms of the running step so far, likewise; 0 between steps."""
     is_counted: Tensor
     """Whether anybody has counted terms in the running step, 0-d bool."""
+    is_reached: Tensor
+    """For each parameter of `sums`, in their order: whether a batch's loss has reached it; bool."""
 
     @classmethod
     def empty(cls, params: dict[str, Tensor]) -> "AccumulatedGradients":
@@ -64,7 +70,8 @@ class AccumulatedGradients(NamedTuple):
         has_float64 = device is None or device.type != "mps"
         zero = torch.zeros((), dtype=torch.float64 if has_float64 else torch.float32, device=device)
         sums = {name: torch.zeros_like(wide(param)) for name, param in params.items()}
-        return cls(sums, zero, zero.clone(), torch.zeros_like(zero, dtype=torch.bool))
+        is_reached = torch.zeros(len(sums), dtype=torch.bool, device=device)
+        return cls(sums, zero, zero.clone(), torch.zeros_like(zero, dtype=torch.bool), is_reached)
 
     def counted(self, num: int | Tensor) -> "AccumulatedGradients":
         """With so many terms more in the running step."""
@@ -83,8 +90,19 @@ class AccumulatedGradients(NamedTuple):
             return total + torch.where(num > 0, share, 0)  # a mean of nothing may be NaN
 
         sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
+        reached = torch.tensor([name in grads for name in sums]).to(self.is_reached.device)
+        is_reached = self.is_reached | (reached if is_good is None else reached & is_good)
         nothing = torch.zeros_like(self.current), torch.zeros_like(self.is_counted)
-        return AccumulatedGradients(sums, self.num_terms + num, *nothing)
+        return AccumulatedGradients(sums, self.num_terms + num, *nothing, is_reached)
+
+    def emptied(self, waiting: Collection[str] = ()) -> "AccumulatedGradients":
+        """What remains after an update: the sums of the parameters that wait for another one."""
+        empty = AccumulatedGradients.empty(self.sums)
+        if not waiting:
+            return empty
+        sums = {name: total if name in waiting else empty.sums[name] for name, total in self.sums.items()}
+        waits = torch.tensor([name in waiting for name in sums]).to(self.is_reached.device)
+        return empty._replace(sums=sums, is_reached=self.is_reached & waits)
 
     def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
         """The means, for the parameters and in the dtypes of these gradients."""
@@ -145,8 +163,9 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         own = own.added(state.grads, state.num_examples, all_finite(state.grads.values()) if is_guarded else None)
         if not is_last:
             return with_slot(state.replace(grads={}), own)
-        mean = own.mean(state.grads, of_nothing=math.nan if is_guarded else 0.0)
-        return with_slot(state.replace(grads=mean), AccumulatedGradients.empty(own.sums))
+        missing, waiting = _missing(own, state)
+        mean = own.mean({**state.grads, **missing}, of_nothing=math.nan if is_guarded else 0.0)
+        return with_slot(state.replace(grads=mean), own.emptied(waiting))
 
     acts = on(Event.INIT, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH) | on(Event.BATCH_START) & every(num_steps)
     return Algorithm(
@@ -158,6 +177,16 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         runs_after=(Trait.RENEWS_GRADIENTS, Trait.REQUIRED_ON_LOAD),
         config={"num_steps": num_steps},
     )
+
+
+def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:
+    """The parameters that the last batch of a group does not reach and an earlier one does, and those that wait."""
+    grads, trainable = state.grads or {}, set(state.context.trainable)
+    absent = [key for key in own.sums if key not in grads and key in trainable]
+    if not absent or is_transforming() or is_fake(own.is_reached):
+        return {}, absent
+    reached = dict(zip(own.sums, own.is_reached.tolist(), strict=True))
+    return {key: state.params[key] for key in absent if reached[key]}, []
 
 
 def _check_known(name: str, own: AccumulatedGradients, grads: dict[str, Tensor]) -> None:

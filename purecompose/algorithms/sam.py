@@ -112,7 +112,7 @@ def sam(
         grads, loss = state.gradient(there)
         assert state.loss is not None
         metrics = {**state.metrics, f"{name}/sharpness": loss.detach() - state.loss.detach()}
-        return state.replace(grads={**state.grads, **grads}, metrics=metrics)
+        return state.replace(grads=grads, metrics=metrics)
 
     is_neutral = isinstance(rho, (int, float)) and rho == 0
     return Algorithm(
