@@ -23,7 +23,7 @@ from purecompose._composable import (
     events_in_grad,
 )
 from purecompose._device import arithmetic
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.application import Observe, application, applied
 from purecompose.clock import Clock
 from purecompose.context import Context, SealedTime, Static
@@ -241,6 +241,7 @@ class Step:
         schedules = collect(settings, Schedule)
         changes = {
             "initialised": tuple(dict.fromkeys([*context.initialised, *[a.name for a in fresh]])),
+            "required": (*context.required, *[a.name for a in matched if Trait.REQUIRED_ON_LOAD in a.traits]),
             "schedules": tuple(dict.fromkeys([*context.schedules, *schedules])),
         }
         return state.replace(**changes)

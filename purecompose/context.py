@@ -37,6 +37,8 @@ class Context:
     target_key: batches.Key = 1
     initialised: tuple[str, ...] = ()
     """The algorithms whose INIT event is over."""
+    required: tuple[str, ...] = ()
+    """Those among them that a checkpoint cannot be loaded without."""
     schedules: tuple[Schedule, ...] = ()
     """Everything that the clock evaluates."""
     paused: frozenset[str] = frozenset()

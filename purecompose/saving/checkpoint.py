@@ -12,7 +12,15 @@ from torch import Tensor
 from purecompose._warnings import warn
 from purecompose.context import Static
 from purecompose.saving import folder
-from purecompose.saving.description import describe, differences, environment, missing_required, overruled_hparams
+from purecompose.saving.description import (
+    describe,
+    differences,
+    environment,
+    listed,
+    missing_required,
+    other_modules,
+    overruled_hparams,
+)
 from purecompose.saving.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.saving.index import Index, time_from_plain, time_to_plain
 from purecompose.saving.leaves import Spec, filled, leaves_of, mismatches, spec_of, stored
@@ -117,8 +125,8 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
     Raises:
         FileNotFoundError: There is no such folder.
         DamagedError: The checkpoint is not whole, or not a checkpoint.
-        MismatchError: It is of another model, optimizer or set of algorithms; the message says what differs. With
-            or without `strict`: an algorithm that changed the model is not there.
+        MismatchError: The model has modules of other types, or the optimizer or algorithms remember other things; the
+            message says what differs. With or without `strict`: an algorithm that changed the model is missing.
         CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
 
     Warns:
@@ -186,29 +194,23 @@ def check_fits(
     if is_adaptive:
         told = [line for line in told if not line.startswith("microbatches:")]
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
-    misfits = mismatches(like, specs, index.values)
+    misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
+    misfits += mismatches(like, specs, index.values)
     required = missing_required(index.description, now)
     if required or (misfits and strict):
         lines = [*required, *told, *misfits]
-        raise MismatchError(_listed(f"{path} does not fit this state", lines, _HINT), lines)
+        raise MismatchError(listed(f"{path} does not fit this state", lines, _HINT), lines)
     was = environment(like, step)
     moved = [
         f"{name}: {old} then, {was[name]} now" for name, old in index.environment.items() if _differs(was, name, old)
     ]
     if told or misfits:
-        warn(_listed(f"{path} is taken over with differences", [*told, *misfits]), CheckpointWarning)
+        warn(listed(f"{path} is taken over with differences", [*told, *misfits]), CheckpointWarning)
     if moved:
-        warn(_listed(f"{path} goes on, perhaps not to the same bits", moved), CheckpointWarning)
+        warn(listed(f"{path} goes on, perhaps not to the same bits", moved), CheckpointWarning)
 
 
 _HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
-_MOST_LINES = 12
-
-
-def _listed(text: str, lines: list[str], hint: str = "") -> str:
-    shown = [f"\n  {line}" for line in lines[:_MOST_LINES]]
-    more = [f"\n  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    return "".join([f"{text}:", *shown, *more, f"\n{hint}" if hint else ""])
 
 
 def _differs(now: Mapping[str, Any], name: str, old: Any) -> bool:

@@ -1,6 +1,5 @@
 """The static part of a run in words: what a checkpoint says it is of, and how that differs from what is there."""
 
-import difflib
 import re
 import sys
 from collections.abc import Mapping
@@ -8,17 +7,30 @@ from typing import Any
 
 import optree
 import torch
+from torch import nn
 
 from purecompose._version import __version__
-from purecompose.algorithm import Trait
+from purecompose.model import Model
 from purecompose.schedule import Hparam, collect
 from purecompose.state import State
 
 
-__all__ = ["describe", "differences", "environment", "missing_required", "overruled_hparams"]
+__all__ = [
+    "architecture",
+    "describe",
+    "differences",
+    "environment",
+    "listed",
+    "missing_required",
+    "other_modules",
+    "other_settings",
+    "overruled_hparams",
+]
 
 _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MOST_LINES = 12
+_ROOT = "(root)"
 _SETTINGS = ("optimizer", "loss", "precision", "input_key", "target_key", "program", "microbatches")
 
 
@@ -27,7 +39,7 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
     context = state.context
     loss = context.loss
     words = {
-        "model": _words(context.model.module).splitlines(),
+        "model": architecture(context.model),
         "optimizer": _words(context.optimizer),
         "loss": getattr(loss, "__name__", None) or _words(loss),
         "precision": context.precision,
@@ -35,6 +47,7 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
         "target_key": _words(context.target_key),
         "frozen": sorted(context.frozen),
         "initialised": list(context.initialised),
+        "required": list(context.required),
         "hparams": {hparam.name: hparam.default for hparam in collect((context.optimizer, _settings(step)), Hparam)},
     }
     if step is None:
@@ -44,8 +57,46 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
         "program": _EVENT.sub(r"\1", _words(step.program)),
         "microbatches": _cut(step),
         "algorithms": {algorithm.name: _words(algorithm) for algorithm in step.algorithms},
-        "required": [a.name for a in step.algorithms if Trait.REQUIRED_ON_LOAD in a.traits],
     }
+
+
+def architecture(model: Model) -> list[str]:
+    """The modules of a network, one line each: qualified name, type and settings.
+
+    Example:
+        >>> from torch import nn
+        >>> from purecompose.model import from_module
+        >>> architecture(from_module(nn.Sequential(nn.ReLU(), nn.Dropout(0.1))).model)
+        ['(root): Sequential()', '0: ReLU()', '1: Dropout(p=0.1, inplace=False)']
+    """
+    modules = model.module.named_modules(remove_duplicate=False)
+    return [f"{name or _ROOT}: {_without_addresses(_in_words(module))}" for name, module in modules]
+
+
+def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
+    """Where two networks have modules of other types, one line each; of those inside a listed one nothing is said.
+
+    The same weights mean another function there, whatever their names and shapes.
+
+    Args:
+        saved: One network, as `architecture` describes it.
+        now: The other one.
+        place: Where the first one comes from, such as "the file".
+    """
+    there, here = _by_name(saved), _by_name(now)
+    found: list[str] = []
+    for name in dict.fromkeys([*there, *here]):
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and _type(there.get(name)) != _type(here.get(name)):
+            found.append(name)
+    return [_difference(name, there, here, place) for name in found]
+
+
+def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
+    """Where modules of the same type have other settings, one line each; see `other_modules` for the arguments."""
+    there, here = _by_name(saved), _by_name(now)
+    both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
+    return [_difference(name, there, here, place) for name in both if there[name] != here[name]]
 
 
 def environment(state: State, step: Any = None) -> dict[str, Any]:
@@ -67,12 +118,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Where two descriptions differ, one line for each thing; what only one of them tells is left out."""
-    lines = []
-    if saved["model"] != now["model"]:
-        changes = [line for line in difflib.ndiff(saved["model"], now["model"]) if line[:1] in "+-"]
-        there = "; ".join(line[2:].strip() for line in changes if line[0] == "-") or "nothing more"
-        here = "; ".join(line[2:].strip() for line in changes if line[0] == "+") or "nothing more"
-        lines.append(f"model: {_short(there)} in the checkpoint, {_short(here)} here")
+    lines = other_settings(saved["model"], now["model"], "the checkpoint")
     for name in _SETTINGS:
         if name in saved and name in now and saved[name] != now[name]:
             lines.append(f"{name}: {_short(saved[name])} in the checkpoint, {_short(now[name])} here")
@@ -98,8 +144,33 @@ def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
 
 def missing_required(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The algorithms that must be there to load a checkpoint, and are not."""
-    present = now.get("algorithms", now["initialised"])
-    return [f"{name}: changed the model of the checkpoint" for name in saved.get("required", ()) if name not in present]
+    absent = [name for name in saved.get("required", ()) if name not in now["initialised"]]
+    return [f"{name}: changed the model of the checkpoint" for name in absent]
+
+
+def _by_name(lines: list[str]) -> dict[str, str]:
+    return {name: words for name, _, words in (line.partition(": ") for line in lines)}
+
+
+def _type(words: str | None) -> str | None:
+    return None if words is None else words.partition("(")[0]
+
+
+def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str], place: str) -> str:
+    one, other = (_short(words.get(name, "nothing")) for words in (there, here))
+    return f"model: {name}: {one} in {place}, {other} here"
+
+
+def _in_words(module: nn.Module) -> str:
+    """The type and settings of a module, without its children, on one line."""
+    return f"{type(module).__name__}({' '.join(module.extra_repr().split())})"
+
+
+def listed(text: str, lines: list[str], hint: str = "") -> str:
+    """A message with lines below it, the first dozen of them, and a hint at the end."""
+    shown = [f"\n  {line}" for line in lines[:_MOST_LINES]]
+    more = [f"\n  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return "".join([f"{text}:", *shown, *more, f"\n{hint}" if hint else ""])
 
 
 def _settings(step: Any) -> list[dict[str, Any]]:
@@ -126,8 +197,12 @@ def _of_algorithms(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def _words(thing: Any) -> str:
-    """What prints, without addresses in memory, which differ from process to process."""
-    return _ADDRESS.sub("", repr(thing))
+    return _without_addresses(repr(thing))
+
+
+def _without_addresses(text: str) -> str:
+    """Text without addresses in memory, which differ from process to process."""
+    return _ADDRESS.sub("", text)
 
 
 def _short(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Weights for others: safetensors by qualified names, and ONNX."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.saving.errors import DamagedError, MismatchError
+from purecompose._warnings import warn
+from purecompose.saving.description import architecture, listed, other_modules, other_settings
+from purecompose.saving.errors import CheckpointWarning, DamagedError, MismatchError
 from purecompose.saving.folder import library, written
 from purecompose.saving.leaves import stored
 from purecompose.state import State
@@ -17,12 +20,16 @@ from purecompose.weights import to_module
 
 __all__ = ["export_onnx", "load_weights", "save_weights"]
 
+_MODEL = "purecompose.model"
+"""The entry of a file's metadata that describes the network's modules, as JSON."""
+
 
 def save_weights(state: State, path: Path | str) -> Path:
     """Writes parameters and buffers to a safetensors file, by the names that the `nn.Module` gives them.
 
     Other programs read it, and `module.load_state_dict(safetensors.torch.load_file(path), strict=False)` does: a tied
-    tensor is there once, under its first name. The file appears when it is whole.
+    tensor is there once, under its first name. The file's metadata describe the network's modules, which `load_weights`
+    compares. The file appears when it is whole.
 
     Args:
         state: The state; a population's tensors have a member dimension.
@@ -38,41 +45,61 @@ def save_weights(state: State, path: Path | str) -> Path:
     tensors = {name: stored(tensor).clone() for name, tensor in (*state.params.items(), *state.buffers.items())}
     save_file = library().torch.save_file
     with written(Path(path)) as file:
-        save_file(tensors, file, {"format": "pt"})
+        save_file(tensors, file, {"format": "pt", _MODEL: json.dumps(architecture(state.model))})
     return Path(path)
 
 
 def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State:
     """The state with parameters and buffers from a safetensors file; all else (optimizer, slots, time) is as it was.
 
+    A file from `save_weights` describes the network that the weights are of. In one of other modules they mean another
+    function even where names and shapes agree: standardized convolutions have the weights of plain ones. Files from
+    other programs say nothing about that, and only names, shapes and dtypes are compared.
+
     Args:
         path: The file, from `save_weights` or another program.
         like: The state.
-        strict: Raise where names or shapes differ; otherwise take over what fits.
+        strict: Raise where modules, names, shapes or dtypes differ; otherwise take over what fits, and warn.
 
     Raises:
         FileNotFoundError: There is no such file.
         DamagedError: It is no safetensors file.
-        MismatchError: Names, shapes or dtypes differ; the message says which.
+        MismatchError: Modules, names, shapes or dtypes differ; the message says which.
+
+    Warns:
+        CheckpointWarning: Modules have other settings; without `strict`, something does not fit.
     """
-    package, file = library(), Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
-    try:
-        found: dict[str, Tensor] = package.torch.load_file(file)
-    except (package.SafetensorError, ValueError, RuntimeError) as error:
-        raise DamagedError(f"{file} cannot be read as safetensors: {error}") from error
-    wanted = {**like.params, **like.buffers}
-    misfits = _misfits(wanted, found)
+    file = Path(path)
+    found, model = _read(file)
+    wanted, now = {**like.params, **like.buffers}, architecture(like.model)
+    told = [] if model is None else other_settings(model, now, "the file")
+    misfits = [] if model is None else other_modules(model, now, "the file")
+    misfits += _misfits(wanted, found)
     if misfits and strict:
-        lines = "".join(f"\n  {line}" for line in misfits[:12])
-        raise MismatchError(f"{file} does not fit this state:{lines}", misfits)
+        hint = "give the state the same modules and surgery, or load with strict=False to take over what fits"
+        raise MismatchError(listed(f"{file} does not fit this state", [*misfits, *told], hint), misfits)
+    if misfits or told:
+        warn(listed(f"{file} is taken over with differences", [*misfits, *told]), CheckpointWarning)
     fitting = {name: tensor for name, tensor in found.items() if name in wanted and _fits(wanted[name], tensor)}
 
     def filled(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: _like(fitting.get(name, tensor), tensor) for name, tensor in ours.items()}
 
     return like.replace(params=filled(like.params), buffers=filled(like.buffers))
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
+    """The tensors of a file, and the description of their network if it has one."""
+    package = library()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    try:
+        found: dict[str, Tensor] = package.torch.load_file(file)
+        with package.safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+        return found, json.loads(metadata[_MODEL]) if _MODEL in metadata else None
+    except (package.SafetensorError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> Path:
