@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose._checks import shown
 from purecompose.context import Context, Static
+from purecompose.optim.checks import match_or_raise, matched
 from purecompose.schedule import Schedule, collect
 
 
@@ -29,12 +30,14 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
         batch: Its batch.
 
     Raises:
-        TypeError: No field has that name.
+        TypeError: No field has that name; `frozen` or `paused` is no collection of names.
+        ValueError: A name or pattern in `frozen` or `paused` matches no parameter.
     """
     found = {name: value for name, value in changes.items() if name in fields}
     new_batch, new_static = found.get("batch", batch), found.get("static", static)
     context = new_static.context
-    for name, value in changes.items():
+    # The model comes first: names of parameters are those of the new one.
+    for name, value in sorted(changes.items(), key=lambda change: change[0] != "model"):
         if name in fields:
             continue
         if name in ("inputs", "targets"):
@@ -76,7 +79,20 @@ def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
 
 
 def _with(context: Context, name: str, value: Any) -> Context:
+    if name in ("frozen", "paused"):
+        value = _parameter_names(name, value, context.model.param_names)
     context = context.replace(**{name: value})
     if name != "optimizer":
         return context
     return context.replace(schedules=tuple(dict.fromkeys([*context.schedules, *collect(value, Schedule)])))
+
+
+def _parameter_names(which: str, given: Any, known: tuple[str, ...]) -> frozenset[str]:
+    """The parameters that names and patterns (as in `fnmatch`) stand for."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{which}: expected a collection of names or patterns, as in ['0.*'], got {shown(given)}")
+    given = frozenset(given)
+    patterns = given.difference(known)
+    for pattern in patterns:
+        match_or_raise(pattern, known, f"{which}: {pattern!r}")
+    return given - patterns | matched(tuple(patterns), known)

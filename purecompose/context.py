@@ -5,7 +5,7 @@ and seeds map, stack and subtract.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,6 @@ class Context:
     """The parameters that have a gradient."""
 
     def __post_init__(self) -> None:
-        for which in ("frozen", "paused"):
-            object.__setattr__(self, which, _names(which, getattr(self, which)))
         idle = self.frozen | self.paused
         names = tuple(name for name in self.model.param_names if name not in idle)
         object.__setattr__(self, "trainable", names)
@@ -79,12 +77,6 @@ class Context:
 
     def __hash__(self) -> int:
         return hash((self.model, self.optimizer, self.frozen, self.paused, self.initialised))
-
-
-def _names(which: str, names: Iterable[str]) -> frozenset[str]:
-    if isinstance(names, str):
-        raise TypeError(f"{which}: expected names of parameters, got the one string {names!r}: write [{names!r}]")
-    return frozenset(names)
 
 
 class SealedTimeError(RuntimeError):

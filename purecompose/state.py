@@ -195,10 +195,18 @@ class State:
 
         Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
         `model`, `optimizer`, `frozen` and other names of `Context` the static part. Numbers among `hparams`
-        become 0-d float32 tensors.
+        become 0-d float32 tensors. `frozen` takes names of parameters and patterns of them (`fnmatch`, on the whole
+        name), all that are to be frozen: an empty one thaws everything.
 
         Raises:
             TypeError: No field has that name; an hparam is neither a number nor a tensor.
+            ValueError: A name or pattern in `frozen` matches no parameter.
+
+        Example:
+            >>> from purecompose import losses, optim
+            >>> state = State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+            >>> state.replace(frozen=["b*"]).context.trainable
+            ('weight',)
         """
         successor = object.__new__(State)
         values = successor.__dict__

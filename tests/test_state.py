@@ -310,8 +310,44 @@ def test_frozen_names_decide_what_is_trainable():
 def test_frozen_names_may_come_in_any_collection_but_not_as_one_string():
     state = start()
     assert state.replace(frozen=["head.bias"]).context == state.replace(frozen=frozenset({"head.bias"})).context
-    with pytest.raises(TypeError, match="frozen: expected names of parameters"):
-        state.replace(frozen="head.bias")
+    for wrong in ("head.bias", None):
+        with pytest.raises(TypeError, match="frozen: expected a collection of names or patterns"):
+            state.replace(frozen=wrong)
+
+
+@pytest.mark.parametrize("which", ["frozen", "paused"])
+def test_frozen_names_may_be_patterns_each_of_which_matches_something(which):
+    state = start()
+    named = state.replace(**{which: ["head.bias", *[name for name in state.params if name.endswith(".weight")]]})
+    assert state.replace(**{which: ["head.bias", "*.weight"]}).context == named.context
+    for given in (["haed.*"], ["head.*", "head.bais"]):
+        with pytest.raises(ValueError, match=rf"{which}: '{given[-1].replace('*', '.')}.*' matches no parameter"):
+            state.replace(**{which: given})
+
+
+def test_frozen_names_are_those_of_a_model_replaced_with_them():
+    state, other = start(), State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+    after = state.replace(frozen=["weight"], model=other.model, params=other.params, buffers={}, opt_state={})
+    assert after.context.trainable == ("bias",)
+
+
+def test_a_thawed_parameter_trains_on_as_torch_would():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    state, reference = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1, momentum=0.9)), copy.deepcopy(net)
+    inputs, targets = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.ones(8, 3)
+    sgd_of_torch = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    run = compose(loop_events)
+    for frozen in (["0.*"], [], ["*.bias"]):
+        state = state.replace(frozen=frozen)
+        for name, param in reference.named_parameters():
+            param.requires_grad_(name in state.context.trainable)
+        for _ in range(2):
+            state = run(state, (inputs, targets))
+            sgd_of_torch.zero_grad()
+            torch.nn.functional.mse_loss(reference(inputs), targets).backward()
+            sgd_of_torch.step()
+    for name, param in reference.named_parameters():
+        torch.testing.assert_close(state.params[name], param.detach())
 
 
 # A pytree
