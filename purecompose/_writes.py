@@ -1,17 +1,20 @@
-"""A scope in which certain tensors cannot be written into."""
+"""Scopes in which certain tensors cannot be written into, nor moved to other memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._functorch import (  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-__all__ = ["WriteGuard", "storage_of"]
+__all__ = ["DataGuard", "WriteGuard", "kept_in_place", "memory_of", "storage_of"]
 
 
 class WriteGuard(TorchDispatchMode):
@@ -47,6 +50,66 @@ class WriteGuard(TorchDispatchMode):
                         if isinstance(tensor, Tensor) and storage_of(tensor) in self._names:
                             raise self._error(self._names[storage_of(tensor)], func)
         return func(*args, **kwargs)
+
+
+class DataGuard(TorchFunctionMode):
+    """Refuses `tensor.data = other`, which torch does not dispatch: a traced graph would keep the old value.
+
+    Args:
+        tensors: By name.
+        error: What is raised for one of these, from its name and what was done.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._error = error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # `.to(device)` on a module assigns each tensor to itself.
+        if func == _SET_DATA and memory_of(args[0]) != memory_of(args[1]):
+            if id(args[0]) in self._names:
+                raise self._error(repr(self._names[id(args[0])]), _BY_DATA)
+            raise RuntimeError(
+                "an assignment to `.data` of a fake tensor is recorded in no graph; write `self.name = value` or "
+                "`self.name.copy_(value)` for a buffer"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_BY_DATA = "by assigning to its `.data`"
+_SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> Iterator[None]:
+    """A scope at whose end tensors must have the memory and the `requires_grad` that they had at its start.
+
+    Args:
+        tensors: By name. They are put back before the error is raised.
+        error: What is raised, from the names and what was done to them.
+    """
+    before = [(memory_of(tensor), tensor.detach(), tensor.requires_grad) for tensor in tensors.values()]
+    moved, switched = [], []
+    try:
+        yield
+    finally:
+        for (name, tensor), (memory, alias, requires_grad) in zip(tensors.items(), before, strict=True):
+            if memory_of(tensor) != memory:
+                moved.append(name)
+                tensor.data = alias
+            if tensor.requires_grad is not requires_grad:
+                switched.append(name)
+                tensor.requires_grad_(requires_grad)
+    for names, how in ((moved, _BY_DATA), (switched, "by switching its requires_grad")):
+        if names:
+            raise error(", ".join(map(repr, names)), how)
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's elements are, and how they are read from there."""
+    form = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+    return storage_of(tensor), tensor.dtype, tensor.shape, *form
 
 
 def storage_of(tensor: Tensor) -> int:

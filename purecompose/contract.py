@@ -9,6 +9,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._checks import shown
+from purecompose._writes import storage_of
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.random.modules import UnkeyedRandomError
@@ -48,11 +49,11 @@ class Contract:
     """Watches one step: nobody writes into what came in, and what outlives the step keeps its form."""
 
     def __init__(self, start: State) -> None:
-        """Notes the form of the state, and the version that torch counts for each tensor."""
+        """Notes the form of the state, and the version and memory of each tensor."""
         self._start = start
         self._history: list[tuple[Algorithm, Event, State, State]] = []
         self._incoming = _incoming(start)
-        self._versions = [_version(tensor) for _, tensor in self._incoming]
+        self._marks = [_mark(tensor) for _, tensor in self._incoming]
         self._generators = _global_generators()
 
     def note(self, algorithm: Algorithm, event: Event, before: State, after: State) -> None:
@@ -146,8 +147,8 @@ class Contract:
                 "belongs to the caller: make a new one, as in state.replace(params={**state.params, name: tensor})",
                 event,
             )
-        for (path, tensor), version in zip(self._incoming, self._versions, strict=True):
-            if _version(tensor) != version:
+        for (path, tensor), mark in zip(self._incoming, self._marks, strict=True):
+            if _mark(tensor) != mark:
                 raise InPlaceError(
                     f"{culprit} wrote in place into state.{path}, which belongs to the caller and has lost its value "
                     f"now: {remedy}",
@@ -190,9 +191,9 @@ def _global_generators() -> tuple[Any, ...]:
     return python_random.getstate(), words.tobytes(), position
 
 
-def _version(tensor: Tensor) -> int | None:
-    """How often torch saw a write into the tensor; `None` for inference tensors, which are not counted."""
-    return None if tensor.is_inference() else tensor._version
+def _mark(tensor: Tensor) -> tuple[int | None, int]:
+    """How often torch saw a write into the tensor (inference tensors are not counted), and the memory it is on."""
+    return None if tensor.is_inference() else tensor._version, storage_of(tensor)
 
 
 def _specs(state: State) -> dict[str, Any]:

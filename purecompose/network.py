@@ -1,7 +1,7 @@
 """One forward pass of a skeleton: tensors in place, randomness keyed, new buffers out."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from purecompose._device import AUTOCAST, arithmetic
 from purecompose._functorch import is_transforming
 from purecompose._kernels import kernels
 from purecompose._skeleton import Skeleton
-from purecompose._writes import WriteGuard
+from purecompose._writes import DataGuard, WriteGuard, kept_in_place
 from purecompose.model import Model
 from purecompose.random import modules
 
@@ -87,8 +87,9 @@ def call_model(
         if skeleton.draws is False and skeleton.is_fixed and not looking:
             outputs, new_buffers = _run(skeleton, params, buffers, inputs)
         else:
-            forward = _Pass(skeleton, params, buffers, inputs, rng, num_examples, first_example)
-            outputs, new_buffers = forward.first() if looking or skeleton.draws is None else forward.later()
+            is_watched = looking or skeleton.draws is None
+            forward = _Pass(skeleton, params, buffers, inputs, rng, num_examples, first_example, is_watched)
+            outputs, new_buffers = forward.first() if is_watched else forward.later()
     if narrow is not None:
         # The loss and whatever edits outputs work outside of autocast: in bfloat16 a loss has three digits, and in
         # float16 a sum soon exceeds 65504.
@@ -105,12 +106,16 @@ def _run(
     buffers: Mapping[str, Tensor],
     inputs: Any,
     context: AbstractContextManager[Any] = _AS_IT_IS,
+    *,
+    is_watched: bool = False,
 ) -> _Result:
     """A pass within a context, on its own copies of the buffers."""
     # A forward pass writes into the buffers it is handed (batch norm's running statistics).
     own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
-    with skeleton.bound(params, own) as module, context:
+    with skeleton.bound(params, own, is_watched=is_watched) as module, context:
         outputs = _call(module, inputs)
+        if is_watched and (rebound := skeleton.rebound(params)):
+            raise _write_error(", ".join(map(repr, rebound)), "by replacing or deleting it")
         return outputs, _without_aliases(skeleton.current_buffers(), own) if own else own
 
 
@@ -124,6 +129,7 @@ class _Pass(NamedTuple):
     rng: Callable[[], random.Rng]
     num_examples: int | None
     first_example: int | Tensor
+    is_watched: bool
 
     def first(self) -> _Result:
         """The watched pass: stopped before it draws without a key or writes into a parameter."""
@@ -155,12 +161,25 @@ class _Pass(NamedTuple):
 
     def _plain(self, context: AbstractContextManager[Any] = _AS_IT_IS) -> _Result:
         before = _versions(self.params)
-        result = _run(self.skeleton, self.params, self.buffers, self.inputs, context)
+        with self._guards():
+            result = _run(self.skeleton, self.params, self.buffers, self.inputs, context, is_watched=self.is_watched)
         after = _versions(self.params)
         if before != after:
             names = [repr(name) for name, old, new in zip(self.params, before, after, strict=True) if old != new]
             raise _write_error(", ".join(names), "so the tensor of the caller's state has changed")
         return result
+
+    def _guards(self) -> AbstractContextManager[Any]:
+        """What stops or finds assignments to `.data`; under its transforms torch itself refuses them."""
+        is_fake = _is_fake()
+        if is_transforming() or not (is_fake or self.is_watched):
+            return _AS_IT_IS
+        guards = ExitStack()
+        if is_fake:
+            guards.enter_context(DataGuard(self.params, _write_error))
+        if self.is_watched:
+            guards.enter_context(kept_in_place(self.params, _write_error))
+        return guards
 
     def _drawn(self) -> tuple[_Result, int]:
         scope = modules.keyed(self.rng(), num_examples=self.num_examples, first_example=self.first_example)
@@ -197,9 +216,9 @@ def _stopped(name: str, operation: Any) -> RuntimeError:
 
 def _write_error(names: str, how: str) -> RuntimeError:
     return RuntimeError(
-        f"forward wrote into the parameter {names}, {how}. Parameters change between forward passes alone: compute "
+        f"forward wrote into the parameter {names}, {how}. Parameters change only between forward passes: compute "
         "a new tensor from it (F.embedding on normalized rows for max_norm, weight.clamp() for weight.clamp_()), "
-        "change it in an algorithm after the update, or register it as a buffer"
+        "change it in an algorithm after the update (as momentum encoders do), or register it as a buffer"
     )
 
 
@@ -216,6 +235,11 @@ def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> d
         name: buffer if buffer is own[name] or not isinstance(buffer, Tensor) else buffer.clone()
         for name, buffer in buffers.items()
     }
+
+
+def _is_fake() -> bool:
+    """Whether tensors have no numbers, because a step is being compiled."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_hidden() -> bool:

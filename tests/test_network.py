@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import purecompose as pc
-from purecompose import Event, State, compose, loop_events
+from purecompose import Event, State, TraceError, compose, loop_events
 from tests.helpers import assert_same, changing, copied, make_batch, make_batches, make_mlp, make_state, run_steps
 
 
@@ -60,7 +60,55 @@ class Frozen(Net):
         return super().forward(x)
 
 
-WRITING = [(Embedded, "e.weight"), (Clamping, "last.weight"), (ThroughData, "last.weight"), (Frozen, "last.bias")]
+class Momentum(Net):
+    """A momentum encoder as in MoCo's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.slow.weight.data = 0.9 * self.slow.weight.data + 0.1 * self.last.weight.data
+        return self.last(x) + self.slow(x)
+
+
+class Transposing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.weight.data = self.last.weight.data.flip(0).contiguous()
+        return super().forward(F.dropout(x, 0.5))
+
+
+class Replacing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        self.last.weight = nn.Parameter(0.5 * self.last.weight.detach())
+        return outputs
+
+
+class Deleting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        del self.last.weight
+        return outputs
+
+
+class Freezing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.weight.requires_grad_(not self.last.weight.requires_grad)
+        return super().forward(x)
+
+
+WRITING = [
+    (Embedded, "e.weight"),
+    (Clamping, "last.weight"),
+    (ThroughData, "last.weight"),
+    (Frozen, "last.bias"),
+    (Momentum, "slow.weight"),
+    (Transposing, "last.weight"),
+    (Replacing, "last.weight"),
+    (Deleting, "last.weight"),
+    (Freezing, "last.weight"),
+]
 
 
 @pytest.mark.parametrize("run", [lambda s, b: compose(loop_events)(s, b), lambda s, b: pc.evaluate(s, [b])])
@@ -71,6 +119,87 @@ def test_a_write_into_a_parameter_is_stopped_before_it_does_harm(factory, name, 
     with pytest.raises(RuntimeError, match=f"forward wrote into the parameter '{name}'"):
         run(state, batch)
     assert_same(state.params, before)
+    assert not any(param.requires_grad for param in state.params.values())
+
+
+@pytest.mark.parametrize("factory", [Momentum, Replacing])
+def test_a_write_into_a_parameter_is_stopped_while_compiling(factory):
+    step = pc.compile(compose(loop_events), backend="eager", quiet=True)
+    with pytest.raises(RuntimeError, match="forward wrote into the parameter"):
+        step(make_state(factory()), make_batch())
+
+
+class Counting(Net):
+    """Assigns to the `.data` of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.data = self.count.data + 1
+        return super().forward(x) * self.count
+
+
+def test_an_assignment_to_the_data_of_a_buffer_counts_in_eager_and_is_not_compiled():
+    net, batches = Counting(), make_batches(3)
+    end = run_steps(compose(loop_events), make_state(net), batches)
+    assert torch.equal(end.buffers["count"], torch.full((3,), 3.0))
+    step = pc.compile(compose(loop_events), backend="eager", quiet=True)
+    with pytest.raises(TraceError, match=r"`.data` of a fake tensor.*self.count.data = .*in the layer Counting"):
+        step(make_state(net), batches[0])
+
+
+# Attributes of torch's layers
+
+
+def doubled(module: nn.Module, args: Any, outputs: Tensor) -> Tensor:
+    return 2 * outputs
+
+
+class Shifting(Net):
+    """Writes into the attributes of layers, by `how`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.drop, self.rnn, self.how = nn.Dropout(0.5), nn.LSTM(4, 4), how
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        if self.how == "new":
+            self.last.calls = getattr(self.last, "calls", 0) + 1  # pyright: ignore
+            return outputs * self.last.calls
+        if self.how == "old":
+            self.drop.p *= 0.8
+            return outputs * self.drop.p
+        if self.how == "recurrent":
+            self.rnn.dropout += 0.1
+            return outputs * self.rnn.dropout
+        if self.how == "modules":
+            self.blocks.append(nn.Identity())
+            return outputs * len(self.blocks)
+        self.last.register_forward_hook(doubled)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    "how, name",
+    [
+        ("new", "last.calls"),
+        ("old", "drop.p"),
+        ("recurrent", "rnn.dropout"),
+        ("modules", "blocks.1"),
+        ("hook", "last._forward_hooks"),
+    ],
+)
+def test_what_forward_writes_into_torchs_layers_is_put_back_and_named(how, name):
+    state, x = make_state(Shifting(how)), make_batch()[0]
+    with pytest.warns(UserWarning, match=f"forward changed {name}.*, which is neither"):
+        first = state.forward(x, train=True)
+    for _ in range(2):  # these passes are not watched
+        assert torch.equal(state.forward(x, train=True), first)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.vmap(f)])

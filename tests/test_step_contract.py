@@ -206,12 +206,18 @@ def changed_in_the_batch(state: State) -> State:
     return state
 
 
+def changed_through_data(state: State) -> State:
+    state.inputs.data = 2 * state.inputs
+    return state
+
+
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
         (changed_in_place, r"rude at Event.BATCH_START wrote in place into state.params\['0.weight'\]"),
         (changed_in_a_dictionary, "rude at Event.BATCH_START replaced an entry of a dictionary or list"),
         (changed_in_the_batch, "rude at Event.BATCH_START wrote in place into state.batch"),
+        (changed_through_data, "rude at Event.BATCH_START wrote in place into state.batch"),
     ],
 )
 def test_writing_into_what_the_step_was_given_is_caught(fn, said):

@@ -35,19 +35,31 @@ class Skeleton:
         self._depth = 0
         self._held: list[_Bound] | None = None
         self._guards = Guards(module, warned)
+        self._is_watched = False
         self.is_fixed = all(map(is_plain, module.modules()))
         """Whether all modules are torch's own: what they draw and write to depends on their settings alone."""
         self.has_group_norms = any(isinstance(child, nn.GroupNorm) for child in module.modules())
         self.draws: bool | None = None
         """Whether a forward pass draws random numbers; None until one has been watched."""
 
-    def bound(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> "_Bound":
+    def bound(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_watched: bool = False
+    ) -> "_Bound":
         """A context in which the module holds these tensors; afterwards it holds what it held before.
+
+        Args:
+            params: All parameters by name.
+            buffers: All buffers by name.
+            is_watched: Also look for changes in torch's own layers afterwards.
 
         Raises:
             KeyError: A tensor of the architecture is missing.
         """
-        return _Bound(self, params, buffers)
+        return _Bound(self, params, buffers, is_watched=is_watched)
+
+    def rebound(self, params: Mapping[str, Tensor]) -> list[str]:
+        """The parameters, among those bound now, in whose place forward has put something else."""
+        return [name for name, container, key in self._param_slots if _content(container, key) is not params[name]]
 
     def slot_names(self) -> tuple[str, ...]:
         """Which tensor goes to each place: a tied one comes several times."""
@@ -148,7 +160,19 @@ def replay() -> Callable[[], AbstractContextManager[Any]]:
 class _Bound:
     """Swaps tensors in and out; a class, since a generator costs twice as much and this is on every step."""
 
-    __slots__ = ("skeleton", "params", "buffers", "saved", "first", "scope", "start", "locks", "token", "notes")
+    __slots__ = (
+        "buffers",
+        "first",
+        "is_watched",
+        "locks",
+        "notes",
+        "params",
+        "saved",
+        "scope",
+        "skeleton",
+        "start",
+        "token",
+    )
 
     def __init__(
         self,
@@ -156,8 +180,11 @@ class _Bound:
         params: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         first: "_Bound | None" = None,
+        *,
+        is_watched: bool = False,
     ) -> None:
         """`first` is the binding that this one repeats, for a recomputation."""
+        self.is_watched = is_watched
         self.skeleton, self.params, self.buffers, self.first = skeleton, params, buffers, first
         self.saved: list[tuple[Any, Any, Any]] = []
         self.scope: list[_Bound] | None = None
@@ -182,6 +209,7 @@ class _Bound:
             self.scope = skeleton._held
         self.start = 0 if self.scope is None else len(self.scope)
         skeleton._depth += 1
+        skeleton._is_watched |= self.is_watched
         slots = skeleton._slots
         self.saved = [(container, key, container[key]) for _, container, key in slots]
         for (_, container, key), tensor in zip(slots, new, strict=True):
@@ -210,7 +238,8 @@ class _Bound:
                     container[key] = tensor
             skeleton._depth -= 1
             if not skeleton._depth:
-                skeleton._guards.restore()
+                is_watched, skeleton._is_watched = skeleton._is_watched, False
+                skeleton._guards.restore(with_layers=is_watched)
         finally:
             if self.locks:
                 skeleton._lock.release()
@@ -243,6 +272,14 @@ class _Bound:
         slots = self.skeleton._buffer_slots
         found = {name: box[key] for name, box, key in slots if isinstance(box, dict) and key in box}
         return {name: (tensor, _version(tensor), None) for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def _content(container: Any, key: Any) -> Any:
+    """What is in a place; nothing where the place is gone."""
+    try:
+        return container[key]
+    except LookupError:
+        return None
 
 
 def _mark_parameters(tensors: list[Tensor]) -> None:

@@ -21,14 +21,27 @@ class Guards:
 
     def __init__(self, module: nn.Module, warned: set[str]) -> None:
         """`warned` holds the attributes already named in a warning."""
-        self._guards = [guard for name, m in module.named_modules() for guard in _guards(name, m)]
-        self._empty = [guard.container for guard in self._guards if not guard.before]
-        full = [guard for guard in self._guards if guard.before]
-        self._expected = [(guard.container, _items(guard.before)) for guard in full]
+        found = [guard for name, m in module.named_modules() for guard in _guards(name, m)]
         self._warned = warned
+        self._rare = [guard for guard in found if guard.is_rare]
+        self._watch([guard for guard in found if not guard.is_rare])
 
-    def restore(self) -> None:
-        """Undoes what a forward pass wrote into the modules' dictionaries, and names it once in a warning."""
+    def _watch(self, guards: list["_Guard"]) -> None:
+        """Sets the containers that are compared after every pass."""
+        self._guards = guards
+        self._empty = [guard.container for guard in guards if not guard.before]
+        full = [guard for guard in guards if guard.before]
+        self._expected = [(guard.container, _items(guard.before)) for guard in full]
+
+    def restore(self, *, with_layers: bool = False) -> None:
+        """Undoes what a forward pass wrote into the modules' dictionaries, and names it once in a warning.
+
+        Args:
+            with_layers: Compare those of torch's own layers too. Where one has changed, every later call does.
+        """
+        if with_layers and (changed := [guard for guard in self._rare if _is_changed(guard)]):
+            self._rare = [guard for guard in self._rare if guard not in changed]
+            self._watch([*self._guards, *changed])
         # By identity: `==` would compare arrays, and be traced where these are tensors.
         if not any(self._empty) and not any(_differs(container, items) for container, items in self._expected):
             return
@@ -66,20 +79,29 @@ class _Guard(NamedTuple):
     """Whether its keys are attributes; otherwise it is one attribute's value."""
     is_silent: bool
     """Whether a change needs no warning."""
+    is_rare: bool
+    """Whether it is compared after watched passes only."""
 
 
 def _guards(name: str, module: nn.Module) -> Iterator[_Guard]:
-    if is_plain(module) and not isinstance(module, nn.RNNBase):
-        return  # they write into nothing but buffers, and looking costs 3 us a step in a small network
-    # The recurrent ones rebuild their caches at every call: nothing is lost.
-    is_silent = is_plain(module) or type(module).__module__.startswith("torch.nn.utils.")
+    # Torch's layers write only into buffers, but a user's forward may write into them. Looking at all of them costs
+    # 3 us a step in a small network. The recurrent ones rebuild their caches at every call: nothing is lost.
+    is_rare = is_plain(module) and not isinstance(module, nn.RNNBase)
+    is_silent = type(module).__module__.startswith("torch.nn.utils.")
     attributes = vars(module)
     for container in (attributes, module._parameters, module._buffers, module._modules):
-        yield _Guard(name, container, dict(container), True, is_silent)
+        yield _Guard(name, container, dict(container), True, is_silent, is_rare)
+    for key in HOOKS:
+        yield _Guard(f"{name}.{key}".lstrip("."), attributes[key], copy.copy(attributes[key]), False, is_silent, True)
     seen = {id(attributes)}
     for key, value in attributes.items():
         if key not in OWN:
-            yield from _guards_inside(f"{name}.{key}".lstrip("."), value, is_silent, seen)
+            for guard in _guards_inside(f"{name}.{key}".lstrip("."), value, is_silent or key in _CACHES, seen):
+                yield guard._replace(is_rare=is_rare)
+
+
+_CACHES = ("_flat_weights", "_flat_weight_refs")
+"""What torch's recurrent layers compute again at every call."""
 
 
 def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> Iterator[_Guard]:
@@ -96,7 +118,7 @@ def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> It
     if container is not None:
         is_attributes = container is not value
         before = dict(container) if is_attributes else copy.copy(container)
-        yield _Guard(name, container, before, is_attributes, is_silent)
+        yield _Guard(name, container, before, is_attributes, is_silent, False)
     members = value if container is None else container
     for key, member in members.items() if isinstance(members, dict) else enumerate(members):
         yield from _guards_inside(f"{name}.{key}", member, is_silent, seen)
@@ -127,7 +149,7 @@ def _restored(guard: _Guard) -> list[str]:
     names = [guard.name]
     if guard.is_attributes:
         keys = [k for k in {**before, **container} if container.get(k, absent) is not before.get(k, absent)]
-        names = [f"{guard.name}.{key}".lstrip(".") for key in keys]
+        names = [f"{guard.name}.{key}".lstrip(".") for key in keys if key not in _CACHES]
     container.clear()
     container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
     return [] if guard.is_silent else names

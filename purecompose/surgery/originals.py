@@ -8,11 +8,10 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from purecompose._skeleton import places
-from purecompose._writes import WriteGuard, storage_of
+from purecompose._writes import WriteGuard, memory_of
 
 
 __all__ = ["Originals", "Snapshot"]
@@ -59,7 +58,7 @@ class Originals:
         self._name = name
         self._tensors: dict[int, tuple[str, Tensor, tuple[Any, ...]]] = {}
         for place in places(root):
-            self._tensors.setdefault(id(place.tensor), (place.name, place.tensor, _memory(place.tensor)))
+            self._tensors.setdefault(id(place.tensor), (place.name, place.tensor, memory_of(place.tensor)))
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._tensors
@@ -76,7 +75,7 @@ class Originals:
                 found.setdefault(id(place.tensor), place.name)
         for key in found:
             name, tensor, memory = self._tensors[key]
-            if _memory(tensor) != memory:
+            if memory_of(tensor) != memory:
                 raise self._error(name)
         return {new: self._tensors[key][0] for key, new in found.items()}
 
@@ -114,8 +113,3 @@ def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def _is_cached(module: nn.Module, key: str) -> bool:
     """Whether an attribute is there because somebody has read it."""
     return isinstance(getattr(type(module), key, None), functools.cached_property)
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    form = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
-    return storage_of(tensor), tensor.dtype, tensor.shape, *form
