@@ -109,7 +109,7 @@ def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exc
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Where a tensor's elements are, and how they are read from there."""
     form = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
-    return storage_of(tensor), tensor.dtype, tensor.shape, *form
+    return storage_of(tensor), tensor.dtype, tensor.shape, tensor.is_conj(), tensor.is_neg(), *form
 
 
 def storage_of(tensor: Tensor) -> int:

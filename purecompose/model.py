@@ -6,19 +6,16 @@ skeleton for as long as a `with` block lasts, so a user's module is never touche
 """
 
 import copy
-import dis
-import functools
-import types
-import warnings
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from purecompose._fingerprint import fingerprint
-from purecompose._skeleton import HOOKS, Skeleton, places
+from purecompose._skeleton import Member, Sharing, Skeleton, checks, places
+from purecompose._warnings import warn
 
 
 __all__ = ["Model", "Parts", "from_module", "to_module"]
@@ -132,44 +129,62 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
     in evaluation mode as a whole, with all its parts (as pretrained ones come), is taken to train in training
     mode. The tensors are copies, or with `is_shared` others on the same memory.
 
+    Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
+    buffers. With `is_shared` only those that are one object are.
+
     Raises:
-        TypeError: `module` is not a plain `nn.Module`, or cannot be copied.
+        TypeError: `module` is not a plain `nn.Module`, or cannot be copied; it holds a scripted or compiled module, one
+            that is wrapped for several devices, or a tensor of a subclass with operations of its own.
         ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as the old
-            `torch.nn.utils.weight_norm` leaves, or tensors hidden in tuples or objects; a module in a list that is
-            not registered, with tensors of one that is; or a function among its
-            attributes or hooks keeps one of its modules or tensors, which a copy would share with it.
+            `torch.nn.utils.weight_norm` leaves, tensors with hooks, or tensors hidden in tuples or objects; a parameter
+            that shares memory with another tensor and is not tied to it; a module in a list that is not registered,
+            with tensors of one that is; or a function or weak reference that keeps one of its modules or tensors, which
+            a copy would share with it.
+
+    Warns:
+        UserWarning: A tensor becomes a buffer, or buffers share memory in part.
 
     Example:
         >>> parts = from_module(nn.Linear(2, 1))
         >>> sorted(parts.params), parts.model.module.weight.device.type
         (['bias', 'weight'], 'meta')
     """
-    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"expected an nn.Module (not a scripted one), got {type(module).__name__}")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
+    checks.check_modules(module)
     names: dict[int, str] = {}
     twins: dict[int, Tensor] = {}
     parts: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+    known = ChainMap(parts[True], parts[False])
     frozen = set()
+    sharing = Sharing()
     for tensor, _, _, name, kind in places(module):
         if id(tensor) in names:
             continue
-        _check_tensor(tensor, name)
-        if kind == "__dict__" and not is_shared:
-            warnings.warn(f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer", stacklevel=3)
+        is_param = kind == "_parameters"
+        checks.check_tensor(tensor, name, known)
+        if not is_shared:
+            tie = sharing.add(Member(name, tensor, is_param))
+            if tie.tensor is not tensor:
+                names[id(tensor)], twins[id(tensor)] = tie.name, twins[id(tie.tensor)]
+                continue
+            if kind == "__dict__":
+                warn(f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer")
         names[id(tensor)] = name
         twins[id(tensor)] = _meta_twin(tensor)
-        parts[kind == "_parameters"][name] = tensor.detach() if is_shared else tensor.detach().clone()
-        if kind == "_parameters" and not tensor.requires_grad:
+        parts[is_param][name] = tensor.detach() if is_shared else tensor.detach().clone()
+        if is_param and not tensor.requires_grad:
             frozen.add(name)
-    _check_functions(module, names)
+    sharing.check()
+    checks.check_functions(module, names)
     memo: dict[int, Any] = dict(twins)
     try:
         skeleton = copy.deepcopy(module, memo)
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
-    _check_hidden(module, memo, twins)
+    checks.check_hidden(module, memo, twins)
     names_of_twins = {id(twins[key]): name for key, name in names.items()}
-    _check_registered(skeleton, memo, names_of_twins)
+    checks.check_registered(skeleton, memo, names_of_twins)
     if not any(child.training for child in skeleton.modules()):
         skeleton.train()
     model = Model(skeleton, names_of_twins, tuple(parts[True]))
@@ -183,93 +198,6 @@ def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, 
         KeyError: A tensor of the architecture is missing.
     """
     return model.skeleton(train=True).filled_copy(params, buffers)
-
-
-def _check_tensor(tensor: Tensor, name: str) -> None:
-    if is_lazy(tensor):
-        raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")
-    if tensor.is_meta:
-        raise ValueError(f"{name} is on the meta device and has no values: give it values first (to_empty, load)")
-    if tensor.grad_fn is not None:
-        raise ValueError(
-            f"{name} is computed from other tensors, as torch.nn.utils.weight_norm and spectral_norm leave "
-            "it: use the ones in torch.nn.utils.parametrizations"
-        )
-
-
-def _check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int, Tensor]) -> None:
-    """Refuses tensors that were copied for want of a twin: they would be weights outside of the state."""
-    hidden = [value for key, value in memo.items() if isinstance(value, Tensor) and key not in twins]
-    if hidden:
-        found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in hidden[:3])
-        raise ValueError(
-            f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can "
-            f"reach them: {found}. Keep them in lists or dictionaries, or register them as buffers"
-        )
-
-
-def _check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]) -> None:
-    """Refuses modules that are no part of the network and hold its tensors: no state could put any in there."""
-    registered = set(skeleton.modules())
-    for value in memo.values():
-        if isinstance(value, nn.Module) and value not in registered:
-            shared = [names[id(place.tensor)] for place in places(value) if id(place.tensor) in names]
-            if shared:
-                raise ValueError(
-                    f"{type(skeleton).__name__} holds a {type(value).__name__} in a list, tuple or object, and not as "
-                    f"a module of its own, with {shared[0]!r} of the network in it: register it, as an attribute or "
-                    "in an nn.ModuleList"
-                )
-
-
-def _check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
-    """Refuses functions that keep parts of the network: copied, they would still compute with the original."""
-    parts = {id(child): f"the module {name or 'itself'!r}" for name, child in module.named_modules()}
-    parts |= {key: f"the tensor {name!r}" for key, name in names.items()}
-    for prefix, child in module.named_modules():
-        for key, value in vars(child).items():
-            if key in HOOKS or key not in _MODULE_KEYS:
-                for held in _kept(value, set()):
-                    if id(held) in parts:
-                        where = f"{prefix}.{key}".lstrip(".")
-                        raise ValueError(
-                            f"{where} has a function that keeps {parts[id(held)]}: it would go on computing with the "
-                            "network that it was made for. Make it a method, or let a hook use the module it is given"
-                        )
-
-
-_MODULE_KEYS = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # which torch does not copy
-
-
-def _kept(value: Any, seen: set[int], in_function: bool = False) -> Iterator[Any]:
-    """The modules and tensors that functions in a value keep: in closures, defaults and global names."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, types.FunctionType):
-        inside: list[Any] = [value.__defaults__, value.__kwdefaults__]
-        inside += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        loads = (i.argval for i in dis.get_instructions(value) if i.opname == "LOAD_GLOBAL")
-        # Of globals only what stands there itself: the functions among them lead through whole libraries.
-        found = [value.__globals__.get(name) for name in set(loads)]
-        inside += [thing for thing in found if isinstance(thing, (nn.Module, Tensor, list, tuple, dict))]
-        in_function = True
-    elif isinstance(value, (nn.Module, Tensor)):
-        if in_function:
-            yield value
-        return
-    elif isinstance(value, types.MethodType):
-        inside = [value.__func__, value.__self__]
-    elif isinstance(value, functools.partial):
-        inside = [value.func, value.args, value.keywords]
-    elif isinstance(value, Mapping):
-        inside = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = list(value)
-    else:
-        return
-    for member in inside:
-        yield from _kept(member, seen, in_function)
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:

@@ -218,7 +218,8 @@ def _write_error(names: str, how: str) -> RuntimeError:
     return RuntimeError(
         f"forward wrote into the parameter {names}, {how}. Parameters change only between forward passes: compute "
         "a new tensor from it (F.embedding on normalized rows for max_norm, weight.clamp() for weight.clamp_()), "
-        "change it in an algorithm after the update (as momentum encoders do), or register it as a buffer"
+        "change it in an algorithm after the update (as momentum encoders do), freeze it in the state (frozen=), or "
+        "register it as a buffer"
     )
 
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.ao import quantization
+from torch.nn.utils import parametrizations, prune, weight_norm
 
+import purecompose as pc
 from purecompose._fingerprint import fingerprint
 from purecompose.model import Model, Parts, from_module, to_module
 
@@ -119,6 +122,50 @@ def test_ties_stay_ties():
     assert exported.embed.weight is exported.out.weight is exported.again.weight
     assert exported.scale is exported.same_scale and exported.again is exported.embed
     assert torch.equal(exported.out.weight, torch.ones(3, 4))
+
+
+class TiedByData(nn.Module):
+    """A weight under two names, two buffers on one memory, and columns of one matrix, which do not overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight.data = self.first.weight.data
+        self.cos: Tensor
+        self.sin: Tensor
+        table = torch.arange(8.0).reshape(4, 2)
+        self.register_buffer("cos", table[:, 0])
+        self.register_buffer("sin", table[:, 1])
+        self.register_buffer("again", table[:, 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x + self.cos))) * self.sin
+
+
+def test_ties_by_memory_are_ties():
+    net = make(TiedByData)
+    parts = from_module(net)
+    assert list(parts.params) == ["first.weight", "first.bias", "second.bias"]
+    assert list(parts.buffers) == ["cos", "sin"]
+    state = pc.State.create(net, loss=pc.losses.mse, optimizer=pc.optim.sgd(0.1, momentum=0.9))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    step, targets = pc.compose(pc.loop_events), torch.ones(5, 4)
+    for _ in range(3):
+        state = step(state, (inputs(), targets))
+        optimizer.zero_grad()
+        F.mse_loss(net(inputs()), targets).backward()
+        optimizer.step()
+    for name, value in state.params.items():
+        torch.testing.assert_close(value, net.get_parameter(name).detach())
+
+
+def test_buffers_that_share_memory_in_part_are_named():
+    net = nn.Module()
+    table = torch.arange(8.0)
+    net.register_buffer("all", table)
+    net.register_buffer("some", table[:3])
+    with pytest.warns(UserWarning, match="'all' and 'some' share memory.*will not show in the other"):
+        from_module(net)
 
 
 def test_to_module_gives_an_independent_module_with_its_own_leaves():
@@ -438,19 +485,84 @@ def scripted() -> nn.Module:
         return torch.jit.script(nn.Linear(1, 1))
 
 
+def with_traced_part() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced: Any = torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3))
+    return nn.Sequential(nn.Linear(4, 3), traced)
+
+
+def with_compiled_forward() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 3))
+    net[0].forward = torch.compile(net[0].forward, backend="eager")
+    return net
+
+
+def pruned() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 3))
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    return net
+
+
+def quantization_aware() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still around
+        net.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # pyright: ignore
+        return quantization.prepare_qat(net.train())
+
+
+def with_hooked_weight(name: str) -> nn.Module:
+    net = nn.Linear(4, 3)
+    getattr(net.weight, name)(lambda tensor: None)
+    return net
+
+
+class Doubled(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def with_subclass() -> nn.Module:
+    net = nn.Linear(4, 3)
+    net.weight = nn.Parameter(net.weight.detach().as_subclass(Doubled))
+    return net
+
+
+class Viewing(nn.Module):
+    """Two parameters, of which one is the first rows of the other."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.ones(4, 4))
+        self.part = nn.Parameter(self.whole.detach()[:2] if not options else self.whole.detach(), **options)
+
+
 @pytest.mark.parametrize(
     "factory, error, said",
     [
+        (with_traced_part, TypeError, "'1' is a TopLevelTracedModule, scripted or traced"),
+        (lambda: torch.compile(make(), backend="eager"), TypeError, r"the network was compiled.*_orig_mod.*pc.compile"),
+        (with_compiled_forward, TypeError, "'0' was compiled by torch.compile"),
+        (lambda: nn.DataParallel(make()), TypeError, "the network is a DataParallel: .*net.module.*data_parallel"),
+        (pruned, ValueError, r"0.weight is computed from 0.weight_orig and 0.weight_mask.*prune.remove"),
+        (quantization_aware, ValueError, r"min_val gets its shape in the first forward.*before State.create"),
+        (lambda: nn.Embedding(3, 4, sparse=True), ValueError, "the network has sparse gradients.*sparse=False"),
+        (lambda: with_hooked_weight("register_hook"), ValueError, "weight has hooks.*AFTER_TRAIN_BATCH"),
+        (lambda: with_hooked_weight("register_post_accumulate_grad_hook"), ValueError, "weight has hooks"),
+        (with_subclass, TypeError, "weight is a Doubled, a subclass of Tensor with operations of its own"),
+        (Viewing, ValueError, "'whole' and 'part' share memory.*compute the other tensor from it"),
+        (lambda: Viewing(requires_grad=False), ValueError, "'whole' and 'part' share memory.*requires_grad"),
         (lambda: nn.LazyLinear(3), ValueError, "weight has no shape yet.*run the module once"),
         (lambda: nn.Linear(2, 1, device="meta"), ValueError, "weight is on the meta device.*to_empty"),
         (old_weight_norm, ValueError, "weight is computed from other tensors.*parametrizations"),
-        (scripted, TypeError, "not a scripted one"),
+        (scripted, TypeError, "the network is a RecursiveScriptModule, scripted or traced.*before torch.jit.script"),
         (lambda: torch.ones(3), TypeError, "expected an nn.Module.*got Tensor"),
         (lambda: nn.Linear, TypeError, "expected an nn.Module.*got type"),
         (Hidden, ValueError, r"Hidden holds 2 tensors in tuples or objects.*float32\[3\].*register"),
         (Uncopyable, TypeError, "Uncopyable cannot be deep-copied: .*lock"),
     ],
-    ids=["lazy", "meta", "old weight_norm", "scripted", "tensor", "class", "tuple", "lock"],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm:FutureWarning", "ignore::DeprecationWarning")
 def test_what_cannot_be_taken_apart_is_a_clear_error(factory, error, said):
@@ -709,9 +821,36 @@ def with_global() -> nn.Module:
     return net
 
 
+class Calling:
+    """An object of the user's that keeps a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+@pytest.mark.parametrize(
+    "make_reference",
+    [
+        lambda net: weakref.ref(net.norm),
+        lambda net: [weakref.ref(net.norm)],
+        lambda net: Calling(weakref.ref(net.norm)),
+        lambda net: weakref.WeakMethod(net.norm.forward),
+        lambda net: weakref.WeakSet([net.norm]),
+        lambda net: weakref.WeakValueDictionary({"norm": net.norm}),
+        lambda net: weakref.WeakKeyDictionary({net.norm: 1}),
+    ],
+    ids=["reference", "list", "object", "method", "set", "values", "keys"],
+)
+def test_weak_references_into_the_network_are_refused(make_reference):
+    net = with_attribute(make_reference)
+    with pytest.raises(ValueError, match="f has a weak reference that keeps the module 'norm'.*in a list"):
+        from_module(net)
+
+
 @pytest.mark.parametrize(
     "factory, said",
     [
+        (lambda: with_attribute(lambda net: Calling(lambda x: net.norm(x))), "f has .* keeps the module 'itself'"),
         (lambda: with_attribute(lambda net: lambda x: net.norm(x)), "f has .* keeps the module 'itself'"),
         (lambda: with_attribute(lambda net: [lambda x, layer=net.norm: layer(x)]), "f has .* keeps the module 'norm'"),
         (lambda: with_attribute(lambda net: lambda w=net.norm.weight: w), "keeps the tensor 'norm.weight'"),
@@ -722,7 +861,7 @@ def with_global() -> nn.Module:
         (hooked, "0._forward_hooks has .* keeps the module 'itself'"),
         (with_global, "f has .* keeps the module '0'"),
     ],
-    ids=["closure", "default", "tensor", "partial", "hook", "global"],
+    ids=["object", "closure", "default", "tensor", "partial", "hook", "global"],
 )
 def test_functions_that_keep_the_network_are_refused(factory, said):
     with pytest.raises(ValueError, match=f"{said}.*[Mm]ake it a method"):

@@ -5,8 +5,10 @@ its attributes. Tensors are put there for as long as a `with` block lasts; what 
 places is put back.
 """
 
+from purecompose._skeleton import checks
 from purecompose._skeleton.binding import Skeleton, replay
-from purecompose._skeleton.places import HOOKS, OWN, places
+from purecompose._skeleton.places import OWN, places
+from purecompose._skeleton.sharing import Member, Sharing
 
 
-__all__ = ["HOOKS", "OWN", "Skeleton", "places", "replay"]
+__all__ = ["OWN", "Member", "Sharing", "Skeleton", "checks", "places", "replay"]

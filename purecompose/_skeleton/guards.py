@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from purecompose._skeleton.places import HOOKS, OWN
 
 
-__all__ = ["Guards", "is_plain"]
+__all__ = ["CACHES", "Guards", "is_plain", "is_users_object"]
 
 
 class Guards:
@@ -96,11 +96,11 @@ def _guards(name: str, module: nn.Module) -> Iterator[_Guard]:
     seen = {id(attributes)}
     for key, value in attributes.items():
         if key not in OWN:
-            for guard in _guards_inside(f"{name}.{key}".lstrip("."), value, is_silent or key in _CACHES, seen):
+            for guard in _guards_inside(f"{name}.{key}".lstrip("."), value, is_silent or key in CACHES, seen):
                 yield guard._replace(is_rare=is_rare)
 
 
-_CACHES = ("_flat_weights", "_flat_weight_refs")
+CACHES = ("_flat_weights", "_flat_weight_refs")
 """What torch's recurrent layers compute again at every call."""
 
 
@@ -110,7 +110,7 @@ def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> It
         return
     if isinstance(value, (list, dict, set, deque)):
         container: Any = value
-    elif isinstance(value, tuple) or _is_users(value):
+    elif isinstance(value, tuple) or is_users_object(value):
         container = None if isinstance(value, tuple) else vars(value)
     else:
         return
@@ -124,7 +124,7 @@ def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> It
         yield from _guards_inside(f"{name}.{key}", member, is_silent, seen)
 
 
-def _is_users(value: Any) -> bool:
+def is_users_object(value: Any) -> bool:
     """Whether this is an object of a class of the user's, of which a skeleton has its own copy."""
     kind = type(value)
     root = (kind.__module__ or "").partition(".")[0]
@@ -149,7 +149,7 @@ def _restored(guard: _Guard) -> list[str]:
     names = [guard.name]
     if guard.is_attributes:
         keys = [k for k in {**before, **container} if container.get(k, absent) is not before.get(k, absent)]
-        names = [f"{guard.name}.{key}".lstrip(".") for key in keys if key not in _CACHES]
+        names = [f"{guard.name}.{key}".lstrip(".") for key in keys if key not in CACHES]
     container.clear()
     container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
     return [] if guard.is_silent else names
