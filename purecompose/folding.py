@@ -17,7 +17,7 @@ from purecompose._functorch import is_fake
 from purecompose.algorithm import Algorithm
 from purecompose.contract import Contract
 from purecompose.event import Event
-from purecompose.gradient import Op, averaged, averaged_by_name, averaged_grads, differentiate, num_terms
+from purecompose.gradient import Op, averaged, averaged_by_name, averaged_grads, check_terms, differentiate, num_terms
 from purecompose.loop import Cut, Grad, Microbatches, Node, Stage, Update, events_in, loss, walk
 from purecompose.ranks import Ranks, Sharing
 from purecompose.state import State
@@ -193,6 +193,8 @@ def _stage(node: Op, *, counts: bool = False) -> Body:
         after = op(state)
         if notes.contract is not None:
             notes.contract.note_stage(node)
+            if node is loss:
+                check_terms(after)
         if counts:
             notes.terms = num_terms(after)
         if notes.used and after.grads:

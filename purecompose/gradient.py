@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses
-from purecompose._functorch import is_transforming
+from purecompose._functorch import is_fake, is_transforming
 from purecompose.state import State
 
 
@@ -25,6 +25,7 @@ __all__ = [
     "averaged",
     "averaged_by_name",
     "averaged_grads",
+    "check_terms",
     "differentiate",
     "num_terms",
     "wants_outer_gradient",
@@ -143,6 +144,14 @@ def num_terms(state: State) -> int | Tensor:
     # A model that computes its loss finds its targets in the batch, by a way of its own.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
     return losses.num_terms(loss_fn, state.outputs, targets)
+
+
+@torch.no_grad()
+def check_terms(state: State) -> None:
+    """Raises, right after the loss, where `num_terms` would count what a model's own loss is not the mean of."""
+    if isinstance(state.context.loss, losses.ModelLoss):
+        reads_values = not is_transforming() and not is_fake(state.key)
+        state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)
 
 
 def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:

@@ -19,9 +19,11 @@ back from the device.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,16 +156,19 @@ class ModelLoss:
     """The loss that the model computed itself: the outputs' entry or attribute `key`. Targets are not read.
 
     A scalar is taken for a mean, and is all there is; losses per example, (N, ...), reduce in every way.
-    How many terms a scalar is the mean of is not known: microbatches are weighted by examples, unless `labels`
-    says where in the batch the labels are. Then those that are not `ignore_index` count, as a language model's
-    loss over padded sentences does, and k microbatches give the gradient of the whole batch.
+    A scalar does not say how many terms it is the mean of. Where the batch has labels, microbatches are weighted by
+    those that are not `ignore_index`, as a language model's loss over padded sentences is, so that k microbatches give
+    the gradient of the whole batch; elsewhere by examples. The first eager step compares the count with `logits` among
+    the outputs, if there are any.
 
     Args:
         key: The outputs' entry or attribute.
-        labels: The batch's member (a key of `purecompose.batch`, such as "labels") that holds class indices.
+        labels: The batch's member (a key of `purecompose.batch`) that holds class indices; by default "labels", if the
+            batch has it.
         ignore_index: The label that does not count.
-        shift: How many labels at the start of the last dim the model leaves out: 1 for causal language models
-            that predict each label from those before it.
+        shift: How many labels at the start of the last dim the model leaves out: 1 for causal language models, which
+            predict each label from those before it. By default 1 for those of transformers, which `State.create`
+            recognizes, and 0 for other networks.
 
     Raises:
         ValueError: the outputs carry no such tensor; "sum" or "none" of a scalar.
@@ -172,20 +177,26 @@ class ModelLoss:
         >>> model_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(4, 3)}, None).item()
         2.0
         >>> padded = {"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}
-        >>> ModelLoss(labels="labels").num_terms(None, padded)
+        >>> model_loss.num_terms(None, padded)
         tensor(3)
     """
 
     key: str = "loss"
     labels: batches.Key | None = None
     ignore_index: int = -100
-    shift: int = 0
+    shift: int | None = None
 
     def __post_init__(self) -> None:
         if self.labels is not None:
             batches.check_key(self.labels, "ModelLoss: labels")
-        if not isinstance(self.shift, int) or isinstance(self.shift, bool) or self.shift < 0:
+        if self.shift is not None and (
+            not isinstance(self.shift, int) or isinstance(self.shift, bool) or self.shift < 0
+        ):
             raise ValueError(f"ModelLoss: shift={self.shift!r}: expected a number of labels, 0 or more")
+
+    def of_network(self, net: torch.nn.Module) -> ModelLoss:
+        """This loss with the `shift` of a network, where none was given."""
+        return self if self.shift is not None else replace(self, shift=int(_is_causal_language_model(net)))
 
     def __call__(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
         del targets
@@ -206,13 +217,71 @@ class ModelLoss:
         return loss
 
     def num_terms(self, outputs: Any, batch: Any) -> int | Tensor:
-        """How many labels of the batch count, 0-d int64; without `labels` the number of examples."""
-        if self.labels is None:
+        """How many labels of the batch count, 0-d int64; without labels the number of examples."""
+        labels = self.labels_of(batch)
+        if labels is None:
             return num_examples(outputs, None) if batch is None else batches.num_examples(batch)
+        return (labels[..., self.shift or 0 :] != self.ignore_index).sum()
+
+    def labels_of(self, batch: Any) -> Tensor | None:
+        """The labels in a batch; `None` where they are not named and the batch has no class indices as "labels".
+
+        Raises:
+            KeyError, TypeError: The batch has no member of the name that was given, or one that is not a tensor.
+        """
+        if self.labels is None:
+            labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+            is_index = isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point()
+            return labels if is_index else None
         labels = batches.get(batch, self.labels)
         if not isinstance(labels, Tensor):
             raise TypeError(f"{self!r}: expected a tensor of labels in the batch, got {type(labels).__name__}")
-        return (labels[..., self.shift :] != self.ignore_index).sum()
+        return labels
+
+    def check(self, outputs: Any, batch: Any, *, reads_values: bool = True) -> None:
+        """Raise where the labels that `num_terms` counts are not those that the model's loss is the mean over.
+
+        Args:
+            outputs: What the model returned.
+            batch: The batch.
+            reads_values: Compare numbers as well, which waits for the device: the loss with the cross entropy of the
+                outputs' "logits" (N, ..., C) and the labels (N, ...), if there are such, with and without a shift.
+
+        Raises:
+            KeyError, TypeError: As `labels_of`.
+            ValueError: The loss leaves out another number of labels at the start.
+        """
+        labels, loss = self.labels_of(batch), self(outputs, None)
+        logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+        if not reads_values or labels is None or labels.ndim < 2 or loss.ndim or not isinstance(logits, Tensor):
+            return
+        if logits.shape[:-1] != labels.shape or self.shift not in (None, 0, 1):
+            return
+        own = self.shift or 0
+        found = [_shifted_cross_entropy(logits, labels, shift, self.ignore_index) for shift in (own, 1 - own)]
+        is_own, is_other = (torch.isclose(loss.double(), mean, rtol=1e-5, atol=1e-8).item() for mean in found)
+        if is_other and not is_own:
+            raise ValueError(
+                f"{self!r}: the model's loss is the mean over the labels without the first {1 - own}, so microbatches "
+                f"would be weighted wrongly: write losses.ModelLoss(shift={1 - own})"
+            )
+
+
+def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """The mean over the labels, the first `shift` of the last dim left out, of logits that many places before."""
+    length = labels.shape[-1] - shift
+    rows = logits[..., :length, :].flatten(0, -2).double()
+    return F.cross_entropy(rows, labels[..., shift:].flatten().long(), ignore_index=ignore_index)
+
+
+def _is_causal_language_model(net: torch.nn.Module) -> bool:
+    """Whether the network is one of transformers' causal language models, wrapped or not."""
+    kinds = ([kind.__name__ for kind in type(module).__mro__] for module in net.modules())
+    names = next((names for names in kinds if "PreTrainedModel" in names), [])
+    if not names or "transformers" not in sys.modules:
+        return False
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return not {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}.isdisjoint(names)
 
 
 cross_entropy = CrossEntropy()

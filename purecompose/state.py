@@ -116,6 +116,8 @@ class State:
         """
         parts = from_module(net)
         losses.check_loss(loss)
+        if isinstance(loss, losses.ModelLoss):
+            loss = loss.of_network(net)
         check_optimizer(optimizer, "optimizer")
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")

@@ -64,10 +64,8 @@ def batch_for(make_net: Any) -> dict[str, Tensor]:
 
 
 def make_state(make_net: Any, dropout: float = 0.0, key: int = 0, **options: Any) -> State:
-    loss = losses.ModelLoss(labels="labels", shift=1) if make_net is gpt2 else losses.model_loss
-    return State.create(
-        make_net(dropout, **options), loss=loss, optimizer=optim.sgd(0.1), key=key, duration="4ba", batches_per_epoch=2
-    )
+    net, optimizer = make_net(dropout, **options), optim.sgd(0.1)
+    return State.create(net, loss=losses.model_loss, optimizer=optimizer, key=key, duration="4ba", batches_per_epoch=2)
 
 
 def assert_near(one: State, other: State) -> None:

@@ -460,7 +460,7 @@ class OwnTokenLoss(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor):
         logits = self.net(inputs).transpose(1, 2)
-        return {"loss": F.cross_entropy(logits[..., :-1], labels[..., 1:])}
+        return {"loss": F.cross_entropy(logits[..., :-1], labels[..., 1:]), "logits": logits.transpose(1, 2)}
 
 
 @pytest.mark.parametrize("k", [2, 3, 6])
@@ -472,10 +472,20 @@ def test_a_models_own_loss_weighs_by_its_labels(k):
     in_slices = compose(loop_events, [grads_seen(sliced)], microbatches=k)(state, batch)
     assert_close(whole, sliced)
     torch.testing.assert_close(end.loss, in_slices.loss)
-    by_examples = {}
-    state = make_state(OwnTokenLoss(), loss=pc.losses.model_loss)
-    compose(loop_events, [grads_seen(by_examples)], microbatches=2)(state, batch)
-    assert not torch.allclose(whole["net.0.weight"], by_examples["net.0.weight"], rtol=1e-3)
+
+
+def test_a_wrong_name_of_the_labels_is_found_in_the_first_step():
+    state = make_state(OwnTokenLoss(), loss=pc.losses.ModelLoss(labels="label"))
+    with pytest.raises(KeyError, match="no member 'label'"):
+        compose(loop_events)(state, dict(zip(("inputs", "labels"), token_batch(1), strict=True)))
+
+
+def test_a_wrong_shift_of_the_labels_is_found_in_the_first_step():
+    batch = dict(zip(("inputs", "labels"), token_batch(1), strict=True))
+    with pytest.raises(
+        ValueError, match=r"mean over the labels without the first 1, .*write losses.ModelLoss\(shift=1\)"
+    ):
+        compose(loop_events)(make_state(OwnTokenLoss(), loss=pc.losses.model_loss), batch)
 
 
 def fraction_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

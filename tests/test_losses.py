@@ -359,7 +359,8 @@ def test_a_model_loss_counts_labels():
     assert num_terms(ModelLoss(labels="labels", ignore_index=-1), None, batch) == 3
     assert num_terms(ModelLoss(labels="labels", ignore_index=-1, shift=1), None, batch) == 1
     assert num_terms(ModelLoss(labels="labels"), None, batch) == 6
-    assert num_terms(model_loss, None, batch) == 2
+    assert num_terms(model_loss, None, batch) == 6
+    assert num_terms(model_loss, None, {**batch, "labels": torch.zeros(2, 3)}) == 2  # a regression's
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match="shift="):
             ModelLoss(shift=wrong)  # pyright: ignore[reportArgumentType]
