@@ -23,6 +23,7 @@ from purecompose._composable import (
     events_in_grad,
 )
 from purecompose._device import arithmetic
+from purecompose._warnings import warn
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.application import Observe, application, applied
 from purecompose.clock import Clock
@@ -31,11 +32,11 @@ from purecompose.contract import Contract, check_slots
 from purecompose.event import Event
 from purecompose.folding import Body, Notes, Unit, build, in_turn
 from purecompose.gradient import wants_outer_gradient
-from purecompose.loop import Cut, Node, Op, Program, advance, check_one_cut, events_in, walk
+from purecompose.loop import Cut, Grad, Node, Op, Program, Update, advance, check_one_cut, events_in, walk
 from purecompose.matching import Matcher
 from purecompose.network import looking_for_draws
 from purecompose.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
-from purecompose.plan import Plan, describe_moment, make_plan
+from purecompose.plan import Plan, describe_moment, lacking_events, make_plan
 from purecompose.predicate import NEVER
 from purecompose.random.modules import detect
 from purecompose.ranks import Ranks
@@ -88,6 +89,10 @@ class Step:
         self.events = events_in(program)
         self.differentiated = tuple(events_in_grad(program))
         self.has_advance = any(node is advance for node in walk(program))
+        kinds = {type(node) for node in walk(program)}
+        # Without `advance` too, algorithms may be there to look at the gradients.
+        is_for_training = self.has_advance or not algorithms
+        self._lacks_update = is_for_training and Grad in kinds and Update not in kinds
         self.matcher = Matcher(algorithms, self.events)
         self._order = compose_passes(*passes)
         self._masks = [self.matcher.mask(events_in([node])) for node in program]
@@ -210,6 +215,11 @@ class Step:
         with looking_for_draws(), detect():
             end = self.body(self.units(bits, watch))(start, Notes(contract=contract))
         contract.check(end)
+        if self._lacks_update and end.params is start.params:
+            warn(
+                "the step trains nothing: its program has a Grad and no update, and no parameter has changed. Put "
+                "`update` after the gradient, as loop_events does"
+            )
         return end
 
     def finish(self, state: State) -> State:
@@ -370,6 +380,10 @@ def compose(
         ValueError: A name used twice, an event on the wrong side of `advance`, fewer than one microbatch, or both a
             number of microbatches and their size; several AFTER_TRAIN_BATCH for a method that collects gradients.
 
+    Warns:
+        UserWarning: An algorithm acts at an event of a training step which the program lacks. In the first step: the
+            program has a `Grad` and no `update`, and no parameter has changed.
+
     Example:
         >>> from purecompose import loop_events
         >>> compose(loop_events)
@@ -387,7 +401,11 @@ def compose(
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
     for event in events_in_grad(nodes):
         check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
-    return Step(nodes, chosen, ordering, microbatches, microbatch_size)
+    step = Step(nodes, chosen, ordering, microbatches, microbatch_size)
+    if not any(event.is_eval or event.is_predict for event in step.events):
+        for line in lacking_events(chosen, step.events):
+            warn(f"{line}: it does nothing there. Put the event into the program; loop_events has all of them")
+    return step
 
 
 def _opened(state: State, *, later: bool) -> Timestamp:

@@ -1,6 +1,6 @@
 """What a step is going to do: event by event, which algorithms act, in what order, and why."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from purecompose._table import table
@@ -12,7 +12,7 @@ from purecompose.passes import Pass, precedes, run_pass, set_filo_order
 from purecompose.predicate import NEVER
 
 
-__all__ = ["Plan", "PlanRow", "make_plan"]
+__all__ = ["Plan", "PlanRow", "describe_moment", "lacking_events", "make_plan"]
 
 _STEP_EVENTS = frozenset(events_in(loop_events))
 
@@ -127,9 +127,24 @@ def _warnings(step: _Planned) -> list[str]:
             found.append(f"{algorithm.name} is ordered by {', '.join(absent)}, which the step does not have")
         if not events:
             found.append(f"{algorithm!r} never acts: its settings are neutral")
-        lacking = [event.name for event in events if event in _STEP_EVENTS and event not in step.events]
+    return [*found, *lacking_events(step.algorithms, step.events)]
+
+
+def lacking_events(algorithms: Iterable[Algorithm], present: Collection[Event]) -> list[str]:
+    """The algorithms that act at events of a training step which a program lacks, one line each.
+
+    A plain `match` function may act anywhere, so nothing is said about it.
+
+    Args:
+        algorithms: The algorithms.
+        present: The events of the program.
+    """
+    found = []
+    for algorithm in algorithms:
+        events = algorithm.events
+        lacking = [event.name for event in events if event in _STEP_EVENTS and event not in present]
         if lacking and len(events) < len(Event):
-            found.append(f"{algorithm.name} waits for {', '.join(lacking)}, which the program does not have")
+            found.append(f"{algorithm.name} acts at {', '.join(lacking)}, which the program does not have")
     return found
 
 

@@ -380,3 +380,36 @@ def test_after_the_gradient_the_batch_is_whole_and_outputs_are_the_last_slices(k
     for _, outputs in seen:
         torch.testing.assert_close(outputs, expected)
     assert end.outputs is None
+
+
+# What does nothing
+
+
+def test_a_program_that_differentiates_and_never_updates_is_warned_of_once() -> None:
+    state, batch = make_state(), make_batch()
+    step = compose([pc.Grad(pc.forward, pc.loss), pc.advance])
+    with pytest.warns(UserWarning, match="trains nothing: its program has a Grad and no update"):
+        after = step(state, batch)
+    assert step(after, batch).params is state.params  # and says nothing more
+
+
+def test_an_update_of_ones_own_is_no_lack_of_one() -> None:
+    def descend(state: State) -> State:
+        assert state.grads is not None
+        params = {name: param - 0.1 * state.grads[name] for name, param in state.params.items()}
+        return state.replace(params=params)
+
+    state, batch = make_state(), make_batch()
+    for step in (
+        compose([pc.Grad(pc.forward, pc.loss), descend, pc.advance]),
+        compose(
+            [pc.Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, pc.advance],
+            [changing("descent", Event.AFTER_TRAIN_BATCH, descend)],
+        ),
+    ):
+        assert not torch.equal(step(state, batch).params["0.weight"], state.params["0.weight"])
+
+
+@pytest.mark.parametrize("program", [pc.eval_events, pc.predict_events])
+def test_training_methods_are_silently_absent_from_evaluation(program: tuple[pc.Event, ...]) -> None:
+    compose(loop_events, [decay()]).replace(program=program)

@@ -307,8 +307,8 @@ PLAIN = Grad(pc.forward, pc.loss)
 @pytest.mark.parametrize(
     "program",
     [
-        [Microbatches(PLAIN, update), update],
-        [Microbatches(PLAIN, update, Event.AFTER_BACKWARD), update(wrt="3.*")],
+        [Microbatches(PLAIN, update), Event.AFTER_TRAIN_BATCH, update],
+        [Microbatches(PLAIN, update, Event.AFTER_BACKWARD), Event.AFTER_TRAIN_BATCH, update(wrt="3.*")],
         [Microbatches(Microbatches(PLAIN, update, k=2), k=1), Event.AFTER_TRAIN_BATCH, update],
         [PLAIN, update, Event.AFTER_TRAIN_BATCH, update],
     ],

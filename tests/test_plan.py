@@ -1,5 +1,6 @@
 """The plan of a step: what acts where, in what order, and why."""
 
+import pytest
 import torch
 from helpers import changing, counter, decay, make_batch, make_state, noise, recorder
 
@@ -88,11 +89,17 @@ def test_warnings():
     neutral = Algorithm("neutral", pc.NEVER, lambda event, state: state, config={"alpha": 0})
     waiting = changing("waiting", Event.AFTER_LOSS, lambda state: state)
     program = [Event.BATCH_START, pc.Grad(pc.forward, pc.loss), pc.update]
-    plan = compose(program, [neutral, waiting, counter()]).plan(make_state())
+    with pytest.warns(UserWarning, match="AFTER_LOSS|BATCH_END") as caught:
+        step = compose(program, [neutral, waiting, counter()])
+    assert [str(one.message).partition(":")[0] for one in caught] == [
+        "waiting acts at AFTER_LOSS, which the program does not have",
+        "counter acts at BATCH_END, which the program does not have",
+    ]
+    plan = step.plan(make_state())
     assert plan.warnings == (
         "neutral(alpha=0) never acts: its settings are neutral",
-        "waiting waits for AFTER_LOSS, which the program does not have",
-        "counter waits for BATCH_END, which the program does not have",
+        "waiting acts at AFTER_LOSS, which the program does not have",
+        "counter acts at BATCH_END, which the program does not have",
     )
     assert compose(loop_events, [noise(), counter()]).plan(make_state()).warnings == ()
 

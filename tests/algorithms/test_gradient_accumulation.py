@@ -198,7 +198,9 @@ def test_a_mean_of_nothing_whose_gradient_is_nan_is_left_out(nothing):
 def test_without_an_event_that_counts_terms_batches_weigh_their_examples():
     program = (Event.BATCH_START, Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update, advance)
     (batch,) = groups(1)
-    step, whole = compose(program, [gradient_accumulation(2)]), compose(program)
+    with pytest.warns(UserWarning, match="gradient_accumulation acts at AFTER_LOSS, which the program does not have"):
+        step = compose(program, [gradient_accumulation(2)])
+    whole = compose(program)
     state = started(step, helpers.make_state(wide_net()))
     expected = whole(started(whole, helpers.make_state(wide_net())), batch)
     for part in parts(batch, [3, 9]):
@@ -345,6 +347,7 @@ def test_the_norm_that_is_reported_is_the_means_and_zero_in_between():
     torch.testing.assert_close(norms[1], expected)
 
 
+@pytest.mark.filterwarnings("ignore:gradient_accumulation acts at AFTER_LOSS")
 @pytest.mark.parametrize("is_together", [True, False])
 def test_of_two_players_those_wait_whose_gradients_come_before_the_event(is_together):
     """Both players' gradients before it, or the second's alone: the first one then moves in every step."""
@@ -466,6 +469,7 @@ def test_one_batch_a_group_never_matches():
     assert gradient_accumulation(1).match == NEVER
 
 
+@pytest.mark.filterwarnings("ignore:gradient_accumulation acts at AFTER_LOSS")
 def test_a_program_without_a_gradient_before_the_event_still_says_so():
     program = (Event.BATCH_START, Event.AFTER_TRAIN_BATCH, update, advance)
     step = compose(program, [gradient_accumulation(2)])

@@ -341,6 +341,7 @@ def test_an_optimizer_put_in_after_init_is_refused():
         step(state, BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:loss_scaling acts at .*, which the program does not have")
 def test_a_program_without_an_unscaling_event_is_refused():
     program = (pc.Grad(pc.forward, pc.loop.loss, Event.BEFORE_BACKWARD), pc.update, pc.advance)
     step = compose(program, [loss_scaling()])

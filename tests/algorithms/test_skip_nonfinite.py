@@ -259,6 +259,7 @@ def test_with_per_example_clipping_a_bad_example_skips_the_step():
     check_skipped(before, step(before, broken(torch.nan, row=4)))
 
 
+@pytest.mark.filterwarnings("ignore:skip_nonfinite acts at .*, which the program does not have")
 def test_in_a_program_without_its_other_events_updates_are_guarded():
     short = (pc.Grad(pc.forward, pc.loop.loss), pc.update, pc.advance, Event.BATCH_END)
     step = compose(short, [skip_nonfinite()])

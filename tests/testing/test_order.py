@@ -436,6 +436,7 @@ def test_a_step_is_returned_after_a_warning_for_each_open_pair() -> None:
     assert warning.filename == __file__
 
 
+@pytest.mark.filterwarnings("ignore:.* which the program does not have")
 def test_decided_pairs_and_the_passes_of_the_step_are_silent() -> None:
     pair = [scale(), shift()]
     warn_of_conflicts([scale(runs_before="shift"), shift()], **FEW)

@@ -199,6 +199,7 @@ def test_algorithms_are_those_that_the_task_accepts():
     assert {a.name for a in smallest(lists, lambda found: len(found) == 3)} <= SHIPPED.keys()
 
 
+@pytest.mark.filterwarnings("ignore:.* which the program does not have", "ignore:the step trains nothing")
 @given(strategy.programs(), st.integers(1, 3))
 def test_programs_compose_and_run(program, k):
     case = Case(microbatches=k, others=("bystander",))
