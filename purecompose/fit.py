@@ -4,8 +4,9 @@ Nothing happens here that the fifteen-line loop could not do: batches are asked 
 that lie outside it are fired.
 """
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from purecompose.compose import Step
 from purecompose.data.identity import describe_data, differences
 from purecompose.data.loaders import SkippingWarning, own_order
 from purecompose.evaluation import Evaluator, Observer
+from purecompose.event import Event
 from purecompose.loop import eval_events
-from purecompose.outer import EpochData, Run
+from purecompose.outer import EpochData, Run, fire
 from purecompose.saving.errors import CheckpointWarning, MismatchError
 from purecompose.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
 from purecompose.state import State
@@ -61,7 +63,8 @@ def fit(
             batch at hand, when its checkpoint is written.
         resume: Goes on from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
             one of `checkpoints`, or from the start where there is none; or a checkpoint's folder. `state` gives the
-            structure then, and the run's length.
+            structure then, and the run's length. Where there is a checkpoint, BEFORE_LOAD fires on it, and AFTER_LOAD
+            on the state that was read.
         microbatches: `"auto"`: where the memory does not suffice, cut batches into twice as many slices, from that
             batch on.
 
@@ -146,10 +149,12 @@ def _training(
     state = with_memories(state, stoppers)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
-        resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
+        before = functools.partial(fire, Event.BEFORE_LOAD, step=step, observers=observers)
+        resumed = _resumed(checkpoints, state, step, resume, before, is_adaptive=microbatches is not None)
         if resumed is not None:
             _check_goes_on(resumed, state, data)
             state = _with_run(resumed.state, state.timestamp.run)
+            state = fire(Event.AFTER_LOAD, state, step, observers)
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
@@ -197,15 +202,21 @@ def _check_in_step(budget: float, microbatches: str | None) -> None:
 
 
 def _resumed(
-    checkpoints: Checkpoints | None, like: State, step: Any, how: Path | str | None, *, is_adaptive: bool
+    checkpoints: Checkpoints | None,
+    like: State,
+    step: Any,
+    how: Path | str | None,
+    before: Callable[[State], State],
+    *,
+    is_adaptive: bool,
 ) -> Resumed | None:
     if how is None:
         return None
     if how != "auto":
-        return resumed_from(how, like, step, is_adaptive=is_adaptive)
+        return resumed_from(how, like, step, before, is_adaptive=is_adaptive)
     if checkpoints is None:
         raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
-    return resumed_from_newest(checkpoints.folder, like, step, is_adaptive=is_adaptive)
+    return resumed_from_newest(checkpoints.folder, like, step, before, is_adaptive=is_adaptive)
 
 
 def _check_metrics(

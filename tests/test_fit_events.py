@@ -281,3 +281,52 @@ def test_each_evaluator_has_its_own_interval_and_numbers():
         observers=[observer],
     )
     assert found == {"a": [(2, True), (4, True)], "b": [(3, True), (4, True)]}
+
+
+# Loading
+
+
+def noting(log: list) -> pc.Algorithm:
+    """Notes the batch and the length of the run at which it acts, and adds 1 to its count of loads."""
+
+    def apply(event, state):
+        log.append((event, state.timestamp.batch, str(state.timestamp.run.duration)))
+        if event is Event.AFTER_LOAD:
+            return state.replace(slots={**state.slots, "loads": state.slots["loads"] + 1})
+        return state.replace(slots={**state.slots, "loads": torch.tensor(0)}) if event is Event.INIT else state
+
+    return pc.Algorithm("loads", pc.on(Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD), apply, host=True)
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_a_run_that_goes_on_fires_the_events_of_loading_before_all_others(tmp_path, is_auto):
+    seen, told = [], []
+    step, start = compose(loop_events, [noting(seen)]), make_state(batches_per_epoch=3)
+    checkpoints = pc.Checkpoints(tmp_path, background=False)
+
+    def run(duration, resume):
+        def observer(event, state):
+            told.append((event, state.timestamp.batch))
+
+        settings = {"checkpoints": checkpoints, "resume": resume, "observers": observer}
+        return fit(step, start, make_batches(3), duration=duration, **settings)
+
+    run("1ep", "auto")
+    assert [event for event, *_ in seen] == [Event.INIT] and told[0] == (Event.FIT_START, 0)  # nothing was loaded
+    seen.clear(), told.clear()
+    end = run("2ep", "auto" if is_auto else pc.saving.newest(tmp_path))
+    assert seen == [(Event.INIT, 0, "2ep"), (Event.BEFORE_LOAD, 0, "2ep"), (Event.AFTER_LOAD, 3, "2ep")]
+    assert told[:3] == [(Event.BEFORE_LOAD, 0), (Event.AFTER_LOAD, 3), (Event.FIT_START, 3)]
+    assert end.slots["loads"] == 1
+
+
+def test_load_fires_its_events_for_the_algorithms_of_the_step(tmp_path):
+    seen = []
+    step = compose(loop_events, [noting(seen)])
+    state = step(step.init(make_state()), make_batch())
+    pc.save(state, tmp_path / "one", step=step)
+    like = step.init(make_state())
+    assert pc.load(tmp_path / "one", like).slots["loads"] == 0
+    seen.clear()
+    assert pc.load(tmp_path / "one", like, step=step).slots["loads"] == 1
+    assert [(event, batch) for event, batch, _ in seen] == [(Event.BEFORE_LOAD, 0), (Event.AFTER_LOAD, 1)]

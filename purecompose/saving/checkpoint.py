@@ -11,6 +11,7 @@ from torch import Tensor
 
 from purecompose._warnings import warn
 from purecompose.context import Static
+from purecompose.event import Event
 from purecompose.saving import folder
 from purecompose.saving.description import (
     describe,
@@ -27,7 +28,7 @@ from purecompose.saving.leaves import Spec, filled, leaves_of, mismatches, spec_
 from purecompose.state import State
 
 
-__all__ = ["Snapshot", "assembled", "check_fits", "load", "restored", "save", "snapshot"]
+__all__ = ["Snapshot", "assembled", "check_fits", "load", "read", "restored", "save", "snapshot"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         path: The folder.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
             `step.init(state)`. It gives the structure and the device; its numbers are not read.
-        step: The step that is to go on with it, for comparing settings.
+        step: The step that is to go on with it, for comparing settings. Its algorithms act at BEFORE_LOAD, on the
+            template, and at AFTER_LOAD, on the state.
         strict: Raise where something does not fit. Otherwise what fits is taken over, the rest stays as it is in
             `like`, and a warning says what it was.
         is_adaptive: Whether the number of microbatches is found by trying, so that another one is no difference.
@@ -133,9 +135,17 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         CheckpointWarning: Settings differ (a learning rate, an algorithm without memory, the version of torch): the
             state is the saved one, and goes on otherwise than it would have.
     """
-    path = Path(path)
     if not isinstance(like, State):
         raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")
+    if step is None:
+        return read(path, like, strict=strict, is_adaptive=is_adaptive)
+    like = step.fire(Event.BEFORE_LOAD, like)
+    return step.fire(Event.AFTER_LOAD, read(path, like, step=step, strict=strict, is_adaptive=is_adaptive))
+
+
+def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
+    """`load` without the events around it."""
+    path = Path(path)
     try:
         index = folder.read_index(path)
         check_fits(path, index, like, step, strict=strict, is_adaptive=is_adaptive)

@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import IO, Any, NamedTuple, NoReturn
 
 from purecompose.algorithm import Algorithm
+from purecompose.event import Event
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.testing.case import Case
@@ -97,7 +98,7 @@ def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: 
     step = case.step(algorithm)
     # Who resumes builds a network with weights of its own first, at the start of a run: nothing of it must matter.
     template = step.init(replace(case, seed=case.seed + 1, start=0).state())
-    state = from_bytes(snapshot, like=template)
+    state = step.fire(Event.AFTER_LOAD, from_bytes(snapshot, like=step.fire(Event.BEFORE_LOAD, template)))
     for index in range(first, first + num):
         state = step(state, case.batch(index))
     return state

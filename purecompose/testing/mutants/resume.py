@@ -128,6 +128,12 @@ def remembers_losses_in_a_list() -> Algorithm:
     return Algorithm("remembers_losses_in_a_list", on(Event.BATCH_END), apply, host=True)
 
 
+@mutant("resume_exact", at=Event.AFTER_LOAD)
+def shrinks_weights_on_loading(state: State) -> State:
+    """Takes 1 % off the weights whenever a checkpoint is loaded, so that a run depends on how often it was resumed."""
+    return scaled_params(state, 0.99)
+
+
 def _with_noise(state: State, key: Tensor) -> State:
     inputs = state.inputs
     return state.replace(inputs=inputs + 0.1 * random.normal(key, tuple(inputs.shape)).to(inputs))
