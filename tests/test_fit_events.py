@@ -313,7 +313,8 @@ def test_a_run_that_goes_on_fires_the_events_of_loading_before_all_others(tmp_pa
 
     run("1ep", "auto")
     assert [event for event, *_ in seen] == [Event.INIT] and told[0] == (Event.FIT_START, 0)  # nothing was loaded
-    seen.clear(), told.clear()
+    seen.clear()
+    told.clear()
     end = run("2ep", "auto" if is_auto else pc.saving.newest(tmp_path))
     assert seen == [(Event.INIT, 0, "2ep"), (Event.BEFORE_LOAD, 0, "2ep"), (Event.AFTER_LOAD, 3, "2ep")]
     assert told[:3] == [(Event.BEFORE_LOAD, 0), (Event.AFTER_LOAD, 3), (Event.FIT_START, 3)]

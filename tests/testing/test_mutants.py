@@ -84,6 +84,7 @@ PLACES = {
     (Event.BATCH_END, "the process's random generator"): "matches_by_global_draw",
     (Event.BATCH_END, "the process's torch generator"): "seeds_in_apply",
     (Event.EPOCH_END, "slots['slot_at_epoch_end']['0.weight']"): "slot_at_epoch_end",
+    (Event.AFTER_LOAD, WEIGHT): "shrinks_weights_on_loading",
     (Event.EVAL_START, ""): "averages_in_place",
     (Event.EVAL_BATCH_START, INPUTS): "augments_test_data",
     (Event.EVAL_AFTER_FORWARD, "batch[1]"): "smooths_test_labels",
