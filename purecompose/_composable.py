@@ -28,6 +28,7 @@ __all__ = [
     "as_algorithms",
     "as_passes",
     "as_program",
+    "check_batch_dim",
     "check_collects_once",
     "check_no_host",
     "check_updates",
@@ -130,6 +131,17 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
             return
 
 
+def check_batch_dim(batch_dim: int, algorithms: Iterable[Algorithm]) -> None:
+    """Raises a `ValueError` for methods that take rows for examples, where these lie along another dimension."""
+    acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
+    names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
+    if batch_dim and names:
+        raise ValueError(
+            f"{', '.join(names)}: expected examples along dimension 0 of the batch's tensors, got "
+            f"batch_dim={batch_dim}; put examples first in the data, and transpose the inputs in the network's forward"
+        )
+
+
 def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:
     """Raises a `ValueError` where a step has several gradients for a method that adds up one of each."""
     event = Event.AFTER_TRAIN_BATCH
@@ -143,6 +155,15 @@ def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> No
             )
 
 
+_TAKES_ROWS = frozenset(
+    {
+        Trait.SELECTS_EXAMPLES,
+        Trait.AUGMENTS_EXAMPLES,
+        Trait.MIXES_EXAMPLES,
+        Trait.CLIPS_EXAMPLES,
+        Trait.SHORTENS_SEQUENCES,
+    }
+)
 _SETS_NO_GRADIENTS = (forward, eval_forward, loss, advance)
 
 

@@ -33,6 +33,7 @@ class Trait(enum.Enum):
     SELECTS_EXAMPLES = "picks examples of the raw batch: comes first"
     LIMITS_BATCHES = "trains on a part of each batch, of a size that it sets: comes before what picks examples"
     AUGMENTS_EXAMPLES = "changes examples one by one: comes before what mixes them and weighs their parts"
+    MIXES_EXAMPLES = "mixes the examples of a batch with each other"
     FUSES_LAYERNORM = "replaces layer norms by fused ones: comes last"
     EDITS_LOSS = "replaces the loss value itself, not the targets: two of these do not compose"
     SCALES_LOSS = "scales the loss for its gradient: the last before the gradient, the first after it"

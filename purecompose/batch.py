@@ -4,6 +4,9 @@ A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with 
 *key* names one member: an index, a mapping key, an attribute, a list of keys (several members at once), a
 getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A tensor alone has one member,
 itself, by the key 0: its rows are examples. Nothing here edits a batch in place.
+
+Examples are rows: they lie along the first dimension. Where `dim` is not 0, as for sequences (T, N, ...), they lie
+along that dimension of every tensor that has it, and along the first of the others.
 """
 
 import copy
@@ -103,14 +106,15 @@ def put(batch: Any, key: Key, value: Any) -> Any:
     return _put_one(batch, key, value)
 
 
-def num_examples(batch: Any, key: Key | None = None) -> int:
-    """How many examples the batch holds: the leading dimension that its tensors share.
+def num_examples(batch: Any, key: Key | None = None, dim: int = 0) -> int:
+    """How many examples the batch holds: the size that its tensors share along the dimension of the examples.
 
     Args:
         batch: The batch.
         key: Names the input, for batches with tensors that are not per example (weights of the classes, position
             ids of shape (1, L)): where the tensors disagree, the leading dimension of the input counts, that of
             its first tensor where it has several.
+        dim: The dimension of the examples; see the module's docstring.
 
     Raises:
         ValueError: There is no tensor with a leading dimension, or they disagree and there is no key.
@@ -120,17 +124,17 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
         >>> num_examples({"x": torch.zeros(8, 2), "class_weights": torch.ones(3)}, "x")
         8
     """
-    if type(batch) is tuple and len(batch) == 2 and type(batch[0]) is Tensor and type(batch[1]) is Tensor:
+    if dim == 0 and type(batch) is tuple and len(batch) == 2 and type(batch[0]) is type(batch[1]) is Tensor:
         first, second = batch
         if first.ndim and second.ndim and first.shape[0] == second.shape[0]:
             return first.shape[0]
-    shared = leading_size(batch)
+    shared = leading_size(batch, dim)
     if shared is not None:
         return shared
-    sizes = _leading_sizes(batch)
+    sizes = _leading_sizes(batch, dim)
     if not sizes and type(batch) is list and batch and all(isinstance(text, str) for text in batch):
         return len(batch)
-    own = _leading_sizes(get(batch, key)) if sizes and key is not None else []
+    own = _leading_sizes(get(batch, key), dim) if sizes and key is not None else []
     if own:
         return own[0]
     found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
@@ -138,9 +142,9 @@ def num_examples(batch: Any, key: Key | None = None) -> int:
     raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")
 
 
-def leading_size(inputs: Any) -> int | None:
-    """The leading dimension that all tensors share; `None` where they have none in common."""
-    sizes = _leading_sizes(inputs)
+def leading_size(inputs: Any, dim: int = 0) -> int | None:
+    """The size along the dimension of the examples that all tensors share; `None` where they have none in common."""
+    sizes = _leading_sizes(inputs, dim)
     # Compared one by one: symbolic sizes have no hash.
     return sizes[0] if sizes and all(size == sizes[0] for size in sizes) else None
 
@@ -153,8 +157,8 @@ def num_tokens(batch: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def split(batch: Any, num_parts: int, key: Key | None = None) -> list[Any]:
-    """Cuts the batch along the leading dimension into `num_parts` parts of (nearly) equal size.
+def split(batch: Any, num_parts: int, key: Key | None = None, dim: int = 0) -> list[Any]:
+    """Cuts the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
 
     Sizes differ by at most one, larger parts first. What is *per example* is cut: tensors and arrays whose leading
     dimension is the number of examples, and lists and tuples of that length without a tensor in them, such as the
@@ -165,6 +169,7 @@ def split(batch: Any, num_parts: int, key: Key | None = None) -> list[Any]:
         batch: The batch.
         num_parts: From 1 to the number of examples.
         key: Names the input, as for `num_examples`.
+        dim: The dimension of the examples; see the module's docstring.
 
     Raises:
         ValueError: There are fewer examples than parts, or the tensors disagree on their number.
@@ -176,13 +181,13 @@ def split(batch: Any, num_parts: int, key: Key | None = None) -> list[Any]:
         >>> split({"x": torch.tensor([1, 2]), "name": ["a", "b"], "set": "train"}, 2)[1]
         {'x': tensor([2]), 'name': ['b'], 'set': 'train'}
     """
-    total = num_examples(batch, key)
+    total = num_examples(batch, key, dim)
     if not 1 <= num_parts <= total:
         raise ValueError(f"cannot cut a batch of {total} examples into {num_parts} microbatches")
     size, num_larger = total // num_parts, total % num_parts  # divmod knows no symbolic sizes
     starts = [i * size + min(i, num_larger) for i in range(num_parts + 1)]
     return [
-        _map_rows(lambda rows, start=start, stop=stop: rows[start:stop], batch, total)
+        _map_rows(lambda rows, part=slice(start, stop): rows[_place(rows, part, dim)], batch, total, dim)
         for start, stop in itertools.pairwise(starts)
     ]
 
@@ -258,37 +263,48 @@ def check_key(key: Key, role: str) -> None:
         )
 
 
-def _leading_sizes(batch: Any) -> list[int]:
-    return [leaf.shape[0] for leaf in tensors(batch) if leaf.ndim]
+def _leading_sizes(batch: Any, dim: int) -> list[int]:
+    return [leaf.shape[_dim(leaf, dim)] for leaf in tensors(batch) if leaf.ndim]
 
 
-def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int) -> Any:
+def _dim(rows: Any, dim: int) -> int:
+    """The dimension of the examples in a tensor or array; lists have one."""
+    return dim if len(getattr(rows, "shape", ())) > dim else 0
+
+
+def _place(rows: Any, part: slice, dim: int) -> Any:
+    """The index of a part of the examples."""
+    own = _dim(rows, dim)
+    return (slice(None),) * own + (part,) if own else part
+
+
+def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> Any:
     """Applies `fn` to all that has one row for each of `num` examples; see `split`."""
 
     def is_rows(node: Any) -> bool:
-        return _is_rows(node, num)
+        return _is_rows(node, num, dim)
 
     def on_leaf(leaf: Any) -> Any:
-        if _is_rows(leaf, num):
+        if _is_rows(leaf, num, dim):
             return fn(leaf)
         members = {} if isinstance(leaf, Tensor) else tree.members(leaf)
         # An object's attributes are data only where some are tensors: a tokenizer's lists are its own.
         is_data = isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf) or tensors(members)
         if not members or not is_data:
             return leaf
-        changed = _map_rows(fn, members, num)
+        changed = _map_rows(fn, members, num, dim)
         is_same = all(changed[name] is members[name] for name in members)
         return leaf if is_same else _with_members(leaf, changed)
 
     return tree.map(on_leaf, batch, is_leaf=is_rows)
 
 
-def _is_rows(node: Any, num: int) -> bool:
+def _is_rows(node: Any, num: int, dim: int) -> bool:
     if type(node) in (list, tuple):
         return len(node) == num and not tensors(node)
     shape = getattr(node, "shape", None)
     is_array = isinstance(node, Tensor) or (hasattr(node, "dtype") and hasattr(node, "__getitem__"))
-    return is_array and isinstance(shape, tuple) and len(shape) > 0 and shape[0] == num
+    return is_array and isinstance(shape, tuple) and len(shape) > 0 and shape[_dim(node, dim)] == num
 
 
 def _read(indices: Tensor, rows: Any) -> list[int]:

@@ -17,6 +17,7 @@ from purecompose._composable import (
     as_algorithms,
     as_passes,
     as_program,
+    check_batch_dim,
     check_collects_once,
     check_no_host,
     check_updates,
@@ -162,7 +163,7 @@ class Step:
         context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
-        num_examples, later = batches.num_examples(batch, context.input_key), now
+        num_examples, later = batches.num_examples(batch, context.input_key, context.batch_dim), now
         if self.has_advance:
             later = now.advance(num_examples, batches.num_tokens(batch))
         bits = self.matcher.schedule(state, batch, now, later)
@@ -347,6 +348,7 @@ class Step:
         if missing:
             raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first")
         check_updates(self.program, context.trainable)
+        check_batch_dim(context.batch_dim, self.algorithms)
         self._ready = context
 
     def __repr__(self) -> str:

@@ -35,6 +35,8 @@ class Context:
     """"fp32", "tf32" (float32 with rounded products on a GPU), or "bf16" or "fp16", a forward pass under autocast."""
     input_key: batches.Key = 0
     target_key: batches.Key = 1
+    batch_dim: int = 0
+    """The dimension of the examples in the batch's tensors; see `purecompose.batch`."""
     initialised: tuple[str, ...] = ()
     """The algorithms whose INIT event is over."""
     required: tuple[str, ...] = ()
@@ -65,7 +67,7 @@ class Context:
 
     @property
     def _callables(self) -> tuple[Any, ...]:
-        return self.loss, self.input_key, self.target_key
+        return self.loss, self.input_key, self.target_key, self.batch_dim
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -263,14 +263,16 @@ def _repeatable(run_once: Body, ranks: Ranks | None = None) -> Body:
 
 def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
     """Runs the body on the slices and averages loss, gradients and metrics, each slice weighted by its terms."""
+    if notes.contract is not None:
+        _check_rows(state)
     current, offset, total, earlier_terms = state, 0, 0, notes.terms
     mean_loss: Tensor | None = None
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
-    input_key = state.context.input_key
-    for part in batches.split(state.batch, cut.num_slices(state.num_examples), input_key):
-        size = batches.num_examples(part, input_key)
+    layout = state.context.input_key, state.context.batch_dim
+    for part in batches.split(state.batch, cut.num_slices(state.num_examples), *layout):
+        size = batches.num_examples(part, *layout)
         first = offset if state.first_example is None else state.first_example + offset
         # What a slice makes anew it does not find from the one before.
         anew = {"loss": None, "outputs": state.outputs, "grads": None, "metrics": state.metrics}
@@ -290,6 +292,20 @@ def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
     return current.replace(batch=state.batch, first_example=state.first_example, **means)
 
 
+def _check_rows(state: State) -> None:
+    """Raises where the inputs and targets of a batch that is to be cut differ in their number of examples."""
+    dim = state.context.batch_dim
+    try:
+        inputs, targets = (batches.leading_size(member, dim) for member in (state.inputs, state.targets))
+    except KeyError:  # a batch without targets, or with those of a model's own loss
+        return
+    if inputs is not None and targets is not None and inputs != targets:
+        raise ValueError(
+            f"the batch cannot be cut into parts: expected the same number of examples along dimension {dim} of inputs "
+            f"and targets, got {inputs} and {targets}; for sequences (T, N, ...) give State.create batch_dim=1"
+        )
+
+
 def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks, wrt: Sequence[str | None]) -> State:
     """Runs the body on this rank's slices, and puts together what all ranks have found.
 
@@ -297,7 +313,9 @@ def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks, 
     """
     if notes.sharing == "none":
         return _run_sliced(body, state, notes, cut)
-    share = ranks.share(state.batch, state.context.input_key)
+    if notes.contract is not None:
+        _check_rows(state)
+    share = ranks.share(state.batch, state.context.input_key, state.context.batch_dim)
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
     earlier_terms, notes.terms = notes.terms, None
     after = _run_sliced(body, state.replace(batch=share.batch, first_example=first), notes, cut)

@@ -43,6 +43,7 @@ __all__ = [
     "ModelLoss",
     "binary_cross_entropy",
     "check_loss",
+    "counts_terms",
     "cross_entropy",
     "evaluate_loss",
     "has_index_targets",
@@ -368,6 +369,11 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
     if hasattr(loss_fn, "counted"):
         return loss_fn.counted(outputs, targets).sum()  # pyright: ignore[reportFunctionMemberAccess]
     return num_examples(outputs, targets)
+
+
+def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:
+    """Whether a loss says itself how many terms its mean divides by."""
+    return hasattr(loss_fn, "num_terms") or hasattr(loss_fn, "counted")
 
 
 def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Adaptive:
         Raises:
             RuntimeError: The memory does not suffice for a single example either.
         """
-        num_examples = batches.num_examples(batch, state.context.input_key)
+        num_examples = batches.num_examples(batch, state.context.input_key, state.context.batch_dim)
         while True:
             try:
                 new = self.step(self._safe(state, num_examples), batch)

@@ -47,13 +47,13 @@ class Ranks:
     rank: int
     size: int
 
-    def share(self, batch: Any, key: batches.Key | None) -> Share:
+    def share(self, batch: Any, key: batches.Key | None, dim: int = 0) -> Share:
         """This rank's part: consecutive examples, as many as the others have, or one more."""
-        num_parts = min(self.size, batches.num_examples(batch, key))
+        num_parts = min(self.size, batches.num_examples(batch, key, dim))
         if self.rank >= num_parts:
-            return Share(batches.split(batch, batches.num_examples(batch, key), key)[0], 0, 0)
-        parts = batches.split(batch, num_parts, key)
-        sizes = [batches.num_examples(part, key) for part in parts]
+            return Share(batches.split(batch, batches.num_examples(batch, key, dim), key, dim)[0], 0, 0)
+        parts = batches.split(batch, num_parts, key, dim)
+        sizes = [batches.num_examples(part, key, dim) for part in parts]
         return Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
 
     def means(self, tensors: Sequence[Tensor], weight: int | Tensor) -> list[Tensor]:

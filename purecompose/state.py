@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._changes import as_hparams, translated
+from purecompose._checks import check_whole
 from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
 from purecompose.context import Context, Static
@@ -86,6 +87,7 @@ class State:
         iteration_length: Time | str | None = None,
         input_key: batches.Key | None = None,
         target_key: batches.Key = 1,
+        batch_dim: int = 0,
         precision: str = "fp32",
         device: torch.device | str | None = None,
     ) -> "State":
@@ -106,6 +108,9 @@ class State:
             input_key: Names the model's input in a batch; by default the first member, or the whole batch for
                 `losses.model_loss`. See `purecompose.batch`.
             target_key: Names the target.
+            batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
+                as torch's recurrent layers have them by default. Tensors without this dimension have their examples
+                along the first. Methods that change single examples expect 0.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
                 `"fp16"` wants `algorithms.loss_scaling`.
@@ -125,9 +130,10 @@ class State:
             input_key = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
         batches.check_key(input_key, "input_key")
         batches.check_key(target_key, "target_key")
+        check_whole(batch_dim, "State.create: batch_dim", 0, hint="1 for sequences (T, N, ...)")
         schedules = collect(optimizer, Schedule)
         context = Context(
-            parts.model, loss, optimizer, parts.frozen, precision, input_key, target_key, schedules=schedules
+            parts.model, loss, optimizer, parts.frozen, precision, input_key, target_key, batch_dim, schedules=schedules
         )
         run = RunLength(
             None if duration is None else named_time(duration, "State.create: duration"),
@@ -188,7 +194,7 @@ class State:
     @property
     def num_examples(self) -> int:
         """The number of examples in the batch."""
-        return batches.num_examples(self.batch, self.context.input_key)
+        return batches.num_examples(self.batch, self.context.input_key, self.context.batch_dim)
 
     # Changing
 
@@ -340,15 +346,22 @@ class State:
     def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
         """The network's outputs, and the buffers as the pass leaves them. `rng_name` names its draws."""
         context = self.context
+        first = 0 if self.first_example is None else self.first_example
+
+        def rng() -> random.Rng:
+            own = self.rng(rng_name)
+            # Rows are not examples: a slice draws as a whole, and apart from the others.
+            return dataclasses.replace(own, example=first) if context.batch_dim else own
+
         return call_model(
             context.model,
             self.params,
             self.buffers,
             inputs,
             train=train,
-            rng=lambda: self.rng(rng_name),
-            num_examples=batches.leading_size(inputs),
-            first_example=0 if self.first_example is None else self.first_example,
+            rng=rng,
+            num_examples=None if context.batch_dim else batches.leading_size(inputs),
+            first_example=first,
             precision=context.precision,
         )
 

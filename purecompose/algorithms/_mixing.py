@@ -114,6 +114,7 @@ def mixing_method(
         name,
         NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
         apply,
+        traits=frozenset({Trait.MIXES_EXAMPLES}),
         runs_after=(Trait.AUGMENTS_EXAMPLES,),
         config={"alpha": alpha, **shown, **keys},
     )

@@ -235,8 +235,9 @@ def _of_half(state: State) -> _Norms | None:
     num = state.num_examples
     if num < _FEWEST or not state.grads:
         return None
-    part = batches.split(state.batch, 2, state.context.input_key)[0]
-    size = batches.num_examples(part, state.context.input_key)
+    layout = state.context.input_key, state.context.batch_dim
+    part = batches.split(state.batch, 2, *layout)[0]
+    size = batches.num_examples(part, *layout)
     half = gradient_of_part(state, part, 0 if state.first_example is None else state.first_example)
     grads = {key: state.grads[key] for key in half}
     big = norm_of(grads.values()).square()

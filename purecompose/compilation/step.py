@@ -200,7 +200,7 @@ class CompiledStep:
             if fields.get(name) is not None:
                 return True
         floor = self.options.eager_below
-        return bool(floor) and batches.num_examples(batch, state.context.input_key) < floor
+        return bool(floor) and batches.num_examples(batch, state.context.input_key, state.context.batch_dim) < floor
 
     def _is_watched_first(self, prepared: Prepared) -> bool:
         """Whether this is a schedule's first step, and host algorithms are in it, whom no fake tensors serve.

@@ -1,0 +1,126 @@
+"""Batches of sequences (T, N, ...), whose examples lie along the second dimension."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, batch as batches, losses, optim, tree
+from purecompose.testing.ranks import played
+
+
+LENGTH, SIZE = 5, 6
+
+
+class Reader(nn.Module):
+    """A recurrent classifier of sequences, in torch's default layout; `each` has it classify every place."""
+
+    def __init__(self, *, each: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gru, self.head, self.each, self.dropout = nn.GRU(3, 4), nn.Linear(4, 2), each, nn.Dropout(dropout)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, _ = self.gru(self.dropout(inputs))
+        return self.head(hidden).flatten(0, 1) if self.each else self.head(hidden[-1])
+
+
+def flat_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets.flatten())
+
+
+def make_net(**options: object) -> Reader:
+    torch.manual_seed(0)
+    return Reader(**options).double()  # pyright: ignore[reportArgumentType]
+
+
+def make_batch(size: int = SIZE, *, each: bool = False) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    shape = (LENGTH, size) if each else (size,)
+    inputs = torch.randn(LENGTH, size, 3, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(2, shape, generator=generator)
+
+
+def make_state(net: nn.Module, *, each: bool = False, batch_dim: int = 1) -> State:
+    loss = flat_cross_entropy if each else losses.cross_entropy
+    return State.create(net, loss=loss, optimizer=optim.sgd(0.1), batch_dim=batch_dim)
+
+
+def torch_params(each: bool) -> dict[str, Tensor]:
+    net = make_net(each=each)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for size in (SIZE, 4):
+        optimizer.zero_grad()
+        inputs, targets = make_batch(size, each=each)
+        nn.functional.cross_entropy(net(inputs), targets.flatten()).backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in net.named_parameters()}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    near = tree.differences(found, expected, tolerance=lambda _: tree.Tolerance(1e-9, 1e-12))
+    assert list(map(str, near)) == []
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_slices_are_cut_along_the_examples(k, each):
+    step, state = pc.compose(pc.loop_events, microbatches=k), make_state(make_net(each=each), each=each)
+    for size in (SIZE, 4):
+        state = step(state, make_batch(size, each=each))
+    assert_near(state.params, torch_params(each))
+    assert state.timestamp.sample == SIZE + 4
+
+
+def test_processes_share_the_examples():
+    play, state = played(pc.compose(pc.loop_events), 2), make_state(make_net(each=True), each=True)
+    for size in (SIZE, 4):
+        ours = play(lambda one, state=state, size=size: one(state, make_batch(size, each=True)))
+        state = ours[0]
+    assert tree.equal(ours[0].params, ours[1].params)
+    assert_near(state.params, torch_params(True))
+
+
+def test_slices_draw_apart():
+    """Slices of equal examples have different dropout."""
+    inputs, _ = make_batch(1)
+    seen: list[Tensor] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.append(outputs.detach())
+        return nn.functional.cross_entropy(outputs, targets)
+
+    state = State.create(make_net(dropout=0.5), loss=loss, optimizer=optim.sgd(0.1), batch_dim=1)
+    pc.compose(pc.loop_events, microbatches=2)(state, (inputs.expand(-1, 8, -1), torch.zeros(8, dtype=torch.int64)))
+    first, second = seen[-2:]
+    assert not torch.equal(first, second)
+
+
+def test_other_numbers_of_examples_in_inputs_and_targets_are_an_error_where_the_batch_is_cut():
+    state, step = make_state(make_net(), batch_dim=0), pc.compose(pc.loop_events)
+    message = r"got 5 and 6; for sequences \(T, N, ...\) give State.create batch_dim=1"
+    with pytest.raises(ValueError, match=message):
+        step.replace(microbatches=2)(state, make_batch())
+    with pytest.raises(ValueError, match=message):
+        played(step, 2)(lambda one: one(state, make_batch()))
+
+
+@pytest.mark.parametrize(
+    "method", [alg.mixup(), alg.selective_backprop(), alg.per_example_clipping(1.0), alg.randaugment()]
+)
+def test_methods_that_take_rows_for_examples_are_refused(method):
+    step, state = pc.compose(pc.loop_events, [method]), make_state(make_net())
+    with pytest.raises(ValueError, match=f"{method.name}: expected examples along dimension 0"):
+        step(step.init(state), make_batch())
+
+
+def test_parts_of_other_members_and_of_arrays():
+    batch = {
+        "x": torch.zeros(5, 4, 2),
+        "lengths": torch.arange(4),
+        "array": torch.zeros(5, 4).numpy(),
+        "w": torch.ones(3),
+    }
+    assert batches.num_examples(batch, "x", 1) == 4
+    first, _ = batches.split(batch, 2, "x", 1)
+    assert first["x"].shape == (5, 2, 2) and first["lengths"].tolist() == [0, 1]
+    assert first["array"].shape == (5, 2) and first["w"] is batch["w"]
