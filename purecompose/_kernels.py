@@ -25,7 +25,7 @@ def kernels(
     if is_transforming():
         return _transformed(narrow, device)
     if params and is_fake(next(iter(params.values()))):
-        return _OneExample()
+        return _Traced()
     return _GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else _AS_IT_IS
 
 
@@ -96,17 +96,30 @@ class _GroupNormOfData(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-class _OneExample(TorchFunctionMode):
-    """Group normalisation of a single example in the usual memory format.
+class _Traced(TorchFunctionMode):
+    """Kernels whose form without numbers differs from the real one.
 
-    With channels last torch's form of it without numbers has other strides than the real one, so that views behind it
-    are traced that the real one does not allow.
+    Group normalisation of a single example in channels last has other strides, so that views behind it are traced that
+    the real one does not allow: it is computed in the usual memory format. The backward pass of oneDNN's LSTM lacks a
+    workspace: plain operations take its place.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
             args = (args[0].contiguous(), *args[1:])
-        return func(*args, **kwargs or {})
+        with _without_onednn() if func is torch.lstm else _AS_IT_IS:
+            return func(*args, **kwargs or {})
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """As `torch.backends.mkldnn.flags(enabled=False)`, which warns about settings that it does not change."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 _NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)

@@ -235,6 +235,7 @@ class Step:
             regrad=None,
         )
 
+    @torch.inference_mode(False)  # as in State.create
     def init(self, state: State) -> State:
         """Fires `Event.INIT`: surgery and slots. An algorithm whose INIT is over is left out: twice is once.
 

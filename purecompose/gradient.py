@@ -69,7 +69,7 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
 
     Raises:
         ValueError: No parameter to differentiate in, or the loss is no scalar, or it reaches none of the parameters.
-        RuntimeError: Within `torch.inference_mode`.
+        RuntimeError: Within `torch.inference_mode`, or of tensors made there.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -83,7 +83,15 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
     engine = _with_functorch if is_differentiated else _with_autograd
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     with torch.enable_grad(), state.model.skeleton(train=True).held():
-        result, grads = engine(body, state, names)
+        try:
+            result, grads = engine(body, state, names)
+        except RuntimeError as error:
+            if "nference tensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "the state or the batch holds tensors made within torch.inference_mode, which torch cannot "
+                "differentiate: go on from state.copy(), and load data outside of inference mode"
+            ) from error
     if state.grads:
         grads = {**state.grads, **grads}
     return result.replace(params=state.params, batch=state.batch, grads=grads)

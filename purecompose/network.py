@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._device import AUTOCAST, arithmetic
-from purecompose._functorch import is_transforming
+from purecompose._functorch import is_fake, is_transforming
 from purecompose._kernels import kernels
 from purecompose._skeleton import Skeleton
 from purecompose._writes import DataGuard, WriteGuard, kept_in_place
@@ -171,11 +171,11 @@ class _Pass(NamedTuple):
 
     def _guards(self) -> AbstractContextManager[Any]:
         """What stops or finds assignments to `.data`; under its transforms torch itself refuses them."""
-        is_fake = _is_fake()
-        if is_transforming() or not (is_fake or self.is_watched):
+        is_traced = bool(self.params) and is_fake(next(iter(self.params.values())))
+        if is_transforming() or not (is_traced or self.is_watched):
             return _AS_IT_IS
         guards = ExitStack()
-        if is_fake:
+        if is_traced:
             guards.enter_context(DataGuard(self.params, _write_error))
         if self.is_watched:
             guards.enter_context(kept_in_place(self.params, _write_error))
@@ -236,11 +236,6 @@ def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> d
         name: buffer if buffer is own[name] or not isinstance(buffer, Tensor) else buffer.clone()
         for name, buffer in buffers.items()
     }
-
-
-def _is_fake() -> bool:
-    """Whether tensors have no numbers, because a step is being compiled."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_hidden() -> bool:

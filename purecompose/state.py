@@ -75,6 +75,7 @@ class State:
     """Inside a step, after its gradients: see `gradient`. A pytree node."""
 
     @classmethod
+    @torch.inference_mode(False)  # tensors made in inference mode can never be differentiated
     def create(
         cls,
         net: nn.Module,
@@ -247,6 +248,7 @@ class State:
         """The state on another device; shared tensors stay where they already are."""
         return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self)
 
+    @torch.inference_mode(False)
     def copy(self) -> "State":
         """A state with tensors of its own, which no compiled step writes over."""
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)

@@ -275,6 +275,18 @@ def test_inference_mode_is_named():
         assert_same(compose(loop_events)(state, batch), compose(loop_events)(state, batch))
 
 
+def test_states_made_in_inference_mode_train():
+    step, batch = compose(loop_events, [counter()]), make_batch()
+    expected = step(step.init(make_state()), batch)
+    with torch.inference_mode():
+        state = step.init(make_state())
+        frozen_in_time = state.replace(params={name: param.clone() for name, param in state.params.items()})
+    assert_same(step(state, batch), expected)
+    with pytest.raises(RuntimeError, match=r"made within torch.inference_mode.*state.copy\(\)"):
+        step(frozen_in_time, batch)
+    assert_same(step(frozen_in_time.copy(), batch), expected)
+
+
 # state.gradient
 
 

@@ -308,13 +308,16 @@ _TORCH = str(pathlib.Path(torch.__file__).parent)
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """What cannot be traced is told with algorithm, line and remedy; every other error stays as it is.
+    """A scope for tracing: what cannot be traced is reported with algorithm, line and remedy.
+
+    Every other error stays as it is. Anomaly detection, which reads numbers, is off.
 
     Raises:
         TraceError: Something read a number that a graph does not have yet, or has a result of unknown shape.
     """
     try:
-        yield
+        with torch.autograd.set_detect_anomaly(False):  # it reads numbers
+            yield
     except Exception as error:
         if not _is_untraceable(error):
             raise

@@ -1,5 +1,6 @@
 """The library of a compiled step: its links, and the routes made of them. What is missing is compiled here."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from purecompose._form import Form
+from purecompose._members import member
 from purecompose._warnings import warn
 from purecompose.compilation.backends import compile_graph
 from purecompose.compilation.capture import (
@@ -143,6 +145,7 @@ class Library:
 
     def _watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
         """Runs a step watched, as `compose` does with the first run of a variant; fake tensors take no memory."""
+        _fill_caches(start)
         with explained(), fake_mode(), torch.no_grad():
             fields = {name: form.build([spec.empty() for spec in form.specs]) for name, form in forms.items()}
             self.step.run_checked(bits, state_of(start.static, None, fields))
@@ -155,6 +158,11 @@ class Library:
             if link.fits(seam.forms):
                 return link
         is_open = self.options.dynamic and size_of(seam.forms) >= 2  # torch takes sizes of 0 and 1 for special
+        if torch.is_anomaly_enabled():
+            warn(
+                "anomaly detection does not see into a compiled step: to find where a NaN comes from, run the step "
+                "that was given to pc.compile"
+            )
         variant = Variant(part.segment, self._acting(part), _shapes(seam.forms["batch"], is_open=is_open))
         if len(self.variants) >= self.options.max_variants:
             raise too_many(self.variants, variant, self.options.max_variants)
@@ -216,6 +224,15 @@ class Library:
             for algorithm in self.step.matcher.matched(part.bits, event, self.step.algorithms)
             if algorithm.name in here or event in self.step.differentiated
         )
+
+
+def _fill_caches(start: State) -> None:
+    """Runs forward once on real tensors: what it caches in a function or a global would be a fake tensor otherwise."""
+    if start.model.skeleton(train=True).is_fixed:  # torch's layers cache nothing there
+        return
+    one = member(start, 0) if start.key.ndim > 1 else start
+    with contextlib.suppress(Exception), torch.no_grad():  # what is wrong is reported by the step itself
+        one.run_model(one.inputs, train=True)
 
 
 def _shapes(batch: Form, *, is_open: bool) -> str:
