@@ -4,9 +4,8 @@ Nothing happens here that the fifteen-line loop could not do: batches are asked 
 that lie outside it are fired.
 """
 
-import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from purecompose.data.loaders import SkippingWarning, own_order
 from purecompose.evaluation import Evaluator, Observer
 from purecompose.event import Event
 from purecompose.loop import eval_events
-from purecompose.outer import EpochData, Run, fire
+from purecompose.outer import EpochData, Run
 from purecompose.saving.errors import CheckpointWarning, MismatchError
 from purecompose.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
 from purecompose.state import State
@@ -57,7 +56,8 @@ def fit(
         duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
             wall-clock time for this call, on top of the state's own duration if it has one.
         evaluate: An `Evaluator`, or several, with their intervals.
-        observers: Functions `(event, state) -> None`, or one, told at every event outside the step and at BATCH_END.
+        observers: Functions `(event, state) -> None`, or one, told at every event outside the step, loading aside,
+            and at BATCH_END.
         stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
         checkpoints: Where to keep checkpoints, and how often. With them, SIGINT and SIGTERM end the run after the
             batch at hand, when its checkpoint is written.
@@ -149,12 +149,10 @@ def _training(
     state = with_memories(state, stoppers)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
-        before = functools.partial(fire, Event.BEFORE_LOAD, step=step, observers=observers)
-        resumed = _resumed(checkpoints, state, step, resume, before, is_adaptive=microbatches is not None)
+        resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
         if resumed is not None:
             _check_goes_on(resumed, state, data)
-            state = _with_run(resumed.state, state.timestamp.run)
-            state = fire(Event.AFTER_LOAD, state, step, observers)
+            state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
         elif state.timestamp.is_finished():
             raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
         if keeper is not None:
@@ -202,21 +200,15 @@ def _check_in_step(budget: float, microbatches: str | None) -> None:
 
 
 def _resumed(
-    checkpoints: Checkpoints | None,
-    like: State,
-    step: Any,
-    how: Path | str | None,
-    before: Callable[[State], State],
-    *,
-    is_adaptive: bool,
+    checkpoints: Checkpoints | None, like: State, step: Any, how: Path | str | None, *, is_adaptive: bool
 ) -> Resumed | None:
     if how is None:
         return None
     if how != "auto":
-        return resumed_from(how, like, step, before, is_adaptive=is_adaptive)
+        return resumed_from(how, like, step, is_adaptive=is_adaptive)
     if checkpoints is None:
         raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
-    return resumed_from_newest(checkpoints.folder, like, step, before, is_adaptive=is_adaptive)
+    return resumed_from_newest(checkpoints.folder, like, step, is_adaptive=is_adaptive)
 
 
 def _check_metrics(

@@ -30,7 +30,7 @@ from purecompose.stopping import Stopper, is_over, seen
 from purecompose.time import RunLength, Timestamp, TimeUnit
 
 
-__all__ = ["EpochData", "Run", "fire"]
+__all__ = ["EpochData", "Run"]
 
 
 class Train(Protocol):
@@ -137,7 +137,12 @@ class Run:
         return self._is_stopped or state.timestamp.is_finished() or time.monotonic() >= self._deadline
 
     def _fire(self, event: Event, state: State) -> State:
-        return fire(event, state, self.step, self.observers)
+        """Algorithms first, then observers, who see what the algorithms made."""
+        if event not in self.step.events:
+            state = self.step.fire(event, state)
+        for observer in self.observers:
+            observer(event, state)
+        return state
 
     def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
         """Runs the evaluators that are due at an event; at FIT_END those that have not just run."""
@@ -252,15 +257,6 @@ class Run:
             return state
         state = self._fire(Event.ITERATION_END, state)
         return self._fire(Event.ITERATION_CHECKPOINT, state)
-
-
-def fire(event: Event, state: State, step: Step | CompiledStep, observers: Iterable[Observer]) -> State:
-    """The state after an event outside the step. Observers come after algorithms, and see what those made."""
-    if event not in step.events:
-        state = step.fire(event, state)
-    for observer in observers:
-        observer(event, state)
-    return state
 
 
 def _begins_iteration(now: Timestamp) -> bool:

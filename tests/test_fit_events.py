@@ -299,7 +299,7 @@ def noting(log: list) -> pc.Algorithm:
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
-def test_a_run_that_goes_on_fires_the_events_of_loading_before_all_others(tmp_path, is_auto):
+def test_a_run_that_goes_on_fires_the_events_of_loading_for_its_algorithms(tmp_path, is_auto):
     seen, told = [], []
     step, start = compose(loop_events, [noting(seen)]), make_state(batches_per_epoch=3)
     checkpoints = pc.Checkpoints(tmp_path, background=False)
@@ -317,7 +317,7 @@ def test_a_run_that_goes_on_fires_the_events_of_loading_before_all_others(tmp_pa
     told.clear()
     end = run("2ep", "auto" if is_auto else pc.saving.newest(tmp_path))
     assert seen == [(Event.INIT, 0, "2ep"), (Event.BEFORE_LOAD, 0, "2ep"), (Event.AFTER_LOAD, 3, "2ep")]
-    assert told[:3] == [(Event.BEFORE_LOAD, 0), (Event.AFTER_LOAD, 3), (Event.FIT_START, 3)]
+    assert told[0] == (Event.FIT_START, 3)  # observers, who would take the template for the run, begin here
     assert end.slots["loads"] == 1
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from purecompose._checks import check_flag, check_whole
 from purecompose._warnings import warn
+from purecompose.event import Event
 from purecompose.intervals import checked_interval, has_passed
 from purecompose.metrics import is_lower_better
 from purecompose.saving import folder as disk
@@ -102,28 +103,23 @@ class Resumed:
     path: Path
 
 
-def resumed_from(
-    path: Path | str, like: State, step: Any, before: Callable[[State], State], *, is_adaptive: bool = False
-) -> Resumed:
-    """What a run goes on from, by a checkpoint's folder; see `load` for the template.
+def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
+    """What a run goes on from, by a checkpoint's folder; BEFORE_LOAD fires on the template, for which see `load`.
 
     Args:
         path: The checkpoint.
         like: The template.
         step: What is to train it.
-        before: Called with the template when there is a checkpoint; its result is the template.
         is_adaptive: Whether the run takes over a number of microbatches that was found by trying.
 
     Raises:
         FileNotFoundError, DamagedError, MismatchError, CheckpointError: See `load`.
     """
-    state = read(path, before(like), step=step, is_adaptive=is_adaptive)
+    state = read(path, step.fire(Event.BEFORE_LOAD, like), step=step, is_adaptive=is_adaptive)
     return Resumed(state, disk.read_index(Path(path)), Path(path))
 
 
-def resumed_from_newest(
-    folder: Path | str, like: State, step: Any, before: Callable[[State], State], *, is_adaptive: bool = False
-) -> Resumed | None:
+def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
     """What a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
 
     Damaged ones are put aside, under names that say so: the run will write those batches anew. For the arguments see
@@ -140,7 +136,7 @@ def resumed_from_newest(
     for error in damaged.values():
         if not isinstance(error, DamagedError):
             raise error  # not damaged, but none that this version can judge
-    like = before(like) if found else like
+    like = step.fire(Event.BEFORE_LOAD, like) if found else like
     for one in found:
         try:
             check_fits(one.path, one.index, like, step, is_adaptive=is_adaptive)
