@@ -191,7 +191,7 @@ def _digest(leaves: list[Any], device: torch.device) -> Tensor:
         bits = (leaf if leaf.layout is torch.strided else leaf.to_dense()).detach().resolve_conj().resolve_neg()
         bits = (torch.view_as_real(bits) if bits.is_complex() else bits).contiguous()
         for part in bits.view(_BITS[bits.element_size()]).flatten().split(_CHUNK):
-            places = torch.arange(1, 2 * part.numel(), 2, device=part.device)
+            places = 2 * torch.arange(part.numel(), device=part.device) + 1
             total = 31 * total + (part * places).sum().to(device)
         total = 31 * total + leaf.numel()
     return total

@@ -6,8 +6,7 @@ draws.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose._checks import check_whole
 from purecompose._members import expanded, mapped, member, shared, stacked
+from purecompose._unmappable import explained
 from purecompose.application import Observe
 from purecompose.compose import Prepared, Step
 from purecompose.context import Context
@@ -23,7 +23,6 @@ from purecompose.event import Event
 from purecompose.folding import Body, Notes, Unit, in_turn
 from purecompose.plan import Plan
 from purecompose.predicate import NEVER
-from purecompose.random.modules import UnkeyedRandomError
 from purecompose.state import State
 
 
@@ -147,7 +146,7 @@ class Population(Step):
                 ends.append((after.static, inside.used))
                 return {name: new for name in _FIELDS if (new := getattr(after, name)) is not getattr(inner, name)}
 
-            with _explained(state, self.n):
+            with explained(state, self.n):
                 changed = mapped(one, self.chunk_size)(state)
             static, notes.used = ends[-1]
             return state.replace(static=static, **self._lasting(changed))
@@ -339,32 +338,6 @@ def _differing_field(first: Context, other: Context) -> str | None:
         if first != first.replace(**{name: getattr(other, name)}):
             return name
     return "schedules"
-
-
-@contextmanager
-def _explained(state: State, num: int) -> Iterator[None]:
-    """Says in our words what vmap says of leaves without a row for each member, and of unkeyed draws."""
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith("vmap"):
-            raise
-        for path, leaf in tree.leaves_with_paths(state.replace(clock=None, batch=None)).items():
-            if isinstance(leaf, Tensor) and leaf.shape[:1] != (num,):
-                raise ValueError(
-                    f"population: expected a row for each of {num} members in state{path}, got {tree.describe(leaf)}"
-                ) from error
-        raise
-    except RuntimeError as error:
-        if "randomness error mode" not in str(error):
-            raise
-        told = UnkeyedRandomError(
-            "something drew from a global generator, which knows no members: draw with purecompose.random from "
-            "state.rng(name)"
-        )
-        for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
-        raise told from error
 
 
 def _check_host(step: Step) -> None:

@@ -18,6 +18,20 @@ import purecompose as pc
 from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
 
 
+class WithEmpty(nn.Module):
+    """A network with a parameter and buffers of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.empty = make_mlp(), nn.Parameter(torch.zeros(0, 3))
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(0, dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.net(inputs) + self.empty.sum()
+
+
 class Scenario(NamedTuple):
     """What is composed, and on what it runs."""
 
@@ -73,6 +87,7 @@ SCENARIOS = {
         lambda: [alg.per_example_clipping(0.5, 0.1, chunk_size=2)], lambda: make_mlp(dropout=0.5), ragged
     ),
     "batch norm": Scenario(net=make_cnn, batches=images),
+    "no elements": Scenario(net=WithEmpty),
     "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
     "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, interval=2)], batches=ragged, is_compiled=True),
 }

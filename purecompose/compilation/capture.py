@@ -6,9 +6,6 @@ on the way: these, and no others, decide later whether the graph may be used aga
 
 import contextlib
 import importlib
-import linecache
-import pathlib
-import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import tree
+from purecompose._culprits import layer_of, line_of
 from purecompose._form import Form, Spec
 from purecompose.compilation.seam import FIELDS, Seam, Source, Writes
 from purecompose.compilation.sizes import OPEN_FIELDS, Size, size_of
@@ -301,9 +299,6 @@ _UNTRACEABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-_OURS = str(pathlib.Path(__file__).parents[1])
-_ALGORITHMS = str(pathlib.Path(_OURS, "algorithms"))
-_TORCH = str(pathlib.Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
@@ -323,9 +318,9 @@ def explained() -> Iterator[None]:
             raise
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         raise TraceError(
-            f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {_line(error)}"
-            f"{_layer(error)}. While a step is compiled, tensors have no numbers: choose with torch.where, keep shapes "
-            "fixed, read time from state.clock as a tensor; or make the algorithm a host one (host=True)"
+            f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {line_of(error)}"
+            f"{layer_of(error)}. While a step is compiled, tensors have no numbers: choose with torch.where, keep "
+            "shapes fixed, read time from state.clock as a tensor; or make the algorithm a host one (host=True)"
             f"{FALLBACK_ADVICE}"
         ) from error
 
@@ -354,20 +349,3 @@ def _what(error: Exception) -> str:
     if isinstance(error, DynamicOutputShapeException):
         return f"a result's shape depends on numbers ({error.func})"
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
-
-
-def _line(error: Exception) -> str:
-    """The innermost line that is neither torch's nor of the machinery here: an algorithm's, a loss's, a network's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename.startswith(_ALGORITHMS) or not f.filename.startswith((_TORCH, _OURS))]
-    own = [f for f in own if "contextlib" not in f.filename]
-    frame = own[-1] if own else frames[-1]
-    text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"{frame.filename}:{frame.lineno} ({text})"
-
-
-def _layer(error: Exception) -> str:
-    """The innermost module that was running: what torch's own layers read is no line of the user's."""
-    found = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    layers = [type(layer).__name__ for layer in found if isinstance(layer, torch.nn.Module)]
-    return f", in the layer {layers[-1]}" if layers else ""
