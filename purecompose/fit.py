@@ -5,6 +5,7 @@ that lie outside it are fired.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def fit(
             Data without an end need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
         duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
             wall-clock time for this call, on top of the state's own duration if it has one.
-        evaluate: An `Evaluator`, or several, with their intervals.
+        evaluate: An `Evaluator`, or several, with their intervals; each has a label of its own.
         observers: Functions `(event, state) -> None`, or one, told at every event outside the step, loading aside,
             and at BATCH_END.
         stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
@@ -278,6 +279,12 @@ def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
                 "write evaluate=Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
             )
         evaluators.append(member)
+    twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics could not be told apart; give one "
+            "another, as in Evaluator(validation_batches, metrics, label='validation')"
+        )
     return tuple(evaluators)
 
 

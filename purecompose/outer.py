@@ -158,6 +158,7 @@ class Run:
         for evaluator in due:
             found |= run_evaluator(evaluator, current, self.eval_step, self.observers).metrics
             self._evaluated[id(evaluator)] = state.timestamp.batch
+        self._check_decisive(found, state)
         self._fire(Event.EVAL_AFTER_ALL, current)
         self._metrics = {**(self._metrics if self._measured_at == state.timestamp else {}), **found}
         self._measured_at = state.timestamp
@@ -165,6 +166,18 @@ class Run:
             state = seen(state, self.stoppers, _plain(found))
             self._is_stopped = is_over(state, self.stoppers)
         return state
+
+    def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
+        """Raises where a metric that a run stops by, or keeps its best checkpoint by, is not a single number."""
+        decisive = {stopper.metric for stopper in self.stoppers}
+        if self.keeper is not None and self.keeper.settings.best is not None:
+            decisive.add(self.keeper.settings.best)
+        for name in decisive:
+            if name in found and found[name].ndim != state.key.ndim - 1:
+                raise TypeError(
+                    f"{name}: expected a single number, since it decides when the run stops or which checkpoint is the "
+                    f"best; the metric gave a tensor of shape {tuple(found[name].shape)}: reduce it, as by .mean()"
+                )
 
     # Cuts
 

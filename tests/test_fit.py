@@ -1,6 +1,7 @@
 """fit against the loop by hand: how runs start, stop and go on."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from helpers import (
 
 import purecompose as pc
 from purecompose import Evaluator, Event, compose, epoch_ends, fit, loop_events, optim, schedule
+from purecompose.metrics import as_metric
 
 
 # Equal runs
@@ -121,9 +123,9 @@ def test_a_round_of_evaluators_starts_from_what_eval_before_all_made():
 
     def observer(event, state):
         if event is Event.EVAL_END:
-            losses.append(state.metrics["eval/loss"].item())
+            losses.extend(value.item() for value in state.metrics.values())
 
-    evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1))]
+    evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1), label="other")]
     fit(compose(loop_events, [zero]), make_state(), make_batches(2), evaluate=evaluators, observers=[observer])
     # Two rounds of two; without weights all classes are equally likely.
     assert losses == pytest.approx([torch.tensor(3.0).log().item()] * 4)
@@ -372,3 +374,20 @@ def test_whoever_leaves_the_loop_goes_on_with_fit():
     states = pc.training(step, rich_state(), batches, duration="2ep")
     left = next(state for state in states if state.timestamp.batch == 3)
     assert_same(fit(step, left, batches), fit(step, rich_state(), batches, duration="2ep"))
+
+
+def test_two_evaluators_with_one_label_are_refused():
+    evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1)), Evaluator(make_batches(1), label="other")]
+    with pytest.raises(ValueError, match="two evaluators are labelled 'eval'"):
+        fit(compose(loop_events), make_state(), make_batches(2), evaluate=evaluators)
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_a_metric_that_decides_must_be_a_single_number(tmp_path, is_stop):
+    mean = as_metric(lambda outputs, targets: outputs.mean())
+    by_class = mean._replace(compute=lambda acc: torch.zeros(3))
+    decided: dict[str, Any] = {"stop": pc.EarlyStopping("eval/by_class", mode="min")}
+    decided = decided if is_stop else {"checkpoints": pc.Checkpoints(tmp_path, best="eval/by_class", background=False)}
+    evaluator = Evaluator(make_batches(1), {"by_class": by_class})
+    with pytest.raises(TypeError, match=r"eval/by_class: expected a single number.*shape \(3,\)"):
+        fit(compose(loop_events), make_state(), make_batches(2), evaluate=evaluator, **decided)

@@ -22,6 +22,8 @@ class History:
     metrics under the evaluator's label, such as `eval/accuracy`. Those of a population are lists, with a number
     for each member.
 
+    Metrics that are not single numbers are left out, with one warning each.
+
     Values stay on the device until they are read, so no batch waits for one.
 
     Example:
@@ -42,10 +44,11 @@ class History:
         """An empty history."""
         self._records: list[dict[str, Any]] = []
         self._unread = 0
+        self._left_out: set[str] = set()
 
     def __call__(self, event: Event, state: State) -> None:
         """Takes down what BATCH_END and EVAL_END have to say."""
-        record = record_of(event, state)
+        record = record_of(event, state, self._left_out)
         if record is None:
             return
         self._records.append(record)

@@ -102,6 +102,7 @@ class Recorder:
         self._due = Due(every, f"{where}: every")
         group = check_whole(group, f"{where}: group", 1)
         self._outbox = _Outbox(sink, where, group, check_number(seconds, f"{where}: seconds", 0))
+        self._left_out: set[str] = set()
         self._began_at: int | None = None
         self._has_batches = False
         # The box holds no reference to the recorder, which would keep it from being dropped.
@@ -145,7 +146,7 @@ class Recorder:
         self._began_at, self._has_batches = now.batch, False
 
     def _record(self, event: Event, state: State) -> dict[str, Any]:
-        found = record_of(event, state) or {}
+        found = record_of(event, state, self._left_out) or {}
         now = state.timestamp
         counters = {"batch": now.batch, "epoch": now.epoch, "time/sample": now.sample}
         if now.token:

@@ -8,11 +8,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from purecompose._warnings import warn
 from purecompose.event import Event
 from purecompose.state import State
 
 
-__all__ = ["Pile", "read", "record_of", "single_numbers"]
+__all__ = ["Pile", "read", "record_of"]
 
 T = TypeVar("T")
 
@@ -45,11 +46,19 @@ class Pile(Generic[T]):
         return waiting
 
 
-def record_of(event: Event, state: State) -> dict[str, Any] | None:
+def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] | None:
     """What BATCH_END and EVAL_END have to say, with tensors for numbers; None at other events.
+
+    Args:
+        event: The event.
+        state: The state.
+        left_out: The metrics that are known not to be single numbers; others are added, with a warning.
 
     Returns:
         `batch` and `epoch`, how many have gone by; the loss of a batch; and the metrics.
+
+    Warns:
+        UserWarning: A metric is no single number, and not in `left_out`.
     """
     if event is Event.BATCH_END:
         values = state.metrics if state.loss is None else {"loss": state.loss, **state.metrics}
@@ -58,19 +67,22 @@ def record_of(event: Event, state: State) -> dict[str, Any] | None:
     else:
         return None
     counters = {"batch": state.timestamp.batch, "epoch": state.timestamp.epoch}
-    return {**counters, **single_numbers(values, state, leave_out=counters)}
+    return {**counters, **_single_numbers(values, state, left_out), **counters}  # which no metric takes the place of
 
 
-def single_numbers(values: dict[str, Tensor], state: State, leave_out: Iterable[str] = ()) -> dict[str, Tensor]:
+def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str]) -> dict[str, Tensor]:
     """Copies of the tensors that hold a single number, of which a population has one for each member."""
     # The keys of a population tell that it is one. Copies, because a step that donates its state writes the next
     # loss over this one.
     num_dims = state.key.ndim - 1
-    return {
-        name: value.detach().clone()
-        for name, value in values.items()
-        if value.ndim == num_dims and name not in leave_out
-    }
+    for name, value in values.items():
+        if value.ndim != num_dims and name not in left_out:
+            left_out.add(name)
+            warn(
+                f"metric {name!r} is left out of the records: expected a single number, got a tensor of shape "
+                f"{tuple(value.shape[num_dims:])}; report a mean, or each number under a name of its own"
+            )
+    return {name: value.detach().clone() for name, value in values.items() if value.ndim == num_dims}
 
 
 def read(records: Iterable[dict[str, Any]]) -> None:

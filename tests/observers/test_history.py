@@ -1,11 +1,13 @@
 """The history holds the numbers of the run, and reads none of them before it is asked."""
 
+from typing import Any
+
 import pytest
 import torch
 from observer_helpers import make_batches, make_state
 
-from purecompose import Evaluator, Event, compose, evaluate, fit, loop_events, metrics
-from purecompose.observers import History
+from purecompose import Evaluator, Event, compose, evaluate, fit, loop_events, metrics, stack_states
+from purecompose.observers import History, Recorder
 
 
 def test_records_are_those_of_the_hand_written_loop() -> None:
@@ -77,12 +79,37 @@ def test_metrics_of_several_kinds_become_plain_numbers() -> None:
     history = History()
     state = make_state().replace(
         loss=None,
-        metrics={"kept": torch.tensor(5), "norm": torch.tensor(0.5, dtype=torch.float64), "many": torch.zeros(3)},
+        metrics={"kept": torch.tensor(5), "norm": torch.tensor(0.5, dtype=torch.float64)},
     )
     history(Event.BATCH_END, state)
     history(Event.EPOCH_START, state)
     assert history.records == [{"batch": 0, "epoch": 0, "kept": 5, "norm": 0.5}]
     assert type(history.records[0]["kept"]) is int
+
+
+class Nowhere:
+    """A sink that keeps nothing."""
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        del records
+
+
+@pytest.mark.parametrize("event", [Event.BATCH_END, Event.EVAL_END])
+@pytest.mark.parametrize("num_members", [None, 2])
+def test_a_metric_that_is_no_single_number_is_left_out_with_one_warning(event: Event, num_members: int | None) -> None:
+    state = make_state()
+    if num_members is not None:
+        state = stack_states([state] * num_members)
+    members = state.key.shape[:-1]
+    metrics = {"by_class": torch.zeros(*members, 3), "mean": torch.zeros(members)}
+    state = state.replace(metrics=metrics, loss=None, timestamp=state.timestamp.advance(4))
+    for observer in (History(), Recorder(Nowhere())):
+        with pytest.warns(
+            UserWarning, match=r"metric 'by_class' is left out .* got a tensor of shape \(3,\)"
+        ) as caught:
+            observer(event, state)
+            observer(event, state)
+        assert len(caught) == 1
 
 
 def test_the_records_given_out_are_copies() -> None:
