@@ -23,7 +23,7 @@ from purecompose import (
     tree,
 )
 from purecompose._version import __version__
-from purecompose.algorithm import Algorithm, Trait, identity
+from purecompose.algorithm import Algorithm, Trait, factory, identity
 from purecompose.clock import Clock
 from purecompose.compilation import CompiledStep, TraceError, VariantLimitError, compile
 from purecompose.compose import Step, compose
@@ -138,6 +138,7 @@ __all__ = [
     "evaluate",
     "every",
     "export_onnx",
+    "factory",
     "fit",
     "forward",
     "functional",

@@ -1,10 +1,13 @@
 """An algorithm: a pair of pure functions with a name, and what a pass may want to know about it."""
 
+import dataclasses
 import enum
-from collections.abc import Iterable, Mapping
+import functools
+import pickle
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol
 
 from purecompose.event import Event
 from purecompose.predicate import NEVER, Predicate, as_predicate
@@ -12,7 +15,9 @@ from purecompose.schedule import Hparam, Schedule, collect
 from purecompose.state import State
 
 
-__all__ = ["Algorithm", "Apply", "Match", "Trait", "identity"]
+__all__ = ["Algorithm", "Apply", "Match", "Trait", "factory", "identity"]
+
+_P = ParamSpec("_P")
 
 
 class Match(Protocol):
@@ -51,6 +56,17 @@ class Trait(enum.Enum):
     REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
 
 
+class _Call(NamedTuple):
+    """The call of a factory that made an algorithm."""
+
+    factory: "Callable[..., Algorithm]"
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def again(self) -> "Algorithm":
+        return self.factory(*self.args, **self.kwargs)
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A training method as data.
@@ -85,6 +101,7 @@ class Algorithm:
     runs_after: tuple[str | Trait, ...] = ()
     host: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    _made_by: _Call | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -125,14 +142,70 @@ class Algorithm:
         """The events at which it may act; for a plain `match` function all of them."""
         return tuple(event for event in Event if self.predicate.at(event) != NEVER)
 
+    def __deepcopy__(self, memo: Any) -> "Algorithm":
+        return self  # immutable
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the call of the factory; without one, the fields.
+
+        Raises:
+            pickle.PicklingError: `match` or `apply` is a local function, and no `factory` can make it again.
+        """
+        if self._made_by is not None:
+            return _Call.again, (self._made_by,)
+        for role, function in (("match", self.match), ("apply", self.apply)):
+            function = getattr(function, "fn", function)  # of the predicate around a plain function
+            qualname = getattr(function, "__qualname__", "")
+            if "<locals>" in qualname or "<lambda>" in qualname:
+                raise pickle.PicklingError(
+                    f"the algorithm {self.name!r} cannot be pickled: its {role} is the local function {qualname}. "
+                    "Return the algorithm from a function at the top level of a module, decorated with "
+                    "@purecompose.factory, which is pickled as a call with the same arguments. An algorithm changed by "
+                    "dataclasses.replace needs such a function too"
+                )
+        given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.init}
+        return _from_fields, ({**given, "config": dict(self.config)},)
+
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in self.config.items())
         return f"{self.name}({settings})"
 
 
+def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
+    """Decorate a function that makes an algorithm, so that the algorithm can be pickled.
+
+    The functions inside an algorithm are usually closures, which `pickle` refuses. An algorithm from a decorated
+    function is pickled as the call that made it: the function by its name, and the arguments. Multiprocessing, Ray and
+    `torch.save` can then take it, and steps composed of it, to other processes.
+
+    Args:
+        make: A function at the top level of a module. Its arguments are kept, so they should not change afterwards.
+
+    Returns:
+        The same function, whose results remember their call.
+
+    Example:
+        >>> import pickle, purecompose as pc
+        >>> pickle.loads(pickle.dumps(pc.algorithms.mixup(0.2)))
+        mixup(alpha=0.2, interpolate_loss=False)
+    """
+
+    @functools.wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> Algorithm:
+        algorithm = dataclasses.replace(make(*args, **kwargs))
+        object.__setattr__(algorithm, "_made_by", _Call(made, args, kwargs))
+        return algorithm
+
+    return made
+
+
 def identity(name: str = "identity") -> Algorithm:
     """The algorithm that never acts: the unit of composition."""
     return Algorithm(name, NEVER, lambda event, state: state)
+
+
+def _from_fields(fields: Mapping[str, Any]) -> Algorithm:
+    return Algorithm(**fields)
 
 
 def _references(owner: str, role: str, given: Any) -> tuple[str | Trait, ...]:

@@ -352,6 +352,13 @@ class Step:
         check_batch_dim(context.batch_dim, self.algorithms)
         self._ready = context
 
+    def __deepcopy__(self, memo: Any) -> "Step":
+        return self  # immutable
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what the step consists of; see `purecompose.factory` for the algorithms."""
+        return Step, (self.program, self.algorithms, self.passes, self.microbatches, self.microbatch_size)
+
     def __repr__(self) -> str:
         return f"Step({', '.join(map(repr, self.algorithms)) or 'no algorithms'})"
 

@@ -6,6 +6,7 @@ part. So a batch may be drawn, mixed and chosen from as if there were one proces
 number of them, as for any number of microbatches.
 """
 
+import pickle
 import re
 import zlib
 from typing import Any
@@ -72,6 +73,12 @@ class DataParallel(Step):
         """The step of several processes with these changes; a program that divides nothing is one process's alone."""
         step = self.step.replace(**changes)
         return DataParallel(step, self.ranks, is_checked=not self._checks) if _is_divided(step.program) else step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise pickle.PicklingError(
+            "a data_parallel step cannot be pickled: it belongs to a process group. Pickle the step of one process, "
+            "and call data_parallel(step) in each process"
+        )
 
     def __repr__(self) -> str:
         return f"data_parallel({self.step!r}, size={1 if self.ranks is None else self.ranks.size})"

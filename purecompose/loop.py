@@ -47,6 +47,10 @@ class Stage:
     def __call__(self, state: State) -> State:
         return self.fn(state)
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # The stages of this module are recognised by identity, so they are pickled by name.
+        return self.name if globals().get(self.name) is self else (Stage, (self.name, self.fn))
+
     def __repr__(self) -> str:
         return self.name
 

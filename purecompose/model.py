@@ -6,12 +6,14 @@ skeleton for as long as a `with` block lasts, so a user's module is never touche
 """
 
 import copy
+import pickle
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from purecompose._fingerprint import fingerprint
 from purecompose._skeleton import Member, Sharing, Skeleton, checks, places
@@ -96,16 +98,10 @@ class Model:
             changed = {key: new[id(child)] for key, child in parent._modules.items() if id(child) in new}
             parent._modules.update(changed)
         root = new.get(id(root), root)
-        names: dict[int, str] = {}
-        param_names: list[str] = []
         for place in places(root):
             if not place.tensor.is_meta:
                 raise ValueError(f"{place.name} has values, and is not on meta: build the module with device='meta'")
-            if id(place.tensor) not in names:
-                names[id(place.tensor)] = place.name
-                if place.kind == "_parameters":
-                    param_names.append(place.name)
-        return Model(root, names, tuple(param_names))
+        return _of_skeleton(root)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -118,8 +114,35 @@ class Model:
     def __deepcopy__(self, memo: Any) -> "Model":
         return self  # immutable
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the training skeleton: modules whose tensors have shapes and no values.
+
+        Raises:
+            pickle.PicklingError: The network has parametrized modules, whose classes are made at run time.
+        """
+        for name, child in self.module.named_modules():
+            if parametrize.is_parametrized(child):
+                raise pickle.PicklingError(
+                    f"{name or 'the network'} is parametrized (torch.nn.utils.parametrizations), and torch does not "
+                    "pickle such modules: use purecompose.save(state, path) and load(path, like=state), which need no "
+                    "pickle"
+                )
+        return _of_skeleton, (self._skeletons[True].blank_copy(),)
+
     def __repr__(self) -> str:
         return f"Model({type(self.module).__name__}, {len(self.param_names)} parameters)"
+
+
+def _of_skeleton(root: nn.Module) -> Model:
+    """The architecture of a module whose tensors are all on `meta`; each tensor has the name of its first place."""
+    names: dict[int, str] = {}
+    param_names: list[str] = []
+    for place in places(root):
+        if id(place.tensor) not in names:
+            names[id(place.tensor)] = place.name
+            if place.kind == "_parameters":
+                param_names.append(place.name)
+    return Model(root, names, tuple(param_names))
 
 
 def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:

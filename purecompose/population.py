@@ -198,6 +198,9 @@ class Population(Step):
         hint = "population(step, n) has to have its n" if state.key.ndim == 2 else "stack_states([...]) makes one"
         raise ValueError(f"{self!r}: expected a stacked state of {self.n} members, got {came}; {hint}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Population, (self.step, self.n, self.chunk_size, self.batches)
+
     def __repr__(self) -> str:
         return f"population({self.step!r}, {self.n})"
 

@@ -36,7 +36,7 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._alibi_transformers import check_attention, transformers_rules
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.algorithms.seq_length_warmup import sequences_of, shortened
@@ -103,6 +103,7 @@ def alibi_rules() -> surgery.Rules:
     }
 
 
+@factory
 def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -> Algorithm:
     """Attention with linear biases, trained on shorter sequences; see `purecompose.algorithms.alibi`.
 

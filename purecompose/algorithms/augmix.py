@@ -29,7 +29,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._checks import check_whole, frozen
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._checks import check_scalar
 from purecompose.algorithms._images import check_severity, image_method, one_operation_each
 from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
@@ -106,6 +106,7 @@ def augmix_batch(
     return on_levels(images, augmented, value_range, "augmix_batch")
 
 
+@factory
 def augmix(
     severity: Scalar = 3.0,
     *,

@@ -37,7 +37,7 @@ import torch
 
 from purecompose import batch as batches
 from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._reports import reported
 from purecompose.event import Event
 from purecompose.predicate import NEVER, before, on
@@ -89,6 +89,7 @@ def warmup_batch_size(
     return min(max(1, math.floor(snapped(share * batch_size / quantum))) * quantum, batch_size)
 
 
+@factory
 def batch_size_warmup(
     duration: float = 0.3,
     initial_share: float = 0.125,

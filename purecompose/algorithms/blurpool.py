@@ -28,7 +28,7 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers._forms import is_plain
 from purecompose.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
@@ -79,6 +79,7 @@ def blurpool_rules(
     return rules
 
 
+@factory
 def blurpool(
     replace_convs: bool = True,
     replace_maxpools: bool = True,

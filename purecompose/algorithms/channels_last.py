@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._surgery import warn_of_nothing
 from purecompose.event import Event
 from purecompose.predicate import on
@@ -47,6 +47,7 @@ def to_channels_last(tensors: Any) -> Any:
     return tree.map(_moved, tensors)
 
 
+@factory
 def channels_last(*, name: str = "channels_last") -> Algorithm:
     """Stores weights with channels last; see `purecompose.algorithms.channels_last`.
 

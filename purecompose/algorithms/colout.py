@@ -28,7 +28,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._checks import check_flag, check_number, shown
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._images import TakesTargets, check_takes_targets, image_method, map_targets
 from purecompose.images.samples import SampleTransform
 from purecompose.images.sizes import check_image_tensor, whole_part
@@ -109,6 +109,7 @@ def colout_batch(
     return shrunk if targets is None else (shrunk, resized)
 
 
+@factory
 def colout(
     p_row: float = 0.15,
     p_col: float = 0.15,

@@ -35,7 +35,7 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._checks import check_number, check_whole, shown
 from purecompose._device import sent
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._images import are_maps, check_images
 from purecompose.algorithms._mixing import draw_share, for_examples, mixing_method, mixture_for
@@ -184,6 +184,7 @@ def cutmix_box(
     return torch.stack([*starts, *stops], dim=-1)
 
 
+@factory
 def cutmix(
     alpha: Scalar = 1.0,
     *,

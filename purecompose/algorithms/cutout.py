@@ -31,7 +31,7 @@ from torch import Tensor
 from purecompose import batch as batches, random
 from purecompose._checks import check_flag, check_number, check_whole, frozen, is_number, shown
 from purecompose._device import sent
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._images import image_method
 from purecompose.images.samples import SampleTransform
@@ -106,6 +106,7 @@ def cutout_batch(
     return _filled(images, is_hole if images.ndim == 4 else is_hole.squeeze(0), fill)
 
 
+@factory
 def cutout(
     num_holes: int = 1,
     length: float = 0.5,

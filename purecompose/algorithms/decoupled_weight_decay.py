@@ -21,7 +21,7 @@ from typing import Any
 
 from purecompose._checks import check_whole
 from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import checked_patterns
 from purecompose.event import Event
 from purecompose.optim.checks import checked_scalar, match_or_raise
@@ -36,6 +36,7 @@ from purecompose.state import State
 __all__ = ["decoupled_weight_decay"]
 
 
+@factory
 def decoupled_weight_decay(
     weight_decay: Scalar = 1e-5,
     min_dims: int = 0,

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from purecompose._checks import check_number
 from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._averages import Measure, between, counters, measure, turns
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
@@ -82,6 +82,7 @@ def compute_ema(
     return between(averages, weights, share)
 
 
+@factory
 def ema(
     half_life: TimeLike | None = None,
     *,

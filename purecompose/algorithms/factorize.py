@@ -31,7 +31,7 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers._forms import is_plain, is_tied
 from purecompose.layers._widths import check_latent, latent_size
@@ -106,6 +106,7 @@ def factorize_rules(
     return {**rules, FactorizedConv2d: None, FactorizedLinear: None}
 
 
+@factory
 def factorize(
     factorize_convs: bool = True,
     factorize_linears: bool = True,

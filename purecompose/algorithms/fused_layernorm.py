@@ -10,13 +10,14 @@ What differs from the original: no other package is needed; weights are kept, wh
 without weights stay without; under full precision it says that it does nothing.
 """
 
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms.low_precision_layernorm import low_precision_layernorm
 
 
 __all__ = ["fused_layernorm"]
 
 
+@factory
 def fused_layernorm(*, name: str = "fused_layernorm") -> Algorithm:
     """`low_precision_layernorm` under its older name; see `purecompose.algorithms.fused_layernorm`.
 

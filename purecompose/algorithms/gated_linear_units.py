@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from purecompose import surgery
 from purecompose._checks import check_flag, shown
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._foreign import changed, stand_in
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers._forms import is_plain, is_tied
@@ -126,6 +126,7 @@ def gated_linear_units_rules(
     }
 
 
+@factory
 def gated_linear_units(
     act_fn: str | Callable[[Tensor], Tensor] | None = None,
     gated_layer_bias: bool = False,

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery
 from purecompose._checks import check_whole
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers._forms import is_plain
 from purecompose.layers.ghost_batchnorm import GhostBatchNorm, check_momentum
@@ -64,6 +64,7 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
     return {nn.BatchNorm1d: norm, nn.BatchNorm2d: norm, nn.BatchNorm3d: norm, GhostBatchNorm: None}
 
 
+@factory
 def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm") -> Algorithm:
     """Normalises parts of batches; see `purecompose.algorithms.ghost_batchnorm`.
 

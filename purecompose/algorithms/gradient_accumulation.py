@@ -37,7 +37,7 @@ from torch import Tensor
 
 from purecompose._checks import check_whole
 from purecompose._functorch import is_fake, is_transforming
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.event import Event
 from purecompose.gradient import num_terms
 from purecompose.optim.guarded import Guarded, all_finite
@@ -121,6 +121,7 @@ class _Last(NamedTuple):
     own: AccumulatedGradients
 
 
+@factory
 def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation") -> Algorithm:
     """Updates once for several batches; see `purecompose.algorithms.gradient_accumulation`.
 

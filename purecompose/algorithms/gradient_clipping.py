@@ -40,7 +40,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import check_one_of, check_scalar, checked_patterns
 from purecompose.event import Event
 from purecompose.optim.checks import match_or_raise, matched
@@ -129,6 +129,7 @@ def clip_adaptively(
     return {name: clipped(grad, params[name]) for name, grad in grads.items()}
 
 
+@factory
 def gradient_clipping(
     clipping_type: str,
     clipping_threshold: Scalar,

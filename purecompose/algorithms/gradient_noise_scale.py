@@ -41,7 +41,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose._checks import check_number
 from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._parts import gradient_of_part
 from purecompose.algorithms.gradient_norm import norm_of
 from purecompose.event import Event
@@ -137,6 +137,7 @@ def averaged(old: NoiseScale, squared_norm: Tensor, trace: Tensor, decay: float)
     )
 
 
+@factory
 def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_scale") -> Algorithm:
     """Reports the critical batch size; see `purecompose.algorithms.gradient_noise_scale`.
 

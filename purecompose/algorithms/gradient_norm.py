@@ -14,7 +14,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._checks import check_flag
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
@@ -34,6 +34,7 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
     return tree.global_norm([tensor.detach() for tensor in tensors])
 
 
+@factory
 def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradient_norm") -> Algorithm:
     """Reports the norm of the gradients as they are applied; see `purecompose.algorithms.gradient_norm`.
 

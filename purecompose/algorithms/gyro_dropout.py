@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from purecompose import random
 from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._gyro_masks import (
     check_bank,
     check_feature_dim,
@@ -127,6 +127,7 @@ class GyroDropoutState(NamedTuple):
     """How many batches a choice stays, 0-d int64; made at INIT from the run's length, and constant."""
 
 
+@factory
 def gyro_dropout(
     p: float = 0.5,
     sigma: int = 256,

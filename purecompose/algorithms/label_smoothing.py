@@ -21,7 +21,7 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._checks import (
     check_can_write,
     check_reads_targets,
@@ -73,6 +73,7 @@ def smooth_labels(
     return torch.where(is_counted, (1 - smoothing) * dense + smoothing / dense.shape[1], dense)
 
 
+@factory
 def label_smoothing(
     smoothing: Scalar = 0.1, *, name: str = "label_smoothing", target_key: batches.Key | None = None
 ) -> Algorithm:

@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._reports import reported
 from purecompose.event import Event
 from purecompose.model import Model
@@ -144,6 +144,7 @@ def frozen_layers(
     return tuple(name for layer in _first(layers_of(module), frozen_share(elapsed, **settings)) for name in layer)
 
 
+@factory
 def layer_freezing(
     freeze_start: float = 0.5,
     freeze_level: float = 1.0,

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from purecompose._checks import check_whole
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._averages import between
 from purecompose.algorithms._checks import check_scalar
 from purecompose.event import Event
@@ -53,6 +53,7 @@ def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: flo
     return between(slow, fast, alpha)
 
 
+@factory
 def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead") -> Algorithm:
     """Goes back along the way in every `interval`-th step; see `purecompose.algorithms.lookahead`.
 

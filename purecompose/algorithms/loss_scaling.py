@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.event import Event
 from purecompose.optim.guarded import all_finite, check_guarded, guarded
 from purecompose.predicate import NEVER, on
@@ -98,6 +98,7 @@ def next_scale(
     return torch.where(is_finite, raised, lowered), torch.where(is_finite & ~is_due, counted, 0)
 
 
+@factory
 def loss_scaling(
     init_scale: float = 2.0**16,
     *,

@@ -19,7 +19,7 @@ References:
 from torch import nn
 
 from purecompose import surgery
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._low_precision import half_precision_method
 from purecompose.layers._forms import is_plain
 from purecompose.layers.low_precision import LowPrecisionGroupNorm
@@ -43,6 +43,7 @@ def low_precision_groupnorm_rules() -> surgery.Rules:
     return {nn.GroupNorm: norm, LowPrecisionGroupNorm: None}
 
 
+@factory
 def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorithm:
     """Computes group norms in half precision; see `purecompose.algorithms.low_precision_groupnorm`.
 

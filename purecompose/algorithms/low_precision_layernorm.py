@@ -20,7 +20,7 @@ References:
 from torch import nn
 
 from purecompose import surgery
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._low_precision import half_precision_method
 from purecompose.layers._forms import is_plain
 from purecompose.layers.low_precision import LowPrecisionLayerNorm
@@ -44,6 +44,7 @@ def low_precision_layernorm_rules() -> surgery.Rules:
     return {nn.LayerNorm: norm, LowPrecisionLayerNorm: None}
 
 
+@factory
 def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorithm:
     """Computes layer norms in half precision; see `purecompose.algorithms.low_precision_layernorm`.
 

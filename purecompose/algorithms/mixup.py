@@ -27,7 +27,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random, tree
 from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._mixing import draw_share, mixing_method, mixture_for
 from purecompose.schedule import Scalar
@@ -99,6 +99,7 @@ def mixup_batch(
     return _mix(inputs, partners, mixing), mixture
 
 
+@factory
 def mixup(
     alpha: Scalar = 0.2,
     *,

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.context import Static
 from purecompose.event import Event
 from purecompose.layers.no_op import NoOpModel
@@ -90,6 +90,7 @@ def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
     return {nn.Module: whole, NoOpModel: None}
 
 
+@factory
 def no_op_model(*, name: str = "no_op_model") -> Algorithm:
     """Replaces the network by a number; see `purecompose.algorithms.no_op_model`.
 

@@ -43,7 +43,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from purecompose import batch as batches, random, tree
 from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import check_scalar
 from purecompose.algorithms._parts import gradient_of_part, share_of_batch, sum_over_shares
 from purecompose.event import Event
@@ -93,6 +93,7 @@ def clip_per_example(grads: Grads, max_norm: float | Tensor) -> dict[str, Tensor
     return {name: total / len(norms) for name, total in sums.items()}
 
 
+@factory
 def per_example_clipping(
     max_norm: Scalar,
     noise_multiplier: Scalar = 0.0,

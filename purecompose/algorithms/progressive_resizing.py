@@ -31,7 +31,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._checks import check_number, check_whole, shown
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import given_keys, needed_rng
 from purecompose.algorithms._images import (
     TakesTargets,
@@ -159,6 +159,7 @@ def resize_batch(
     return changed, map_targets(on_masks, targets, inputs, resize_targets)
 
 
+@factory
 def progressive_resizing(
     mode: str = "resize",
     initial_scale: float = 0.5,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._checks import check_whole, frozen
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._images import check_severity, image_method, one_operation_each
 from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
 from purecompose.images.samples import SampleTransform
@@ -81,6 +81,7 @@ def randaugment_batch(
     return on_levels(images, augmented, value_range, "randaugment_batch")
 
 
+@factory
 def randaugment(
     severity: Scalar = 9.0,
     depth: int = 2,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose._checks import check_flag, check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import check_scalar
 from purecompose.event import Event
 from purecompose.predicate import NEVER, every, on
@@ -72,6 +72,7 @@ def perturb_params(
     return {**params, **{name: params[name] + move for name, move in moves.items()}}
 
 
+@factory
 def sam(
     rho: Scalar = 0.05, *, epsilon: float = 1e-12, interval: int = 1, per_rank: bool = False, name: str = "sam"
 ) -> Algorithm:

@@ -36,7 +36,7 @@ from torch import Tensor
 from purecompose._checks import check_number
 from purecompose._device import as_scalar
 from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._averages import between
 from purecompose.event import Event
 from purecompose.optim.guarded import Guarded, all_finite, chosen
@@ -102,6 +102,7 @@ def schedule_free_step(
     return z, x, as_moved(between(z, x, beta))
 
 
+@factory
 def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorithm:
     """Averages in place of a schedule; see `purecompose.algorithms.schedule_free`.
 

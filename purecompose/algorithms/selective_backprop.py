@@ -42,7 +42,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random
 from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import check_per_example, given_keys
 from purecompose.algorithms._model_losses import check_labelled, check_outputs, model_losses
 from purecompose.event import Event
@@ -161,6 +161,7 @@ def should_selective_backprop(
     return start <= current_duration < end and not is_interrupted
 
 
+@factory
 def selective_backprop(
     start: float = 0.5,
     end: float = 0.9,

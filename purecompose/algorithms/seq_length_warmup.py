@@ -44,7 +44,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._checks import check_flag, check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._reports import reported
 from purecompose.event import Event
 from purecompose.predicate import NEVER, on
@@ -135,6 +135,7 @@ def set_batch_sequence_length(
     return shortened(batch, sequences, length, truncate, preserve_end_of_sequence)
 
 
+@factory
 def seq_length_warmup(
     duration: float = 0.3,
     min_seq_length: int = 8,

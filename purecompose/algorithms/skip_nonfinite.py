@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.event import Event
 from purecompose.optim.guarded import all_finite, check_guarded, chosen, guarded
 from purecompose.predicate import on
@@ -54,6 +54,7 @@ class _Running(NamedTuple):
     """Whether loss and gradients have been finite so far, 0-d bool."""
 
 
+@factory
 def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
     """Skips steps whose loss or gradients are not finite; see `purecompose.algorithms.skip_nonfinite`.
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_whole
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers._widths import check_latent
 from purecompose.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
@@ -53,6 +53,7 @@ def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -
     return {nn.Conv2d: conv, SqueezeExciteConv2d: None}
 
 
+@factory
 def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name: str = "squeeze_excite") -> Algorithm:
     """Adds attention over channels behind wide convolutions; see `purecompose.algorithms.squeeze_excite`.
 

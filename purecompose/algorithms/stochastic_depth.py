@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from purecompose import surgery
 from purecompose._checks import check_number, check_whole
 from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import check_one_of, check_scalar
 from purecompose.algorithms._surgery import warn_of_nothing
 from purecompose.event import Event
@@ -111,6 +111,7 @@ def stochastic_depth_rules(
     return {nn.Module: block, StochasticDepth: None}
 
 
+@factory
 def stochastic_depth(
     stochastic_method: str = "block",
     drop_rate: Scalar = 0.2,

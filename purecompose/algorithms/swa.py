@@ -49,7 +49,7 @@ from torch import Tensor
 
 from purecompose._checks import check_number, check_whole
 from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait
+from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._averages import Turns, between, gone, turns
 from purecompose.algorithms._checks import check_one_of
 from purecompose.event import Event
@@ -101,6 +101,7 @@ def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num:
     return between(means, weights, 1 / ((num.double() if isinstance(num, Tensor) else num) + 1))
 
 
+@factory
 def swa(
     swa_start: TimeLike | float = 0.7,
     swa_end: TimeLike | float = 0.97,

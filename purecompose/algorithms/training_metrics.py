@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.event import Event
 from purecompose.metrics import Metric, accuracy, as_metric, read_by, top_k
 from purecompose.predicate import NEVER, on
@@ -40,6 +40,7 @@ def accumulate(metric: Metric, acc: Any, outputs: Any, targets: Any) -> Any:
         return metric.update(acc, batches.map_tensors(Tensor.detach, outputs), targets)
 
 
+@factory
 def training_metrics(
     metrics: Mapping[str, Metric | Callable[..., Tensor]] | Sequence[str] = ("accuracy",),
     *,

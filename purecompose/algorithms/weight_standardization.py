@@ -27,7 +27,7 @@ from torch import nn
 
 from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
-from purecompose.algorithm import Algorithm
+from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._surgery import surgery_method
 from purecompose.layers.standardized import STANDARDIZED, plain_conv, standardized, standardized_conv
 
@@ -98,6 +98,7 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
     return dict.fromkeys(STANDARDIZED.values(), conv)
 
 
+@factory
 def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight_standardization") -> Algorithm:
     """Standardizes the filters of convolutions; see `purecompose.algorithms.weight_standardization`.
 

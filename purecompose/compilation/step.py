@@ -189,6 +189,13 @@ class CompiledStep:
         """The step with another program, other algorithms, passes or microbatches, compiled anew."""
         return CompiledStep(self.step.replace(**changes), self.options)
 
+    def __deepcopy__(self, memo: Any) -> "CompiledStep":
+        return self  # what it has compiled is a cache
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the step and the options; what has been compiled is compiled again, or read from the cache on disk."""
+        return CompiledStep, (self.step, self.options)
+
     def __repr__(self) -> str:
         return f"compile({self.step!r}, {len(self._library.variants)} variants)"
 
