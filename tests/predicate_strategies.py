@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from purecompose.event import Event
-from purecompose.predicate import Predicate, after, before, between, epoch_ends, every, on
+from purecompose.predicate import Predicate, after, before, between, epoch_ends, every, on, through
 from purecompose.testing.strategies import runs
 from purecompose.time import RunLength, Timestamp
 
@@ -58,7 +58,7 @@ def walks(draw: st.DrawFn, run: RunLength, *, max_size: int = 25) -> list[Timest
 
 def pairs(run: RunLength, *, max_leaves: int = 6) -> st.SearchStrategy[Pair]:
     """Predicate trees that have an answer in this run."""
-    leaves = [_on(), _points(), _fractions(run), _counts(run)]
+    leaves = [_on(), _points(), _ends(), _fractions(run), _counts(run)]
     if run.batches_per_epoch is not None:
         leaves += [_epoch_ends(run), _counts(run, in_epoch=True)]
     return st.recursive(st.one_of(leaves), _combinations, max_leaves=max_leaves)
@@ -96,6 +96,22 @@ def _points() -> st.SearchStrategy[Pair]:
         return meant if is_after else Pair(before(f"{value}{unit}"), _negation(meant).meaning)
 
     return st.builds(build, st.sampled_from(sorted(_COUNTERS)), st.integers(0, 12), st.booleans())
+
+
+def _ends() -> st.SearchStrategy[Pair]:
+    """Points that are included, and not the batches within the epoch or iteration that begins there."""
+    inside = {"ep": ("batch_in_epoch",), "iter": ("epoch_in_iteration", "batch_in_epoch", "token_in_iteration")}
+
+    def build(unit: str, value: int) -> Pair:
+        def meaning(event: Event, time: Timestamp) -> bool:
+            del event
+            counter = getattr(time, _COUNTERS[unit])
+            is_inside = any(getattr(time, name) for name in inside.get(unit, ()))
+            return counter < value if is_inside else counter <= value
+
+        return Pair(through(f"{value}{unit}"), meaning)
+
+    return st.builds(build, st.sampled_from(sorted(_COUNTERS)), st.integers(0, 12))
 
 
 def _fractions(run: RunLength) -> st.SearchStrategy[Pair]:

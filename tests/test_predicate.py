@@ -23,6 +23,7 @@ from purecompose.predicate import (
     epoch_ends,
     every,
     on,
+    through,
     timing,
 )
 from purecompose.time import RunLength, Time, Timestamp
@@ -66,6 +67,10 @@ def is_plain(event: Event, state: Any) -> bool:
         (after(0), list(range(1, 21))),
         (after(1), []),
         (before("3ba"), [1, 2, 3]),
+        (through("3ba"), [1, 2, 3, 4]),
+        (through("3ep"), list(range(1, 17))),
+        (through(0.75), list(range(1, 17))),
+        (through("120sp"), list(range(1, 17))),
         (before(1), list(range(1, 21))),
         (between(0.1, 0.25), [3, 4, 5]),
         (between("1ep", "7ba"), [6, 7]),
@@ -255,6 +260,7 @@ def test_what_remains_in_a_stretch_agrees_all_through_it(data: st.DataObject) ->
         (after("7ba"), NEVER, 7),
         (after("6ba"), ALWAYS, math.inf),
         (before(0.5), ALWAYS, 10),
+        (through("7ba"), ALWAYS, 8),
         (between("2ba", "17ba"), ALWAYS, 17),
         (between("8ba", "17ba"), NEVER, 8),
         (after("2ep"), NEVER, math.inf),

@@ -3,8 +3,8 @@
     A_n = A_{n-1} + (W_n - A_{n-1}) / n
 
 with W_n the weights at the n-th turn: the first comes with the first batch from `swa_start` on (that ends an epoch, for
-an interval in epochs), others after each `update_interval`, up to `swa_end`. Averaged are the trainable parameters.
-With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps` intervals from `swa_start`
+an interval in epochs), others after each `update_interval`, those at `swa_end` included. Averaged are the trainable
+parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps` intervals from `swa_start`
 on, and stays there; for each group that has a rate of its own as well:
 
     lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
@@ -25,14 +25,14 @@ The slot holds the averages, an `Averages`. Evaluation and prediction with `step
 `to_module(state, weights="swa")` and `with_weights(state, "swa")` give them to others. Until the first update they are
 the live weights. The live weights train on and are never overwritten.
 
-Events: INIT; BATCH_END in every interval from `swa_start` on and before `swa_end`; AFTER_TRAIN_BATCH from `swa_end` on;
+Events: INIT; BATCH_END in every interval from `swa_start` to `swa_end`; AFTER_TRAIN_BATCH from `swa_end` on;
 EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads parameters and buffers; with
 `swa_lr`, it replaces the optimizer's learning rate at INIT.
 
 What differs from the original: `swa_lr` is what the rate becomes, where it was ignored for the schedule's last one, or
 1; the schedule does not write over it; averages are where the weights are; they do not take the place of the live
 weights, whose optimizer remembers others; a run that ends before `swa_end` has its averages all the same; times may be
-in any unit. With `swa_end` at the end of the run (1.0) the last weights are averaged, too.
+in any unit. The weights at `swa_end` count, as there; an interval that does not end at `swa_end` is not waited for.
 
 References:
     Pavel Izmailov, Dmitrii Podoprikhin, Timur Garipov, Dmitry Vetrov, Andrew Gordon Wilson: Averaging Weights Leads to
@@ -56,7 +56,7 @@ from purecompose.event import Event
 from purecompose.optim.checks import factors_of, known_part
 from purecompose.optim.guarded import all_finite
 from purecompose.optim.nested import map_leaves, settings_of, with_setting
-from purecompose.predicate import after, before, on
+from purecompose.predicate import after, on, through
 from purecompose.predicate.timing import first_turn
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
 from purecompose.state import State
@@ -116,9 +116,8 @@ def swa(
 
     Args:
         swa_start: When averaging begins, a share of the run or a time.
-        swa_end: From when on no weights are taken and statistics are brought up to date, later than the start. With a
-            share of 1 the last weights count, too, and nothing is brought up to date: for networks without batch
-            statistics.
+        swa_end: When the last weights are taken, later than the start; the batches that follow bring statistics up to
+            date. At a share of 1 none follow: for networks without batch statistics.
         update_interval: How often weights are taken, in any unit but seconds. First in the first batch from `swa_start`
             on, or, with an interval in epochs, in the first that ends one. In samples, tokens or iterations the step
             itself tells when, at the cost of an update in every batch.
@@ -173,7 +172,7 @@ def swa(
         return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
 
     averaging = on(Event.BATCH_END) & taking.match
-    match = averaging if is_whole else averaging & before(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
+    match = averaging if is_whole else averaging & through(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
     settings: dict[str, Any] = {"swa_start": str(start), "swa_end": str(end), "update_interval": taking.setting}
     if swa_lr is not None:
         settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
@@ -194,7 +193,7 @@ def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_who
     if first is None or (last is None and not is_whole):
         return None
     total = math.inf if run.total_batches is None else run.total_batches
-    if first <= total and (is_whole or (last is not None and first < last)):
+    if first <= total and (is_whole or (last is not None and first <= last)):
         return None
     facts = [] if last is None or is_whole else [f"swa_end={end} is batch {last:g}"]
     facts += [] if total == math.inf else [f"the run has {total:g}"]

@@ -7,7 +7,7 @@ function works in a predicate's place and is asked in every step.
 """
 
 from purecompose.predicate.logic import ALWAYS, NEVER, Custom, Predicate, as_predicate
-from purecompose.predicate.timing import after, before, between, epoch_ends, every, on
+from purecompose.predicate.timing import after, before, between, epoch_ends, every, on, through
 
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "epoch_ends",
     "every",
     "on",
+    "through",
 ]

@@ -10,7 +10,7 @@ from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.units import named_point, named_time, snapped
 
 
-__all__ = ["after", "before", "between", "epoch_ends", "every", "on"]
+__all__ = ["after", "before", "between", "epoch_ends", "every", "first_turn", "on", "through"]
 
 
 # How many batches an event's timestamp lags behind its own batch, counted from 1. Read many times a step.
@@ -41,29 +41,37 @@ class _On(Timed):
 
 @dataclass(frozen=True, repr=False)
 class _From(Timed):
-    """Holds from the first batch at which `time` is reached."""
+    """Holds from the first batch at which `time` is reached or, with `is_strict`, passed."""
 
     time: Time
+    is_strict: bool = False
 
     def __call__(self, event: Event, state: Any) -> bool:
         del event
-        return state.timestamp.reached(self.time)
+        return self._holds(state.timestamp)
 
     def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
         unit = _counter(self.time, timestamp.run)
         if unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
             return self, math.inf  # any batch may bring any number of them
-        if timestamp.reached(self.time):
+        if self._holds(timestamp):
             return ALWAYS, math.inf
+        if unit is not TimeUnit.BATCH and self.is_strict and timestamp.reached(self.time):
+            return self, math.inf  # the next batch decides
         is_plain = self.time.unit is TimeUnit.BATCH
         turn = self.time.value if is_plain else timestamp.run.in_batches(self.time)
-        return NEVER, math.ceil(turn) if unit is TimeUnit.BATCH and turn is not None else math.inf
+        if unit is not TimeUnit.BATCH or turn is None:
+            return NEVER, math.inf
+        return NEVER, math.floor(turn) + 1 if self.is_strict else math.ceil(turn)
+
+    def _holds(self, timestamp: Timestamp) -> bool:
+        return timestamp.passed(self.time) if self.is_strict else timestamp.reached(self.time)
 
     def __repr__(self) -> str:
-        return f"after({str(self.time)!r})"
+        return f"~{self.negated_words()}" if self.is_strict else f"after({str(self.time)!r})"
 
     def negated_words(self) -> str:
-        return f"before({str(self.time)!r})"
+        return f"{'through' if self.is_strict else 'before'}({str(self.time)!r})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,6 +201,16 @@ def after(time: float | Time | str) -> Predicate:
 def before(time: float | Time | str) -> Predicate:
     """Holds up to this point of the run, the point excluded; see `after`."""
     return ~_From(named_point(time, "before: time"))
+
+
+def through(time: float | Time | str) -> Predicate:
+    """Holds up to this point of the run, the point included; see `after`.
+
+    Example:
+        >>> through("10ba"), ~through("10ba")
+        (through('10ba'), ~through('10ba'))
+    """
+    return ~_From(named_point(time, "through: time"), is_strict=True)
 
 
 def between(start: float | Time | str, end: float | Time | str) -> Predicate:

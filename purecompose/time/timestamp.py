@@ -276,6 +276,28 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
             >>> Timestamp(batch=5, run=RunLength("10ba")).reached("0.5dur")
             True
         """
+        unit, value = self._point(time)
+        return self.get(unit) >= value
+
+    def passed(self, time: TimeLike) -> bool:
+        """Whether the run is beyond this point, by a batch at least; otherwise as `reached`.
+
+        Example:
+            >>> [Timestamp(batch=batch).passed("5ba") for batch in (5, 6)]
+            [False, True]
+            >>> [Timestamp(epoch=1, batch_in_epoch=batch).passed("1ep") for batch in (0, 1)]
+            [False, True]
+        """
+        unit, value = self._point(time)
+        if unit is TimeUnit.EPOCH:
+            return (self.epoch, self.batch_in_epoch) > (value, 0)
+        if unit is TimeUnit.ITERATION:
+            within = self.epoch_in_iteration, self.batch_in_epoch, self.token_in_iteration
+            return self.iteration > value or (self.iteration == value and any(within))
+        return self.get(unit) > value
+
+    def _point(self, time: TimeLike) -> tuple[TimeUnit, float]:
+        """A point of the run as a counter and its value; see `reached`."""
         time = Time.of(time)
         unit, value, duration = time.unit, time.value, self.run.duration
         if unit is TimeUnit.DURATION:
@@ -291,7 +313,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
                 f"{time}: wall-clock time is not part of the state, so no step can wait for it; "
                 "to stop a run after some seconds, use fit(duration='60sec')"
             )
-        return self.get(unit) >= value
+        return unit, value
 
     def is_finished(self) -> bool:
         """Whether the run has come to its duration; never for a run without one."""

@@ -75,25 +75,26 @@ def test_double_precision_keeps_its_digits():
 # What is averaged, and when
 
 
-# Twelve batches of eight, four an epoch.
+# Twelve batches of eight, four an epoch. Weights are taken at the end, too, as in the original, which tests for the end
+# after it has taken them.
 @pytest.mark.parametrize(
     ("start", "end", "interval", "taken"),
     [
         (0.5, 1.0, "1ba", range(6, 13)),
         (0.5, 0.9, "1ba", range(6, 11)),
-        ("1ep", "10ba", "2ba", [4, 6, 8]),
+        ("1ep", "10ba", "2ba", [4, 6, 8, 10]),
         (0.3, 1.0, "1ep", [4, 8, 12]),
-        ("2ep", "11ba", "1ba", [8, 9, 10]),
-        (0, "1ep", "1ba", [1, 2, 3]),
-        ("40sp", "80sp", "1ba", range(5, 10)),
-        (0.25, 0.75, "0.25dur", [3, 6]),
+        ("2ep", "11ba", "1ba", [8, 9, 10, 11]),
+        (0, "1ep", "1ba", [1, 2, 3, 4]),
+        ("40sp", "80sp", "1ba", range(5, 11)),
+        (0.25, 0.75, "0.25dur", [3, 6, 9]),
         ("5ba", 1, 3, [5, 8, 11]),
         ("5ba", 0.3, "1ba", []),
         ("5ba", "11ba", "1ep", [8]),
         ("1ep", 1.0, "2ep", [4, 12]),
         # Eight examples a batch: turns at 32, 52, 72, 92.
         ("30sp", 1.0, "20sp", [4, 7, 9, 12]),
-        ("2ba", "9ba", "8sp", range(2, 9)),
+        ("2ba", "9ba", "8sp", range(2, 10)),
         (0, 1.0, "1iter", [1, 9]),
     ],
 )
