@@ -37,7 +37,7 @@ _REFUSED = (
     ),
     (
         "setup_context|generate_vmap_rule",
-        "an autograd.Function cannot be mapped as it is",
+        "an autograd.Function cannot be mapped as it is (nor can backward hooks of modules, which are made of one)",
         "Define setup_context, and set generate_vmap_rule = True",
     ),
     (

@@ -202,6 +202,38 @@ def test_what_forward_writes_into_torchs_layers_is_put_back_and_named(how, name)
         assert torch.equal(state.forward(x, train=True), first)
 
 
+# Hooks of modules
+
+
+def tripled(module: nn.Module, *args: Any) -> tuple[Tensor, ...]:
+    """Three times the first of what comes last: inputs, or gradients of inputs or outputs."""
+    (first, *_) = args[0]
+    return (3 * first,)
+
+
+HOOKS: list[tuple[str, Any]] = [
+    ("register_forward_pre_hook", tripled),
+    ("register_forward_hook", doubled),
+    ("register_full_backward_pre_hook", tripled),
+    ("register_full_backward_hook", tripled),
+]
+
+
+@pytest.mark.parametrize("register, hook", HOOKS)
+@pytest.mark.parametrize("transform", [lambda step: step, lambda s: pc.compile(s, backend="eager", quiet=True)])
+def test_hooks_of_modules_act_as_in_torch(register, hook, transform):
+    net, batches = make_mlp(), make_batches(3)
+    getattr(net[3], register)(hook)
+    end = run_steps(transform(compose(loop_events)), make_state(net, optimizer=pc.optim.sgd(0.1)), batches)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(end.params[name], param.detach())
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.vmap(f)])
 def test_a_write_into_a_parameter_is_stopped_under_transforms(transform):
     state, (x, _) = make_state(Clamping()), make_batch()
