@@ -84,7 +84,7 @@ class Contract:
                 culprit, where = f"{algorithm.name} at {event}", event
         raise FormError(
             f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
-            "a step keeps the structure, shapes and dtypes of what outlives it; make slots and surgery at INIT",
+            f"a step keeps the structure, shapes and dtypes of what outlives it; {_remedy(path, where)}",
             where,
         )
 
@@ -160,6 +160,12 @@ class Contract:
                 "with purecompose.random from state.rng(name)",
                 event,
             )
+
+
+def _remedy(path: str, where: Event | None) -> str:
+    if where is None and path.startswith("buffers"):
+        return "if forward gives a buffer its shape, run the network once on a batch before State.create"
+    return "make slots and surgery at INIT"
 
 
 def check_slots(state: State) -> None:

@@ -13,6 +13,7 @@ from helpers import (
     loss_of,
     make_batch,
     make_batches,
+    make_mlp,
     make_state,
     noise,
     recorder,
@@ -49,6 +50,24 @@ def test_what_must_last_is_named_by_algorithm_and_path(fn, path):
     with pytest.raises(ContractError) as caught:
         step(state, make_batch())
     assert str(caught.value).startswith(f"broken at Event.BATCH_END changed state.{path}")
+
+
+class Growing(torch.nn.Module):
+    """Gives a buffer its shape in the first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_mlp()
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        self.seen = x.detach().amax(0)
+        return self.net(x)
+
+
+def test_a_buffer_that_forward_gives_a_shape_is_named_with_a_remedy():
+    with pytest.raises(ContractError, match=r"state.buffers\['seen'\] from float32\[0\].*run the network once"):
+        compose(loop_events)(make_state(Growing()), make_batch())
 
 
 def test_a_broken_step_is_refused_every_time():
