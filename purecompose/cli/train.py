@@ -1,6 +1,7 @@
 """`train`: a run from its settings to the table at its end."""
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -32,10 +33,11 @@ def train(options: argparse.Namespace) -> None:
     """Trains as the options say, shows how it goes and ends with a table.
 
     Raises:
-        UsageError: An option that cannot be.
+        UsageError: An option that cannot be; or one of several processes of a launcher such as torchrun.
         ImportError: A package that the data or the display needs is missing.
         RunError: A step has failed; with `--traceback` what it raised itself.
     """
+    _check_alone()
     out = None if options.out is None else Path(options.out)
     earlier = earlier_settings(out, is_asked=options.resume)
     settings, data = completed(chosen(options, earlier))
@@ -51,6 +53,16 @@ def train(options: argparse.Namespace) -> None:
         told = nullcontext() if options.traceback else _told_in_one_line(setup)
         with told, told_as_settings(settings, earlier, out):
             _run(options, settings, setup, out, earlier)
+
+
+def _check_alone() -> None:
+    """Raises a `UsageError` in one of several processes, each of which would train the whole run."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size not in ("", "1"):
+        raise UsageError(
+            f"expected one process, got WORLD_SIZE={size}: each would train the whole run, into one folder. Run the "
+            "command without torchrun; a program of your own shares the batches of a step by purecompose.data_parallel"
+        )
 
 
 def _run(

@@ -145,7 +145,15 @@ class RunFolder:
         except BaseException:
             self._lock.release()
             raise
-        self._watch = Watch(self._records, self.path, trained, self._starts, self._new_start, self._on_first_batch)
+        self._watch = Watch(
+            self._records,
+            self.path,
+            trained,
+            self._starts,
+            self._new_start,
+            self._on_first_batch,
+            goes_on=self.goes_on,
+        )
         self._is_over = False
 
     @property
@@ -198,8 +206,8 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
         """Closes the records and writes result, curves and report. A second call writes them anew.
 
-        Where a run was to go on and has not, because its checkpoint was refused, for instance, the folder stays as it
-        was; but what is given here is added to a result that is there.
+        Where a run was to go on and has not, because it was at its end or its checkpoint was refused, the folder stays
+        as it was; but what is given here is added to a result that is there.
 
         Args:
             result: What else belongs to the result, such as `{"checksum": ...}`: names and plain values.

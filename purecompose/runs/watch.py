@@ -31,6 +31,8 @@ class Watch:
         starts: The starts so far; a new one is added where the run begins.
         new_start: Makes a start from the number of batches and the time.
         on_first_batch: Called with the start when its first batch has been trained on.
+        goes_on: Whether the folder holds an earlier part of the run. Nothing is written then before there is a batch to
+            train on: a run that was at its end already leaves the folder as it is.
 
     Attributes:
         trained: What is trained, for the history.
@@ -44,8 +46,11 @@ class Watch:
         starts: list[Start],
         new_start: Callable[[int, str], Start],
         on_first_batch: Callable[[Start], None],
+        *,
+        goes_on: bool,
     ) -> None:
         self.trained = trained
+        self._waits = goes_on
         self._records, self._path, self._starts = records, folder / HISTORY, starts
         self._new_start, self._on_first_batch = new_start, on_first_batch
         self._has_trained = False
@@ -73,6 +78,9 @@ class Watch:
 
     def __call__(self, event: Event, state: State) -> None:
         """Takes an event."""
+        if self._waits and event not in _BEGINS_WORK:
+            return
+        self._waits = False
         if self._start is None or event is Event.FIT_START:
             self._begin(event, state)
         assert self._start is not None
@@ -151,4 +159,5 @@ def _seconds_at(batch: int, times: list[tuple[int, float]]) -> float:
     return max((seconds for at, seconds in times if at <= batch), default=0.0)
 
 
+_BEGINS_WORK = frozenset({Event.BEFORE_DATALOADER, Event.BATCH_END})
 _NOTED = frozenset({Event.BATCH_END, Event.EVAL_AFTER_ALL, Event.EPOCH_END})

@@ -249,6 +249,26 @@ def test_cards(run: Run) -> None:
     assert status == 2 and "mixup" in err
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--duration", "2ep"),
+        ("--duration", "1500sp"),
+        ("--duration", "9ba", "--seeds", "2"),
+        ("--duration", "9ep", "--patience", "1ep", "--optimizer", "sgd(lr=1e-9)"),
+    ],
+)
+def test_a_complete_run_says_so_and_stays_as_it_is(run: Run, settings: tuple[str, ...]) -> None:
+    def contents() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in pathlib.Path("a").rglob("*") if path.is_file()}
+
+    assert run("train", *SMALL, *settings, "--out", "a")[0] == 0
+    before = contents()
+    status, out, err = run("train", "--out", "a", "--resume", "--quiet")
+    assert status == 0 and "was at its end already" in out, err
+    assert contents() == before
+
+
 def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     before = {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")}

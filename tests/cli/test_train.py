@@ -277,3 +277,12 @@ def test_checksums_see_names_dtypes_shapes_and_bits() -> None:
     # What is equal is equal: not order of names, not strides, not identity.
     strided = torch.tensor([[1.0, 0.0, 2.0, 0.0]])[:, ::2]
     assert checksum({"a": one, "b": one}) == checksum({"b": strided, "a": one.clone()})
+
+
+def test_one_of_several_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--duration", "1ba"]) == 2
+    err = capsys.readouterr().err
+    assert "expected one process, got WORLD_SIZE=2" in err and "data_parallel" in err

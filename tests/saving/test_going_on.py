@@ -20,6 +20,7 @@ from purecompose import (
     CheckpointWarning,
     Evaluator,
     Event,
+    MismatchError,
     State,
     compose,
     fit,
@@ -63,6 +64,37 @@ def test_a_run_that_is_over_keeps_what_was_measured_of_its_end(tmp_path: pathlib
     worse = scores(iter([0.3, 0.2, 0.1, 0.1]))
     fit(step, start(), BATCHES, duration="6ep", evaluate=worse, checkpoints=best(tmp_path), resume="auto")
     assert metrics_in(tmp_path) == {"ep0003-ba00000012": pytest.approx(0.9), "ep0006-ba00000024": pytest.approx(0.1)}
+
+
+@pytest.mark.parametrize("is_population", [False, True])
+@pytest.mark.parametrize(
+    ("shorter", "duration", "longer"),
+    [
+        ("1ep", "2ep", "3ep"),
+        ("5ba", "6ba", "9ba"),
+        ("30sp", "50sp", "90sp"),  # batches of 8: it ends at 56
+        ("100tok", "200tok", "300tok"),  # 32 in a batch: it ends at 224
+        ("1iter", "2iter", "3iter"),
+    ],
+)
+def test_a_complete_run_is_complete_in_every_unit(
+    shorter: str, duration: str, longer: str, is_population: bool, tmp_path: pathlib.Path
+) -> None:
+    batches = [{"input_ids": inputs, "labels": targets} for inputs, targets in BATCHES]
+    step: Any = compose(loop_events)
+
+    def run(length: str, **options: Any) -> State:
+        keys = {"input_key": "input_ids", "target_key": "labels", "iteration_length": "1ep"}
+        states = [make_state(make_mlp(dropout=0.3), key=key, duration=length, **keys) for key in (3, 4)]
+        first = pc.stack_states(states) if is_population else states[0]
+        return fit(pc.population(step, 2) if is_population else step, first, batches, **options)
+
+    checkpoints = Checkpoints(tmp_path, keep=1, background=False)
+    end = run(duration, checkpoints=checkpoints)
+    assert_same(run(duration, checkpoints=checkpoints, resume="auto"), end)
+    with pytest.raises(MismatchError, match=f"stands past the end of the run.*{shorter} here"):
+        run(shorter, checkpoints=checkpoints, resume="auto")
+    assert_same(run(longer, checkpoints=checkpoints, resume="auto"), run(longer))
 
 
 def test_one_that_was_not_written_is_not_the_best(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
