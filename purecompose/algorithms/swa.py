@@ -4,8 +4,8 @@
 
 with W_n the weights at the n-th turn: the first comes with the first batch from `swa_start` on (that ends an epoch, for
 an interval in epochs), others after each `update_interval`, those at `swa_end` included. Averaged are the trainable
-parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps` intervals from `swa_start`
-on, and stays there; for each group that has a rate of its own as well:
+parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps` intervals from
+`swa_start` on, and stays there; for each group that has a rate of its own as well:
 
     lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
