@@ -1,8 +1,8 @@
 """population: a step of many states at once, by `torch.vmap` over their stacked tensors.
 
 Members differ in their tensors: seeds, weights, memory, and hyper-parameters in `hparams`. They share architecture,
-loss, optimizer and time, and so the schedule of each step. Each does what its own single run would do, with the same
-draws.
+loss, optimizer and time, and so the schedule of each step. On the same batches each does what its own single run would
+do, with the same draws.
 """
 
 import dataclasses

@@ -75,7 +75,8 @@ def speed(window: int = 100) -> Monitor:
     """Rates over the last batches, and how long the run still takes.
 
     `speed/batches`, and where the run counts them `speed/samples` and `speed/tokens`, per second of training; the time
-    for evaluation is left out. `time/left` is in seconds, evaluations included at the share of the time that they
+    for evaluation is left out. Those of a population count what each member trains on, so that n networks at once are
+    comparable to n runs. `time/left` is in seconds, evaluations included at the share of the time that they
     took so far; it is left out in a run without a duration. There is nothing to tell before the second batch, as the
     first one of a compiled step brings the compilation.
 
@@ -178,10 +179,9 @@ class _Speed:
             self._pace.read(state.timestamp)
 
     def __call__(self, state: State) -> dict[str, float]:
-        del state
-        found = {f"speed/{name}": self._pace.per_second(counter) for name, counter in _RATES.items()}
-        found["time/left"] = self._pace.seconds_left()
+        num_members = len(state.key) if state.key.ndim > 1 else 1
+        found = {"speed/batches": self._pace.per_second("batch"), "time/left": self._pace.seconds_left()}
+        for name, counter in (("speed/samples", "sample"), ("speed/tokens", "token")):
+            rate = self._pace.per_second(counter)
+            found[name] = None if rate is None else rate * num_members
         return {name: value for name, value in found.items() if value is not None}
-
-
-_RATES = {"batches": "batch", "samples": "sample", "tokens": "token"}

@@ -123,7 +123,7 @@ def _caption(run: RunRecords) -> str:
         band = "Median of the population's members, in a band from the lowest to the highest"
         words.append(f"{band}, smoothed over about a thirtieth of the run." if is_smoothed else f"{band}.")
         if any("speed/samples" in record for record in run.records):
-            words.append("The throughput counts a sample once, however many members see it.")
+            words.append("The throughput counts a sample once for each member that trains on it.")
     elif is_smoothed:
         words.append("Faint: single batches; bold: means over about a thirtieth of the run.")
     if len(run.starts) > 1:

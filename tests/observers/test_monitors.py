@@ -7,7 +7,7 @@ import pytest
 import torch
 from observer_helpers import at, count_reads, make_batches, make_population, make_state
 
-from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule
+from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule, stack_states
 from purecompose.observers import Recorder, learning_rate, memory, speed, stopwatch
 
 
@@ -124,6 +124,14 @@ def test_the_time_left_of_a_run_that_went_on_is_that_of_the_rest(clock: types.Si
         clock.now += 2
         monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
     assert monitor(at(state, 93))["time/left"] == pytest.approx(14)
+
+
+def test_rates_of_a_population_count_the_samples_of_every_member(clock: types.SimpleNamespace) -> None:
+    monitor, state = speed(), stack_states([make_state(None)] * 3)
+    for batch in (1, 2):
+        clock.now += 1
+        monitor.observe(Event.BATCH_END, at(state, batch))  # type: ignore[attr-defined]
+    assert monitor(at(state, 2)) == {"speed/batches": 1.0, "speed/samples": 24.0}
 
 
 def test_a_run_without_a_duration_has_no_time_left(clock: types.SimpleNamespace) -> None:
