@@ -32,7 +32,24 @@ For the samples of a data set, PIL images or tensors, each a function `(sample, 
     randaugment_transform(severity, depth) -> transform
     augmix_transform(severity, depth, width) -> transform
 
-Rules for `purecompose.surgery`, which put other modules into a network:
+Methods on the model, for a plain `nn.Module`: each returns a changed copy, with weights of its own and in the mode
+(train or eval) of the network, which is not touched. Make the optimizer from the copy:
+
+    apply_blurpool(net, replace_convs, replace_maxpools, blur_first) -> net
+    apply_squeeze_excite(key, net, latent_channels, min_channels) -> net
+    apply_ghost_batchnorm(net, ghost_batch_size) -> net
+    apply_weight_standardization(net, n_last_layers_ignore) -> net
+    apply_stochastic_depth(net, stochastic_method, drop_rate, drop_distribution) -> net
+    apply_alibi(net) -> net
+    apply_gated_linear_units(key, net, act_fn, gated_layer_bias, non_gated_layer_bias) -> net
+    apply_factorize(net, factorize_convs, factorize_linears) -> net
+    apply_low_precision_layernorm(net) -> net
+    apply_low_precision_groupnorm(net) -> net
+    apply_channels_last(net) -> net
+
+Gyro dropout has none: its masks follow the number of the batch, which a plain network does not know.
+
+Their rules for `purecompose.surgery`, which put other modules into a network:
 
     blurpool_rules(replace_convs, replace_maxpools, blur_first) -> rules
     squeeze_excite_rules(latent_channels, min_channels) -> rules
@@ -83,31 +100,32 @@ The algorithms are made of these, the drawing ones with the key `state.rng(name)
 `should_selective_backprop` say for a loop of one's own what selective backprop's `apply` and `match` say inside a step.
 """
 
-from purecompose.algorithms.alibi import alibi_bias, alibi_rules, alibi_slopes
+from purecompose.algorithms.alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi
 from purecompose.algorithms.augmix import augmix_batch, augmix_transform
 from purecompose.algorithms.batch_size_warmup import warmup_batch_size
-from purecompose.algorithms.blurpool import blur_2d, blurmax_pool2d, blurpool_rules
-from purecompose.algorithms.channels_last import to_channels_last
+from purecompose.algorithms.blurpool import apply_blurpool, blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.algorithms.channels_last import apply_channels_last, to_channels_last
 from purecompose.algorithms.colout import colout_batch, colout_transform
 from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
 from purecompose.algorithms.cutout import cutout_batch, cutout_transform
 from purecompose.algorithms.ema import compute_ema
 from purecompose.algorithms.factorize import (
+    apply_factorize,
     factorize_conv2d,
     factorize_matrix,
     factorize_rules,
     factorizing_could_speedup,
 )
-from purecompose.algorithms.gated_linear_units import gated_linear_units_rules
-from purecompose.algorithms.ghost_batchnorm import ghost_batchnorm_rules
+from purecompose.algorithms.gated_linear_units import apply_gated_linear_units, gated_linear_units_rules
+from purecompose.algorithms.ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm_rules
 from purecompose.algorithms.gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
 from purecompose.algorithms.gradient_noise_scale import critical_batch_size, estimate_noise
 from purecompose.algorithms.gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms.label_smoothing import smooth_labels
 from purecompose.algorithms.layer_freezing import frozen_layers, frozen_share, layers_of
 from purecompose.algorithms.lookahead import pull_back
-from purecompose.algorithms.low_precision_groupnorm import low_precision_groupnorm_rules
-from purecompose.algorithms.low_precision_layernorm import low_precision_layernorm_rules
+from purecompose.algorithms.low_precision_groupnorm import apply_low_precision_groupnorm, low_precision_groupnorm_rules
+from purecompose.algorithms.low_precision_layernorm import apply_low_precision_layernorm, low_precision_layernorm_rules
 from purecompose.algorithms.mixup import mixup_batch
 from purecompose.algorithms.no_op_model import no_op_model_rules
 from purecompose.algorithms.per_example_clipping import clip_per_example, norms_per_example
@@ -121,10 +139,15 @@ from purecompose.algorithms.selective_backprop import (
     should_selective_backprop,
 )
 from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length, warmup_length
-from purecompose.algorithms.squeeze_excite import squeeze_excite_rules
-from purecompose.algorithms.stochastic_depth import stochastic_depth_rates, stochastic_depth_rules
+from purecompose.algorithms.squeeze_excite import apply_squeeze_excite, squeeze_excite_rules
+from purecompose.algorithms.stochastic_depth import (
+    apply_stochastic_depth,
+    stochastic_depth_rates,
+    stochastic_depth_rules,
+)
 from purecompose.algorithms.swa import add_to_mean
 from purecompose.algorithms.weight_standardization import (
+    apply_weight_standardization,
     standardized,
     weight_standardization_rules,
     weight_standardization_undo_rules,
@@ -136,6 +159,17 @@ __all__ = [
     "alibi_bias",
     "alibi_rules",
     "alibi_slopes",
+    "apply_alibi",
+    "apply_blurpool",
+    "apply_channels_last",
+    "apply_factorize",
+    "apply_gated_linear_units",
+    "apply_ghost_batchnorm",
+    "apply_low_precision_groupnorm",
+    "apply_low_precision_layernorm",
+    "apply_squeeze_excite",
+    "apply_stochastic_depth",
+    "apply_weight_standardization",
     "augmix_batch",
     "augmix_transform",
     "blur_2d",

@@ -1,9 +1,10 @@
 """What methods on the model share: surgery at INIT, by rules for types of modules."""
 
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec
 
-from torch import nn
+from torch import Tensor, nn
 
 from purecompose import surgery
 from purecompose._warnings import warn
@@ -13,7 +14,9 @@ from purecompose.predicate import NEVER, on
 from purecompose.state import State
 
 
-__all__ = ["surgery_method", "warn_of_nothing"]
+__all__ = ["on_drawn_module", "on_module", "surgery_method", "warn_of_nothing"]
+
+_P = ParamSpec("_P")
 
 
 def surgery_method(
@@ -42,6 +45,51 @@ def surgery_method(
 
     config = {setting: value for setting, value in settings.items() if value is not None}
     return Algorithm(name, NEVER if is_neutral else on(Event.INIT), apply, traits=traits, config=config)
+
+
+def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Concatenate[nn.Module, _P], nn.Module]:
+    """The method as a function of a plain network, `(net, *settings) -> net`, which shares its rules.
+
+    Args:
+        name: The method's.
+        rules_of: Gives its rules by its settings.
+    """
+
+    def apply(net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
+        return surgery.operate(net, rules_of(*args, **kwargs), name=name)[0]
+
+    return _documented(apply, name, rules_of, ["net"])
+
+
+def on_drawn_module(
+    name: str, rules_of: Callable[_P, surgery.Rules]
+) -> Callable[Concatenate[int | Tensor, nn.Module, _P], nn.Module]:
+    """As `on_module`, for a method that makes parameters: `(key, net, *settings) -> net`."""
+
+    def apply(key: int | Tensor, net: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> nn.Module:
+        return surgery.operate(net, rules_of(*args, **kwargs), name=name, key=key)[0]
+
+    return _documented(apply, name, rules_of, ["key", "net"])
+
+
+def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: list[str]) -> Any:
+    kinds = {"net": nn.Module, "key": int | Tensor}
+    before = [
+        inspect.Parameter(role, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kinds[role]) for role in leading
+    ]
+    signature = inspect.signature(rules_of)
+    apply.__signature__ = signature.replace(
+        parameters=[*before, *signature.parameters.values()], return_annotation=nn.Module
+    )
+    apply.__name__ = apply.__qualname__ = f"apply_{name}"
+    apply.__module__ = rules_of.__module__
+    key = "the seed, or the key, of new parameters, and " if "key" in leading else ""
+    apply.__doc__ = f"""Return a copy of a network with what `{name}` puts in; the network itself is not touched.
+
+    Takes {key}the network, then the settings of `{rules_of.__name__}`. The copy has weights of its own, and is in the
+    mode (train or eval) that the network was in. Make the optimizer afterwards.
+    """
+    return apply
 
 
 def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:

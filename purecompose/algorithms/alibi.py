@@ -38,7 +38,7 @@ from purecompose import surgery
 from purecompose._checks import check_number
 from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._alibi_transformers import check_attention, transformers_rules
-from purecompose.algorithms._surgery import surgery_method
+from purecompose.algorithms._surgery import on_module, surgery_method
 from purecompose.algorithms.seq_length_warmup import sequences_of, shortened
 from purecompose.event import Event
 from purecompose.layers._forms import has_hooks
@@ -49,7 +49,7 @@ from purecompose.state import State
 from purecompose.time.units import snapped
 
 
-__all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes"]
+__all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes", "apply_alibi"]
 
 
 def alibi_rules() -> surgery.Rules:
@@ -101,6 +101,9 @@ def alibi_rules() -> surgery.Rules:
         PositionEmbedding: positions,
         **transformers_rules(),
     }
+
+
+apply_alibi = on_module("alibi", alibi_rules)
 
 
 @factory

@@ -29,12 +29,21 @@ from torch import nn
 from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
 from purecompose.algorithm import Algorithm, factory
-from purecompose.algorithms._surgery import surgery_method
+from purecompose.algorithms._surgery import on_module, surgery_method
 from purecompose.layers._forms import is_plain
 from purecompose.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
 
 
-__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d", "blurpool", "blurpool_rules"]
+__all__ = [
+    "BlurConv2d",
+    "BlurMaxPool2d",
+    "BlurPool2d",
+    "apply_blurpool",
+    "blur_2d",
+    "blurmax_pool2d",
+    "blurpool",
+    "blurpool_rules",
+]
 
 
 def blurpool_rules(
@@ -77,6 +86,9 @@ def blurpool_rules(
     if replace_maxpools:
         rules[nn.MaxPool2d] = maxpool
     return rules
+
+
+apply_blurpool = on_module("blurpool", blurpool_rules)
 
 
 @factory

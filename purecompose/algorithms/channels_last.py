@@ -15,10 +15,11 @@ References:
     Channels Last Memory Format in PyTorch. https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
+import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose import tree
 from purecompose.algorithm import Algorithm, Trait, factory
@@ -28,7 +29,7 @@ from purecompose.predicate import on
 from purecompose.state import State
 
 
-__all__ = ["channels_last", "to_channels_last"]
+__all__ = ["apply_channels_last", "channels_last", "to_channels_last"]
 
 
 def to_channels_last(tensors: Any) -> Any:
@@ -45,6 +46,21 @@ def to_channels_last(tensors: Any) -> Any:
         (60, 1, 15, 3)
     """
     return tree.map(_moved, tensors)
+
+
+def apply_channels_last(net: nn.Module) -> nn.Module:
+    """Return a copy of a network whose tensors of four dimensions are stored with channels last.
+
+    The network itself is not touched; the copy is in the mode (train or eval) that the network was in.
+
+    Example:
+        >>> apply_channels_last(nn.Conv2d(3, 8, 2)).weight.stride()
+        (12, 1, 6, 3)
+    """
+    new = copy.deepcopy(net)
+    for tensor in (*new.parameters(), *new.buffers()):
+        tensor.data = to_channels_last(tensor.data)
+    return new
 
 
 @factory

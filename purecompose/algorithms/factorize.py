@@ -32,7 +32,7 @@ from torch import nn
 from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
 from purecompose.algorithm import Algorithm, Trait, factory
-from purecompose.algorithms._surgery import surgery_method
+from purecompose.algorithms._surgery import on_module, surgery_method
 from purecompose.layers._forms import is_plain, is_tied
 from purecompose.layers._widths import check_latent, latent_size
 from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
@@ -48,6 +48,7 @@ __all__ = [
     "FactorizedConv2d",
     "FactorizedLinear",
     "LowRankSolution",
+    "apply_factorize",
     "factorize",
     "factorize_conv2d",
     "factorize_matrix",
@@ -104,6 +105,9 @@ def factorize_rules(
     if factorize_linears:
         rules[nn.Linear] = linear
     return {**rules, FactorizedConv2d: None, FactorizedLinear: None}
+
+
+apply_factorize = on_module("factorize", factorize_rules)
 
 
 @factory

@@ -35,13 +35,13 @@ from purecompose import surgery
 from purecompose._checks import check_flag, shown
 from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._foreign import changed, stand_in
-from purecompose.algorithms._surgery import surgery_method
+from purecompose.algorithms._surgery import on_drawn_module, surgery_method
 from purecompose.layers._forms import is_plain, is_tied
 from purecompose.layers.attention import FeedForward
 from purecompose.layers.gated import GatedLinearUnit
 
 
-__all__ = ["ACTIVATIONS", "gated_linear_units", "gated_linear_units_rules"]
+__all__ = ["ACTIVATIONS", "apply_gated_linear_units", "gated_linear_units", "gated_linear_units_rules"]
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
     {
@@ -124,6 +124,9 @@ def gated_linear_units_rules(
         stand_in(_ROBERTA, "RobertaIntermediate"): intermediate,
         stand_in(_GPT2, "GPT2MLP"): gpt2,
     }
+
+
+apply_gated_linear_units = on_drawn_module("gated_linear_units", gated_linear_units_rules)
 
 
 @factory

@@ -9,8 +9,8 @@ order, with its mean or variance s:
 In evaluation nothing changes; a layer without running statistics has parts there, too. With microbatches the batch that
 is parted is the microbatch.
 
-Layers with a forward of their own, such as those with an activation in them, hooks or parametrized tensors stay, and so
-does `nn.SyncBatchNorm`.
+timm's `BatchNormAct2d`, which has an activation in it, is replaced as well; its activation comes after the parts. Other
+layers with a forward of their own, hooks or parametrized tensors stay, and so does `nn.SyncBatchNorm`.
 
 Events: INIT. Reads and replaces: the model and its parameters' names; there are no new parameters.
 
@@ -30,12 +30,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from purecompose import surgery
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm, factory
-from purecompose.algorithms._surgery import surgery_method
-from purecompose.layers._forms import is_plain
-from purecompose.layers.ghost_batchnorm import GhostBatchNorm, check_momentum
+from purecompose.algorithms._surgery import on_module, surgery_method
+from purecompose.layers.ghost_batchnorm import GhostBatchNorm, check_momentum, is_known
 
 
-__all__ = ["GhostBatchNorm", "ghost_batchnorm", "ghost_batchnorm_rules"]
+__all__ = ["GhostBatchNorm", "apply_ghost_batchnorm", "ghost_batchnorm", "ghost_batchnorm_rules"]
 
 
 def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
@@ -55,13 +54,16 @@ def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
     check_whole(ghost_batch_size, "ghost_batchnorm: ghost_batch_size", 1)
 
     def norm(module: _BatchNorm, site: surgery.Site) -> nn.Module | None:
-        if not is_plain(module, _BatchNorm):
+        if not is_known(module):
             return None
         # What the layer refuses, said with its place.
         check_momentum(module, f"ghost_batchnorm: {site.name or 'the network'}")
         return GhostBatchNorm(module, ghost_batch_size)
 
     return {nn.BatchNorm1d: norm, nn.BatchNorm2d: norm, nn.BatchNorm3d: norm, GhostBatchNorm: None}
+
+
+apply_ghost_batchnorm = on_module("ghost_batchnorm", ghost_batchnorm_rules)
 
 
 @factory

@@ -21,11 +21,17 @@ from torch import nn
 from purecompose import surgery
 from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._low_precision import half_precision_method
+from purecompose.algorithms._surgery import on_module
 from purecompose.layers._forms import is_plain
 from purecompose.layers.low_precision import LowPrecisionGroupNorm
 
 
-__all__ = ["LowPrecisionGroupNorm", "low_precision_groupnorm", "low_precision_groupnorm_rules"]
+__all__ = [
+    "LowPrecisionGroupNorm",
+    "apply_low_precision_groupnorm",
+    "low_precision_groupnorm",
+    "low_precision_groupnorm_rules",
+]
 
 
 def low_precision_groupnorm_rules() -> surgery.Rules:
@@ -41,6 +47,9 @@ def low_precision_groupnorm_rules() -> surgery.Rules:
         return LowPrecisionGroupNorm.of(module) if is_plain(module, nn.GroupNorm) else None
 
     return {nn.GroupNorm: norm, LowPrecisionGroupNorm: None}
+
+
+apply_low_precision_groupnorm = on_module("low_precision_groupnorm", low_precision_groupnorm_rules)
 
 
 @factory

@@ -22,11 +22,17 @@ from torch import nn
 from purecompose import surgery
 from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._low_precision import half_precision_method
+from purecompose.algorithms._surgery import on_module
 from purecompose.layers._forms import is_plain
 from purecompose.layers.low_precision import LowPrecisionLayerNorm
 
 
-__all__ = ["LowPrecisionLayerNorm", "low_precision_layernorm", "low_precision_layernorm_rules"]
+__all__ = [
+    "LowPrecisionLayerNorm",
+    "apply_low_precision_layernorm",
+    "low_precision_layernorm",
+    "low_precision_layernorm_rules",
+]
 
 
 def low_precision_layernorm_rules() -> surgery.Rules:
@@ -42,6 +48,9 @@ def low_precision_layernorm_rules() -> surgery.Rules:
         return LowPrecisionLayerNorm.of(module) if is_plain(module, nn.LayerNorm) else None
 
     return {nn.LayerNorm: norm, LowPrecisionLayerNorm: None}
+
+
+apply_low_precision_layernorm = on_module("low_precision_layernorm", low_precision_layernorm_rules)
 
 
 @factory

@@ -21,12 +21,12 @@ from torch import nn
 from purecompose import surgery
 from purecompose._checks import check_whole
 from purecompose.algorithm import Algorithm, factory
-from purecompose.algorithms._surgery import surgery_method
+from purecompose.algorithms._surgery import on_drawn_module, surgery_method
 from purecompose.layers._widths import check_latent
 from purecompose.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
 
 
-__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "squeeze_excite", "squeeze_excite_rules"]
+__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "squeeze_excite", "squeeze_excite_rules"]
 
 
 def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -> surgery.Rules:
@@ -51,6 +51,9 @@ def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -
         return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
 
     return {nn.Conv2d: conv, SqueezeExciteConv2d: None}
+
+
+apply_squeeze_excite = on_drawn_module("squeeze_excite", squeeze_excite_rules)
 
 
 @factory

@@ -13,9 +13,12 @@ which are left out by draws of their own, both with the block's p.
 Block i of L, in the order in which they are defined, has p (uniform), or p (i + 1) / L (linear). With `drop_warmup` w
 all rates are multiplied by min(t / w, 1).
 
-Blocks are known by the names of their children, see `purecompose.layers.residuals`: those of `purecompose.models`, and
-those of torchvision's residual networks. Blocks with parameters, buffers or hooks of their own, or with a forward put
-on the instance, stay, and so do the transformers of `torch.nn` and Hugging Face.
+Blocks are known by the names of their children. Those of `purecompose.models` and of torchvision's residual networks
+are replaced, see `purecompose.layers.residuals`; not so blocks with parameters, buffers or hooks of their own, or with
+a forward put on the instance. In the blocks of timm and Hugging Face that have a `drop_path` (see
+`purecompose.layers.drop_paths`), whatever its rate, `purecompose.layers.DropPath` takes its place: what the branch
+does to its buffers then stays, and the activation follows a branch that is left out. The transformers of `torch.nn`,
+and those of Hugging Face without `drop_path` (BERT, GPT-2), stay.
 
 Events: INIT, and BATCH_START where rates move. Reads the clock; replaces the model, and writes the rates, a buffer of
 each block.
@@ -33,6 +36,7 @@ References:
     Dropping. NeurIPS 2020. https://arxiv.org/abs/2010.13369
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -43,9 +47,10 @@ from purecompose._checks import check_number, check_whole
 from purecompose._device import as_scalar
 from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._checks import check_one_of, check_scalar
+from purecompose.algorithms._foreign import changed
 from purecompose.algorithms._surgery import warn_of_nothing
 from purecompose.event import Event
-from purecompose.layers.stochastic_depth import StochasticDepth, residuals
+from purecompose.layers.stochastic_depth import DropPath, StochasticDepth, drop_paths, residuals
 from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar, Schedule, collect, linear
 from purecompose.state import State
@@ -53,7 +58,7 @@ from purecompose.time import TimeLike, TimeUnit
 from purecompose.time.units import named_time
 
 
-__all__ = ["stochastic_depth", "stochastic_depth_rates", "stochastic_depth_rules"]
+__all__ = ["apply_stochastic_depth", "stochastic_depth", "stochastic_depth_rates", "stochastic_depth_rules"]
 
 _METHODS, _DISTRIBUTIONS = ("block", "sample"), ("uniform", "linear")
 
@@ -98,7 +103,7 @@ def stochastic_depth_rules(
     Example:
         >>> from purecompose import models
         >>> [kind.__name__ for kind in stochastic_depth_rules(models.resnet8(1, 10, width=4))]
-        ['Module', 'StochasticDepth']
+        ['Module', 'StochasticDepth', 'DropPath']
     """
     check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
     check_number(drop_rate, "stochastic_depth: drop_rate", 0, 1)
@@ -106,9 +111,37 @@ def stochastic_depth_rules(
     rates = dict(zip(names, stochastic_depth_rates(len(names), drop_rate, drop_distribution), strict=True))
 
     def block(module: nn.Module, site: surgery.Site) -> nn.Module | None:
-        return StochasticDepth(module, stochastic_method, rates[site.name]) if site.name in rates else None
+        if site.name not in rates:
+            return None
+        if residuals(module):
+            return StochasticDepth(module, stochastic_method, rates[site.name])
+        rate = rates[site.name]
+        return changed(module, None, **{name: DropPath(stochastic_method, rate) for name in drop_paths(module)})
 
-    return {nn.Module: block, StochasticDepth: None}
+    return {nn.Module: block, StochasticDepth: None, DropPath: None}
+
+
+def apply_stochastic_depth(
+    net: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
+) -> nn.Module:
+    """Return a copy of a network whose residual blocks leave out their branches; the network itself is not touched.
+
+    The copy has weights of its own, and is in the mode (train or eval) that the network was in. What is left out is
+    drawn from torch's global generator. Make the optimizer afterwards.
+
+    Args:
+        net: The network.
+        stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
+
+    Raises:
+        TypeError, ValueError: As `stochastic_depth`.
+
+    Warns:
+        UserWarning: The network has no residual block that is known.
+    """
+    rules = stochastic_depth_rules(net, stochastic_method, drop_rate, drop_distribution)
+    _check_blocks(net, "apply_stochastic_depth", stochastic_method)
+    return surgery.operate(net, rules, name="stochastic_depth")[0] if _blocks(net) else copy.deepcopy(net)
 
 
 @factory
@@ -175,24 +208,31 @@ def stochastic_depth(
 
 def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
     module = state.model.module
+    _check_blocks(module, name, stochastic_method)
+    if not _blocks(module):
+        return state
+    # One place writes rates: what is here in the first batch comes afterwards.
+    return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
+
+
+def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
+    """Warns of a network without blocks, and refuses blocks that decide in the other way."""
     _check_no_others(module, name, stochastic_method)
-    if _blocks(module):
-        # One place writes rates: what is here in the first batch comes afterwards.
-        return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
-    if not any(isinstance(child, StochasticDepth) for child in module.modules()):
-        advice = (
-            "A block is known by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
-            "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout). Let the network's have these "
-            "names, or leave the method out"
-        )
-        warn_of_nothing(name, "residual blocks", module, advice)
-    return state
+    if _blocks(module) or any(isinstance(child, (StochasticDepth, DropPath)) for child in module.modules()):
+        return
+    advice = (
+        "A block is known by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
+        "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Let the "
+        "network's have these names, or leave the method out; a library may have a setting of its own, such as "
+        "layerdrop in Hugging Face's Wav2Vec2 and BART"
+    )
+    warn_of_nothing(name, "residual blocks", module, advice)
 
 
 def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> None:
     """Raises a `ValueError` for blocks that decide in the other way: they would stay as they are, with other rates."""
     for place, child in module.named_modules():
-        if isinstance(child, StochasticDepth) and child.method != stochastic_method:
+        if isinstance(child, (StochasticDepth, DropPath)) and child.method != stochastic_method:
             raise ValueError(
                 f"{name}: expected blocks with method {stochastic_method!r}, got {child.method!r} in "
                 f"{place or 'the network'!r}, from an earlier stochastic depth; use one of them, or begin with the "
@@ -202,12 +242,17 @@ def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> No
 
 def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:
     """The state with the rates of all blocks in their buffers."""
-    modules = state.model.module.named_modules()
-    names = [f"{name}.drop_rate".lstrip(".") for name, module in modules if isinstance(module, StochasticDepth)]
-    rates = stochastic_depth_rates(len(names), rate, drop_distribution)
+    buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in state.model.module.named_modules()]
+    # A block of several drop paths has one rate.
+    blocks = {
+        buffer: name if isinstance(child, StochasticDepth) else name.rpartition(".")[0]
+        for name, buffer, child in buffers
+        if isinstance(child, (StochasticDepth, DropPath))
+    }
+    names = list(dict.fromkeys(blocks.values()))
+    rates = dict(zip(names, stochastic_depth_rates(len(names), rate, drop_distribution), strict=True))
     new = {
-        name: as_scalar(value, state.buffers[name].dtype, state.device)
-        for name, value in zip(names, rates, strict=True)
+        buffer: as_scalar(rates[block], state.buffers[buffer].dtype, state.device) for buffer, block in blocks.items()
     }
     return state.replace(buffers={**state.buffers, **new})
 
@@ -221,7 +266,7 @@ def _blocks(module: nn.Module) -> list[str]:
             continue
         if isinstance(child, StochasticDepth):
             done.append(name)
-        elif residuals(child):
+        elif residuals(child) or drop_paths(child):
             found.append(name)
     return found
 

@@ -28,11 +28,12 @@ from torch import nn
 from purecompose import surgery
 from purecompose._checks import check_flag, check_whole
 from purecompose.algorithm import Algorithm, factory
-from purecompose.algorithms._surgery import surgery_method
+from purecompose.algorithms._surgery import on_module, surgery_method
 from purecompose.layers.standardized import STANDARDIZED, plain_conv, standardized, standardized_conv
 
 
 __all__ = [
+    "apply_weight_standardization",
     "standardized",
     "weight_standardization",
     "weight_standardization_rules",
@@ -96,6 +97,9 @@ def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rule
         return new
 
     return dict.fromkeys(STANDARDIZED.values(), conv)
+
+
+apply_weight_standardization = on_module("weight_standardization", weight_standardization_rules)
 
 
 @factory

@@ -18,7 +18,7 @@ from purecompose.layers.standardized import (
     standardized,
     standardized_conv,
 )
-from purecompose.layers.stochastic_depth import Residual, StochasticDepth, residuals
+from purecompose.layers.stochastic_depth import DropPath, Residual, StochasticDepth, drop_paths, residuals
 
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "BlurMaxPool2d",
     "BlurPool2d",
     "ClassesSecond",
+    "DropPath",
     "FactorizedConv2d",
     "FactorizedLinear",
     "FeedForward",
@@ -49,6 +50,7 @@ __all__ = [
     "alibi_slopes",
     "blur_2d",
     "blurmax_pool2d",
+    "drop_paths",
     "plain_conv",
     "residuals",
     "standardized",

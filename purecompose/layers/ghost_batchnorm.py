@@ -6,6 +6,8 @@ References:
     Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020. https://arxiv.org/abs/2007.08554
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from purecompose._checks import check_whole, shown
 from purecompose.layers._forms import Wrapping, is_plain
 
 
-__all__ = ["GhostBatchNorm", "check_momentum"]
+__all__ = ["GhostBatchNorm", "check_momentum", "is_known"]
 
 _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
@@ -37,6 +39,18 @@ def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
         )
 
 
+def is_known(module: nn.Module) -> bool:
+    """Whether this is a batch normalisation that computes as torch's, or as timm's with an activation after it."""
+    return is_plain(module, _BatchNorm) or _has_act(module)
+
+
+def _has_act(module: nn.Module) -> bool:
+    """Whether this is timm's act(drop(batchnorm(x))), found by name, since timm need not be installed."""
+    wanted = ("timm.layers.norm_act", "BatchNormAct2d")
+    kind = next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__qualname__) == wanted), None)
+    return kind is not None and is_plain(module, kind)
+
+
 class GhostBatchNorm(Wrapping):
     """A batch normalisation that takes a batch in ceil(B / g) parts of equal size, or with one example less.
 
@@ -49,7 +63,8 @@ class GhostBatchNorm(Wrapping):
         ghost_batch_size: g, the greatest number of examples that are normalised together.
 
     Raises:
-        TypeError: No `nn.BatchNorm1d`, `2d` or `3d`, or one with a forward of its own, hooks or parametrized tensors.
+        TypeError: Not an `nn.BatchNorm1d`, `2d` or `3d`, nor timm's `BatchNormAct2d`; or one with a forward of its
+            own, hooks or parametrized tensors.
         ValueError: A size below 1; a layer with `momentum=None` and running statistics: these are means over all
             batches, not steps.
     """
@@ -59,17 +74,19 @@ class GhostBatchNorm(Wrapping):
     def __init__(self, batchnorm: _BatchNorm, ghost_batch_size: int = 32) -> None:
         super().__init__()
         check_whole(ghost_batch_size, "GhostBatchNorm: ghost_batch_size", 1)
-        if not isinstance(batchnorm, _KINDS) or not is_plain(batchnorm, _BatchNorm):
+        if not isinstance(batchnorm, _KINDS) or not is_known(batchnorm):
             raise TypeError(
                 "GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without a forward of its own, hooks or "
                 f"parametrized tensors, got {shown(batchnorm)}"
             )
         check_momentum(batchnorm, "GhostBatchNorm")
         self.batchnorm, self.ghost_batch_size = batchnorm, ghost_batch_size
+        self._has_act = _has_act(batchnorm)
 
     def forward(self, input: Tensor) -> Tensor:
         """The shape of the input."""
-        norm, num_parts = self.batchnorm, -(-input.shape[0] // self.ghost_batch_size)
+        norm: Any = self.batchnorm
+        num_parts = -(-input.shape[0] // self.ghost_batch_size)
         has_own = norm.training or norm.running_mean is None
         if not has_own or num_parts < 2:
             return norm(input)
@@ -81,9 +98,10 @@ class GhostBatchNorm(Wrapping):
             if norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.add_(num_parts)
         parts = input.tensor_split(num_parts)
-        return torch.cat(
+        output = torch.cat(
             [F.batch_norm(part, mean, variance, norm.weight, norm.bias, True, step, norm.eps) for part in parts]
         )
+        return norm.act(norm.drop(output)) if self._has_act else output
 
     def extra_repr(self) -> str:
         """The settings."""

@@ -15,8 +15,9 @@ References:
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,14 @@ from purecompose._checks import check_number, shown
 from purecompose.layers._forms import has_hooks
 
 
-__all__ = ["Residual", "StochasticDepth", "residuals"]
+__all__ = ["DropPath", "Residual", "StochasticDepth", "drop_paths", "residuals"]
 
 # The branches of torchvision's residual networks, and of those that took them for a model.
 _CONVOLUTIONS = (
     ("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3"),
     ("conv1", "bn1", "relu", "conv2", "bn2"),
 )
+_DROP_PATH = re.compile(r"drop_path\d*")
 # The branches of a transformer's block, each followed by the dropout.
 _BRANCHES = (("norm1", "attention"), ("norm2", "feed_forward"))
 
@@ -77,6 +79,71 @@ def residuals(block: nn.Module) -> tuple[Residual, ...]:
     return steps if all(map(_takes_one, callees)) else ()
 
 
+def drop_paths(block: nn.Module) -> tuple[str, ...]:
+    """The names of the attributes by which a block of timm or Hugging Face leaves out its branches.
+
+    Such a block passes each branch through `self.drop_path`, or `drop_path1`, `drop_path2` and so on: a module of a
+    class called `DropPath` (or `...DropPath`), or where nothing is left out an `nn.Identity` or `None`. Those that are
+    `DropPath` of this module already do not count.
+
+    Example:
+        >>> block = nn.Module()
+        >>> block.drop_path1, block.drop_path2 = nn.Identity(), nn.Dropout()
+        >>> drop_paths(block)
+        ('drop_path1',)
+    """
+    attributes = {**vars(block), **block._modules}
+    return tuple(name for name, value in attributes.items() if _DROP_PATH.fullmatch(name) and _is_drop_path(value))
+
+
+def _is_drop_path(value: Any) -> bool:
+    if isinstance(value, DropPath):
+        return False
+    return value is None or isinstance(value, nn.Identity) or type(value).__name__.endswith("DropPath")
+
+
+class DropPath(nn.Module):
+    """A branch that is left out at random; takes the place of a `drop_path` of timm or Hugging Face.
+
+        in training      b x, with b = 1 with probability 1 - p, else 0
+        in evaluation    (1 - p) x
+
+    Args:
+        method: "block" for one decision for the batch, "sample" for one for each example.
+        drop_rate: p, in [0, 1].
+
+    Attributes:
+        drop_rate: p, a buffer, 0-d float32.
+    """
+
+    drop_rate: Tensor
+
+    def __init__(self, method: str = "block", drop_rate: float = 0.2) -> None:
+        super().__init__()
+        _check_settings("DropPath", method, drop_rate)
+        self.method = method
+        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, ...) to the same."""
+        if not self.training:
+            return (1 - self.drop_rate).to(input.dtype) * input
+        if self.method == "block":
+            return torch.where(torch.rand((), device=input.device) >= self.drop_rate, input, 0)
+        rows = torch.rand(input.shape[0], device=input.device) >= self.drop_rate
+        return torch.where(rows.view(-1, *[1] * (input.ndim - 1)), input, 0)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"method={self.method!r}"
+
+
+def _check_settings(where: str, method: str, drop_rate: float) -> None:
+    if method not in ("block", "sample"):
+        raise ValueError(f"{where}: method: expected 'block' or 'sample', got {shown(method)}")
+    check_number(drop_rate, f"{where}: drop_rate", 0, 1)
+
+
 class StochasticDepth(nn.Module):
     """A residual block whose branches are left out at random; its children have the names they had.
 
@@ -109,9 +176,7 @@ class StochasticDepth(nn.Module):
                 "StochasticDepth: expected a residual block of known parts, without parameters, buffers or hooks of "
                 f"its own, got a {type(block).__name__}"
             )
-        if method not in ("block", "sample"):
-            raise ValueError(f"StochasticDepth: method: expected 'block' or 'sample', got {shown(method)}")
-        check_number(drop_rate, "StochasticDepth: drop_rate", 0, 1)
+        _check_settings("StochasticDepth", method, drop_rate)
         self._modules.update(block._modules)
         self.method = method
         self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -140,37 +140,65 @@ def replace(
     return Surgery(parts.model, params, buffers, parts.frozen, optimizer, opt_state, report)
 
 
-def operate(state: State, rules: Rules, *, name: str) -> tuple[State, Report]:
-    """`replace` on a state's network, with its optimizer and its state; new parameters are drawn with the run's key.
+@overload
+def operate(target: State, rules: Rules, *, name: str) -> tuple[State, Report]: ...
 
-    Slots stay as they are: what a method remembers of each parameter has the names of before. Between two steps, put
-    it under the new ones, by `report.kept`, or let such a method begin afterwards.
+
+@overload
+def operate(target: nn.Module, rules: Rules, *, name: str, key: int | Tensor = 0) -> tuple[nn.Module, Report]: ...
+
+
+def operate(
+    target: State | nn.Module, rules: Rules, *, name: str, key: int | Tensor | None = None
+) -> tuple[State | nn.Module, Report]:
+    """`replace` on a state's network, with its optimizer and its state, or on a plain `nn.Module`.
+
+    Slots of a state stay as they are: what a method remembers of each parameter has the names of before. Between two
+    steps, put it under the new ones, by `report.kept`, or let such a method begin afterwards.
+
+    A module is copied, and the copy is returned: with weights of its own, in the mode (train or eval) that it was in.
+    Make its optimizer afterwards.
 
     Args:
-        state: A state, of a run that has begun or not.
+        target: A state, of a run that has begun or not; or a network.
         rules: As in `replace`.
         name: Names the draws, and it in warnings.
+        key: For a module: the seed, or the key, that new parameters are drawn with, 0 by default. Those of a state are
+            drawn with the run's.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As `replace`.
+        TypeError, ValueError, RuntimeError: As `replace`, and as `State.create` for a module.
 
     Warns:
         UserWarning: As `replace`.
     """
+    if isinstance(target, nn.Module):
+        return _on_module(target, rules, name, 0 if key is None else key)
+    if key is not None:
+        raise TypeError("surgery.operate: key is for a module; new parameters of a state are drawn with its own key")
     after = replace(
-        state.model,
+        target.model,
         rules,
-        state.params,
-        state.buffers,
-        key=state.rng(name),
-        frozen=state.context.frozen,
-        optimizer=state.optimizer,
-        opt_state=state.opt_state,
+        target.params,
+        target.buffers,
+        key=target.rng(name),
+        frozen=target.context.frozen,
+        optimizer=target.optimizer,
+        opt_state=target.opt_state,
         name=name,
     )
     fields = after._asdict()
     report = fields.pop("report")
-    return (state.replace(**fields) if report.replaced else state), report
+    return (target.replace(**fields) if report.replaced else target), report
+
+
+def _on_module(net: nn.Module, rules: Rules, name: str, key: int | Tensor) -> tuple[nn.Module, Report]:
+    parts = from_module(net)
+    rng = as_rng(key if isinstance(key, Tensor) else random.key(key), name).named(name)
+    after = replace(parts.model, rules, parts.params, parts.buffers, key=rng, name=name)
+    new = after.model.skeleton(train=True).filled_copy(after.params, after.buffers, is_shared=True)
+    # A model is in training mode where its module as a whole was in evaluation mode.
+    return (new if any(module.training for module in net.modules()) else new.eval()), after.report
 
 
 def _set_trained(root: nn.Module, names: Iterable[str], frozen: frozenset[str]) -> None:
