@@ -6,9 +6,10 @@ from functools import partial
 
 from hypothesis.errors import UnsatisfiedAssumption
 
+from purecompose.event import Event
 from purecompose.testing.case import Case
 from purecompose.testing.faults import fault_rows, first_line
-from purecompose.testing.law import Broken, Law, LawViolation, acts_in_step, never_acts
+from purecompose.testing.law import Broken, Law, LawViolation, acts_outside, never_acts
 from purecompose.testing.report import Outcome, Status
 from purecompose.testing.rows import Row
 from purecompose.testing.search import Search, Tried
@@ -34,9 +35,8 @@ class Attempt:
     def __init__(self, law: Law, subject: Subject, owner_of: Callable[[Exception], Law | None]) -> None:
         self.law, self.subject, self._owner_of = law, subject, owner_of
         self._blocked: tuple[Law, Exception] | None = None
-        # What acts in no step has done what it does when the case has run.
-        algorithm = subject.algorithm
-        self._is_outside = not (law.is_about_option or acts_in_step(algorithm) or never_acts(algorithm))
+        # What acts at INIT only has done what it does when the case has run.
+        self._is_over = not law.is_about_option and subject.algorithm.events == (Event.INIT,)
 
     def __call__(self, case: Case) -> Tried:
         try:
@@ -49,7 +49,7 @@ class Attempt:
                 return Tried(True, error)
             self._blocked = self._blocked or (owner, error)
             return Tried(False)
-        return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_outside)
+        return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_over)
 
     def outcome(self, found: Search, start: float) -> Outcome:
         """What the cases came to that were tried from a time of `time.perf_counter` on."""
@@ -92,6 +92,9 @@ class Attempt:
         idle = never_acts(self.subject.algorithm)
         if idle is not None:
             return Status.SKIPPED, idle
+        outside = acts_outside(self.subject.algorithm)
+        if outside is not None and num_cases:
+            return Status.SKIPPED, f"it acts at {outside} only, and at none of them in this law's cases"
         if self.law.is_about_option:
             return Status.SKIPPED, f"{self.law.idle} in {num_cases} case{'s' * (num_cases != 1)}"
         return Status.VACUOUS, "it never acted" if num_cases else "the law assumes what no case has"

@@ -25,6 +25,8 @@ __all__ = ["COMPANY", "Case"]
 COMPANY = "companion."
 """What companions' names in a step begin with, so that no algorithm has the same."""
 
+_USUAL_LR = 0.1
+
 
 @dataclass(frozen=True, repr=False)
 class Case:
@@ -39,6 +41,7 @@ class Case:
         batches_per_epoch: The epoch's length.
         epochs: The run's length in epochs.
         microbatches: Slices of a batch.
+        lr: The hparam "lr", where the task's optimizer has one.
         others: Names of `COMPANIONS` that are in the step as well.
         place: How many of them are listed before the algorithm.
     """
@@ -51,26 +54,29 @@ class Case:
     batches_per_epoch: int = 2
     epochs: int = 4
     microbatches: int = 1
+    lr: float = _USUAL_LR
     others: tuple[str, ...] = ()
     place: int = 0
 
-    def state(self, *, dtype: torch.dtype = torch.float32, key: int | None = None) -> State:
+    def state(self, *, dtype: torch.dtype | None = None, key: int | None = None) -> State:
         """A new state at the case's time, before `step.init`.
 
         Args:
-            dtype: Of weights.
+            dtype: Of weights; by default the task's.
             key: The run's seed where it is to be another than the case's.
         """
         run = {"duration": f"{self.epochs}ep", "batches_per_epoch": self.batches_per_epoch}
         state = self.task.make_state(self.seed, dtype=dtype, **run, **({} if key is None else {"key": key}))
+        if self.lr != _USUAL_LR and "lr" in state.hparams:
+            state = state.replace(hparams={**state.hparams, "lr": self.lr})
         tokens = batches.num_tokens(self.batch(0))
         return state.replace(timestamp=state.timestamp.advance_by(self.start, self.batch_size, tokens))
 
-    def batch(self, index: int, dtype: torch.dtype = torch.float32) -> Any:
+    def batch(self, index: int, dtype: torch.dtype | None = None) -> Any:
         """The batch of a step, made anew; batches of different steps differ."""
         return self.task.make_batch(1000 * self.seed + self.start + index, self.batch_size, dtype)
 
-    def batches(self, dtype: torch.dtype = torch.float32) -> list[Any]:
+    def batches(self, dtype: torch.dtype | None = None) -> list[Any]:
         """The batches of all steps."""
         return [self.batch(index, dtype) for index in range(self.num_batches)]
 

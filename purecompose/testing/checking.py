@@ -14,8 +14,8 @@ from purecompose.algorithm import Algorithm
 from purecompose.testing.attempt import NEUTRAL, Attempt
 from purecompose.testing.case import COMPANY
 from purecompose.testing.chosen import chosen
-from purecompose.testing.law import Law, acts_in_step, never_acts
-from purecompose.testing.probing import refusal
+from purecompose.testing.law import Law
+from purecompose.testing.probing import Refusal, refusal
 from purecompose.testing.report import Outcome, Report, Status
 from purecompose.testing.search import search
 from purecompose.testing.strategies import cases
@@ -104,7 +104,7 @@ def trials(
 
 class _Probe(NamedTuple):
     tasks: tuple[Task, ...]
-    refused: dict[str, str]
+    refused: dict[str, Refusal]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +137,13 @@ class Trials:
     @property
     def refused(self) -> Mapping[str, str]:
         """Why it does not accept others."""
-        return self._probe.refused
+        return {name: refused.reason for name, refused in self._probe.refused.items()}
 
     @property
     def failed_tasks(self) -> tuple[str, ...]:
-        """The tasks whose refusal is a failure: those that were named, and all where none is left."""
-        return tuple(self.refused) if self.tasks_were_named or not self.tasks else ()
+        """The tasks whose refusal is a failure: any where they were named or none is left, else those by mistake."""
+        is_any = self.tasks_were_named or not self.tasks
+        return tuple(name for name, refused in self._probe.refused.items() if is_any or not refused.is_meant)
 
     def report(self, progress: Progress | None = None) -> Report:
         """Tries all laws; without a task there is nothing to try them on."""
@@ -166,7 +167,7 @@ class Trials:
         """Tries one law."""
         subject = self.neutral if law.name == NEUTRAL else self.subject
         unsuited = {task: why for task in self.tasks if (why := law.unsuited(task)) is not None}
-        skipped = _NO_NEUTRAL if subject is None else _exemption(law, subject.algorithm)
+        skipped = _NO_NEUTRAL if subject is None else law.exempt(subject.algorithm)
         if skipped is None and len(unsuited) == len(self.tasks):
             skipped = f"on no task: {'; '.join(dict.fromkeys(unsuited.values()))}"
         if subject is None or skipped is not None:
@@ -174,9 +175,8 @@ class Trials:
         start, attempt = time.perf_counter(), Attempt(law, subject, self._owner_of)
         suited = [task for task in self.tasks if task not in unsuited]
         with _one_thread():
-            found = search(
-                cases(suited, self.subject.algorithm), attempt, max_examples=self.max_examples, seed=self.seed
-            )
+            num = min(self.max_examples, law.most_cases or self.max_examples)
+            found = search(cases(suited, self.subject.algorithm), attempt, max_examples=num, seed=self.seed)
             return attempt.outcome(found, start)
 
     @cached_property
@@ -191,15 +191,6 @@ class Trials:
     def _owner_of(self, error: Exception) -> Law | None:
         """The law that an error of the library means; one that is tried comes first."""
         return next((law for law in (*self.laws, *LAWS) if law.owns and isinstance(error, law.owns)), None)
-
-
-def _exemption(law: Law, algorithm: Algorithm) -> str | None:
-    """Why a law does not concern an algorithm; `None` if it does."""
-    exempt = law.exempt(algorithm)
-    if exempt is not None or not law.needs_application or acts_in_step(algorithm):
-        return exempt
-    events = ", ".join(event.name for event in algorithm.events)
-    return f"it acts at {events} alone, never within a step" if events else never_acts(algorithm)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from purecompose.predicate import on
 from purecompose.state import State
 
 
-__all__ = ["COMPANIONS", "bystander", "noise", "shrink"]
+__all__ = ["COMPANIONS", "bystander", "collector", "noise", "shrink"]
 
 _WATCHED = (Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
@@ -25,23 +25,46 @@ def bystander(name: str = "bystander") -> Algorithm:
     """Draws, counts and reports, and changes nothing that others read.
 
     Its slot has "draws", float32 (2,): what `state.rng(name)` gave last; "example_draw", the same of the first
-    example; "count", 0-d float32: how often it acted.
+    example; and of how often it acted "count", "sum" and "has_acted", 0-d int64, float64 and bool.
     """
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
             zeros = torch.zeros(2, dtype=torch.float32, device=state.device)
-            slot = {"draws": zeros, "example_draw": zeros[0], "count": zeros[0]}
+            count = torch.zeros((), dtype=torch.int64, device=state.device)
+            slot = {"draws": zeros, "example_draw": zeros[0], **_counts(count)}
             return state.replace(slots={**state.slots, name: slot})
         draws = random.uniform(state.rng(name), (2,))
         slot = {
             "draws": draws,
             "example_draw": random.uniform(state.example_rng(name), (state.num_examples,))[0],
-            "count": state.slots[name]["count"] + 1,
+            **_counts(state.slots[name]["count"] + 1),
         }
         return state.replace(slots={**state.slots, name: slot}, metrics={**state.metrics, f"{name}/draw": draws[0]})
 
     return Algorithm(name, on(Event.INIT, *_WATCHED), apply)
+
+
+def _counts(count: Tensor) -> dict[str, Tensor]:
+    """A count in dtypes that many methods forget."""
+    return {"count": count, "sum": 0.1 * count.to(torch.float64), "has_acted": count > 0}
+
+
+def collector(name: str = "collector") -> Algorithm:
+    """Adds up the gradients of all batches, and changes nothing.
+
+    Its slot has a tensor for each trainable parameter, of its shape and dtype.
+    """
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            sums = {key: torch.zeros_like(state.params[key]) for key in state.context.trainable}
+        else:
+            grads = state.grads or {}
+            sums = {key: kept + grads[key] if key in grads else kept for key, kept in state.slots[name].items()}
+        return state.replace(slots={**state.slots, name: sums})
+
+    return Algorithm(name, on(Event.INIT, Event.AFTER_TRAIN_BATCH), apply)
 
 
 def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
@@ -70,6 +93,6 @@ def shrink(name: str = "shrink", factor: float = 0.99) -> Algorithm:
 
 
 COMPANIONS: Mapping[str, Callable[[str], Algorithm]] = MappingProxyType(
-    {"bystander": bystander, "noise": noise, "shrink": shrink}
+    {"bystander": bystander, "collector": collector, "noise": noise, "shrink": shrink}
 )
 """The companions by name; each factory takes the name."""

@@ -6,6 +6,8 @@ import re
 import traceback
 from collections.abc import Callable
 
+import torch
+
 from purecompose.algorithm import Algorithm
 from purecompose.event import Event
 from purecompose.state import State
@@ -15,7 +17,7 @@ from purecompose.testing.record import intercepted, run
 from purecompose.testing.rows import Row
 
 
-__all__ = ["broken_company", "fault_rows", "first_line", "one_line"]
+__all__ = ["broken_company", "fault_rows", "first_line", "is_refusal", "one_line"]
 
 _IN_COMPANION = re.compile(r"in companion\.(\w+) at (?:Event\.)?(\w+)")
 
@@ -35,6 +37,27 @@ def one_line(error: Exception, algorithm: Algorithm) -> str:
     lines = [line.partition(": ")[0] for line in _author_lines(error, algorithm)[-1:]]
     places = [*_notes(error), *lines]
     return " ".join([first_line(error), *([f"({'; '.join(places)})"] if places else [])])
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether somebody meant to say no: a TypeError, ValueError, assertion or warning, and none of torch's own.
+
+    Example:
+        >>> try:
+        ...     int("a")
+        ... except ValueError as error:
+        ...     is_refusal(error)
+        False
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not isinstance(error, (TypeError, ValueError, NotImplementedError, AssertionError, Warning)):
+        return False
+    last = frames[-1]
+    is_torchs = pathlib.Path(last.filename).is_relative_to(_TORCH)
+    return not is_torchs and (last.line or "").startswith(("raise", "assert", "warn"))
+
+
+_TORCH = pathlib.Path(torch.__file__).parent
 
 
 def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +20,7 @@ from purecompose.testing.tasks import Task
 from purecompose.tree import Difference
 
 
-__all__ = ["Broken", "Law", "LawViolation", "acts_in_step", "define_law", "errors_named", "never_acts"]
+__all__ = ["Broken", "Law", "LawViolation", "acts_in_step", "acts_outside", "define_law", "errors_named", "never_acts"]
 
 
 class LawViolation(AssertionError):
@@ -31,18 +33,27 @@ class LawViolation(AssertionError):
         path: The key path of the first leaf that differs, such as "params['0.weight']"; may be empty.
         values: What was compared, by what it is: {"with 1 microbatch": 0.1, "with 2 microbatches": 0.2}.
         what: What was found, in words.
+        cause: Where it comes from, as far as that can be told; may be empty.
+        line: Where the algorithm's `apply` is written, such as "methods.py:12 in apply"; may be empty.
         case: The case that shows it.
     """
 
     def __init__(self, law: Law, subject: Subject, broken: Broken, case: Case) -> None:
         self.law, self.algorithm, self.case = law, repr(subject.algorithm), case
         self.event, self.path, self.what, self.values = broken.event, broken.path, broken.what, broken.values
+        self.cause, self.line = broken.cause, line_of(subject.algorithm.apply)
         super().__init__(self._text())
 
     @property
     def rows(self) -> tuple[tuple[str, str], ...]:
         """What it says below its title, each with a label."""
-        found = [("event", "" if self.event is None else self.event.name), ("leaf", self.path), ("found", self.what)]
+        found = [
+            ("line", self.line),
+            ("event", "" if self.event is None else self.event.name),
+            ("leaf", self.path),
+            ("found", self.what),
+            ("cause", self.cause),
+        ]
         return (
             ("algorithm", self.algorithm),
             *((label, text) for label, text in found if text),
@@ -65,7 +76,11 @@ def _told(what: str, labels: tuple[str, str]) -> str:
 
 
 class Broken(Exception):
-    """Raised by a law's function at the first difference; `Law` makes it a `LawViolation`."""
+    """Raised by a law's function at the first difference; `Law` makes it a `LawViolation`.
+
+    Attributes:
+        cause: Where it comes from, in words, for laws that can tell.
+    """
 
     def __init__(
         self,
@@ -84,7 +99,7 @@ class Broken(Exception):
             where: Stands before the difference's path, such as "params".
         """
         super().__init__(str(difference))
-        self.event = event
+        self.event, self.cause = event, ""
         if isinstance(difference, str):
             self.path, self.what, self.values = where, difference, {}
         else:
@@ -102,16 +117,15 @@ class Law:
         promise: What holds, in a sentence.
         remedy: What an author whose algorithm breaks it can do.
         judge: `(subject, case) -> bool`: raises `Broken`; tells whether there was something to judge, in most laws
-            whether the algorithm acted within a step, so that a law about nothing is not counted as kept. An
-            algorithm that acts in no step (see `acts_in_step`) has done what it does when the case has run.
+            whether the algorithm acted after INIT, so that a law about nothing is not counted as kept. One that acts
+            at INIT only has done what it does when the case has run.
         owns: The library's own errors that mean this law.
         exempt: Says why the law does not concern an algorithm, or `None`.
         unsuited: Says why it cannot be judged on a task, or `None`.
         is_about_option: It is about something that an algorithm need not do, such as acting at INIT: where no case
             had any of it, the law is skipped, and no doubt is cast on the algorithm.
         idle: What no case having had any of it means, as the reason for that.
-        needs_application: It is about applications within a step, and does not concern an algorithm that acts at
-            INIT or outer events alone.
+        most_cases: How many cases are tried at most, of a law that takes long.
     """
 
     name: str
@@ -123,7 +137,7 @@ class Law:
     unsuited: Callable[[Task], str | None] = lambda task: None
     is_about_option: bool = False
     idle: str = "it never acted"
-    needs_application: bool = False
+    most_cases: int | None = None
 
     def __call__(self, algorithm: Algorithm | Subject | str, case: Case) -> bool:
         """Tries the law.
@@ -190,12 +204,12 @@ def define_law(
     unsuited: Callable[[Task], str | None] = lambda task: None,
     is_about_option: bool = False,
     idle: str = "it never acted",
-    needs_application: bool = False,
+    most_cases: int | None = None,
 ) -> Callable[[Callable[[Subject, Case], bool]], Law]:
     """Makes a law, named like the function, of a function `(subject, case) -> bool`; see `Law`."""
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
-        concerns = (tuple(owns), exempt, unsuited, is_about_option, idle, needs_application)
+        concerns = (tuple(owns), exempt, unsuited, is_about_option, idle, most_cases)
         new = Law(judge.__name__, promise, remedy, judge, *concerns)
         object.__setattr__(new, "__doc__", judge.__doc__)
         return new
@@ -216,6 +230,13 @@ def errors_named() -> Iterator[None]:
         raise FormError(f"the state holds a tensor that torch.inference_mode has made: {error}") from error
 
 
+def line_of(function: Callable[..., object]) -> str:
+    """Where a function, or the `__call__` of an object, is written: "methods.py:12 in apply"; empty if unknown."""
+    unwrapped = inspect.unwrap(function)
+    code = getattr(unwrapped, "__code__", None) or getattr(type(unwrapped).__call__, "__code__", None)
+    return "" if code is None else f"{pathlib.Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"
+
+
 def never_acts(algorithm: Algorithm) -> str | None:
     """The reason why hardly any law concerns an algorithm with neutral settings."""
     return "its settings are neutral: it never acts" if algorithm.predicate == NEVER else None
@@ -227,3 +248,10 @@ def acts_in_step(algorithm: Algorithm) -> bool:
     One that may not, such as surgery at INIT or averages used at EVAL_START, cannot be seen to act within a step.
     """
     return any(algorithm.predicate.at(event) != NEVER for event in events_in(loop_events))
+
+
+def acts_outside(algorithm: Algorithm) -> str | None:
+    """The events of an algorithm that acts outside the step only, in words; `None` for one that may act inside."""
+    if acts_in_step(algorithm) or algorithm.predicate == NEVER:
+        return None
+    return ", ".join(event.name for event in algorithm.events)

@@ -1,6 +1,7 @@
 """Whether an algorithm works on a task at all, before any law is tried there."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm
@@ -9,7 +10,7 @@ from purecompose.event import Event
 from purecompose.loop import eval_events, predict_events
 from purecompose.state import State
 from purecompose.testing.case import Case
-from purecompose.testing.faults import first_line, one_line
+from purecompose.testing.faults import first_line, is_refusal, one_line
 from purecompose.testing.law import Law, acts_in_step, errors_named
 from purecompose.testing.moments import find_moments
 from purecompose.testing.process import process_restored, process_settings
@@ -17,10 +18,18 @@ from purecompose.testing.record import intercepted
 from purecompose.testing.tasks import Task
 
 
-__all__ = ["refusal"]
+__all__ = ["Refusal", "refusal"]
 
 
-def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], Law | None]) -> str | None:
+class Refusal(NamedTuple):
+    """Why an algorithm does not work on a task."""
+
+    reason: str
+    is_meant: bool
+    """Whether the algorithm, or the library, says so on purpose; see `is_refusal`."""
+
+
+def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], Law | None]) -> Refusal | None:
     """Why the algorithm does not work on a task; `None` if it does, or breaks a law there.
 
     Args:
@@ -39,7 +48,9 @@ def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], La
                 _use(case.step(_watched(algorithm, touched)), case, algorithm)
         except Exception as error:
             # What breaks a law is no refusal, nor is what comes of a switch that it has left in the process.
-            return None if touched or owner_of(error) is not None else one_line(error, algorithm)
+            if touched or owner_of(error) is not None:
+                return None
+            return Refusal(one_line(error, algorithm), is_refusal(error))
     return None
 
 

@@ -1,16 +1,19 @@
 """What belongs to the process and not to a state: generators, modes and defaults."""
 
 import contextlib
+import functools
 import os
 import random as python_random
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 
-__all__ = ["process_restored", "process_settings", "read_settings", "seeded", "write_settings"]
+__all__ = ["as_rank", "elsewhere", "process_restored", "process_settings", "read_settings", "seeded", "write_settings"]
 
 
 def process_settings() -> dict[str, Any]:
@@ -64,6 +67,46 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def elsewhere(seed: int) -> Iterator[None]:
+    """As in another process, at another time: other global seeds, clocks, process number and rank."""
+    patched = {(time, name): _shifted(getattr(time, name), seed) for name in _CLOCKS}
+    patched[os, "getpid"] = functools.partial(int, os.getpid() + seed)
+    originals = {(owner, name): getattr(owner, name) for owner, name in patched}
+    with seeded(seed), as_rank(seed, seed + 1):
+        try:
+            for (owner, name), replacement in patched.items():
+                setattr(owner, name, replacement)
+            yield
+        finally:
+            for (owner, name), original in originals.items():
+                setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """The variables by which launchers tell a process its rank."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+_CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
+
+
+def _shifted(clock: Callable[[], Any], seed: int) -> Callable[[], Any]:
+    seconds = 100_003 * seed
+    offset = seconds * 10**9 if isinstance(clock(), int) else seconds
+    return lambda: clock() + offset
+
+
 def _generators() -> tuple[Any, Any, torch.Tensor]:
     numpy = sys.modules.get("numpy")
     return python_random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
@@ -104,6 +147,22 @@ def _set_hooks(hooks: tuple[dict[int, Any], ...]) -> None:
         found.update(wanted)
 
 
+def _set_filters(filters: list[Any]) -> None:
+    with warnings.catch_warnings():  # whose end makes known that they have changed
+        pass
+    warnings.filters[:] = filters  # pyright: ignore[reportIndexIssue]
+
+
+def _numpy_errors() -> dict[str, str] | None:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else dict(numpy.geterr())
+
+
+def _set_numpy_errors(errors: dict[str, str] | None) -> None:
+    if errors is not None:
+        sys.modules["numpy"].seterr(**errors)
+
+
 _SETTINGS: dict[str, _Setting] = {
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -133,11 +192,14 @@ _SETTINGS: dict[str, _Setting] = {
     "mkldnn": _attribute(torch.backends.mkldnn, "enabled"),
     "cudnn benchmark": _attribute(torch.backends.cudnn, "benchmark"),
     "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+    "cudnn allow_tf32": _attribute(torch.backends.cudnn, "allow_tf32"),
 }
 """How to read each of torch's settings, and how to set it."""
 
 _SURROUNDINGS: dict[str, _Setting] = {
     "environment": (lambda: dict(os.environ), _set_environment),
     "module hooks": (lambda: tuple(map(dict, _hooks())), _set_hooks),
+    "warnings filters": (lambda: list(warnings.filters), _set_filters),
+    "NumPy error handling": (_numpy_errors, _set_numpy_errors),
 }
 """The same of what no other process can be sent."""

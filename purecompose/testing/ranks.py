@@ -10,6 +10,7 @@ from torch import Tensor
 from purecompose.compose import Step
 from purecompose.data_parallel import DataParallel
 from purecompose.ranks import Ranks
+from purecompose.testing.process import as_rank
 
 
 __all__ = ["played"]
@@ -43,11 +44,12 @@ def played(step: Step, size: int) -> Callable[[Callable[[DataParallel], T]], lis
         answers: list[list[Tensor]] = []
         while True:
             ends, questions = [], []
-            for cast in casts:
+            for rank, cast in enumerate(casts):
                 assert isinstance(cast.ranks, _Part)
                 cast.ranks.begin(answers)
                 try:
-                    ends.append(act(cast))
+                    with as_rank(rank, size):
+                        ends.append(act(cast))
                 except _Unanswered as question:
                     questions.append(question)
             if not questions:

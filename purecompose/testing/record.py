@@ -13,6 +13,7 @@ from purecompose.event import Event
 from purecompose.loop import Grad, Microbatches, Node, Op, Program
 from purecompose.state import State
 from purecompose.testing.law import Broken
+from purecompose.testing.outer import after_batch, begun, ended
 from purecompose.testing.process import process_settings
 
 
@@ -55,18 +56,18 @@ class Run(NamedTuple):
     """The states of a run, and where the algorithm under test acted."""
 
     states: tuple[State, ...]
-    """The state after `init`, and after each step."""
+    """The state after `init` and FIT_START, and after each step and the events around it."""
     applications: tuple[tuple[Event, State], ...]
-    """Each event at which it acted within a step, with the state it left."""
+    """Each event after INIT at which it acted, with the state it left."""
 
     @property
     def acted(self) -> bool:
-        """Whether it acted within a step."""
+        """Whether it acted after INIT."""
         return bool(self.applications)
 
 
 def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
-    """Initialises and takes a step with each batch.
+    """Initialises and takes a step with each batch, and fires the events outside steps as `fit` does.
 
     Args:
         step: The step.
@@ -77,9 +78,10 @@ def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
     watched = [Watched(algorithm) for algorithm in step.algorithms if algorithm.name == name]
     if watched:
         step = step.replace(algorithms=[watched[0].algorithm if a.name == name else a for a in step.algorithms])
-    states = [step.init(state)]
+    states = [begun(step, state)]
     for batch in data:
-        states.append(step(states[-1], batch))
+        states.append(after_batch(step, states[-1], batch))
+    states[-1] = ended(step, states[-1])
     return Run(tuple(states), tuple(watched[0].applications) if watched else ())
 
 
@@ -88,7 +90,7 @@ class Watched:
 
     Attributes:
         algorithm: It does the same, and tells what it does.
-        applications: Each event at which it has acted within a step, and the state it left.
+        applications: Each event after INIT at which it has acted, and the state it left.
     """
 
     def __init__(
@@ -112,12 +114,12 @@ class Watched:
 
     @property
     def acted(self) -> bool:
-        """Whether it has acted within a step, or at INIT where that counts."""
+        """Whether it has acted after INIT, or at INIT where that counts."""
         return bool(self.applications)
 
     @property
-    def acted_in_step(self) -> bool:
-        """Whether it has acted within a step."""
+    def acted_after_init(self) -> bool:
+        """Whether it has acted after INIT."""
         return any(event is not Event.INIT for event, _ in self.applications)
 
     def _apply(self, event: Event, state: State) -> State:

@@ -108,7 +108,7 @@ class Report:
         outcomes: One for each law, in the laws' order.
         tasks: The names of the tasks that the algorithm was tried on.
         refused: Why it was not tried on others.
-        failed_tasks: Those of them that it should work on.
+        failed_tasks: Those of them that it should work on, or on which it fails with an error that nobody meant.
         max_examples: Cases for each law.
         seed: Of the cases.
         seconds: How long it took in all.
@@ -144,7 +144,9 @@ class Report:
         """One line, such as "ok: 15 laws kept, 3 skipped (12.3 s)"."""
         counts = Counter(outcome.status for outcome in self.outcomes)
         found = [f"{counts[status]} {_counted(status, counts[status])}" for status in Status if counts[status]]
-        refused = [f"refuses {', '.join(self.failed_tasks)}"] if self.failed_tasks else []
+        num_tasks = len(self.tasks) + len(self.refused)
+        refused = [f"refuses {len(self.refused)} of {num_tasks} tasks"] if self.refused else []
+        refused += [f"fails on {', '.join(self.failed_tasks)}"] if self.failed_tasks else []
         said = ", ".join([*found, *refused]) or "nothing was tried"
         return f"{'ok' if self.ok else 'NOT OK'}: {said} ({self.seconds:.1f} s)"
 

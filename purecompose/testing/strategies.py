@@ -63,6 +63,8 @@ _EVENTS: dict[str | None, tuple[Event, ...]] = {
     "outer": tuple(e for e in Event if e not in _LOOP and not e.is_eval and not e.is_predict),
 }
 _DROPOUT = st.sampled_from([0.0, 0.2, 0.5])
+_BATCH_SIZES = st.sampled_from([2, 3, 4, 5, 6, 1])
+_RATES = st.sampled_from([0.1, 0.1, 0.1, 1.0, 0.0])
 _SEEDS = st.integers(0, 999)
 _OPTIMIZERS = (
     optim.sgd(hparam("lr", 0.1)),
@@ -335,7 +337,7 @@ def cases(
     ask; its cases have one batch.
     """
     others = tuple(draw(st.lists(st.sampled_from(sorted(COMPANIONS)), unique=True, max_size=3)))
-    task, batch_size = draw(st.sampled_from(list(tasks))), draw(st.integers(2, 6))
+    task, batch_size = draw(st.sampled_from(list(tasks))), draw(_BATCH_SIZES)
     batches_per_epoch, epochs, num_batches = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     room = 2 * num_batches + 1
     if algorithm is None:
@@ -366,6 +368,7 @@ def cases(
         batches_per_epoch=batches_per_epoch,
         epochs=epochs,
         microbatches=draw(st.integers(1, 3)),
+        lr=draw(_RATES),
         others=others,
         place=draw(st.integers(0, len(others))),
     )

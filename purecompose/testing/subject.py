@@ -56,6 +56,28 @@ class Subject(NamedTuple):
         """With a changed algorithm."""
         return Subject(dataclasses.replace(self.algorithm, **changes), self.source)
 
+    def made_anew(self) -> Algorithm:
+        """The algorithm without its past, as narrow as this one; the same where there is no source text."""
+        if self.source is None:
+            return self.algorithm
+        algorithm, events = Subject.of(self.source).algorithm, self.algorithm.events
+        if algorithm.events == events:
+            return algorithm
+        return dataclasses.replace(algorithm, match=algorithm.predicate & on(*events))
+
+    def renamed(self, name: str) -> Subject | None:
+        """The same algorithm under another name; `None` without a source text whose factory takes a name."""
+        if self.source is None:
+            return None
+        if ":" not in self.source.partition("(")[0]:
+            call = specs.parse_one(self.source)
+            named = dataclasses.replace(call, kwargs={**call.kwargs, "name": name})
+            return Subject(specs.build(named, FACTORIES, "algorithm"))
+        factory = _found(self.source)
+        if isinstance(factory, Algorithm) or "name" not in inspect.signature(factory).parameters:
+            return None
+        return Subject(factory(name=name))
+
     def only_at(self, event: Event) -> Subject:
         """An algorithm that acts at INIT and at one event, and nowhere else."""
         return self.changed(match=self.algorithm.predicate & on(Event.INIT, event))
@@ -65,13 +87,17 @@ def _shipped(text: str) -> Algorithm:
     return specs.build(specs.parse_one(text), FACTORIES, "algorithm")
 
 
-def _imported(text: str) -> Algorithm:
+def _found(text: str) -> Any:
     module_name, _, attribute = text.partition(":")
-    found: Any = importlib.import_module(module_name)
+    module = importlib.import_module(module_name)
     try:
-        found = functools.reduce(getattr, attribute.split("."), found)
+        return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         raise ValueError(f"{text}: {error}") from error
+
+
+def _imported(text: str) -> Algorithm:
+    found = _found(text)
     if not isinstance(found, Algorithm) and callable(found):
         found = _called(text, found)
     if not isinstance(found, Algorithm):

@@ -1,8 +1,8 @@
 """Small tasks on which laws are tried: a network, its batches, and how a state is made of them.
 
 The networks take a fraction of a millisecond, and between them have what breaks algorithms: dropout, BatchNorm,
-GroupNorm, strides, attention, tied weights, frozen parameters, integer inputs, soft targets, ignored positions,
-dictionaries as batches, a forward pass in half precision.
+GroupNorm, strides, attention, tied weights, frozen parameters, a head that starts at zero, weights in float64 and
+bfloat16, integer inputs, soft targets, ignored positions, dictionaries as batches, a forward pass in half precision.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,6 +53,7 @@ class Task:
             generators are seeded for it as well.
         loss: As `State.create`.
         options: More arguments of `State.create`, such as `input_key`.
+        dtype: Of weights and floating batches, where a law asks for no other.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Task:
     batch: Callable[[int, int], Any]
     loss: Callable[..., Tensor] = losses.cross_entropy
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    dtype: torch.dtype = torch.float32
 
     def make_net(self, seed: int) -> nn.Module:
         """The network of a seed, in float32 as far as it leaves that open; the process is left as it was."""
@@ -67,14 +69,16 @@ class Task:
             torch.set_default_dtype(torch.float32)
             return self.net(seed)
 
-    def make_batch(self, seed: int, size: int, dtype: torch.dtype = torch.float32) -> Any:
-        """A batch whose floating tensors have this dtype; the process is left as it was."""
+    def make_batch(self, seed: int, size: int, dtype: torch.dtype | None = None) -> Any:
+        """A batch whose floating tensors have this dtype, or the task's; the process is left as it was."""
+        dtype = self.dtype if dtype is None else dtype
         with seeded(seed):
             batch = self.batch(seed, size)
         return batches.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
-    def make_state(self, seed: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> State:
+    def make_state(self, seed: int, *, dtype: torch.dtype | None = None, **options: Any) -> State:
         """The state at the start: weights and key by the seed, SGD with momentum, its rate the hparam "lr"."""
+        dtype = self.dtype if dtype is None else dtype
         given = {"optimizer": optim.sgd(hparam("lr", 0.1), momentum=0.9), "key": seed, **self.options, **options}
         return State.create(_cast(self.make_net(seed), dtype), loss=self.loss, **given)
 
@@ -181,12 +185,14 @@ class MakeNet:
         dropout: Probability of dropping.
         tied: Whether the transformer's output layer has the embedding's weights; the others have none to tie.
         frozen: Whether the first layer is not trained.
+        zero_head: Whether the last layer starts at zero, so that what is before it has gradients of exactly 0.
     """
 
     kind: str = "vectors"
     dropout: float = 0.0
     tied: bool = False
     frozen: bool = False
+    zero_head: bool = False
 
     def __post_init__(self) -> None:
         _check_one_of("kind", self.kind, KINDS)
@@ -200,6 +206,10 @@ class MakeNet:
             net = (make_mlp if self.kind == "vectors" else make_cnn)(seed, dropout=self.dropout)
         if self.frozen:
             next(net.parameters()).requires_grad_(False)
+        if self.zero_head:
+            head = list(net.children())[-1]
+            for param in head.parameters():
+                nn.init.zeros_(param)
         return net
 
 
@@ -242,9 +252,13 @@ def make_task(
     dropout: float = 0.0,
     tied: bool = False,
     frozen: bool = False,
+    zero_head: bool = False,
     precision: str = "fp32",
+    dtype: torch.dtype = torch.float32,
 ) -> Task:
-    """A task of a network and batches that fit it; see `MakeNet` and `MakeBatch`, and for the precision `State.create`.
+    """A task of a network and batches that fit it; see `MakeNet`, `MakeBatch` and `Task`.
+
+    The precision is that of `State.create`.
 
     Raises:
         ValueError: A kind, targets, form or precision that do not exist, or weights that cannot be tied.
@@ -257,21 +271,29 @@ def make_task(
         >>> make_task("tokens", form="dict").make_batch(0, 2)["input_ids"].shape
         torch.Size([2, 5])
     """
-    return _made(MakeNet(kind, dropout, tied, frozen), MakeBatch(kind, targets, form), precision=precision)
+    net, batch = MakeNet(kind, dropout, tied, frozen, zero_head), MakeBatch(kind, targets, form)
+    return _made(net, batch, precision=precision, dtype=dtype)
 
 
-def _made(net: MakeNet, batch: MakeBatch, name: str | None = None, *, precision: str = "fp32") -> Task:
+def _made(
+    net: MakeNet,
+    batch: MakeBatch,
+    name: str | None = None,
+    *,
+    precision: str = "fp32",
+    dtype: torch.dtype = torch.float32,
+) -> Task:
     _check_one_of("precision", precision, PRECISIONS)
     options: dict[str, Any] = {} if precision == "fp32" else {"precision": precision}
     if batch.keys is not None:
         options["input_key"], options["target_key"] = batch.keys
-    return Task(name or _call(net, batch, precision), net, batch, options=options)
+    return Task(name or _call(net, batch, precision, dtype), net, batch, options=options, dtype=dtype)
 
 
-def _call(net: MakeNet, batch: MakeBatch, precision: str) -> str:
+def _call(net: MakeNet, batch: MakeBatch, precision: str, dtype: torch.dtype) -> str:
     """What one types for it, with those arguments that are not the default."""
-    settings = {**vars(batch), **vars(net), "precision": precision}
-    defaults = {**vars(MakeBatch()), **vars(MakeNet()), "precision": "fp32"}
+    settings = {**vars(batch), **vars(net), "precision": precision, "dtype": dtype}
+    defaults = {**vars(MakeBatch()), **vars(MakeNet()), "precision": "fp32", "dtype": torch.float32}
     given = [f"{key}={value!r}" for key, value in settings.items() if key != "kind" and value != defaults[key]]
     return f"make_task({', '.join([repr(net.kind), *given])})"
 
@@ -304,6 +326,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             _made(MakeNet("images"), MakeBatch("images"), "images"),
             _made(MakeNet("tokens", dropout=0.2, tied=True), MakeBatch("tokens", form="dict"), "tokens"),
             _made(MakeNet(frozen=True), MakeBatch(targets="soft", form="dict"), "frozen"),
+            _made(MakeNet(zero_head=True), MakeBatch(), "zero_head"),
+            _made(MakeNet(), MakeBatch(), "double", dtype=torch.float64),
+            _made(MakeNet(), MakeBatch(), "bf16_weights", dtype=torch.bfloat16),
             _made(MakeNet("images"), MakeBatch("images"), "bf16_images", precision="bf16"),
             _made(MakeNet("tokens", dropout=0.2), MakeBatch("tokens", form="dict"), "bf16_tokens", precision="bf16"),
         )
@@ -311,8 +336,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 )
 """By name: vectors (MLP, class indices), soft (dropout, dense targets), images (CNN with BatchNorm, GroupNorm and a
 stride), tokens (a small transformer with dropout and tied weights, dictionaries, ignored positions), frozen (an MLP
-whose first weight is frozen, dense targets in dictionaries), bf16_images and bf16_tokens (the same CNN, and the
-transformer without tied weights, whose forward pass is in bfloat16)."""
+whose first weight is frozen, dense targets in dictionaries), zero_head (an MLP whose last layer starts at zero), double
+and bf16_weights (an MLP with weights and inputs in float64 and bfloat16), bf16_images and bf16_tokens (the same CNN,
+and the transformer without tied weights, whose forward pass is in bfloat16)."""
 
 FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
 """The names of those in full precision."""

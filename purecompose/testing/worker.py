@@ -34,6 +34,7 @@ from purecompose.event import Event
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.testing.case import Case
+from purecompose.testing.outer import after_batch
 from purecompose.testing.process import read_settings, write_settings
 from purecompose.testing.snapshot import from_bytes, to_bytes
 from purecompose.testing.subject import Subject
@@ -100,7 +101,7 @@ def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: 
     template = step.init(replace(case, seed=case.seed + 1, start=0).state())
     state = step.fire(Event.AFTER_LOAD, from_bytes(snapshot, like=step.fire(Event.BEFORE_LOAD, template)))
     for index in range(first, first + num):
-        state = step(state, case.batch(index))
+        state = after_batch(step, state, case.batch(index))
     return state
 
 

@@ -4,6 +4,7 @@ They are short on purpose: each stands for a way of doing things (memory, draws,
 events) that a law could take for a mistake.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -265,6 +266,8 @@ def batch_warmup(event: Event, state: State, name: str) -> State:
 def label_noise(event: Event, state: State, name: str) -> State:
     if event is Event.AFTER_LOSS:
         return forget(state.replace(targets=state.slots[name]), name)
+    if not isinstance(state.targets, Tensor):
+        raise TypeError(f"{name}: expected class indices, got {type(state.targets).__name__}")
     shape = tuple(state.targets.shape)
     is_noisy = random.bernoulli(state.example_rng(f"{name}.where"), 0.3, shape)
     drawn = random.randint(state.example_rng(f"{name}.what"), shape, 0, 3)
@@ -342,3 +345,199 @@ def stochastic_layers(event: Event, state: State, name: str) -> State:
     for child in plain:
         child.__class__ = _DropsRows
     return state.replace(model=from_module(module).model) if plain else state
+
+
+# Unusual, and correct
+
+
+@lawful(on(Event.AFTER_TRAIN_BATCH), *_ALL)
+def sign_descent(event: Event, state: State, name: str) -> State:
+    return state.replace(grads={k: 0.1 * g.sign() for k, g in (state.grads or {}).items()})
+
+
+@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "images")
+def largest_gradients(event: Event, state: State, name: str) -> State:
+    def kept(grad: Tensor) -> Tensor:
+        bound = grad.abs().flatten().topk(max(1, grad.numel() // 4)).values[-1]
+        return torch.where(grad.abs() >= bound, grad, 0)
+
+    return state.replace(grads={k: kept(g) for k, g in (state.grads or {}).items()})
+
+
+@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "zero_head")
+def guarded_trust_ratio(event: Event, state: State, name: str) -> State:
+    def scaled(param: Tensor, grad: Tensor) -> Tensor:
+        norms = param.square().sum(), grad.square().sum()
+        is_fine = (norms[0] > 0) & (norms[1] > 0)
+        ratio = (torch.where(is_fine, norms[0], 1) / torch.where(is_fine, norms[1], 1)).sqrt()
+        return grad * torch.where(is_fine, 0.01 * ratio, 1)
+
+    return state.replace(grads={k: scaled(state.params[k], g) for k, g in (state.grads or {}).items()})
+
+
+@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors")
+def takes_float32_only(event: Event, state: State, name: str) -> State:
+    grads = state.grads or {}
+    if any(g.dtype is not torch.float32 for g in grads.values()):
+        raise TypeError(f"{name}: expected gradients in float32")
+    return state.replace(grads={k: 0.9 * g for k, g in grads.items()})
+
+
+@lawful(on(Event.AFTER_LOSS), "vectors", traits=[Trait.EDITS_LOSS, Trait.STOPS_GRADIENTS])
+def own_targets(event: Event, state: State, name: str) -> State:
+    assert state.loss is not None
+    confident = state.outputs.detach().softmax(1)
+    return state.replace(loss=0.9 * state.loss - 0.1 * (confident * state.outputs.log_softmax(1)).sum(1).mean())
+
+
+@lawful(on(Event.BEFORE_FORWARD), "vectors", traits=[Trait.STOPS_GRADIENTS])
+def straight_through_rounding(event: Event, state: State, name: str) -> State:
+    rounded = {k: p + ((p * 16).round() / 16 - p).detach() for k, p in state.params.items()}
+    return state.replace(params=rounded)
+
+
+@lawful(on(Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH), "vectors", "frozen")
+def gradient_at_another_point(event: Event, state: State, name: str) -> State:
+    if event is Event.BEFORE_TRAIN_BATCH:
+        moved = {k: state.params[k] * 1.01 for k in state.context.trainable}
+        return remember(state.replace(params={**state.params, **moved}), name, dict(state.params))
+    return forget(state.replace(params=dict(state.slots[name])), name)
+
+
+@lawful(on(Event.AFTER_DATALOADER), "vectors")
+def one_draw_in_two_places(event: Event, state: State, name: str) -> State:
+    def order() -> Tensor:
+        return random.permutation(state.rng(f"{name}.order"), state.num_examples)
+
+    return state.replace(batch=batches.map_tensors(lambda tensor: tensor[order()], state.batch))
+
+
+@lawful(on(Event.AFTER_DATALOADER), "vectors", "images", host=True)
+def host_generator_from_the_key(event: Event, state: State, name: str) -> State:
+    import numpy
+
+    seed = random.bits(state.rng(name), 4).tolist()
+    noise = numpy.random.default_rng(seed).normal(size=tuple(state.inputs.shape))
+    return state.replace(inputs=state.inputs + 0.1 * torch.as_tensor(noise).to(state.inputs))
+
+
+@functools.lru_cache(maxsize=8)
+def _window(length: int) -> Tensor:
+    return torch.hann_window(length, dtype=torch.float64)
+
+
+@lawful(on(Event.AFTER_DATALOADER), "images")
+def bounded_cache(event: Event, state: State, name: str) -> State:
+    return state.replace(inputs=state.inputs * (1 - 0.1 * _window(state.inputs.shape[-1]).to(state.inputs)))
+
+
+@lawful(on(Event.INIT, Event.EPOCH_START, Event.BATCH_END), "vectors")
+def count_of_the_epoch(event: Event, state: State, name: str) -> State:
+    old = state.slots[name] if event is Event.BATCH_END else torch.zeros((), dtype=torch.int64, device=state.device)
+    return remember(state, name, old + (event is Event.BATCH_END))
+
+
+@lawful(on(Event.EPOCH_END), "vectors", "frozen")
+def decay_each_epoch(event: Event, state: State, name: str) -> State:
+    return state.replace(params={**state.params, **{k: 0.9 * state.params[k] for k in state.context.trainable}})
+
+
+@lawful(on(Event.FIT_START), "vectors")
+def shrink_at_the_start(event: Event, state: State, name: str) -> State:
+    return state.replace(params={**state.params, **{k: 0.9 * state.params[k] for k in state.context.trainable}})
+
+
+@lawful(on(Event.INIT, Event.BATCH_END), "vectors")
+def ring_of_losses(event: Event, state: State, name: str) -> State:
+    if event is Event.INIT:
+        return remember(state, name, torch.zeros(4, device=state.device))
+    assert state.loss is not None
+    ring = torch.cat([state.slots[name][1:], state.loss.detach().to(torch.float32)[None]])
+    return report(remember(state, name, ring), f"{name}/mean", ring.mean())
+
+
+@lawful(on(Event.INIT, Event.AFTER_TRAIN_BATCH), "vectors", "zero_head")
+def mask_drawn_once(event: Event, state: State, name: str) -> State:
+    if event is Event.INIT:
+        params = {k: state.params[k] for k in state.context.trainable}
+        masks = {k: random.bernoulli(state.rng(f"{name}.{k}"), 0.5, tuple(p.shape)) for k, p in params.items()}
+        return remember(state, name, masks)
+    return state.replace(grads={k: g * state.slots[name][k] for k, g in (state.grads or {}).items()})
+
+
+@lawful(on(Event.AFTER_LOSS), "tokens", traits=[Trait.EDITS_LOSS])
+def entropy_where_it_counts(event: Event, state: State, name: str) -> State:
+    assert state.loss is not None
+    logs = state.outputs.log_softmax(1)
+    entropies = torch.where(state.targets >= 0, -(logs.exp() * logs).sum(1), 0)
+    return state.replace(loss=state.loss - 0.1 * entropies.sum() / (state.targets >= 0).sum().clamp(min=1))
+
+
+@lawful(on(Event.AFTER_DATALOADER), "tokens")
+def label_noise_where_it_counts(event: Event, state: State, name: str) -> State:
+    drawn = random.randint(state.example_rng(f"{name}.what"), tuple(state.targets.shape), 0, 7)
+    is_noisy = random.bernoulli(state.example_rng(f"{name}.where"), 0.3, tuple(state.targets.shape))
+    return state.replace(targets=torch.where(is_noisy & (state.targets >= 0), drawn, state.targets))
+
+
+class _Scaling:
+    """A method as an object with settings."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, event: Event, state: State, name: str) -> State:
+        return state.replace(grads={k: self.factor * g for k, g in (state.grads or {}).items()})
+
+    __name__ = "scaling_object"
+
+
+lawful(on(Event.AFTER_TRAIN_BATCH), "vectors")(_Scaling(0.5))
+
+
+@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", config={"strength": hparam("strength", 0.3)})
+def own_strength(event: Event, state: State, name: str) -> State:
+    factor = 1 - state.hparams["strength"]
+    return state.replace(grads={k: g * factor.to(g) for k, g in (state.grads or {}).items()})
+
+
+@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "images", "double", "bf16_weights")
+def centred_gradients(event: Event, state: State, name: str) -> State:
+    def centred(grad: Tensor) -> Tensor:
+        return (
+            grad
+            if grad.ndim < 2
+            else grad - grad.double().flatten(1).mean(1).to(grad).reshape(-1, *[1] * (grad.ndim - 1))
+        )
+
+    return state.replace(grads={k: centred(g) for k, g in (state.grads or {}).items()})
+
+
+class _Halved(nn.Linear):
+    """Keeps half its weights, and doubles what they give: the same function with other values under the same names."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@lawful(on(Event.INIT), "vectors")
+def reparametrised_layers(event: Event, state: State, name: str) -> State:
+    module = to_module(state)
+    plain = [child for child in module.modules() if type(child) is nn.Linear]
+    for child in plain:
+        child.__class__ = _Halved
+        with torch.no_grad():
+            child.weight.mul_(0.5)
+            child.bias.mul_(0.5)
+    return state.replace(model=from_module(module).model, params=dict(from_module(module).params)) if plain else state
+
+
+@lawful(on(Event.INIT, Event.BATCH_END, *_CLOSING), "vectors", "double", "bf16_weights")
+def ema_of_any_dtype(event: Event, state: State, name: str) -> State:
+    if event is Event.INIT:
+        return remember(state, name, {k: p.float() for k, p in state.params.items()})
+    if event is Event.BATCH_END:
+        return remember(
+            state, name, {k: torch.lerp(v, state.params[k].float(), 0.1) for k, v in state.slots[name].items()}
+        )
+    return state.replace(params={k: v.to(state.params[k]) for k, v in state.slots[name].items()})

@@ -2,7 +2,9 @@
 
 import os
 import pickle
+import warnings
 
+import numpy
 import pytest
 import torch
 from hypothesis import find, given, settings, strategies as st
@@ -142,6 +144,7 @@ def other_settings():
     torch.backends.mkldnn.enabled = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
     torch.set_num_threads(torch.get_num_threads() + 1)
 
 
@@ -153,7 +156,9 @@ def test_every_setting_comes_back():
         assert all(changed[name] != before[name] for name in changed)
         os.environ["A_VARIABLE"] = "set"
         torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
-        assert len({name for name in before if process_settings()[name] != before[name]}) == len(changed) + 2
+        warnings.filterwarnings("ignore", "a message")
+        numpy.seterr(divide="raise")
+        assert len({name for name in before if process_settings()[name] != before[name]}) == len(changed) + 4
     assert process_settings() == before
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 

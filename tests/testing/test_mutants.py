@@ -1,6 +1,7 @@
 """Every mutant is found out by its law, where it is wrong; and every law has mutants, else it would be none."""
 
 import pytest
+from wrong_methods import WRONG
 
 from purecompose import Event
 from purecompose.algorithm import Algorithm
@@ -119,7 +120,7 @@ def test_a_mutant_is_found_out_by_its_law_where_it_is_wrong(wrong):
 
 
 def test_every_law_has_mutants_and_every_mutant_says_what_is_wrong():
-    assert {wrong.breaks for wrong in MUTANTS} == LAW.keys()
+    assert {wrong.breaks for wrong in [*MUTANTS, *WRONG]} == LAW.keys()
     assert len({wrong.name for wrong in MUTANTS}) == len(MUTANTS)
     assert all(wrong.make.__doc__ for wrong in MUTANTS)
 

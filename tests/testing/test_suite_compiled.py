@@ -238,6 +238,6 @@ def test_donation_is_real_in_the_law(monkeypatch):
 def test_narrowed_subjects_are_made_anew_as_narrow():
     subject = Subject.of("mixup(0.2)")
     narrow = subject.only_at(Event.BEFORE_LOSS)
-    made = compiled._made_anew(narrow)
+    made = narrow.made_anew()
     assert made.events == narrow.algorithm.events != subject.algorithm.events
-    assert compiled._made_anew(subject).events == subject.algorithm.events
+    assert subject.made_anew().events == subject.algorithm.events

@@ -106,4 +106,4 @@ def test_who_is_exempt() -> None:
     host = Algorithm("host", on(Event.BATCH_END), lambda event, state: state, host=True)
     assert match_pure.exempt(host) is None and "host" in (time_from_clock.exempt(host) or "")
     assert all(law.exempt(identity()) is not None for law in LAWS)
-    assert time_from_clock(Algorithm("idle", on(Event.FIT_END), lambda event, state: state), Case()) is False
+    assert time_from_clock(Algorithm("idle", on(Event.EVAL_START), lambda event, state: state), Case()) is False

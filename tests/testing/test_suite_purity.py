@@ -25,7 +25,7 @@ LAWS = [deterministic, global_state_kept, input_untouched]
 def test_what_never_acts_is_exempt_and_what_does_not_act_is_no_evidence(law: Law) -> None:
     assert law.exempt(identity()) is not None
     assert law.exempt(Algorithm("idle", on(Event.FIT_END), lambda event, state: state)) is None
-    assert law(Algorithm("idle", on(Event.FIT_END), lambda event, state: state), Case()) is False
+    assert law(Algorithm("idle", on(Event.EVAL_START), lambda event, state: state), Case()) is False
 
 
 def test_the_values_before_and_after_are_shown() -> None:

@@ -12,6 +12,8 @@ from purecompose.testing.suite.contract import buffers_kept, frozen_kept, init_o
 from purecompose.testing.suite.draws import draws_keyed
 from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
 from purecompose.testing.suite.finite import stays_finite
+from purecompose.testing.suite.fitting import fit_repeats, memory_bounded
+from purecompose.testing.suite.loss import ignored_stay_ignored, loss_differentiated, mixtures_taken
 from purecompose.testing.suite.matching import match_pure, time_from_clock
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, ranks_agree, vmap_agrees
 from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
@@ -27,14 +29,19 @@ __all__ = [
     "draws_independent",
     "draws_keyed",
     "evaluation_blind",
+    "fit_repeats",
     "frozen_kept",
     "global_state_kept",
     "gradient_exact",
+    "ignored_stay_ignored",
     "init_once",
     "input_untouched",
     "list_position_free",
+    "loss_differentiated",
     "match_pure",
+    "memory_bounded",
     "microbatches_agree",
+    "mixtures_taken",
     "neutral_setting",
     "own_slot",
     "pairs_undone",
@@ -64,12 +71,17 @@ LAWS: tuple[Law, ...] = (
     list_position_free,
     pairs_undone,
     evaluation_blind,
+    mixtures_taken,
+    loss_differentiated,
+    ignored_stay_ignored,
     stays_finite,
     microbatches_agree,
     ranks_agree,
     vmap_agrees,
     gradient_exact,
     compiled_agrees,
+    fit_repeats,
+    memory_bounded,
     resume_exact,
 )
 """All laws, in the order in which reports list them."""

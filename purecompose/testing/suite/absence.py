@@ -15,6 +15,7 @@ from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.companions import bystander
 from purecompose.testing.law import define_law, never_acts
+from purecompose.testing.outer import after_batch, begun
 from purecompose.testing.record import LASTING, Act, Watched, changed_context, check_equal, compare, intercepted
 from purecompose.testing.subject import Subject
 
@@ -65,10 +66,10 @@ def _check_unmatched(subject: Subject, case: Case, plain_step: Step) -> None:
     """The real step, batch by batch, against the plain one from the same state."""
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm)
-    state = step.init(case.state())
+    state = begun(step, case.state())
     for batch in case.batches():
         watched.applications.clear()
-        following = step(state, batch)
+        following = after_batch(step, state, batch)
         if not watched.acted:
             compare(plain_step(state, batch), following, ("without the algorithm", "with it, where it does not match"))
         state = following
@@ -90,7 +91,7 @@ def neutral_setting(subject: Subject, case: Case) -> bool:
     labels = ("without the algorithm", "with neutral settings")
     compare(ours, theirs, labels, event=Event.INIT, without_slot=subject.name)
     for batch in case.batches():
-        ours, theirs = plain_step(ours, batch), step(theirs, batch)
+        ours, theirs = plain_step(ours, batch), after_batch(step, theirs, batch)
         compare(ours, _with_metrics_of(ours, theirs), labels, without_slot=subject.name)
     return True
 
@@ -217,10 +218,10 @@ def list_position_free(subject: Subject, case: Case) -> bool:
     watched = Watched(subject.algorithm)
     alone = case.step(watched.algorithm)
     among = alone.replace(algorithms=[bystander("a bystander"), *alone.algorithms, bystander("zz")])
-    ours, theirs, event = alone.init(case.state()), among.init(case.state()), Event.INIT
+    ours, theirs, event = begun(alone, case.state()), begun(among, case.state()), Event.INIT
     for batch in [None, *case.batches()[:_FEW]]:
         if batch is not None:
-            ours, theirs, event = alone(ours, batch), among(theirs, batch), None
+            ours, theirs, event = after_batch(alone, ours, batch), after_batch(among, theirs, batch), None
         compare(ours, _without_strangers(ours, theirs), ("alone", "between two bystanders"), event=event)
     return watched.acted
 

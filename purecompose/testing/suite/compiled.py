@@ -29,6 +29,7 @@ _DRAWING = ("bystander", "noise")
     "state.clock, memory from state.slots[name], settings from hparams; keep no tensor in a closure, a cache or a "
     "global, not even from one event to the next, and do not ask with `is`; or declare host=True",
     exempt=never_acts,
+    most_cases=12,
 )
 def compiled_agrees(subject: Subject, case: Case) -> bool:
     """Takes the case's steps and two more as composed, and the same in traced graphs.
@@ -51,7 +52,7 @@ def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     watched, turns = Watched(subject.algorithm), [_turns()] if is_divided else []
     composed = case.step(watched.algorithm, *turns)
     compiled = compile_step(
-        case.step(_made_anew(subject), *turns), donate=case.seed % 2 == 0, backend="eager", quiet=True
+        case.step(subject.made_anew(), *turns), donate=case.seed % 2 == 0, backend="eager", quiet=True
     )
     state, twin = (step.init(case.state(dtype=dtype)) for step in (composed, compiled))
     for index in range(case.num_batches + 2):
@@ -79,13 +80,3 @@ def _turns() -> Algorithm:
     """
     match = on(Event.AFTER_TRAIN_BATCH, Event.BATCH_END) & every(3) | on(Event.BATCH_START) & every(2**40)
     return Algorithm(f"{COMPANY}turns", match, lambda event, state: state)
-
-
-def _made_anew(subject: Subject) -> Algorithm:
-    """The algorithm without its past, as narrow as the subject's."""
-    if subject.source is None:
-        return subject.algorithm
-    algorithm, events = Subject.of(subject.source).algorithm, subject.algorithm.events
-    if algorithm.events == events:
-        return algorithm
-    return dataclasses.replace(algorithm, match=algorithm.predicate & on(*events))

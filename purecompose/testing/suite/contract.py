@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose import tree
+from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm, Trait
-from purecompose.compose import Step
 from purecompose.contract import FormError
 from purecompose.event import Event
 from purecompose.loop import Node, Op, eval_events, events_in, loop_events, loss, predict_events
@@ -17,6 +16,7 @@ from purecompose.predicate import NEVER
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.outer import after_batch, begun, ended, fired
 from purecompose.testing.record import (
     FORMED,
     LASTING,
@@ -34,7 +34,7 @@ from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import Task
 
 
-__all__ = ["buffers_kept", "frozen_kept", "init_once", "own_slot", "structure_kept"]
+__all__ = ["buffers_kept", "frozen_kept", "init_once", "own_slot", "structure_kept", "watching_others"]
 
 _LABELS = ("before", "after")
 _NOT_FIRED = frozenset(
@@ -81,7 +81,7 @@ def structure_kept(subject: Subject, case: Case) -> bool:
     state = step.init(case.state())
     _check_not_inferred(state)
     start.update(_forms(state))
-    state = _fired(step, [event for event in outer if event.is_before_event], state)
+    state = fired(step, [event for event in outer if event.is_before_event], state)
     plain = case.step()
     for batch in case.batches():
         end = step.fold(state, batch)
@@ -89,16 +89,8 @@ def structure_kept(subject: Subject, case: Case) -> bool:
         expected = plain(plain.init(case.state()), batch).loss
         check_equal(_form(expected), _form(end.loss), ("without the algorithm", "with it"), "loss")
         state = step.finish(end)
-    _fired(step, [event for event in outer if not event.is_before_event], state)
+    fired(step, [event for event in outer if not event.is_before_event], state)
     return watched.acted
-
-
-def _fired(step: Step, events: list[Event], state: State) -> State:
-    """The state after these events; what evaluation and prediction make of it is thrown away."""
-    for event in events:
-        after = step.fire(event, state)
-        state = state if event.is_eval or event.is_predict else after
-    return state
 
 
 _Forms = dict[str, Any]
@@ -155,7 +147,28 @@ def _check_context(first: State, second: State, labels: tuple[str, str], event: 
     exempt=never_acts,
 )
 def own_slot(subject: Subject, case: Case) -> bool:
-    """Compares what is others' around each application, INIT included, and the loss at the end with the gradient's."""
+    """Compares what is others' around each application, INIT included, and the loss at the end with the gradient's.
+
+    Where the algorithm can be made under another name, every second case does so: its slot then has that name.
+    """
+    if case.seed % 2:
+        subject = subject.renamed("renamed") or subject
+    watched = Watched(subject.algorithm, watching_others(subject), with_init=True)
+    losses = _Losses()
+    # In one slice, whose loss is the step's.
+    step = _in_company(subject, case).step(watched.algorithm, microbatches=1, program=losses.program)
+    state = begun(step, case.state())
+    for batch in case.batches():
+        losses.seen.clear()
+        state = after_batch(step, state, batch)
+        if Trait.EDITS_LOSS not in subject.algorithm.traits:
+            losses.check(state)
+    ended(step, state)
+    return watched.acted
+
+
+def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
+    """An application that raises `Broken` where the algorithm changes slots, metrics, hparams or a key of others."""
     own_hparams, own_metrics = {hparam.name for hparam in subject.algorithm.hparams}, set[str]()
 
     def others(state: State) -> dict[str, Any]:
@@ -176,17 +189,7 @@ def own_slot(subject: Subject, case: Case) -> bool:
                 check_equal(value, found[field], _LABELS, field, event=event)
         return after
 
-    watched = Watched(subject.algorithm, around, with_init=True)
-    losses = _Losses()
-    # In one slice, whose loss is the step's.
-    step = _in_company(subject, case).step(watched.algorithm, microbatches=1, program=losses.program)
-    state = step.init(case.state())
-    for batch in case.batches():
-        losses.seen.clear()
-        state = step(state, batch)
-        if Trait.EDITS_LOSS not in subject.algorithm.traits:
-            losses.check(state)
-    return watched.acted
+    return around
 
 
 class _Losses:
@@ -286,10 +289,10 @@ def frozen_kept(subject: Subject, case: Case) -> bool:
     frozen: set[str] = set()
     watched = Watched(subject.algorithm, around)
     step = case.step(watched.algorithm)
-    state = step.init(case.state())
+    state = begun(step, case.state())
     for batch in case.batches():
         frozen |= state.context.frozen
-        after = step(state, batch)
+        after = after_batch(step, state, batch)
         frozen &= after.context.frozen & state.context.frozen
         ours, theirs = ({name: s.params[name] for name in sorted(frozen) if name in s.params} for s in (state, after))
         check_equal(ours, theirs, ("before the step", "after it"), "params")
@@ -318,6 +321,8 @@ def init_once(subject: Subject, case: Case) -> bool:
         if event is Event.INIT:
             if after.model == state.model:
                 compare(before, after, _LABELS, fields=["params", "buffers"], event=event)
+            else:
+                _check_weights_kept(state, after, case)
             _check_twice(after, act(after), "INIT applied to its own result")
         return after
 
@@ -331,6 +336,25 @@ def init_once(subject: Subject, case: Case) -> bool:
     ours, theirs = ({k: slot for k, slot in state.slots.items() if k == subject.name} for state in (once, other))
     check_equal(ours, theirs, ("listed before the others", "listed after them"), "slots", event=Event.INIT)
     return watched.acted
+
+
+def _check_weights_kept(before: State, after: State, case: Case) -> None:
+    """Surgery may change weights that keep their names only if the network goes on to compute the same."""
+    shared = [
+        name
+        for name, param in before.params.items()
+        if name in after.params and _form(param) == _form(after.params[name])
+    ]
+    ours, theirs = ({name: state.params[name] for name in shared} for state in (before, after))
+    if tree.equal(ours, theirs):
+        return
+    inputs = before.replace(batch=case.batch(0)).inputs
+    outputs = [batches.tensors(state.forward(inputs, train=False)) for state in (before, after)]
+    if list(tree.differences(*outputs, tolerance=_SAME_FUNCTION)):
+        check_equal(ours, theirs, _LABELS, "params", event=Event.INIT)
+
+
+_SAME_FUNCTION = 1e-3
 
 
 def _check_twice(once: State, twice: State, label: str) -> None:

@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import random as python_random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from purecompose.algorithm import Algorithm
@@ -13,7 +16,8 @@ from purecompose.random import draws as sources, salt
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
-from purecompose.testing.record import Act, Watched
+from purecompose.testing.outer import after_batch, begun
+from purecompose.testing.record import STEP_FIELDS, Act, Watched, compare
 from purecompose.testing.subject import Subject
 
 
@@ -22,6 +26,7 @@ __all__ = ["draws_keyed"]
 # A method that acts in every few batches shall have the chance to draw in two of them.
 _MOST_BATCHES = 4
 _NETWORK = salt(".forward")
+_TWIN, _TWIN_EVERY = "its_twin", 3
 
 
 class _Draw(NamedTuple):
@@ -37,8 +42,10 @@ _Seen = dict[_Draw, Event]
 
 
 @define_law(
-    "draws depend on the run's key and on the batch's number, and share their names with nobody",
-    "draw from state.rng(name) or state.example_rng(name), whose name begins with the algorithm's own; what is to stay "
+    "draws depend on the run's key and on the batch's number, each has a name of its own, and they share names with "
+    "nobody",
+    "draw from state.rng(name) or state.example_rng(name), whose name begins with the algorithm's own, as the factory "
+    "was given it, and says what is drawn: state.rng(f'{name}.order'); seed no generator of your own; what is to stay "
     "the same all through the run, draw at INIT and keep in state.slots[name]",
     exempt=never_acts,
     is_about_option=True,
@@ -48,8 +55,10 @@ def draws_keyed(subject: Subject, case: Case) -> bool:
     """Takes down from which words the algorithm draws: in runs with two keys, in several batches, beside others.
 
     No draw may recur in the run with another key, or in another batch of the same run; nor may it be one of a
-    companion's, or stand in for the network's own. Within a step draws may recur: microbatches and further gradients
-    repeat them on purpose. Draws under vmap are not seen.
+    companion's, or stand in for the network's own, nor one of the same algorithm's under another name. Within a step
+    draws may recur, since microbatches and further gradients repeat them on purpose; but within one application draws
+    of different sizes have different names. A generator that the algorithm seeds for itself must follow the run's key.
+    Draws under vmap are not seen.
     """
     if "bystander" not in case.others:
         case = dataclasses.replace(case, others=(*case.others, "bystander"))
@@ -62,7 +71,12 @@ def draws_keyed(subject: Subject, case: Case) -> bool:
     for number, later in enumerate(first[1:], 1):  # the first is INIT, which happens once
         for earlier in first[1:number]:
             _check_apart(later, earlier, "the same draws in two batches: they do not depend on the batch's number")
-    return any(first)
+    twin = subject.renamed(_TWIN) if case.seed % _TWIN_EVERY == 0 else None
+    if twin is not None:
+        what = f"the same draws under the names {subject.name!r} and {_TWIN!r}: two of a kind are not independent"
+        for mine, theirs in zip(first, _Recorder(twin, case).steps(case.state()), strict=False):
+            _check_apart(mine, theirs, what)
+    return any(first) or ours.seeds_itself
 
 
 def _check_apart(mine: _Seen, theirs: _Seen, what: str) -> None:
@@ -71,12 +85,66 @@ def _check_apart(mine: _Seen, theirs: _Seen, what: str) -> None:
             raise Broken(f"{what} (key {draw.key}, salt {draw.salt}, batch {draw.batch})", event=event)
 
 
+@dataclasses.dataclass
+class _Application:
+    """One application of an algorithm, and the sizes of what it has drawn."""
+
+    name: str
+    event: Event
+    sizes: dict[_Draw, int] = dataclasses.field(default_factory=dict)
+    has_seeded: bool = False
+
+    def note(self, draw: _Draw, size: int) -> None:
+        """Raises `Broken` where another draw, of another size, has had the same name."""
+        if self.sizes.setdefault(draw, size) != size:
+            what = "two draws of different sizes under one name: they begin with the same numbers"
+            raise Broken(f"{what} (key {draw.key}, salt {draw.salt}, batch {draw.batch})", event=self.event)
+
+
+@contextlib.contextmanager
+def _generators_noted(application: _Application) -> Iterator[None]:
+    """Notes whether a generator is made: by torch, Python or NumPy."""
+    numpy = sys.modules.get("numpy")
+    places = [(torch, "Generator"), (python_random, "Random")]
+    places += [(numpy.random, name) for name in ("default_rng", "RandomState")] if numpy is not None else []
+    originals = [getattr(owner, name) for owner, name in places]
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            application.has_seeded = True
+            return original(*args, **kwargs)
+
+        return _called_by(make, original) if isinstance(original, type) else make
+
+    try:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, noting(original))
+        yield
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _called_by(make: Callable[..., Any], original: type) -> type:
+    """A class that makes its instances by a function, and knows those of the original for its own."""
+
+    class Meta(type(original)):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+    return Meta(original.__name__, (original,), {})
+
+
 class _Recorder:
     """A step that takes down what each algorithm in it draws."""
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.subject, self.case = subject, case
-        self.acting: list[tuple[str, Event]] = []
+        self.acting: list[_Application] = []
+        self.seeds_itself = False
         self.drawn: dict[str, _Seen] = {}
         step = case.step(subject.algorithm)
         self.step = step.replace(algorithms=[self._watched(algorithm) for algorithm in step.algorithms])
@@ -84,14 +152,14 @@ class _Recorder:
     def steps(self, state: State) -> Iterator[_Seen]:
         """What the subject draws at INIT, and then in each step, until it has drawn in two; checked for its names."""
         with self._recording():
-            state = self.step.init(state)
+            state = begun(self.step, state)
         yield self._taken()
         num = 0
         for index in range(max(self.case.num_batches, _MOST_BATCHES)):
             if num > 1 and index >= self.case.num_batches:
                 return
             with self._recording():
-                state = self.step(state, self.case.batch(index))
+                state = after_batch(self.step, state, self.case.batch(index))
             mine = self._taken()
             num += bool(mine)
             yield mine
@@ -108,13 +176,29 @@ class _Recorder:
 
     def _watched(self, algorithm: Algorithm) -> Algorithm:
         def around(event: Event, state: State, act: Act) -> State:
-            self.acting.append((algorithm.name, event))
+            application = _Application(algorithm.name, event)
+            self.acting.append(application)
             try:
-                return act(state)
+                with _generators_noted(application):
+                    after = act(state)
             finally:
                 self.acting.pop()
+            if application.has_seeded and algorithm.name == self.subject.name:
+                self._check_follows_key(event, state, after, act)
+            return after
 
         return Watched(algorithm, around, with_init=True).algorithm
+
+    def _check_follows_key(self, event: Event, state: State, after: State, act: Act) -> None:
+        """Raises `Broken` where a generator that the algorithm has seeded does the same with another key."""
+        self.seeds_itself = True
+        other = act(state.replace(key=state.key + 1))
+        fields = [field for field in STEP_FIELDS if field != "key"]
+        try:
+            compare(after, other, ("", ""), fields=fields)
+        except Broken:
+            return
+        raise Broken("it seeds a generator of its own, and does the same with another key", event=event)
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -123,10 +207,12 @@ class _Recorder:
 
         def listening(element: Any, draw: Any, example: Any, batch: Any, key: Tensor) -> Tensor:
             if self.acting:
-                name, event = self.acting[-1]
+                application = self.acting[-1]
                 with contextlib.suppress(RuntimeError):  # under vmap there is no single value
                     found = _Draw(tuple(key.tolist()), int(draw), int(batch))
-                    self.drawn.setdefault(name, {}).setdefault(found, event)
+                    self.drawn.setdefault(application.name, {}).setdefault(found, application.event)
+                    if application.name == self.subject.name:
+                        application.note(found, len(element))
             return original(element, draw, example, batch, key)
 
         sources.philox_lanes = listening

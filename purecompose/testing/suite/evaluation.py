@@ -11,12 +11,13 @@ from purecompose.compose import Step, compose
 from purecompose.contract import InPlaceError
 from purecompose.evaluation import Evaluator, evaluate, predict, run_evaluator
 from purecompose.event import Event
-from purecompose.loop import Grad, Node, Op, eval_events, events_in, loop_events, predict_events, walk
+from purecompose.loop import Node, Op, eval_events, events_in, loop_events, predict_events, update, walk
 from purecompose.metrics import mean_loss
 from purecompose.predicate import NEVER
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.outer import after_batch, begun
 from purecompose.testing.record import Act, Watched, check_equal, compare, copied, inserted, snapshot
 from purecompose.testing.subject import Subject
 
@@ -30,8 +31,9 @@ _EVALUATION_LABELS = ("the network's own", "through the step")
 
 
 @define_law(
-    "evaluation changes nothing in training, and training methods change nothing in evaluation",
-    "act at events of training; for evaluation replace params or buffers at EVAL_START (and PREDICT_START), and no "
+    "evaluation changes nothing in training, training methods change nothing in evaluation, and prediction sees the "
+    "weights that evaluation sees",
+    "act at events of training; for evaluation replace params or buffers at EVAL_START and PREDICT_START, and no "
     "more; remember in state.slots[name], not in a closure",
     exempt=never_acts,
 )
@@ -44,13 +46,13 @@ def evaluation_blind(subject: Subject, case: Case) -> bool:
     """
     watched, data = Watched(subject.algorithm), case.batches()[:_FEW]
     step = case.step(watched.algorithm)
-    plain_states = [step.init(case.state())]
+    plain_states = [begun(step, case.state())]
     for batch in data:
-        plain_states.append(step(plain_states[-1], batch))
-    state, inner = step.init(case.state()), _Evaluation(step, data[:1])
+        plain_states.append(after_batch(step, plain_states[-1], batch))
+    state, inner = begun(step, case.state()), _Evaluation(step, data[:1])
     for batch, expected in zip(data, plain_states[1:], strict=True):
         inner.check(state)
-        state = step(state, batch)
+        state = after_batch(step, state, batch)
         compare(expected, state, _TRAINING_LABELS)
     return watched.acted
 
@@ -60,6 +62,7 @@ class _Evaluation:
 
     def __init__(self, step: Step, data: Sequence[Any]) -> None:
         self.step, self.data = step, data
+        self.exchanged: dict[str, State] = {}
         self.evaluating, self.predicting = (step.replace(program=program) for program in (eval_events, predict_events))
 
     def check(self, state: State) -> None:
@@ -70,6 +73,7 @@ class _Evaluation:
             self.check_evaluate(state)
             self.check_evaluator(state)
             self.check_predict(state)
+            self.check_weights(state)
         except InPlaceError as error:
             raise Broken(str(error), event=error.event) from error
         compare(before, state, ("before evaluation", "after it"), fields=fields)
@@ -77,7 +81,7 @@ class _Evaluation:
     def check_evaluate(self, state: State) -> None:
         """`evaluate`, as a user calls it."""
         begun = self.evaluating.fire(Event.EVAL_STANDALONE_START, state)
-        weights = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
+        weights = self.exchanged["evaluation"] = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
         ours, theirs = evaluate(weights, self.data), evaluate(state, self.data, step=self.step)
         # Batch by batch first, which tells more.
         self._check_batches(weights, self.evaluating.fire(Event.EVAL_START, begun), "eval")
@@ -96,10 +100,21 @@ class _Evaluation:
     def check_predict(self, state: State) -> None:
         """`predict`, as a user calls it."""
         started = self.predicting.fire(Event.PREDICT_START, state)
-        weights = _weights(state, started)
+        weights = self.exchanged["prediction"] = _weights(state, started)
         self._check_batches(weights, started, "predict")
         ours, theirs = predict(weights, self.data), predict(state, self.data, step=self.step)
         check_equal(ours, theirs, _EVALUATION_LABELS, "outputs")
+
+    def check_weights(self, state: State) -> None:
+        """Both exchange the weights, or neither does; draws of their own may differ."""
+        fields = ("params", "buffers")
+        is_exchanged = {
+            name: any(not tree.equal(getattr(state, field), getattr(weights, field)) for field in fields)
+            for name, weights in self.exchanged.items()
+        }
+        if is_exchanged["evaluation"] != is_exchanged["prediction"]:
+            labels = ("in evaluation", "in prediction")
+            compare(self.exchanged["evaluation"], self.exchanged["prediction"], labels, fields=fields)
 
     def _check_batches(self, weights: State, started: State, purpose: str) -> None:
         through = self.evaluating if purpose == "eval" else self.predicting
@@ -153,8 +168,8 @@ def _no_pair(algorithm: Algorithm) -> str | None:
 def pairs_undone(subject: Subject, case: Case) -> bool:
     """Looks at what the algorithm replaced at the opening event of a pair again after the closing one.
 
-    That is the batch, single hparams and which parameters are frozen; for pairs within the gradient the parameters
-    too, which elsewhere the optimizer moves in between. Everything counts: values, dtypes, kinds of containers. What
+    That is the batch, single hparams and which parameters are frozen; and the parameters, for pairs between whose
+    events the optimizer does not move them. Everything counts: values, dtypes, kinds of containers. What
     it left alone at the opening event it may change at the closing one; and what it replaced may last, unless it has
     put the original into its slot or changes the same thing at the closing event of any step.
     """
@@ -175,10 +190,12 @@ class _Opened:
     """What has been replaced at the opening events of pairs, and may have to be back."""
 
     def __init__(self, subject: Subject) -> None:
-        inner = {e for node in walk(loop_events) if isinstance(node, Grad) for e in events_in(node.body)}
+        nodes = list(walk(loop_events))
+        updated = nodes.index(update)
+        late = {event: nodes.index(event) > updated for event in events_in(loop_events)}
         self.name, self.closing_of = subject.name, _pairs(subject.algorithm)
         self.opening_of = {closing: opening for opening, closing in self.closing_of.items()}
-        self.within_grad = {e for o, c in self.closing_of.items() if {o, c} <= inner for e in (o, c)}
+        self.keeps_params = {e for o, c in self.closing_of.items() if late[o] == late[c] for e in (o, c)}
         self.program = inserted(loop_events, self._look_after)
         self.originals: dict[Event, dict[str, Any]] = {}
         self.replaced, self.owed = set[_Place](), set[_Place]()
@@ -234,7 +251,7 @@ class _Opened:
     def _fields(self, state: State, event: Event) -> dict[str, Any]:
         hparams = {f"hparams[{name!r}]": value for name, value in state.hparams.items()}
         fields = {"batch": state.batch, "frozen": state.context.frozen, **hparams}
-        return fields | ({"params": state.params} if event in self.within_grad else {})
+        return fields | ({"params": state.params} if event in self.keeps_params else {})
 
 
 def _new_tensors(before: Any, after: Any) -> list[Tensor]:

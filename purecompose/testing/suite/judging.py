@@ -1,5 +1,6 @@
 """How the laws about another way to compute a step judge: within rounding, and with a word for who is to blame."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,12 +15,13 @@ from purecompose.event import Event
 from purecompose.predicate import on
 from purecompose.state import State
 from purecompose.testing.case import Case
+from purecompose.testing.faults import is_refusal
 from purecompose.testing.law import Broken
 from purecompose.testing.record import LASTING, compare
 from purecompose.testing.subject import Subject
 
 
-__all__ = ["Judge", "attempted", "compare_rounded", "is_on_the_edge", "judged", "rounding"]
+__all__ = ["Judge", "attempted", "compare_rounded", "is_on_the_edge", "judged", "judged_in_double", "rounding"]
 
 Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
 """Judges a law with weights in float64 or, where an algorithm takes none or half precision is asked for, in float32."""
@@ -27,11 +29,32 @@ Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
 
 def judged(judge: Judge, subject: Subject, case: Case) -> bool:
     """The judgement at the best precision; False where the case breaks the law without the algorithm, too."""
+    return _unless_idle_breaks(functools.partial(_at_best_precision, judge), subject, case)
+
+
+def judged_in_double(judge: Judge, subject: Subject, case: Case) -> bool:
+    """The judgement in float64; False where the algorithm refuses that, or the case breaks the law without it.
+
+    In half precision nothing is judged: autocast leaves float64 alone.
+    """
+    if case.task.is_half:
+        return False
     try:
-        return _at_best_precision(judge, subject, case)
+        return _unless_idle_breaks(lambda s, c: judge(s, c, torch.float64), subject, case)
+    except Broken:
+        raise
+    except Exception as error:
+        if is_refusal(error):
+            return False
+        raise
+
+
+def _unless_idle_breaks(judge: Callable[[Subject, Case], bool], subject: Subject, case: Case) -> bool:
+    try:
+        return judge(subject, case)
     except Broken:
         try:
-            _at_best_precision(judge, Subject(_idle(subject.name)), case)
+            judge(Subject(_idle(subject.name)), case)
         except Exception:
             return False
         raise

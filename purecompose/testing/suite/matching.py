@@ -143,7 +143,6 @@ def _runs_on_host(algorithm: Algorithm) -> str | None:
     "read state.clock (tensors) inside apply; let match decide by state.timestamp, but keep nothing of it",
     owns=(SealedTimeError,),
     exempt=_runs_on_host,
-    needs_application=True,
 )
 def time_from_clock(subject: Subject, case: Case) -> bool:
     """Applies the algorithm twice to one state and clock; in between match hears of, and a seal hides, another time.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 from purecompose import batch as batches, loop, losses, tree
-from purecompose.algorithm import Trait
+from purecompose.algorithm import Algorithm, Trait
 from purecompose.compose import Step
 from purecompose.folding import has_mean
 from purecompose.state import State
@@ -25,14 +25,11 @@ from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.ranks import played
 from purecompose.testing.record import LASTING, Watched, compare
 from purecompose.testing.subject import Subject
-from purecompose.testing.suite.judging import attempted, compare_rounded, is_on_the_edge, judged
+from purecompose.testing.suite.derivative import Point, as_path, check_derivative
+from purecompose.testing.suite.judging import attempted, compare_rounded, is_on_the_edge, judged, judged_in_double
 
 
 __all__ = ["gradient_exact", "microbatches_agree", "ranks_agree", "vmap_agrees"]
-
-
-_Point = dict[str, dict[str, Tensor]]
-"""Leaves by name, by field: {"hparams": ..., "params": ...}."""
 
 
 @define_law(
@@ -48,7 +45,7 @@ def microbatches_agree(subject: Subject, case: Case) -> bool:
     Compared are gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
     numbers; these not where slices do not count as their examples do (the loss ignores some positions), since a
     mean over all positions then has another weight. BatchNorm, which mixes the examples of a slice, runs on its
-    running statistics.
+    running statistics. The comparison ends where rounding alone tips a choice in the step itself.
     """
     return judged(_judge_microbatches, subject, case)
 
@@ -67,7 +64,12 @@ def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> boo
         measures = Trait.MEASURES_MICROBATCHES in subject.algorithm.traits
         own = "" if measures else subject.name
         with_metrics = not measures and _weighs_examples(expected, num)
-        _compare_slices(_comparable(expected, own, with_metrics), _comparable(found, own, with_metrics), labels)
+        try:
+            _compare_slices(_comparable(expected, own, with_metrics), _comparable(found, own, with_metrics), labels)
+        except Broken:
+            if is_on_the_edge(whole, state, batch, whole.finish(expected)):
+                return watched.acted
+            raise
         state = whole.finish(expected)
     return watched.acted
 
@@ -105,7 +107,12 @@ def _judge_ranks(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         for rank, other in enumerate(others, 1):
             compare(first, other, ("in process 0", f"in process {rank}"), fields=(*_COMPARED, "buffers", "key"))
         labels = ("with 1 process", f"with {size} processes")
-        _compare_slices(_comparable(expected, own, with_metrics), _comparable(found[0], own, with_metrics), labels)
+        try:
+            _compare_slices(_comparable(expected, own, with_metrics), _comparable(found[0], own, with_metrics), labels)
+        except Broken:
+            if is_on_the_edge(whole, state, batch, whole.finish(expected)):
+                return watched.acted
+            raise
         state = whole.finish(expected)
     return watched.acted
 
@@ -156,8 +163,8 @@ def vmap_agrees(subject: Subject, case: Case) -> bool:
     """Maps three steps over two or three states of other seeds and rates: two with one batch for all, one with own.
 
     Integers agree exactly. What is raised under vmap alone breaks the law, too. In half precision every step begins
-    with equal states, and the comparison ends where rounding alone tips a choice in the step itself, such as that of
-    examples.
+    with equal states. The comparison ends where rounding alone tips a choice in the step itself, such as that of
+    examples, or the sign of a gradient.
     """
     return judged(_judge_vmap, subject, case)
 
@@ -180,7 +187,7 @@ def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
             try:
                 compare_rounded(expected, _member(mapped, i), labels, LASTING)
             except Broken:
-                if case.task.is_half and is_on_the_edge(step, before[i], own[i], expected):
+                if is_on_the_edge(step, before[i], own[i], expected):
                     return watched.acted
                 raise
         if case.task.is_half:  # rounding would add up, step by step, to more than any tolerance
@@ -204,17 +211,22 @@ def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple
     exempt=lambda algorithm: (
         never_acts(algorithm)
         or ("a host algorithm reads values, through which no gradient flows" if algorithm.host else None)
+        or ("it stops gradients on purpose (Trait.STOPS_GRADIENTS)" if _stops_gradients(algorithm) else None)
     ),
     unsuited=lambda task: "differences are lost in the rounding of half precision" if task.is_half else None,
+    is_about_option=True,
+    idle="it never acted, refuses float64, or has a jump or kink at the point",
 )
 def gradient_exact(subject: Subject, case: Case) -> bool:
-    """Differentiates the loss after two steps in the hparam "lr" and the first params, along a random direction.
+    """Differentiates the loss after two steps in "lr", the method's own hparams and the first params.
+
+    The derivatives are those along a random direction.
 
     Where the loss has a jump or a kink within the difference, or is not finite itself, nothing is judged; nor is
     an algorithm that takes no float64, in which alone differences are good enough. Running statistics of BatchNorm
     carry no gradient from step to step: what breaks by them alone is not broken.
     """
-    return judged(_judge_gradient, subject, case)
+    return judged_in_double(_judge_gradient, subject, case)
 
 
 def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
@@ -233,7 +245,7 @@ def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
     start = step.init(case.state(dtype=dtype))
     data = [case.batch(i, dtype) for i in range(2)]
 
-    def loss(point: _Point) -> Tensor:
+    def loss(point: Point) -> Tensor:
         state = start.replace(hparams={**start.hparams, **point["hparams"]}, params={**start.params, **point["params"]})
         for batch in data:
             state = step(state, batch)
@@ -242,121 +254,34 @@ def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         assert end is not None
         return end
 
-    point = _point(start)
+    point = _point(start, {"lr", *(hparam.name for hparam in subject.algorithm.hparams)})
     value = loss(point)
-    if dtype is not torch.float64 or not watched.acted or not value.isfinite():
+    if not watched.acted or not value.isfinite():
         return False
     grads = attempted("raised only where a gradient is taken through the step", lambda: torch.func.grad(loss)(point))
     for path, leaf in tree.leaves_with_paths(grads).items():
         if not leaf.isfinite().all():
             bad = leaf[~leaf.isfinite()][0].item()
-            raise Broken(tree.Difference(_as_path(path), f"the gradient is not finite: {bad}"))
-    return _agrees(loss, point, value, grads, _direction(point, case.seed))
-
-
-def _point(state: State) -> _Point:
-    """What is differentiated in: the floating params, and the rate where it is an hparam."""
-    rate = {key: value.to(torch.float64) for key, value in state.hparams.items() if key == "lr"}
-    return {"hparams": rate, "params": {key: p for key, p in state.params.items() if p.is_floating_point()}}
-
-
-def _direction(point: _Point, seed: int) -> _Point:
-    """By 1 along the rate, and as far in the params along a random direction."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = {
-        name: torch.randn(param.shape, generator=generator, dtype=param.dtype).to(param.device)
-        for name, param in point["params"].items()
-    }
-    norm = tree.global_norm(drawn)
-    along_rate = {name: torch.ones_like(value) for name, value in point["hparams"].items()}
-    return {"hparams": along_rate, "params": {name: value / norm for name, value in drawn.items()}}
-
-
-# The quotient's error is about EPS**2 times a third derivative, and 1e-16 / EPS of rounding.
-_EPS, _RELATIVE, _ABSOLUTE = 1e-5, 1e-5, 1e-8
-# No powers of two: with those, rounding to float32 may err in the same proportion at each.
-_SIZES = (_EPS, 0.59 * _EPS, 0.37 * _EPS, 0.23 * _EPS)
-
-
-def _agrees(loss: Callable[[_Point], Tensor], point: _Point, value: Tensor, grads: _Point, direction: _Point) -> bool:
-    """Whether the gradient is right along a direction; False where differences cannot tell.
-
-    Raises:
-        Broken: It is wrong, in the first leaf by whose direction alone that shows.
-    """
-    found = _slopes(loss, point, grads, direction)
-    if _is_close(*found):
-        return True
-    if not _is_smooth(
-        lambda size: loss(_moved(point, direction, size)).detach().item(),
-        value.detach().item(),
-        abs(found[0] - found[1]),
-    ):
-        return False
-    for part in _parts(direction):
-        by_leaf = _slopes(loss, point, grads, part)
-        if not _is_close(*by_leaf):
-            path, found = _as_path(next(iter(tree.leaves_with_paths(part)))), by_leaf
-            break
-    else:
-        path = "params"  # in no leaf by itself: a sum of small errors
-    what = "the derivative of the loss after 2 steps"
-    raise Broken(tree.Difference(path, what, *found), ("by torch.func.grad", "by finite differences"))
-
-
-def _slopes(loss: Callable[[_Point], Tensor], point: _Point, grads: _Point, direction: _Point) -> tuple[float, float]:
-    """The derivative along a direction, by the gradient and by the central difference."""
-    by_grad = sum(
-        (grads[field][name] * value).sum().detach().item()
-        for field in direction
-        for name, value in direction[field].items()
+            raise Broken(tree.Difference(as_path(path), f"the gradient is not finite: {bad}"))
+    return check_derivative(
+        loss,
+        point,
+        grads,
+        seed=case.seed,
+        what="the derivative of the loss after 2 steps",
+        by="by torch.func.grad",
+        value=value,
     )
-    ahead, behind = (loss(_moved(point, direction, size)).detach().item() for size in (_EPS, -_EPS))
-    return by_grad, (ahead - behind) / (2 * _EPS)
 
 
-def _is_close(first: float, second: float) -> bool:
-    return abs(first - second) <= _RELATIVE * max(abs(first), abs(second)) + _ABSOLUTE
+def _stops_gradients(algorithm: Algorithm) -> bool:
+    return Trait.STOPS_GRADIENTS in algorithm.traits
 
 
-def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> bool:
-    """Whether difference quotients are good enough to blame a gap on the gradient.
-
-    A jump or kink beside the point, a large third derivative, and rounding of float32 somewhere inside make the
-    quotient change with the step size. At a kink in the point itself it is the one-sided quotients that differ, by
-    an amount that stays where for a smooth function it shrinks with the step size.
-    """
-    quotients, jumps = [], []
-    for size in _SIZES:
-        ahead, behind = loss_at(size), loss_at(-size)
-        quotients.append((ahead - behind) / (2 * size))
-        jumps.append(abs(ahead - 2 * value + behind) / size)
-    if any(not abs(quotient - quotients[0]) <= 0.1 * gap for quotient in quotients):
-        return False
-    return not (jumps[0] > 0.1 * gap and jumps[1] > 0.8 * jumps[0])
-
-
-def _moved(point: _Point, direction: _Point, size: float) -> _Point:
-    return {
-        field: {
-            name: value + size * direction[field][name] if name in direction[field] else value
-            for name, value in point[field].items()
-        }
-        for field in point
-    }
-
-
-def _parts(direction: _Point) -> Iterator[_Point]:
-    """The direction in one leaf at a time."""
-    for field, leaves in direction.items():
-        for name, value in leaves.items():
-            yield {field: {name: value}, **{other: {} for other in direction if other != field}}
-
-
-def _as_path(path: str) -> str:
-    """`params['0.weight']` for `['params']['0.weight']`."""
-    field, rest = path[2:].split("']", 1)
-    return field + rest
+def _point(state: State, names: set[str]) -> Point:
+    """What is differentiated in: the floating params, and these hparams."""
+    hparams = {key: value.to(torch.float64) for key, value in state.hparams.items() if key in names}
+    return {"hparams": hparams, "params": {key: p for key, p in state.params.items() if p.is_floating_point()}}
 
 
 # What the laws share

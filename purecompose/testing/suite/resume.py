@@ -6,6 +6,7 @@ from purecompose.compose import Step
 from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.outer import after_batch, begun
 from purecompose.testing.record import Watched, check_equal, compare
 from purecompose.testing.snapshot import SnapshotError, from_bytes, to_bytes
 from purecompose.testing.subject import Subject
@@ -34,12 +35,10 @@ def resume_exact(subject: Subject, case: Case) -> bool:
     with a lambda), goes on in this process instead, with a step and a template made anew: what was remembered at the
     first call and never changed, or drawn by the process, is not seen then.
     """
-    first, num = case.num_batches, case.num_batches
-    if (case.start + first) % case.batches_per_epoch == 0 and case.batches_per_epoch > 1:
-        first += 1
+    first, num = case.num_batches + _more(case), case.num_batches
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm)
-    middle = _after(step, step.init(case.state()), case, range(first))
+    middle = _after(step, begun(step, case.state()), case, range(first))
     snapshot = to_bytes(middle)
     end = _after(step, middle, case, range(first, first + num))
     acted = {event for event, _ in watched.applications}
@@ -51,12 +50,37 @@ def resume_exact(subject: Subject, case: Case) -> bool:
             resumed_end = resumed(subject.algorithm, case, snapshot, first, num)
     except RemoteError as error:
         raise Broken(f"the run goes on here, but fails in a new process: {error}", event=only) from error
-    check_equal(vars(end.timestamp), vars(resumed_end.timestamp), _LABELS, "timestamp", event=only)
-    compare(end, resumed_end, _LABELS, event=only)
+    try:
+        check_equal(vars(end.timestamp), vars(resumed_end.timestamp), _LABELS, "timestamp", event=only)
+        compare(end, resumed_end, _LABELS, event=only)
+    except Broken as broken:
+        broken.cause = _cause(subject, case, snapshot, end)
+        raise
     return watched.acted
+
+
+def _cause(subject: Subject, case: Case, snapshot: bytes, end: State) -> str:
+    """Whether it is the process that makes the difference, or what the algorithm has kept; empty if neither."""
+    if subject.source is None:
+        return ""
+    try:
+        compare(
+            end, resumed(subject.made_anew(), case, snapshot, case.num_batches + _more(case), case.num_batches), _LABELS
+        )
+    except Exception:
+        return "what it has kept outside of the state (a closure, an attribute, a counter), which a new one lacks"
+    return (
+        "the process: the same algorithm, made again in this one, goes on alike. Look for hash(text), id(), the order "
+        "of a set, a process number, a clock, or a global of the module that its first run fills"
+    )
+
+
+def _more(case: Case) -> int:
+    """One step more before the break, where it would fall between two epochs."""
+    return int((case.start + case.num_batches) % case.batches_per_epoch == 0 and case.batches_per_epoch > 1)
 
 
 def _after(step: Step, state: State, case: Case, indices: Iterable[int]) -> State:
     for index in indices:
-        state = step(state, case.batch(index))
+        state = after_batch(step, state, case.batch(index))
     return state

@@ -1,0 +1,41 @@
+"""The events around steps, fired as `fit` fires them, for laws that take steps themselves."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from purecompose.compose import Step
+from purecompose.event import Event
+from purecompose.state import State
+
+
+__all__ = ["after_batch", "begun", "ended", "fired"]
+
+_BEGINNING = (Event.FIT_START, Event.ITERATION_START)
+_ENDING = (Event.ITERATION_END, Event.ITERATION_CHECKPOINT, Event.FIT_END)
+
+
+def begun(step: Step, state: State) -> State:
+    """The state after `step.init` and what `fit` fires before the first batch."""
+    return fired(step, _BEGINNING, step.init(state))
+
+
+def after_batch(step: Step, state: State, batch: Any) -> State:
+    """The state after a step and the events around it, those of the epoch included where one begins or ends."""
+    now = state.timestamp
+    opening = [Event.EPOCH_START] if now.batch_in_epoch == 0 else []
+    state = step(fired(step, [*opening, Event.BEFORE_DATALOADER], state), batch)
+    closing = [Event.EPOCH_END, Event.EPOCH_CHECKPOINT] if state.timestamp.epoch != now.epoch else []
+    return fired(step, [Event.BATCH_CHECKPOINT, *closing], state)
+
+
+def ended(step: Step, state: State) -> State:
+    """The state after what `fit` fires at the end of a run."""
+    return fired(step, _ENDING, state)
+
+
+def fired(step: Step, events: Iterable[Event], state: State) -> State:
+    """The state after these events; what evaluation and prediction make of it is thrown away."""
+    for event in events:
+        after = step.fire(event, state)
+        state = state if event.is_eval or event.is_predict else after
+    return state

@@ -1,0 +1,136 @@
+"""Gradients against finite differences."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from purecompose import random, tree
+from purecompose.testing.law import Broken
+
+
+__all__ = ["Point", "as_path", "check_derivative"]
+
+Point = dict[str, dict[str, Tensor]]
+"""Leaves by name, by field: {"hparams": ..., "params": ...}."""
+
+# The quotient's error is about EPS**2 times a third derivative, and 1e-16 / EPS of rounding.
+_EPS, _RELATIVE, _ABSOLUTE = 1e-5, 1e-5, 1e-8
+# No powers of two: with those, rounding to float32 may err in the same proportion at each.
+_SIZES = (_EPS, 0.59 * _EPS, 0.37 * _EPS, 0.23 * _EPS)
+
+
+def check_derivative(
+    loss: Callable[[Point], Tensor],
+    point: Point,
+    grads: Point,
+    *,
+    seed: int,
+    what: str,
+    by: str,
+    value: Tensor | None = None,
+) -> bool:
+    """Compares a gradient with finite differences along a random direction.
+
+    Args:
+        loss: The function; it returns a 0-d float64 tensor.
+        point: Where.
+        grads: Its gradient there.
+        seed: Of the direction.
+        what: What the derivative is, in words.
+        by: How the gradient was taken.
+        value: The function's value at the point, if it is known.
+
+    Returns:
+        Whether the gradient is right; False where differences cannot tell.
+
+    Raises:
+        Broken: It is wrong, in the first leaf by whose direction alone that shows.
+    """
+    direction = _direction(point, seed)
+    found = _slopes(loss, point, grads, direction)
+    if _is_close(*found):
+        return True
+    value = loss(point) if value is None else value
+    if not value.isfinite() or not _is_smooth(
+        lambda size: loss(_moved(point, direction, size)).detach().item(),
+        value.detach().item(),
+        abs(found[0] - found[1]),
+    ):
+        return False
+    for part in _parts(direction):
+        by_leaf = _slopes(loss, point, grads, part)
+        if not _is_close(*by_leaf):
+            path, found = as_path(next(iter(tree.leaves_with_paths(part)))), by_leaf
+            break
+    else:
+        path = "params"  # in no leaf by itself: a sum of small errors
+    raise Broken(tree.Difference(path, what, *found), (by, "by finite differences"))
+
+
+def _direction(point: Point, seed: int) -> Point:
+    """By 1 along each hparam, and as far in the params along a random direction."""
+    # Keyed, since this may be asked for within a step, where generators are refused.
+    rng = random.Rng(random.key(seed))
+    drawn = {
+        name: random.normal(rng.named(name), tuple(param.shape), dtype=torch.float64).to(param)
+        for name, param in point["params"].items()
+    }
+    norm = tree.global_norm(drawn)
+    along = {name: torch.ones_like(value) for name, value in point.get("hparams", {}).items()}
+    return {"hparams": along, "params": {name: value / norm for name, value in drawn.items()}}
+
+
+def _slopes(loss: Callable[[Point], Tensor], point: Point, grads: Point, direction: Point) -> tuple[float, float]:
+    """The derivative along a direction, by the gradient and by the central difference."""
+    by_grad = sum(
+        (grads[field][name] * value).sum().detach().item()
+        for field in direction
+        for name, value in direction[field].items()
+    )
+    ahead, behind = (loss(_moved(point, direction, size)).detach().item() for size in (_EPS, -_EPS))
+    return by_grad, (ahead - behind) / (2 * _EPS)
+
+
+def _is_close(first: float, second: float) -> bool:
+    return abs(first - second) <= _RELATIVE * max(abs(first), abs(second)) + _ABSOLUTE
+
+
+def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> bool:
+    """Whether difference quotients are good enough to blame a gap on the gradient.
+
+    A jump or kink beside the point, a large third derivative, and rounding of float32 somewhere inside make the
+    quotient change with the step size. At a kink in the point itself it is the one-sided quotients that differ, by
+    an amount that stays where for a smooth function it shrinks with the step size.
+    """
+    quotients, jumps = [], []
+    for size in _SIZES:
+        ahead, behind = loss_at(size), loss_at(-size)
+        quotients.append((ahead - behind) / (2 * size))
+        jumps.append(abs(ahead - 2 * value + behind) / size)
+    if any(not abs(quotient - quotients[0]) <= 0.1 * gap for quotient in quotients):
+        return False
+    return not (jumps[0] > 0.1 * gap and jumps[1] > 0.8 * jumps[0])
+
+
+def _moved(point: Point, direction: Point, size: float) -> Point:
+    return {
+        field: {
+            name: value + size * direction[field][name] if name in direction[field] else value
+            for name, value in point[field].items()
+        }
+        for field in point
+    }
+
+
+def _parts(direction: Point) -> Iterator[Point]:
+    """The direction in one leaf at a time."""
+    for field, leaves in direction.items():
+        for name, value in leaves.items():
+            yield {field: {name: value}, **{other: {} for other in direction if other != field}}
+
+
+def as_path(path: str) -> str:
+    """`params['0.weight']` for `['params']['0.weight']`."""
+    field, rest = path[2:].split("']", 1)
+    return field + rest

@@ -1,0 +1,181 @@
+"""Laws of the loss: its gradient is that of what is reported, and what it is to leave out stays out."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._functorch import is_transforming
+from purecompose.algorithm import Algorithm, Trait
+from purecompose.event import Event
+from purecompose.loop import Grad, Microbatches, Node, Op, events_in, forward, loop_events, walk
+from purecompose.predicate import NEVER, on
+from purecompose.state import State
+from purecompose.targets import Mixture
+from purecompose.testing.case import COMPANY, Case
+from purecompose.testing.faults import first_line, is_refusal
+from purecompose.testing.law import Broken, define_law, never_acts
+from purecompose.testing.record import Watched, inserted
+from purecompose.testing.subject import Subject
+from purecompose.testing.suite.derivative import check_derivative
+from purecompose.testing.suite.judging import compare_rounded, judged, judged_in_double
+from purecompose.testing.tasks import Task
+
+
+__all__ = ["ignored_stay_ignored", "loss_differentiated", "mixtures_taken"]
+
+_WITHIN = frozenset(event for node in walk(loop_events) if isinstance(node, Grad) for event in events_in(node.body))
+
+
+def _not_within(algorithm: Algorithm) -> str | None:
+    if all(algorithm.predicate.at(event) == NEVER for event in _WITHIN):
+        return never_acts(algorithm) or "it does not act within the gradient"
+    if Trait.STOPS_GRADIENTS in algorithm.traits:
+        return "it stops gradients on purpose (Trait.STOPS_GRADIENTS)"
+    return None
+
+
+@define_law(
+    "the step's gradient is that of the loss that it reports",
+    "compute what is added to the loss with its graph: no torch.no_grad(), .detach() or .data on the way from params "
+    "to the loss; what is only to be recorded belongs in metrics; a method that stops gradients on purpose (targets "
+    "from its own outputs, straight-through estimates) declares Trait.STOPS_GRADIENTS",
+    exempt=_not_within,
+    unsuited=lambda task: "differences are lost in the rounding of half precision" if task.is_half else None,
+    is_about_option=True,
+    idle="it did not act within the gradient, refuses float64, or has a kink at the point",
+)
+def loss_differentiated(subject: Subject, case: Case) -> bool:
+    """Compares the gradients of a step with finite differences of its loss, along a random direction.
+
+    Both are taken within a step, by `state.gradient`: with one batch, its draws, and the slots as they are. What the
+    algorithm does at AFTER_BACKWARD is left out, where gradients are its own to edit.
+    """
+    return judged_in_double(_judge_loss, subject, case)
+
+
+def _judge_loss(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    judgements: list[bool] = []
+
+    def look(state: State) -> State:
+        if state.grads is not None and not is_transforming():
+            params = {name: state.params[name] for name in state.context.trainable}
+            grads = {name: state.grads.get(name, torch.zeros_like(param)) for name, param in params.items()}
+            judgements.append(
+                check_derivative(
+                    lambda moved: state.gradient({**state.params, **moved["params"]})[1],
+                    {"params": params},
+                    {"params": grads},
+                    seed=case.seed,
+                    what="the derivative of the loss that the step reports",
+                    by="by state.grads",
+                )
+            )
+        return state
+
+    watched = Watched(dataclasses.replace(subject.algorithm, match=subject.algorithm.predicate & ~on(_AFTER)))
+    program = inserted(loop_events, lambda node: look if isinstance(node, Microbatches) else None)
+    step = case.step(watched.algorithm, program=program, microbatches=min(case.microbatches, 2))
+    step.fold(step.init(case.state(dtype=dtype)), case.batch(0, dtype))
+    return any(judgements) and any(event in _WITHIN for event, _ in watched.applications)
+
+
+_AFTER = Event.AFTER_BACKWARD
+
+
+def _nothing_ignored(task: Task) -> str | None:
+    state = task.make_state(0)
+    targets = state.replace(batch=task.make_batch(0, 4)).targets
+    is_index = isinstance(targets, Tensor) and not targets.is_floating_point()
+    return None if is_index and bool((targets < 0).any()) else "its targets have no positions to ignore"
+
+
+@define_law(
+    "positions that the targets ignore have no part in the loss",
+    "keep -100 where it is (torch.where(targets < 0, targets, new)); take means over positions with targets >= 0 only",
+    exempt=never_acts,
+    unsuited=_nothing_ignored,
+    is_about_option=True,
+    idle="it did not act where the outputs have the targets' positions",
+)
+def ignored_stay_ignored(subject: Subject, case: Case) -> bool:
+    """Takes a step twice, the second time with other outputs at the positions that the batch ignores."""
+    return judged(_judge_ignored, subject, case)
+
+
+def _judge_ignored(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    ends, was_moved = [], False
+    for amount in (0.0, 1.0):
+        moving = _Moving(case, dtype, amount)
+        watched = Watched(subject.algorithm)
+        step = case.step(watched.algorithm, program=moving.program, microbatches=1)
+        ends.append(step.fold(step.init(case.state(dtype=dtype)), case.batch(0, dtype)))
+        was_moved = moving.has_moved and watched.acted
+    labels = ("with the outputs as they are", "with others at ignored positions")
+    compare_rounded(ends[0], ends[1], labels, ["loss"])
+    return was_moved
+
+
+class _Moving:
+    """A program that moves outputs at ignored positions, as long as they are the batch's own."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, amount: float) -> None:
+        self.given = case.state(dtype=dtype).replace(batch=case.batch(0, dtype))
+        self.amount, self.has_moved = amount, False
+        self.program = inserted(loop_events, self._after)
+
+    def _after(self, node: Node) -> Op | None:
+        return self._move if node is forward else None
+
+    def _move(self, state: State) -> State:
+        outputs, targets = state.outputs, self.given.targets
+        if is_transforming() or not isinstance(outputs, Tensor) or not tree.equal(state.inputs, self.given.inputs):
+            return state
+        if outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+            return state
+        self.has_moved = True
+        pattern = torch.linspace(-1, 1, outputs.shape[1]).to(outputs)
+        moves = pattern.reshape(-1, *[1] * (outputs.ndim - 2)) * (targets < 0).unsqueeze(1)
+        return state.replace(outputs=outputs + self.amount * moves)
+
+
+@define_law(
+    "targets may be a Mixture, as they are beside MixUp and CutMix",
+    "read targets by Mixture.of(state.targets), whose terms are (targets, weights), or map over them with "
+    "purecompose.batch.map_tensors; a method that cannot take mixed targets raises a TypeError that says so",
+    exempt=never_acts,
+    unsuited=lambda task: None if task.kind in ("vectors", "images") else "it is about single targets per example",
+    is_about_option=True,
+    idle="it refuses mixed targets, or never acted beside them",
+    most_cases=6,
+)
+def mixtures_taken(subject: Subject, case: Case) -> bool:
+    """Takes steps beside a method that mixes targets, as far as the plain step with mixed targets works."""
+    watched = Watched(subject.algorithm)
+    for algorithms in ((), (watched.algorithm,)):
+        step = case.step(*algorithms)
+        step = step.replace(algorithms=[*step.algorithms, _mixer()])  # at AFTER_DATALOADER the last acts first
+        state = step.init(case.state())
+        try:
+            for batch in case.batches():
+                state = step(state, batch)
+        except Exception as error:
+            if not algorithms or is_refusal(error):
+                return False
+            raise Broken(
+                f"beside a method that mixes targets it raises {first_line(error)}", event=getattr(error, "event", None)
+            ) from error
+    return watched.acted
+
+
+def _mixer() -> Algorithm:
+    """Mixes each target with its neighbour's."""
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        order = torch.arange(state.num_examples, device=state.device).roll(1)
+        share = torch.full((), 0.7, device=state.device)
+        return state.replace(targets=Mixture.of(state.targets).mixed_with(order, share, False))
+
+    return Algorithm(f"{COMPANY}mixer", on(Event.AFTER_DATALOADER), apply)

@@ -1,0 +1,27 @@
+"""Methods that are wrong as researchers' methods are: each is found, by the law that is about its mistake."""
+
+import pytest
+from wrong_methods import WRONG
+
+from purecompose.testing import LAWS, LawViolation, check
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(wrong, id=f"{wrong.breaks}-{wrong.name}", marks=pytest.mark.slow if number % 3 else [])
+        for number, wrong in enumerate(WRONG)
+    ],
+)
+def test_a_wrong_method_is_found_by_its_law(wrong):
+    outcome = check(wrong.source, laws=[wrong.breaks], tasks=[wrong.task], neutral=wrong.source)[wrong.breaks]
+    assert isinstance(outcome.error, LawViolation), outcome
+    assert wrong.name in outcome.details and (
+        outcome.error.event is None or outcome.error.event.name in outcome.details
+    )
+
+
+def test_the_table_is_large_and_says_what_is_wrong():
+    assert len({wrong.name for wrong in WRONG}) == len(WRONG) >= 60
+    assert all(wrong.make.__doc__ for wrong in WRONG)
+    assert {wrong.breaks for wrong in WRONG} <= {law.name for law in LAWS}

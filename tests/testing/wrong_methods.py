@@ -1,0 +1,712 @@
+# pyright: reportOptionalOperand=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
+"""Methods that are wrong in ways that researchers' methods really are, beyond `purecompose.testing.MUTANTS`.
+
+Each names the law that finds it, and says what is wrong. They are grouped by what it takes to see the mistake: events
+outside the step, richer cases, all that a law's text promises, the process, or quantities no other law looks at.
+"""
+
+import functools
+import os
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from purecompose import random, surgery, tree
+from purecompose.algorithm import Algorithm
+from purecompose.event import Event
+from purecompose.predicate import on
+from purecompose.schedule import hparam
+from purecompose.state import State
+from purecompose.testing.mutants.mutant import Mutant, mutant, scaled_grads, scaled_params, with_slot
+
+
+__all__ = ["WRONG"]
+
+WRONG: list[Mutant] = []
+
+_AT_END = (Event.INIT, Event.EPOCH_END)
+_PREDICTING = (Event.EVAL_START, Event.PREDICT_START)
+
+
+def wrong(breaks: str, **options: Any) -> Any:
+    """`mutant`, and adds it to the table."""
+
+    def decorate(mistake: Any) -> Any:
+        WRONG.append(mutant(breaks, **options)(mistake))
+        return WRONG[-1] if "at" in options else mistake  # as its author has it: a factory that may take a name
+
+    return decorate
+
+
+def floats(inputs: Any) -> Tensor:
+    return inputs if inputs.is_floating_point() else inputs.float()
+
+
+# Events outside the step
+
+
+@wrong("deterministic", at=Event.EPOCH_END)
+def averages_epochs_in_a_closure() -> Any:
+    """Averages the weights at the end of each epoch, in a closure."""
+    average: dict[str, Tensor] = {}
+
+    def change(state: State) -> State:
+        for name, param in state.params.items():
+            average[name] = 0.5 * (average.get(name, param) + param)
+        return state.replace(params=dict(average))
+
+    return change
+
+
+@wrong("fit_repeats", at=(Event.FIT_START, Event.BATCH_END))
+def starts_once() -> Any:
+    """Remembers in a closure that the run has begun: a second run in the process begins without."""
+    begun: list[bool] = []
+
+    def change(event: Event, state: State) -> State:
+        if event is not Event.FIT_START or begun:
+            return state
+        begun.append(True)
+        return scaled_params(state, 0.5)
+
+    return change
+
+
+@wrong("fit_repeats", at=Event.EVAL_END)
+def stops_after_evaluations() -> Any:
+    """Counts evaluations in a closure, and reports a smaller step size from the third on."""
+    seen: list[int] = []
+
+    def change(state: State) -> State:
+        seen.append(1)
+        return state.replace(metrics={**state.metrics, "stops_after_evaluations/num": torch.tensor(len(seen))})
+
+    return change
+
+
+@wrong("frozen_kept", at=Event.EPOCH_END, task="frozen")
+def decays_frozen_each_epoch(state: State) -> State:
+    """Decays all params at the end of each epoch, frozen ones too."""
+    return scaled_params(state, 0.9)
+
+
+@wrong("own_slot", at=Event.EPOCH_START)
+def resets_all_slots_each_epoch(state: State) -> State:
+    """Sets all slots to zero for a warm restart, where its own was meant."""
+    return state.replace(slots=tree.map(torch.zeros_like, state.slots))
+
+
+@wrong("own_slot", at=Event.EPOCH_END)
+def decays_rate_each_epoch(state: State) -> State:
+    """Multiplies the optimizer's rate without naming the hparam."""
+    return state.replace(hparams={**state.hparams, "lr": state.hparams["lr"] * 0.9})
+
+
+@wrong("global_state_kept", at=Event.EPOCH_START)
+def seeds_each_epoch(state: State) -> State:
+    """Seeds torch at each epoch, as samplers of old did."""
+    torch.manual_seed(0)
+    return state
+
+
+@wrong("global_state_kept", at=Event.FIT_START)
+def benchmarks_cudnn(state: State) -> State:
+    """Switches cuDNN's benchmark mode on for speed: it is the program's to choose."""
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    return state
+
+
+@wrong("global_state_kept", at=Event.FIT_START)
+def allows_tf32(state: State) -> State:
+    """Switches TF32 in cuDNN."""
+    torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
+    return state
+
+
+@wrong("global_state_kept", at=Event.BATCH_START)
+def silences_warnings(state: State) -> State:
+    """Silences all warnings of the process, since one of its own operations warns."""
+    warnings.simplefilter("ignore")
+    return state
+
+
+@wrong("global_state_kept", at=Event.BATCH_START)
+def ignores_numpy_errors(state: State) -> State:
+    """Lets NumPy divide by zero in silence from now on."""
+    import numpy
+
+    numpy.seterr(all="ignore", divide="ignore" if numpy.geterr()["divide"] != "ignore" else "warn")
+    return state
+
+
+@wrong("buffers_kept", at=Event.EPOCH_END, task="images")
+def resets_statistics_each_epoch(state: State) -> State:
+    """Sets BatchNorm's statistics to zero at the end of each epoch, with no pass over the data to follow."""
+    return state.replace(buffers=tree.map(torch.zeros_like, state.buffers))
+
+
+@wrong("input_untouched", at=Event.EPOCH_END)
+def shrinks_in_place_each_epoch(state: State) -> State:
+    """Shrinks the weights in place at the end of each epoch."""
+    for param in state.params.values():
+        param.data.mul_(0.9)
+    return state
+
+
+@wrong("stays_finite", at=Event.EPOCH_START)
+def divides_by_elapsed(state: State) -> State:
+    """Divides by the elapsed part of the run, which is 0 when the first epoch starts."""
+    assert state.clock is not None
+    return scaled_params(state, 1 - 1e-3 / state.clock.elapsed)
+
+
+@wrong("resume_exact", at=Event.EPOCH_END)
+def restarts_from_the_first_weights() -> Any:
+    """Pulls towards the weights of the first epoch's end, kept in a closure: a resumed run pulls elsewhere."""
+    anchor: dict[int, dict[str, Tensor]] = {}
+
+    def change(state: State) -> State:
+        first = anchor.setdefault(int(state.key.sum()), dict(state.params))
+        return state.replace(params={k: torch.lerp(p, first[k], 0.1) for k, p in state.params.items()})
+
+    return change
+
+
+@wrong("draws_keyed", at=Event.EPOCH_START)
+def same_noise_each_epoch(state: State) -> State:
+    """Perturbs the weights by noise from a key of its own."""
+    keys = random.split(random.key(0), len(state.params))
+    noise = (random.normal(key, tuple(p.shape)).to(p) for key, p in zip(keys, state.params.values(), strict=True))
+    return state.replace(params={k: p + 0.01 * n for (k, p), n in zip(state.params.items(), noise, strict=True)})
+
+
+@wrong("list_position_free", at=Event.EPOCH_END)
+def counts_slots_each_epoch(state: State) -> State:
+    """Scales by the number of methods in the step."""
+    return scaled_params(state, 1 - 0.01 * len(state.slots))
+
+
+@wrong("match_pure")
+def acts_while_matching() -> Algorithm:
+    """Shrinks the weights in a match that does not hold."""
+
+    def match(event: Event, state: State) -> bool:
+        if event is Event.BATCH_START and state.timestamp.batch >= 1:
+            state.params.update({k: p * 0.9 for k, p in state.params.items()})
+        return event is Event.BATCH_START and state.timestamp.batch == 0
+
+    return Algorithm("acts_while_matching", match, lambda event, state: state)
+
+
+# Richer cases
+
+
+@wrong("stays_finite", at=Event.AFTER_TRAIN_BATCH, task="zero_head")
+def normalises_each_gradient(state: State) -> State:
+    """Divides each gradient by its norm, which is 0 below a head that starts at zero."""
+    return state.replace(grads={k: g / g.norm() for k, g in (state.grads or {}).items()})
+
+
+@wrong("stays_finite", at=Event.AFTER_TRAIN_BATCH, task="zero_head")
+def trust_ratio_without_a_guard(state: State) -> State:
+    """LARS without its guard: the norm of weights over that of gradients."""
+    return state.replace(grads={k: g * (state.params[k].norm() / g.norm()) for k, g in (state.grads or {}).items()})
+
+
+@wrong("stays_finite", at=Event.AFTER_TRAIN_BATCH, task="zero_head")
+def log_of_the_norm(state: State) -> State:
+    """Scales by the logarithm of the gradient's norm, layer by layer."""
+    return state.replace(grads={k: g * torch.log(g.norm()) / (1 + g.norm()) for k, g in (state.grads or {}).items()})
+
+
+@wrong("stays_finite", at=Event.AFTER_DATALOADER)
+def standardises_the_batch(state: State) -> State:
+    """Standardises inputs by the batch's standard deviation, which one example does not have."""
+    inputs = state.inputs
+    centred = inputs - inputs.mean(0)
+    variance = centred.square().sum(0) / (torch.tensor(float(len(inputs))) - 1)
+    return state.replace(inputs=centred / (variance.sqrt() + 1e-6))
+
+
+@wrong("stays_finite", at=(Event.INIT, Event.BATCH_START, Event.BATCH_END))
+def speed_by_the_rate(event: Event, state: State) -> State:
+    """Divides the move of the weights by the rate, which is 0 in the first step of a warm-up."""
+    name = "speed_by_the_rate"
+    if event in (Event.INIT, Event.BATCH_START):
+        return with_slot(state, name, dict(state.params))
+    rate, old = state.hparams["lr"], state.slots[name]
+    return state.replace(params={k: p - 1e-3 * (p - old[k]) / rate.to(p) for k, p in state.params.items()})
+
+
+@wrong("structure_kept", at=Event.BATCH_END, task="double")
+def casts_to_float(state: State) -> State:
+    """Casts weights to float32 for a computation, and leaves them so."""
+    return state.replace(params={k: p.float() * 0.99 for k, p in state.params.items()})
+
+
+@wrong("structure_kept", at=Event.BATCH_END, task="bf16_weights")
+def widens_half_weights(state: State) -> State:
+    """Averages with a float32 tensor: weights in half precision become float32."""
+    return state.replace(params={k: p * torch.full((1,), 0.99) for k, p in state.params.items()})
+
+
+@wrong("structure_kept", at=(Event.INIT, Event.AFTER_TRAIN_BATCH), task="double")
+def float_slot_for_double_gradients(event: Event, state: State) -> State:
+    """Makes its slot in float32, whatever the weights are."""
+    name = "float_slot_for_double_gradients"
+    if event is Event.INIT:
+        return with_slot(state, name, {k: torch.zeros(p.shape) for k, p in state.params.items()})
+    old = state.slots[name]
+    return with_slot(state, name, {k: 0.9 * v + 0.1 * (state.grads or {}).get(k, 0 * v) for k, v in old.items()})
+
+
+@wrong("own_slot", at=Event.BATCH_END)
+def floats_all_slots(state: State) -> State:
+    """Makes every slot float32 before it is averaged over processes."""
+    return state.replace(slots=tree.map(lambda leaf: leaf.float(), state.slots))
+
+
+@wrong("own_slot", at=Event.BATCH_END)
+def reduces_all_slots(state: State) -> State:
+    """Halves and doubles floating slots, as a mean over two processes would: integers are cut."""
+    return state.replace(slots=tree.map(lambda leaf: leaf if leaf.is_floating_point() else leaf * 0 + 1, state.slots))
+
+
+@wrong("mixtures_taken", at=Event.AFTER_DATALOADER)
+def relabels_by_index(state: State) -> State:
+    """Indexes targets as a tensor: beside MixUp they are a Mixture."""
+    return state.replace(targets=torch.where(state.targets == 0, 1, state.targets))
+
+
+@wrong("mixtures_taken", at=Event.AFTER_LOSS, task="soft")
+def weighs_by_the_target(state: State) -> State:
+    """Weighs the loss by its targets' confidence, of which a Mixture has none."""
+    assert state.loss is not None
+    return state.replace(loss=state.loss * state.targets.max(1).values.mean())
+
+
+@wrong("mixtures_taken", at=Event.BEFORE_LOSS)
+def smooths_first_term_only(state: State) -> State:
+    """Takes the first thing in the targets it can find, which fails on a Mixture."""
+    return state.replace(targets=F.one_hot(state.targets, state.outputs.shape[1]) * 0.9 + 0.1 / 3)
+
+
+# Laws as wide as their text
+
+
+@wrong("pairs_undone", at=(Event.INIT, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH))
+def ascent_not_undone(event: Event, state: State) -> State:
+    """SAM's climb by hand: climbs before the gradient, and comes back by a factor."""
+    name = "ascent_not_undone"
+    if event is Event.INIT:
+        return with_slot(state, name, dict(state.params))
+    if event is Event.BEFORE_TRAIN_BATCH:
+        climbed = {k: p * 1.05 for k, p in state.params.items()}
+        return with_slot(state.replace(params=climbed), name, dict(state.params))
+    return state.replace(params={k: p / 1.04 for k, p in state.params.items()})
+
+
+@wrong("pairs_undone", at=(Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH))
+def lookahead_point_half_undone(event: Event, state: State) -> State:
+    """Moves to Nesterov's point and back, for all but the biases."""
+    name = "lookahead_point_half_undone"
+    if event is Event.BEFORE_TRAIN_BATCH:
+        return with_slot(scaled_params(state, 1.01), name, dict(state.params))
+    back = {k: state.slots[name][k] if p.ndim > 1 else p for k, p in state.params.items()}
+    return state.replace(params=back, slots={k: v for k, v in state.slots.items() if k != name})
+
+
+@wrong("gradient_exact")
+def own_strength_detached() -> Algorithm:
+    """Reads its own strength as a plain number, so that no gradient reaches it."""
+    name = "own_strength_detached"
+
+    def apply(event: Event, state: State) -> State:
+        strength = state.hparams["strength"].detach()
+        return state.replace(grads={k: g * (1 - strength.to(g)) for k, g in (state.grads or {}).items()})
+
+    return Algorithm(name, on(Event.AFTER_TRAIN_BATCH), apply, config={"strength": hparam("strength", 0.3)})
+
+
+@wrong("gradient_exact")
+def own_strength_rounded() -> Algorithm:
+    """Rounds its own strength to a whole number of tenths."""
+    name = "own_strength_rounded"
+
+    def apply(event: Event, state: State) -> State:
+        strength = torch.round(state.hparams["pull"] * 10).detach() / 10 + 0 * state.hparams["pull"]
+        strength = strength + (state.hparams["pull"] - state.hparams["pull"].detach()) * 2
+        return scaled_params(state, 1 - 0.01 * strength.to(next(iter(state.params.values()))))
+
+    return Algorithm(name, on(Event.BATCH_END), apply, config={"pull": hparam("pull", 0.3)})
+
+
+@wrong("draws_keyed", at=Event.AFTER_TRAIN_BATCH)
+def one_name_for_all_gradients(state: State) -> State:
+    """Draws noise for every gradient under one name: tensors share their noise."""
+    name = "one_name_for_all_gradients"
+    noise = {k: random.normal(state.rng(name), tuple(g.shape)).to(g) for k, g in (state.grads or {}).items()}
+    return state.replace(grads={k: g + 0.01 * noise[k] for k, g in (state.grads or {}).items()})
+
+
+@wrong("draws_keyed", at=Event.AFTER_DATALOADER)
+def one_name_for_strength_and_order(state: State) -> State:
+    """Draws the mixing share and the partners under one name."""
+    rng = state.rng("one_name_for_strength_and_order")
+    share = random.uniform(rng, ())
+    order = random.permutation(rng, state.num_examples)
+    return state.replace(inputs=torch.lerp(state.inputs, state.inputs[order], (0.1 * share).to(state.inputs)))
+
+
+@wrong("draws_keyed")
+def name_is_hard_coded(name: str = "name_is_hard_coded") -> Algorithm:
+    """Takes a name, and draws under a fixed one: two of a kind draw the same."""
+
+    def apply(event: Event, state: State) -> State:
+        noise = random.normal(state.example_rng("name_is_hard_coded"), tuple(state.inputs.shape))
+        return state.replace(inputs=state.inputs + 0.1 * noise.to(state.inputs))
+
+    return Algorithm(name, on(Event.AFTER_DATALOADER), apply)
+
+
+@wrong("own_slot")
+def slot_is_hard_coded(name: str = "slot_is_hard_coded") -> Algorithm:
+    """Takes a name, and keeps its slot under a fixed one: two of a kind share it."""
+
+    def apply(event: Event, state: State) -> State:
+        old = torch.zeros(()) if event is Event.INIT else state.slots["slot_is_hard_coded"]
+        return with_slot(state, "slot_is_hard_coded", old + 1)
+
+    return Algorithm(name, on(Event.INIT, Event.BATCH_END), apply)
+
+
+@wrong("deterministic")
+def host_generator_by_batch() -> Algorithm:
+    """Draws on the host from a generator that the batch's number seeds, and not the run's key."""
+
+    def apply(event: Event, state: State) -> State:
+        generator = torch.Generator().manual_seed(state.timestamp.batch)
+        noise = torch.randn(state.inputs.shape, generator=generator)
+        return state.replace(inputs=state.inputs + 0.1 * noise.to(state.inputs))
+
+    return Algorithm("host_generator_by_batch", on(Event.AFTER_DATALOADER), apply, host=True)
+
+
+@wrong("draws_keyed")
+def host_numpy_by_batch() -> Algorithm:
+    """The same with NumPy's generator."""
+
+    def apply(event: Event, state: State) -> State:
+        import numpy
+
+        noise = numpy.random.default_rng(state.timestamp.batch).normal(size=tuple(state.inputs.shape))
+        return state.replace(inputs=state.inputs + 0.1 * torch.as_tensor(noise).to(state.inputs))
+
+    return Algorithm("host_numpy_by_batch", on(Event.AFTER_DATALOADER), apply, host=True)
+
+
+class _Wide(nn.Linear):
+    """A linear layer of another type."""
+
+
+@wrong("init_once", at=Event.INIT)
+def reinitialises_by_surgery(state: State) -> State:
+    """Puts a layer of another type in place of each linear one, with new weights under the same names."""
+
+    def made(layer: nn.Linear, site: Any) -> nn.Module | None:
+        del site
+        if type(layer) is _Wide:
+            return None
+        new = _Wide(layer.in_features, layer.out_features)
+        with torch.no_grad():
+            for param in new.parameters():
+                param.fill_(0.1)
+        return new
+
+    return surgery.operate(state, {nn.Linear: made}, name="wide")[0]
+
+
+@wrong("init_once", at=Event.INIT, task="images")
+def reinitialises_norms_by_surgery(state: State) -> State:
+    """Puts InstanceNorm-like group norms in place of BatchNorm, and forgets its scale."""
+
+    def made(norm: nn.BatchNorm2d, site: Any) -> nn.Module:
+        del site
+        new = nn.GroupNorm(1, norm.num_features)
+        with torch.no_grad():
+            new.weight.fill_(0.5)
+        return new
+
+    return surgery.operate(state, {nn.BatchNorm2d: made}, name="norms")[0]
+
+
+@wrong("match_pure")
+def matches_by_elapsed_calls() -> Algorithm:
+    """Asks in match how often it has been asked, to act in every other batch."""
+    calls: list[int] = []
+
+    def match(event: Event, state: State) -> bool:
+        calls.append(1)
+        return event is Event.BATCH_END and len(calls) % 2 == 0
+
+    return Algorithm("matches_by_elapsed_calls", match, lambda event, state: scaled_params(state, 0.99))
+
+
+# The process
+
+
+@wrong("deterministic", at=Event.BATCH_END)
+def anneals_by_the_clock(state: State) -> State:
+    """Anneals by the hours since 1970."""
+    return scaled_params(state, 1 - 1e-9 * int(time.time() / 3600))
+
+
+@wrong("deterministic", at=Event.BATCH_START)
+def warms_up_by_the_counter(state: State) -> State:
+    """Warms up in minutes since the process began."""
+    return scaled_params(state, 1 - 1e-6 * (time.monotonic() // 60))
+
+
+@wrong("ranks_agree", at=Event.AFTER_TRAIN_BATCH)
+def scales_by_the_rank(state: State) -> State:
+    """Lets the first process alone add its decay, which it tells by RANK."""
+    return scaled_grads(state, 0.9 if os.environ.get("RANK", "0") == "0" else 1.0)
+
+
+@wrong("deterministic", at=Event.AFTER_TRAIN_BATCH)
+def salts_by_the_process(state: State) -> State:
+    """Draws another noise in each process, by its number."""
+    return scaled_grads(state, 1 + 1e-3 * (os.getpid() % 7))
+
+
+@wrong("deterministic", at=Event.AFTER_TRAIN_BATCH)
+def scales_by_the_environment(state: State) -> State:
+    """Multiplies gradients by WORLD_SIZE, as it did for another library's means."""
+    return scaled_grads(state, float(os.environ.get("WORLD_SIZE", "1")))
+
+
+# Quantities that no other law looks at
+
+
+@wrong("loss_differentiated", at=Event.AFTER_LOSS)
+def penalty_without_grad(state: State) -> State:
+    """Adds a penalty computed under `no_grad`: it is logged and never minimised."""
+    with torch.no_grad():
+        penalty = sum((p.pow(2).sum() for p in state.params.values()), torch.zeros(()))
+    return state.replace(loss=state.loss + 0.1 * penalty.to(state.loss))
+
+
+@wrong("loss_differentiated", at=Event.AFTER_LOSS)
+def penalty_of_data(state: State) -> State:
+    """Adds a penalty on `param.data`."""
+    return state.replace(loss=state.loss + 0.1 * sum(p.data.abs().sum() for p in state.params.values()))
+
+
+@wrong("loss_differentiated", at=Event.AFTER_LOSS)
+def entropy_of_detached_outputs(state: State) -> State:
+    """Subtracts the entropy of outputs that it has detached for the record."""
+    logs = state.outputs.detach().log_softmax(1)
+    return state.replace(loss=state.loss + 0.1 * (logs.exp() * logs).sum(1).mean())
+
+
+@wrong("loss_differentiated", at=Event.BEFORE_BACKWARD)
+def reports_another_loss(state: State) -> State:
+    """Divides the loss for the record, through a number: the gradient is that of another loss."""
+    return state.replace(loss=state.loss - 0.5 * state.loss.detach())
+
+
+@wrong("loss_differentiated", at=Event.AFTER_FORWARD)
+def temperature_by_item(state: State) -> State:
+    """Divides outputs by their largest, taken as a constant."""
+    return state.replace(outputs=state.outputs / (1 + state.outputs.detach().abs().amax(1, keepdim=True)))
+
+
+@wrong("ignored_stay_ignored", at=Event.AFTER_LOSS, task="tokens")
+def entropy_over_padding(state: State) -> State:
+    """Adds the mean entropy of all positions, ignored ones too."""
+    logs = state.outputs.log_softmax(1)
+    return state.replace(loss=state.loss + 0.1 * (logs.exp() * logs).sum(1).mean())
+
+
+@wrong("ignored_stay_ignored", at=Event.AFTER_DATALOADER, task="tokens")
+def noise_in_ignored_labels(state: State) -> State:
+    """Replaces labels at random, and with them those that are to be ignored."""
+    name, shape = "noise_in_ignored_labels", tuple(state.targets.shape)
+    drawn = random.randint(state.example_rng(f"{name}.what"), shape, 0, 7)
+    return state.replace(targets=drawn)
+
+
+@wrong("ignored_stay_ignored", at=Event.BEFORE_LOSS, task="tokens")
+def smooths_padding(state: State) -> State:
+    """Smooths one-hot targets of clamped indices: ignored positions become class 0."""
+    hot = F.one_hot(state.targets.clamp(min=0), state.outputs.shape[1]).movedim(-1, 1)
+    return state.replace(targets=(0.9 * hot + 0.1 / state.outputs.shape[1]).to(state.outputs))
+
+
+@wrong("ignored_stay_ignored", at=Event.AFTER_LOSS, task="tokens")
+def z_loss_over_padding(state: State) -> State:
+    """PaLM's z-loss over all positions."""
+    return state.replace(loss=state.loss + 1e-2 * state.outputs.logsumexp(1).pow(2).mean())
+
+
+@wrong("evaluation_blind", at=(Event.INIT, Event.BATCH_END, Event.EVAL_START))
+def averages_for_evaluation_only(event: Event, state: State) -> State:
+    """Puts averaged weights in place for evaluation and not for prediction."""
+    name = "averages_for_evaluation_only"
+    if event is Event.EVAL_START:
+        return state.replace(params=dict(state.slots[name]))
+    old = state.slots.get(name, state.params)
+    return with_slot(state, name, {k: torch.lerp(v, state.params[k], 0.1) for k, v in old.items()})
+
+
+@wrong("evaluation_blind", at=(Event.INIT, Event.BATCH_END, *_PREDICTING), task="images")
+def old_statistics_for_prediction(event: Event, state: State) -> State:
+    """Puts averaged buffers in place for prediction alone."""
+    name = "old_statistics_for_prediction"
+    if event is Event.EVAL_START:
+        return state
+    if event is Event.PREDICT_START:
+        return state.replace(buffers=dict(state.slots[name]))
+    return with_slot(state, name, dict(state.buffers)) if event is Event.INIT else state
+
+
+@wrong("memory_bounded", at=Event.BATCH_END)
+def logs_in_a_list() -> Any:
+    """Appends each loss to a list that nobody reads."""
+    seen: list[Tensor] = []
+
+    def change(state: State) -> State:
+        assert state.loss is not None
+        seen.append(state.loss)
+        return state
+
+    return change
+
+
+@wrong("memory_bounded")
+def history_on_the_host() -> Algorithm:
+    """Keeps numbers of each step in a dictionary on the host."""
+    history: dict[int, float] = {}
+
+    def apply(event: Event, state: State) -> State:
+        history[state.timestamp.batch] = float(state.loss or 0.0)
+        return state
+
+    return Algorithm("history_on_the_host", on(Event.BATCH_END), apply, host=True)
+
+
+@functools.cache
+def _mask(batch: int) -> tuple[int, ...]:
+    return tuple(range(batch))
+
+
+@wrong("memory_bounded")
+def cache_without_a_bound() -> Algorithm:
+    """Caches a mask for each batch's number."""
+
+    def apply(event: Event, state: State) -> State:
+        _mask(state.timestamp.batch)
+        return state
+
+    return Algorithm("cache_without_a_bound", on(Event.BATCH_END), apply, host=True)
+
+
+class _Recorder:
+    """A method as an object that collects what it has seen."""
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+
+    def __call__(self, event: Event, state: State) -> State:
+        self.norms.append(tree.global_norm(state.params))
+        return state
+
+
+@wrong("memory_bounded")
+def collects_in_attributes() -> Algorithm:
+    """Keeps the norm of each step in an attribute."""
+    return Algorithm("collects_in_attributes", on(Event.BATCH_END), _Recorder())
+
+
+# Others of the same kinds, at other places
+
+
+@wrong("microbatches_agree", at=Event.AFTER_LOSS)
+def sum_over_the_slice(state: State) -> State:
+    """Adds a sum over the slice's outputs where a mean was meant."""
+    return state.replace(loss=state.loss + 0.01 * state.outputs.pow(2).sum())
+
+
+@wrong("microbatches_agree", at=Event.BEFORE_FORWARD)
+def standardises_the_slice(state: State) -> State:
+    """Centres inputs by the slice's mean."""
+    return state.replace(inputs=state.inputs - floats(state.inputs).mean(0, keepdim=True))
+
+
+@wrong("vmap_agrees", at=Event.AFTER_TRAIN_BATCH)
+def branches_on_the_norm(state: State) -> State:
+    """Clips by `if`."""
+    norm = tree.global_norm(state.grads)
+    return scaled_grads(state, 0.1 / norm) if float(norm) > 0.1 else state
+
+
+@wrong("time_from_clock", at=Event.AFTER_TRAIN_BATCH)
+def reads_the_timestamp(state: State) -> State:
+    """Decays by `state.timestamp.batch`."""
+    return scaled_grads(state, 0.9**state.timestamp.batch)
+
+
+@wrong("compiled_agrees")
+def alternates_in_a_closure() -> Algorithm:
+    """Acts on every other call, by a list in a closure that it fills once for each step."""
+    calls: list[int] = []
+
+    def apply(event: Event, state: State) -> State:
+        calls.append(1)
+        return scaled_params(state, 0.9 if len(calls) % 2 else 1.0)
+
+    return Algorithm("alternates_in_a_closure", on(Event.BATCH_END), apply)
+
+
+@wrong("neutral_setting", at=Event.AFTER_TRAIN_BATCH)
+def rounds_through_half(state: State) -> State:
+    """Sends gradients through float16, whatever its settings."""
+    return state.replace(grads={k: g.half().to(g) for k, g in (state.grads or {}).items()})
+
+
+@wrong("draws_independent", at=Event.BATCH_END)
+def advances_the_key(state: State) -> State:
+    """Hands on a key that it has used up."""
+    return state.replace(key=random.fold_in(state.key, 1))
+
+
+@wrong("resume_exact", at=Event.BATCH_END)
+def notes_by_object() -> Any:
+    """Knows weights by `id`, which no checkpoint keeps."""
+    known: dict[int, float] = {}
+
+    def change(state: State) -> State:
+        factor = known.setdefault(int(state.key.sum()), 1 - 1e-3 * (id(known) % 97))
+        return scaled_params(state, factor)
+
+    return change
+
+
+@wrong("resume_exact", at=Event.AFTER_TRAIN_BATCH)
+def sums_over_a_set(state: State) -> State:
+    """Numbers layers in the order of a set of names, which is another in each process."""
+    grads = state.grads or {}
+    numbers = {name: index for index, name in enumerate(set(grads))}
+    return state.replace(grads={k: g * (1 - 0.01 * numbers[k]) for k, g in grads.items()})
+
+
+@wrong("init_once", at=Event.INIT)
+def draws_new_weights_at_init(state: State) -> State:
+    """Draws all weights anew at INIT: pretrained ones are lost."""
+    name, params = "draws_new_weights_at_init", state.params
+    drawn = {k: random.normal(state.rng(f"{name}.{k}"), tuple(p.shape)) for k, p in params.items()}
+    return state.replace(params={k: 0.1 * drawn[k].to(p) for k, p in params.items()})
