@@ -131,25 +131,47 @@ class MeanSquaredError:
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """Sigmoid cross entropy of logits, averaged over all elements.
+    """Sigmoid cross entropy of logits, averaged over all elements or over examples.
+
+        mean over elements   1 / (N C) sum_nc l(x_nc, t_nc)
+        mean over examples   1 / N sum_nc l(x_nc, t_nc),   C times as large
+
+    with l(x, t) = -t log sigmoid(x) - (1 - t) log(1 - sigmoid(x)). torch averages over elements; the published recipes
+    (`purecompose.recipe`) and their learning rates were found with the mean over examples.
 
     Targets have the outputs' shape, with values in [0, 1]; or they are class indices (N, ...) for outputs
     (N, C, ...), C > 1, taken as one-hot. A negative index is an example of no class: it is not left out.
 
+    Args:
+        mean_over: "elements", or "examples" for sums over all outputs of an example; what reduction "none" gives is of
+            the outputs' shape, or (N,).
+
     Raises:
-        TypeError, ValueError: as `has_index_targets` and `one_hot`.
+        TypeError, ValueError: as `has_index_targets` and `one_hot`; another `mean_over`.
 
     Example:
-        >>> round(binary_cross_entropy(torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])).item(), 4)
+        >>> outputs, targets = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
+        >>> round(binary_cross_entropy(outputs, targets).item(), 4)
         0.6931
+        >>> round(BinaryCrossEntropy(mean_over="examples")(outputs, targets).item(), 4)
+        2.0794
     """
+
+    mean_over: str = "elements"
+
+    def __post_init__(self) -> None:
+        if self.mean_over not in ("elements", "examples"):
+            raise ValueError(f"BinaryCrossEntropy: mean_over={self.mean_over!r}: expected 'elements' or 'examples'")
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         if has_index_targets(outputs, targets):
             targets = one_hot(targets, outputs)
         elif not targets.dtype.is_floating_point:
             targets = targets.to(wide_dtype(outputs))
-        return F.binary_cross_entropy_with_logits(outputs, targets, reduction=reduction)
+        if self.mean_over == "elements":
+            return F.binary_cross_entropy_with_logits(outputs, targets, reduction=reduction)
+        losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+        return _reduce(losses.reshape(len(losses), -1).sum(1), reduction)
 
 
 @dataclass(frozen=True)

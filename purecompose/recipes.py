@@ -7,8 +7,9 @@
 
 They are for ResNets on large images, and for short, middle and long runs: each costs more for a step than the one
 before, and gains more where there are many. Images should have some 224 pixels a side: of those of 8 x 8, progressive
-resizing leaves a handful. The methods' settings are the published ones, and were found for training with binary cross
-entropy; the loss, the optimizer, the schedule and the run's length are one's own.
+resizing leaves a handful. The methods' settings are the published ones, found with binary cross entropy summed over
+classes, `losses.BinaryCrossEntropy(mean_over="examples")`; loss, optimizer, schedule and the length of the run are for
+you to choose.
 
 The published hot recipe has BlurPool, channels last and EMA as well:
 

@@ -128,6 +128,17 @@ def test_binary_cross_entropy_takes_class_indices_and_integer_targets():
         assert torch.equal(binary_cross_entropy(outputs, targets), expected)
 
 
+def test_binary_cross_entropy_may_be_a_mean_over_examples():
+    outputs, targets = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0)), torch.rand(4, 3, 2)
+    loss_fn, terms = BinaryCrossEntropy(mean_over="examples"), F.binary_cross_entropy_with_logits
+    sums = torch.stack([terms(x, t, reduction="sum") for x, t in zip(outputs, targets, strict=True)])
+    torch.testing.assert_close(loss_fn(outputs, targets), sums.mean())
+    torch.testing.assert_close(loss_fn(outputs, targets, reduction="none"), sums)
+    assert num_terms(loss_fn, outputs, targets) == 4
+    with pytest.raises(ValueError, match="mean_over='classes': expected 'elements' or 'examples'"):
+        BinaryCrossEntropy(mean_over="classes")
+
+
 @pytest.mark.parametrize("loss_fn", [mse, binary_cross_entropy])
 def test_one_column_against_a_flat_batch_raises_instead_of_broadcasting(loss_fn):
     with pytest.raises(ValueError, match=r"unsqueeze\(1\)"):

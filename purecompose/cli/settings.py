@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from purecompose import _specs as specs
+from purecompose import _specs as specs, losses
 from purecompose.models import MODELS, check_options
 from purecompose.recipes import RECIPES
 
 
 __all__ = [
+    "LOSSES",
     "SETTINGS",
     "Setting",
     "UsageError",
@@ -51,6 +52,10 @@ class Setting(NamedTuple):
         return f"--{self.name.replace('_', '-')}"
 
 
+LOSSES = {
+    "cross_entropy": losses.cross_entropy,
+    "binary_cross_entropy": losses.BinaryCrossEntropy(mean_over="examples"),
+}
 SETTINGS = {
     setting.name: setting
     for setting in (
@@ -70,6 +75,13 @@ SETTINGS = {
             "LIST",
             "names with or without arguments, separated by commas, or none "
             "(mixup,label_smoothing,selective_backprop; none for text)",
+        ),
+        Setting(
+            "loss",
+            str,
+            None,
+            f"{' or '.join(LOSSES)}, of images (cross_entropy; binary_cross_entropy with --recipe)",
+            "cross_entropy",
         ),
         Setting("optimizer", str, "CALL", "sgd, adam, adamw, lion, ...: sgd(lr=0.1, momentum=0.9) (by the data)"),
         Setting(
@@ -154,6 +166,8 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
                 "(docs/algorithms.md lists the recipes' methods)"
             )
         found["algorithms"] = RECIPES[options.recipe]
+        if options.loss is None:
+            found["loss"] = "binary_cross_entropy"  # with which the recipes' settings were found
     within: dict[str, dict[str, Any]] = {}
     for text in options.set:
         key, equals, value = text.partition("=")

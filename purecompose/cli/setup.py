@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from purecompose import _specs as specs, data as datasets, losses, models, optim, schedule
+from purecompose import _specs as specs, data as datasets, models, optim, schedule
 from purecompose._device import PRECISIONS
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES, scale_schedule
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
-from purecompose.cli.settings import SETTINGS, UsageError, with_arguments
+from purecompose.cli.settings import LOSSES, SETTINGS, UsageError, with_arguments
 from purecompose.compilation import CompiledStep, compile
 from purecompose.compose import Step, compose
 from purecompose.evaluation import Evaluator
@@ -192,6 +192,9 @@ def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int
         if settings["seeds"] < 1:
             raise ValueError(f"{settings['seeds']}: expected at least 1")
     optimizer = _optimizer(settings)
+    with reported_as("--loss"):
+        if settings["loss"] not in LOSSES:
+            raise ValueError(f"{settings['loss']}: expected one of {', '.join(LOSSES)}")
     with reported_as("--precision"):
         if settings["precision"] not in PRECISIONS:
             raise ValueError(f"{settings['precision']}: expected one of {', '.join(PRECISIONS)}")
@@ -201,7 +204,7 @@ def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int
             run_key = key(seed)
         state = State.create(
             _network(settings, data, seed),
-            loss=losses.cross_entropy,
+            loss=LOSSES[settings["loss"]],
             optimizer=optimizer,
             key=run_key,
             duration=duration,

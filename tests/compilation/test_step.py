@@ -451,6 +451,7 @@ RUN = pc.RunLength("8ba", batches_per_epoch=4)
 
 
 @DONATE
+@pytest.mark.filterwarnings("ignore:.* which the program does not have")
 @settings(max_examples=3, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
 @given(data=st.data())
 def test_any_step_agrees(data: st.DataObject, donate: bool) -> None:
