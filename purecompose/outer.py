@@ -112,17 +112,15 @@ class Run:
                 before, state = cut.timestamp, cut
                 self._unsaved = cut
                 yield cut
-        self._save(state)
-        if self.keeper is not None:
-            self.keeper.settle()  # here, where signals are noted: after the last look for one they act at once
+        self._save(state, is_last=True)  # here, where signals are noted: after the last look for one they act at once
         self._obey(state)
         self._unsaved = None  # what FIT_END makes of it is no checkpoint, from which a longer run could go on
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
-            self._save(state)  # once more, with what has been measured of it
-            if self.keeper is not None:
-                self.keeper.settle()
+            self._save(state, is_last=True)  # once more, with what has been measured of it
         self._obey(state)
+        if self.keeper is not None:
+            self.keeper.report_missing(state.timestamp)
         yield end
 
     def _begun(self, state: State) -> State:
@@ -185,7 +183,7 @@ class Run:
         """Ends the run if a signal has come; its state is saved first."""
         if self.keeper is None or self._interrupts.received is None:
             return
-        self._save(state)
+        self._save(state, is_last=True)
         self.keeper.close()
         path, now = self.keeper.written or (newest(self.keeper.folder), None)
         if now == state.timestamp:
@@ -204,7 +202,7 @@ class Run:
         path = newest(self.keeper.folder)
         self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: State, *, is_last: bool = False) -> None:
         if self.keeper is None:
             return
         for observer in self.observers:
@@ -216,7 +214,8 @@ class Run:
         if self._adaptive is not None and self._adaptive.found is not None:
             memory["microbatches"] = self._adaptive.found
         step = self.step if self._adaptive is None else self._adaptive.step
-        self.keeper.keep(state, step, self._measured(state), memory)
+        keep = self.keeper.keep_last if is_last else self.keeper.keep
+        keep(state, step, self._measured(state), memory)
 
     def _measured(self, state: State) -> dict[str, Any]:
         """The metrics of this very state, as numbers."""

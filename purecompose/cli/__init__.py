@@ -42,8 +42,9 @@ examples:
   python -m purecompose algorithms mixup
   python -m purecompose check my_module:my_algorithm
 
-exit status: 0; 1 where a package is missing, a step fails, a checkpoint cannot be used or a law is broken; 2 after a
-usage error; 130 after Ctrl-C and 143 after SIGTERM, with the run saved where it has a folder.
+exit status: 0; 1 where a package is missing, a step fails, a checkpoint cannot be used, the last one or the report
+cannot be written, or a law is broken; 2 after a usage error; 130 after Ctrl-C and 143 after SIGTERM, with the run saved
+where it has a folder.
 """
 
 
@@ -54,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; by default those of the process.
 
     Returns:
-        The exit status: 0, 1 where a package is missing, a step fails, a checkpoint cannot be used or `check` finds a
-        law broken, 2 after a usage error, 130 after an interrupt, 143 after SIGTERM.
+        The exit status: 0, 1 where a package is missing, a step fails, a checkpoint cannot be used, the last one or
+        the report cannot be written, or `check` finds a law broken, 2 after a usage error, 130 after an
+        interrupt, 143 after SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _make_parser()

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from purecompose.cli.kinds import TEXT
 from purecompose.cli.setup import Setup
 from purecompose.data import TextData
 from purecompose.observers import History, Stopwatch
+from purecompose.runs.layout import CHECKPOINTS, REPORT
+from purecompose.saving.folder import all_in
 from purecompose.state import State
 
 
@@ -45,9 +47,15 @@ def _describe_text(setup: Setup) -> list[str]:
 
 
 def print_results(
-    setup: Setup, state: State, history: History, stopwatch: Stopwatch, settings: Mapping[str, Any], out: Path | None
+    setup: Setup,
+    state: State,
+    history: History,
+    stopwatch: Stopwatch,
+    settings: Mapping[str, Any],
+    out: Path | None,
+    missing: Sequence[str] = (),
 ) -> None:
-    """Prints the table at the end.
+    """Prints the table at the end; `missing` are the files in `out` that could not be written.
 
     Raises:
         ImportError: rich is missing.
@@ -68,17 +76,30 @@ def print_results(
     best = max(comparable, key=setup.kind.rating, default=None)
     if best is not None and (setup.watched == "val" or best != values[-1]):
         name = "best validation" if setup.watched == "val" else "best"
-        table.add_row(f"{name} {decides}", f"{_shown(decides, best)}, after batch {at[values.index(best)]}")
+        kept = None if out is None else _best_kept(out, setup)
+        is_kept = kept is not None and setup.kind.rating(kept[0]) >= setup.kind.rating(best)
+        best, batch = kept if kept is not None and is_kept else (best, at[values.index(best)])
+        table.add_row(f"{name} {decides}", f"{_shown(decides, best)}, after batch {batch}")
         if out is not None:
-            table.add_row("", f"evaluate {out} --checkpoint best")
+            table.add_row("", f"evaluate {out} --checkpoint best" if is_kept else "its checkpoint was not written")
     if setup.stop and not state.timestamp.is_finished():
         table.add_row("stopped early", f"the loss has not become better for {settings['patience']}")
     table.add_row("time", f"{stopwatch.seconds:.1f} s, {evaluating:.1f} s of it for evaluation")
     table.add_row("steps", f"{stopwatch.batches:,}, {stopwatch.batches_per_second:.1f} a second")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
-    if out is not None:
-        table.add_row("report", str(out / "report.html"))
+    if out is not None and REPORT not in missing:
+        table.add_row("report", str(out / REPORT))
+    for number, name in enumerate(missing):
+        table.add_row("" if number else "could not be written", name)
     Console(highlight=False).print(table)
+
+
+def _best_kept(out: Path, setup: Setup) -> tuple[float, int] | None:
+    """The metric and the batch of the best checkpoint in a run's folder; of equal ones the earliest."""
+    name = f"{setup.watched}/{setup.kind.decides}"
+    kept = [(one.index.metrics.get(name), one.index.batch) for one in reversed(all_in(out / CHECKPOINTS)[0])]
+    rated = [(value, batch) for value, batch in kept if isinstance(value, (int, float)) and not math.isnan(value)]
+    return max(rated, key=lambda pair: setup.kind.rating(pair[0]), default=None)
 
 
 def checksum(params: Mapping[str, Tensor]) -> str:

@@ -19,14 +19,15 @@ from purecompose.fit import fit
 from purecompose.observers import History, NaNs, Progress, Stopwatch
 from purecompose.runs import RunFolder
 from purecompose.saving import CheckpointError, Checkpoints
-from purecompose.saving.folder import CHECKPOINTS
+from purecompose.saving.folder import CHECKPOINTS, name_at
+from purecompose.state import State
 
 
 __all__ = ["RunError", "train"]
 
 
 class RunError(Exception):
-    """What has stopped a run, in one line."""
+    """What has stopped a run, or what is missing from its folder, in one line."""
 
 
 def train(options: argparse.Namespace) -> None:
@@ -35,7 +36,8 @@ def train(options: argparse.Namespace) -> None:
     Raises:
         UsageError: An option that cannot be; or one of several processes of a launcher such as torchrun.
         ImportError: A package that the data or the display needs is missing.
-        RunError: A step has failed; with `--traceback` what it raised itself.
+        RunError: A step has failed; with `--traceback` what it raised itself. After the table: the last checkpoint or a
+            file of the run's folder could not be written.
     """
     _check_alone()
     out = None if options.out is None else Path(options.out)
@@ -101,7 +103,16 @@ def _run(
     if folder is not None and folder.goes_on and not stopwatch.batches:
         length = setup.state.timestamp.run.duration
         print(f"the run in {out} was at its end already, {length}; a longer --duration goes on with it")
-    print_results(setup, state, history, stopwatch, settings, out)
+    missing = () if folder is None else _missing(folder, state)
+    print_results(setup, state, history, stopwatch, settings, out, missing)
+    if missing:
+        raise RunError(f"the run in {out} is not whole, {', '.join(missing)} could not be written (see the warnings)")
+
+
+def _missing(folder: RunFolder, state: State) -> tuple[str, ...]:
+    """What could not be written of a run that is over: the checkpoint that it ended with, and files."""
+    last = f"{CHECKPOINTS}/{name_at(state.timestamp)}"
+    return folder.unwritten if (folder.path / last).is_dir() else (last, *folder.unwritten)
 
 
 def _checkpoints(out: Path, settings: Mapping[str, Any], setup: Setup) -> Checkpoints:
@@ -129,7 +140,7 @@ def _told_in_one_line(setup: Setup) -> Iterator[None]:
     """Says what was raised and in which algorithm or stage; what the command line reports by itself passes."""
     try:
         yield
-    except (UsageError, ImportError, OSError, CheckpointError, FloatingPointError):
+    except (UsageError, ImportError, OSError, CheckpointError, FloatingPointError, RunError):
         raise
     except Exception as error:
         raise RunError(f"{_in_one_line(error, setup)} (--traceback shows where in the code)") from error

@@ -121,6 +121,11 @@ class Recorder:
         if event in _FLUSHES:
             self.flush()
 
+    @property
+    def num_unwritten(self) -> int:
+        """The number of records that the sink has refused so far and that wait to be given to it again."""
+        return self._outbox.num_unwritten
+
     def flush(self) -> None:
         """Hands over what is waiting; this waits for the device. Call it before a checkpoint is written."""
         self._outbox.flush()
@@ -165,6 +170,10 @@ class _Outbox:
         self._pile = Pile[dict[str, Any]](group, seconds)
         self._unwritten: list[dict[str, Any]] = []
         self._has_warned = False
+
+    @property
+    def num_unwritten(self) -> int:
+        return len(self._unwritten)
 
     def add(self, record: dict[str, Any]) -> None:
         if self._pile.add(record):

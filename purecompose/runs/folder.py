@@ -83,6 +83,7 @@ class RunFolder:
     Attributes:
         path: The folder, from the root of the file system.
         goes_on: Whether the folder was that of a run before.
+        unwritten: After `finish` or `stop`, the names of the files that could not be written, or not to their end.
 
     Raises:
         FileExistsError: The folder holds a run, without `resume`; or something else.
@@ -120,6 +121,7 @@ class RunFolder:
         every: TimeLike | int = "1ba",
     ) -> None:
         self.path = Path(path).absolute()  # wherever the process goes
+        self.unwritten: tuple[str, ...] = ()
         settings = None if config is None else checked_settings(config, "RunFolder: config")
         self._command = _as_command(command)
         check_flag(resume, "RunFolder: resume")
@@ -244,18 +246,22 @@ class RunFolder:
             self._lock.release()
 
     def _write_end(self, outcome: str, result: Mapping[str, Any] | None) -> None:
-        problems: list[str] = []
+        problems: dict[str, Exception] = {}
         with _noted(HISTORY, problems):
             self._watch.end(outcome)
         with _noted(RESULT, problems):
             self._write_result(result)
         with _noted(CURVES, problems):
             self._draw()
-        can_draw = not any(problem.startswith(CURVES) for problem in problems)
         with _noted(REPORT, problems):
-            write_report(self.path, self.path / REPORT, curves=can_draw)
+            write_report(self.path, self.path / REPORT, curves=CURVES not in problems)
         if problems:
-            warnings.warn(f"{self.path}: {'; '.join(problems)}", RuntimeWarning, stacklevel=4)
+            told = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
+            warnings.warn(f"{self.path}: {'; '.join(told)}", RuntimeWarning, stacklevel=4)
+        # Curves that nobody has installed a package for are not missing.
+        lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
+        started = {RECORDS: self._records.num_unwritten > 0, HISTORY: not self._watch.is_noted}
+        self.unwritten = tuple(dict.fromkeys([*(name for name, is_lost in started.items() if is_lost), *lost]))
 
     def _draw(self) -> None:
         run = read_run(self.path)
@@ -328,12 +334,12 @@ _OPEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
 
 
 @contextmanager
-def _noted(name: str, problems: list[str]) -> Iterator[None]:
+def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
     """Takes down what keeps a file from being written: it is no reason to lose the others, or the run."""
     try:
         yield
     except Exception as error:
-        problems.append(f"{name} was not written: {type(error).__name__}: {error}")
+        problems[name] = error
 
 
 def _goes_on(path: Path, resume: bool) -> bool:

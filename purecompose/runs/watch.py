@@ -36,6 +36,7 @@ class Watch:
 
     Attributes:
         trained: What is trained, for the history.
+        is_noted: Whether the history was written the last time.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Watch:
     ) -> None:
         self.trained = trained
         self._waits = goes_on
+        self.is_noted = True
         self._records, self._path, self._starts = records, folder / HISTORY, starts
         self._new_start, self._on_first_batch = new_start, on_first_batch
         self._has_trained = False
@@ -106,7 +108,9 @@ class Watch:
             self._start.evaluation_seconds = self._stopwatch.seconds - self._stopwatch.training_seconds
         try:
             write_json(self._path, {"trained": self.trained, "starts": [start.to_plain() for start in self._starts]})
+            self.is_noted = True
         except OSError as error:
+            self.is_noted = False
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(

@@ -1,6 +1,5 @@
 """`save` and `load`: a state and a folder, there and back to the same bits."""
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +160,7 @@ def _whole_before(path: Path) -> Path | None:
     own = next((one.index.batch for one in found if one.path == path), None)
     for one in found:
         if one.path != path and (own is None or one.index.batch <= own):
-            with contextlib.suppress(DamagedError):
-                folder.check_tensors(one.path, one.index)
+            if folder.is_whole(one.path, one.index):
                 return one.path
     return None
 

@@ -30,6 +30,7 @@ __all__ = [
     "check_tensors",
     "clear",
     "digest",
+    "is_whole",
     "library",
     "name_at",
     "put_aside",
@@ -37,6 +38,7 @@ __all__ = [
     "read_tensors",
     "remove",
     "replaced",
+    "save_tensors",
     "write",
     "written",
 ]
@@ -68,12 +70,28 @@ def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: 
         OSError: The disk is full, the folder cannot be written to, ...; what was there before is untouched.
         ImportError: safetensors is not installed.
     """
-    save_file = library().torch.save_file
     with replaced(target) as folder:
         # Tied tensors are whole twice: the file format has no ties, and a state needs none.
         owned = {name: tensor.clone() if _is_part(tensor) else tensor for name, tensor in _unshared(tensors).items()}
-        save_file(owned, folder / _TENSORS, {"format": "pt"})
+        save_tensors(owned, folder / _TENSORS, {"format": "pt"})
         (folder / _INDEX).write_text(to_json(make_index({_TENSORS: digest(folder / _TENSORS)})), encoding="utf-8")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: The disk is full, ...; safetensors itself raises an error of its own with the number in its text.
+        ImportError: safetensors is not installed.
+    """
+    package = library()
+    try:
+        package.torch.save_file(dict(tensors), file, dict(metadata))
+    except package.SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
 
 
 @contextlib.contextmanager
@@ -179,6 +197,15 @@ def check_tensors(path: Path, index: Index) -> None:
         raise DamagedError(f"{file} has {found['bytes']} bytes, its index says {told.get('bytes')}: it is not whole")
     if found != told:
         raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
+
+
+def is_whole(path: Path, index: Index) -> bool:
+    """Return whether the file of a checkpoint's tensors is as its index describes it."""
+    try:
+        check_tensors(path, index)
+    except DamagedError:
+        return False
+    return True
 
 
 def name_at(now: Timestamp) -> str:

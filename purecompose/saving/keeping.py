@@ -1,10 +1,12 @@
 """Checkpoints of a run: when they are written, how many are kept, and how a run goes on from them."""
 
 import contextlib
+import errno
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,9 @@ __all__ = ["Checkpoints", "Keeper", "Resumed", "newest", "resumed_from", "resume
 @dataclass(frozen=True)
 class Checkpoints:
     """Where a run keeps its checkpoints, how often and how many.
+
+    Where the disk is full at the end of a run, its last checkpoint takes the place of older ones that `keep` does not
+    require beside it; one whole checkpoint always stays. If that is not enough, writing is tried again for a minute.
 
     Args:
         folder: The folder that holds them, one folder each; a run's own.
@@ -171,6 +176,9 @@ class Keeper:
         self._waiting: _Waiting | None = None
         self._has_passed_over = False
         self._problems: list[str] = []
+        self._failure: Exception | None = None
+        self._failures: Counter[str] = Counter()
+        self._deadline: float | None = None
         self._written_at: float = time.monotonic()
         self._last: tuple[Timestamp, Any] | None = None
         self._best: float | None = None
@@ -233,10 +241,34 @@ class Keeper:
         try:
             taken = snapshot(state, step, metrics=metrics, memory=memory)
         except TypeError as error:  # a method has put something into the metrics
-            self._failed(f"{target} was not written, and training goes on without it: {error}")
+            self._failed(target, error)
         else:
             self._hand_over(_Task(taken, target, now), is_best)
         self._tell()
+
+    def keep_last(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
+        """Write the last checkpoint of a run, and wait for it; see `Checkpoints` for what happens on a full disk.
+
+        Args: see `keep`.
+        """
+        while True:
+            self.keep(state, step, metrics, memory)
+            self.settle()
+            if not _is_disk_full(self._failure):
+                return
+            # Where only new metrics are missing from it, nobody has to wait.
+            may_wait = self.written is None or self.written[1] != state.timestamp
+            if not self._make_room(state.timestamp) and not (may_wait and self._wait_for_room()):
+                return
+
+    def report_missing(self, now: Timestamp) -> None:
+        """Warn if the state that a run ends with is in no checkpoint."""
+        if self._failure is not None and (self.written is None or self.written[1] != now):
+            warn(
+                f"the last state of the run is in no checkpoint: {self.folder / disk.name_at(now)} could not be "
+                f"written ({_cause(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
+                CheckpointWarning,
+            )
 
     def settle(self) -> None:
         """Waits until everything so far is written."""
@@ -248,6 +280,9 @@ class Keeper:
         """Waits until everything is written, and ends the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        repeated = {cause: num for cause, num in self._failures.items() if num > 1}
+        self._problems += [f"{num} attempts to write a checkpoint failed: {cause}" for cause, num in repeated.items()]
+        self._failures.clear()
         self._tell()
 
     def _hand_over(self, task: "_Task", is_best: bool) -> None:
@@ -272,9 +307,9 @@ class Keeper:
         try:
             task.taken.write(task.target)
         except Exception as error:
-            self._failed(f"{task.target} was not written, and training goes on without it: {_words(error)}")
+            self._failed(task.target, error)
             return
-        self.written = task.target, task.now
+        self.written, self._failure = (task.target, task.now), None
         try:
             found, _ = disk.all_in(self.folder)
             for one in surplus(found, self.settings):
@@ -283,11 +318,38 @@ class Keeper:
         except Exception as error:
             self._problems.append(f"{self.folder}: older checkpoints could not be removed: {_words(error)}")
 
-    def _failed(self, problem: str) -> None:
-        self._problems.append(problem)
+    def _failed(self, target: Path, error: Exception) -> None:
+        cause = _cause(error)
+        self._failure = error
+        self._failures[cause] += 1
+        if self._failures[cause] == 1:  # `close` reports how often it came again
+            self._problems.append(f"{target} was not written, and training goes on without it: {_words(error)}")
         self._last = None  # the same state may be tried again
         with contextlib.suppress(OSError):
             self._best = self._best_of(disk.all_in(self.folder)[0])  # what was not written is not the best one
+
+    def _make_room(self, now: Timestamp) -> bool:
+        """Remove the oldest checkpoint that the one of this time makes superfluous; return whether there was one."""
+        with contextlib.suppress(OSError):
+            found = disk.all_in(self.folder)[0]
+            older = [one for one in found if one.index.batch < now.batch]
+            for one in reversed(_beside_a_newer_one(older, self.settings)):
+                rest = [other for other in found if other is not one]
+                if any(disk.is_whole(other.path, other.index) for other in rest):
+                    disk.remove(one.path)
+                    return not one.path.exists()
+        return False
+
+    def _wait_for_room(self) -> bool:
+        """Wait for somebody to free space; return whether to try again."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _WAITING_TIME
+            text = f"{self.folder}: the disk is full. Trying to write the last checkpoint for {_WAITING_TIME:g} s"
+            warn(f"{text}; free some space", CheckpointWarning)
+        if time.monotonic() >= self._deadline:
+            return False
+        time.sleep(_PAUSE)
+        return True
 
     def _best_of(self, found: Iterable[disk.Found]) -> float | None:
         ratings = [_rating(one.index.metrics, self.settings) for one in found]
@@ -318,6 +380,27 @@ class _Waiting(NamedTuple):
     future: Future[None]
     batch: int
     is_best: bool
+
+
+_WAITING_TIME, _PAUSE = 60.0, 2.0
+"""How long, in seconds, the last checkpoint waits for room on the disk, and how often it is tried again."""
+
+
+def _beside_a_newer_one(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
+    """The checkpoints that need not stay when a newer one is there."""
+    if not found:
+        return []
+    newer = disk.Found(found[0].path, replace(found[0].index, metrics={}))
+    return surplus([newer, *found], settings)
+
+
+def _is_disk_full(error: Exception | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, without the name of the file, so that it reads the same for each checkpoint."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _joined(problems: Iterable[object]) -> str:

@@ -12,7 +12,7 @@ from purecompose import tree
 from purecompose._warnings import warn
 from purecompose.saving.description import architecture, listed, other_modules, other_settings
 from purecompose.saving.errors import CheckpointWarning, DamagedError, MismatchError
-from purecompose.saving.folder import library, written
+from purecompose.saving.folder import library, save_tensors, written
 from purecompose.saving.leaves import stored
 from purecompose.state import State
 from purecompose.weights import to_module
@@ -43,9 +43,8 @@ def save_weights(state: State, path: Path | str) -> Path:
         ImportError: safetensors is not installed.
     """
     tensors = {name: stored(tensor).clone() for name, tensor in (*state.params.items(), *state.buffers.items())}
-    save_file = library().torch.save_file
     with written(Path(path)) as file:
-        save_file(tensors, file, {"format": "pt", _MODEL: json.dumps(architecture(state.model))})
+        save_tensors(tensors, file, {"format": "pt", _MODEL: json.dumps(architecture(state.model))})
     return Path(path)
 
 

@@ -1,7 +1,9 @@
 """Runs with a folder, from the shell: stopped, continued, evaluated, drawn."""
 
 import csv
+import errno
 import json
+import os
 import pathlib
 import re
 import signal
@@ -15,6 +17,7 @@ from purecompose import Event, evaluate, fit, metrics, to_module, tree
 from purecompose.cli import load_run, main
 from purecompose.cli.settings import UsageError
 from purecompose.runs import RunFolder
+from purecompose.saving import folder
 
 
 SMALL = ("--model", "mlp(hidden=16)", "--duration", "2ep", "--quiet")
@@ -324,3 +327,24 @@ def test_data_may_be_set_aside_to_decide_by(run: Run) -> None:
     status, out, _ = run("train", "--model", "mlp", "--validation", "0.2", "--duration", "9ep", "--quiet",
                          "--optimizer", "sgd(lr=0.0)", "--schedule", "constant", "--patience", "1ep")  # fmt: skip
     assert status == 0 and re.search(r"stopped early\W+the loss has not become better for 1ep", out)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_disk_that_is_full_to_the_end_fails_the_run_and_the_table_names_what_is_missing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = folder._sync
+
+    def full(path: pathlib.Path) -> None:
+        if "ep0002" in str(path) or "report" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(path)
+
+    monkeypatch.setattr(folder, "_sync", full)
+    monkeypatch.setattr("purecompose.saving.keeping._WAITING_TIME", 0.0)
+    status, out, err = run("train", *SMALL, "--validation", "0.2", "--out", "a")
+    assert status == 1
+    assert "a/report.html" not in out and re.search(r"could not be written\W+checkpoints/ep0002-\S+\W+report.html", out)
+    assert "the run in a is not whole, checkpoints/ep0002-" in err
+    # The best one is that of the second epoch, and was not written.
+    assert "--checkpoint best" not in out and "its checkpoint was not written" in out

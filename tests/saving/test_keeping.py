@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same, changing, counter, make_batches, make_mlp, make_state, noise
+from safetensors import SafetensorError
 
 import purecompose as pc
 from purecompose import Checkpoints, Evaluator, State, compose, fit, loop_events, training
@@ -272,11 +273,18 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.usefixtures("patience")
+def full_of_safetensors(*_: Any, **__: Any) -> None:
+    # What it raises is no OSError, and has the number in its text only.
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.usefixtures("patience", "no_waiting")
 @pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("place", ["purecompose.saving.folder._sync", "safetensors.torch.save_file"])
+@pytest.mark.parametrize(
+    "place, full", [("purecompose.saving.folder._sync", full), ("safetensors.torch.save_file", full_of_safetensors)]
+)
 def test_on_a_full_disk_training_goes_on_and_older_checkpoints_stay(
-    place: str, background: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    place: str, full: Any, background: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = fit(step(), start(), BATCHES)
     settings = Checkpoints(tmp_path, every="2ba", background=background)
@@ -288,12 +296,60 @@ def test_on_a_full_disk_training_goes_on_and_older_checkpoints_stay(
                 kept = names(tmp_path)
                 monkeypatch.setattr(place, full)
     assert_same(state, whole)
-    assert names(tmp_path) == kept and kept
+    assert names(tmp_path) == kept[1:] and len(kept) == 3  # the oldest made room for the last one
     told = [str(one.message) for one in caught]
-    assert any("No space left on device" in text and "training goes on" in text for text in told)
+    assert sum("No space left on device" in text and "training goes on" in text for text in told) == 1
+    assert sum("attempts to write a checkpoint failed: No space left" in text for text in told) == 1
+    assert sum("the last state of the run is in no checkpoint" in text for text in told) == 1
     monkeypatch.undo()
     settings = Checkpoints(tmp_path, every="2ba", background=False)
     assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purecompose.saving.keeping._WAITING_TIME", 0.05)
+    monkeypatch.setattr("purecompose.saving.keeping._PAUSE", 0.01)
+
+
+def disk_with_room_for(num: int, folder: pathlib.Path) -> Any:
+    """`_sync` of a disk that is full when a folder holds more checkpoints than this, the one being written included."""
+
+    def sync(path: pathlib.Path) -> None:
+        if len(list(folder.iterdir())) > num and path.parent != folder.parent:
+            full()
+
+    return sync
+
+
+@pytest.mark.usefixtures("patience", "no_waiting")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    "room, keep, left", [(2, 2, ["ep0001-ba00000004", "ep0003-ba00000012"]), (1, 1, ["ep0000-ba00000002"])]
+)
+def test_older_checkpoints_make_room_for_the_last_one(
+    room: int, keep: int, left: list[str], background: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(disk, "_sync", disk_with_room_for(room, folder))
+    settings = Checkpoints(folder, every="2ba", keep=keep, background=background)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.CheckpointWarning)
+        fit(step(), start(), BATCHES, checkpoints=settings)
+    assert names(folder) == left  # where only one may stay, a whole one is not given up for one that may fail
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_the_last_checkpoint_waits_for_room(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purecompose.saving.keeping._WAITING_TIME", 60.0)
+    monkeypatch.setattr(disk, "_sync", full)
+    monkeypatch.setattr("purecompose.saving.keeping.time.sleep", lambda seconds: monkeypatch.undo())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
+    assert names(tmp_path) == ["ep0003-ba00000012"]
+    assert any("free some space" in str(one.message) for one in caught)
+    assert not any("is in no checkpoint" in str(one.message) for one in caught)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -308,7 +364,11 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
 
 def test_a_file_in_the_folders_place(tmp_path: pathlib.Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.warns(pc.CheckpointWarning, match="training goes on without it"):
+    with (
+        pytest.warns(pc.CheckpointWarning, match="training goes on without it"),
+        pytest.warns(pc.CheckpointWarning, match="attempts to write a checkpoint failed"),
+        pytest.warns(pc.CheckpointWarning, match="the last state of the run is in no checkpoint"),
+    ):
         found = fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / "run", background=False))
     assert found.timestamp.batch == 12
 
