@@ -61,6 +61,7 @@ from purecompose.passes import (
     sort_to_front,
     warn_if_multiple_loss_interpolation,
 )
+from purecompose.plateau import ReduceOnPlateau
 from purecompose.population import population, stack_states, unstack_states
 from purecompose.predicate import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
 from purecompose.random.modules import UnkeyedRandomError, checkpoint
@@ -106,6 +107,7 @@ __all__ = [
     "Mixture",
     "NEVER",
     "OrderError",
+    "ReduceOnPlateau",
     "RunLength",
     "SpentStateError",
     "Stage",

@@ -20,6 +20,7 @@ from purecompose.evaluation import Evaluator, Observer
 from purecompose.event import Event
 from purecompose.loop import eval_events
 from purecompose.outer import EpochData, Run
+from purecompose.plateau import Adjuster
 from purecompose.saving.errors import CheckpointWarning, MismatchError
 from purecompose.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
 from purecompose.state import State
@@ -40,6 +41,7 @@ def fit(
     evaluate: Evaluator | Iterable[Evaluator] | None = (),
     observers: Observer | Iterable[Observer] = (),
     stop: Stopper | Iterable[Stopper] = (),
+    adjust: Adjuster | Iterable[Adjuster] = (),
     checkpoints: Checkpoints | None = None,
     resume: Path | str | None = None,
     microbatches: str | None = None,
@@ -60,6 +62,7 @@ def fit(
         observers: Functions `(event, state) -> None`, or one, told at every event outside the step, loading aside,
             and at BATCH_END.
         stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
+        adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
         checkpoints: Where to keep checkpoints, and how often. With them, SIGINT and SIGTERM end the run after the
             batch at hand, when its checkpoint is written.
         resume: Goes on from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
@@ -80,7 +83,7 @@ def fit(
         FileExistsError: The folder of `checkpoints` holds those of a run that has come further, without `resume`.
         MismatchError, DamagedError: The checkpoint does not fit, or is not whole; see `load`.
     """
-    settings = (duration, evaluate, observers, stop, checkpoints, resume, microbatches)
+    settings = (duration, evaluate, observers, stop, adjust, checkpoints, resume, microbatches)
     for last in _training(step, state, data, *settings, is_held=True):
         state = last
     return state
@@ -95,6 +98,7 @@ def training(
     evaluate: Evaluator | Iterable[Evaluator] | None = (),
     observers: Observer | Iterable[Observer] = (),
     stop: Stopper | Iterable[Stopper] = (),
+    adjust: Adjuster | Iterable[Adjuster] = (),
     checkpoints: Checkpoints | None = None,
     resume: Path | str | None = None,
     microbatches: str | None = None,
@@ -114,7 +118,7 @@ def training(
         >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
         [1, 2, 3, 3]
     """
-    settings = (duration, evaluate, observers, stop, checkpoints, resume, microbatches)
+    settings = (duration, evaluate, observers, stop, adjust, checkpoints, resume, microbatches)
     yield from _training(step, state, data, *settings, is_held=False)
 
 
@@ -126,6 +130,7 @@ def _training(
     evaluate: Evaluator | Iterable[Evaluator] | None,
     observers: Observer | Iterable[Observer],
     stop: Stopper | Iterable[Stopper],
+    adjust: Adjuster | Iterable[Adjuster],
     checkpoints: Checkpoints | None,
     resume: Path | str | None,
     microbatches: str | None,
@@ -137,8 +142,9 @@ def _training(
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
     evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    adjusters = tuple(adjust) if isinstance(adjust, Iterable) else (adjust,)
     observers = (observers,) if callable(observers) else tuple(observers)
-    _check_metrics(state, evaluators, stoppers, checkpoints)
+    _check_metrics(state, evaluators, stoppers, adjusters, checkpoints)
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = _with_duration(state, duration)
@@ -148,6 +154,8 @@ def _training(
     if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
         state = step.init(state)
     state = with_memories(state, stoppers)
+    for adjuster in adjusters:
+        state = adjuster.init(state)
     keeper = None if checkpoints is None else Keeper(checkpoints)
     try:
         resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
@@ -166,6 +174,7 @@ def _training(
             evaluators,
             observers,
             stoppers,
+            adjusters,
             keeper,
             budget,
             is_adaptive=microbatches is not None,
@@ -213,11 +222,16 @@ def _resumed(
 
 
 def _check_metrics(
-    state: State, evaluators: Iterable[Evaluator], stoppers: Iterable[Stopper], checkpoints: Checkpoints | None
+    state: State,
+    evaluators: Iterable[Evaluator],
+    stoppers: Iterable[Stopper],
+    adjusters: Iterable[Adjuster],
+    checkpoints: Checkpoints | None,
 ) -> None:
     """Raises where somebody waits for a metric that nobody reports."""
     known = [f"{one.label}/{name}" for one in evaluators for name in (one.metrics or {"loss": None})]
     wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
+    wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
     if checkpoints is not None and checkpoints.best is not None:
         if state.key.ndim > 1:
             raise ValueError("checkpoints: best: a population has no single best; keep=... counts the newest")

@@ -24,6 +24,7 @@ from purecompose.interrupts import Interrupts
 from purecompose.intervals import has_passed
 from purecompose.lease import SpentStateError
 from purecompose.microbatching import Adaptive
+from purecompose.plateau import Adjuster
 from purecompose.saving.keeping import Keeper, newest
 from purecompose.state import State
 from purecompose.stopping import Stopper, is_over, seen
@@ -57,6 +58,7 @@ class Run:
     evaluators: tuple[Evaluator, ...] = ()
     observers: tuple[Observer, ...] = ()
     stoppers: tuple[Stopper, ...] = ()
+    adjusters: tuple[Adjuster, ...] = ()
     keeper: Keeper | None = None
     budget: float = math.inf
     """Seconds of wall-clock time."""
@@ -163,11 +165,14 @@ class Run:
         if self.stoppers and event is not Event.FIT_END:
             state = seen(state, self.stoppers, _plain(found))
             self._is_stopped = is_over(state, self.stoppers)
+        if event is not Event.FIT_END:
+            for adjuster in self.adjusters:
+                state = adjuster.see(state, _plain(found)) if adjuster.metric in found else state
         return state
 
     def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
         """Raises where a metric that a run stops by, or keeps its best checkpoint by, is not a single number."""
-        decisive = {stopper.metric for stopper in self.stoppers}
+        decisive = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)}
         if self.keeper is not None and self.keeper.settings.best is not None:
             decisive.add(self.keeper.settings.best)
         for name in decisive:

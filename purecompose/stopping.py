@@ -19,7 +19,17 @@ from purecompose.state import State
 from purecompose.time import Time, Timestamp, TimeUnit
 
 
-__all__ = ["EarlyStopping", "Stopper", "Threshold", "is_over", "seen", "with_memories"]
+__all__ = [
+    "UNITS",
+    "EarlyStopping",
+    "Stopper",
+    "Threshold",
+    "check_metric",
+    "counts",
+    "is_over",
+    "seen",
+    "with_memories",
+]
 
 
 class Stopper(Protocol):
@@ -72,7 +82,7 @@ class EarlyStopping:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        _check_metric(self.metric, self.mode, "EarlyStopping")
+        check_metric(self.metric, self.mode, "EarlyStopping")
         patience = checked_interval(self.patience, "EarlyStopping: patience")
         if patience.unit is TimeUnit.DURATION:
             raise ValueError(f"EarlyStopping: patience={self.patience!r}: expected epochs, batches, samples or tokens")
@@ -87,7 +97,7 @@ class EarlyStopping:
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
         """The best value so far, NaN before the first, when it was, and when the metric was last looked at."""
-        return {"best": torch.full((), torch.nan), "at": _counts(now), "last": _counts(now)}
+        return {"best": torch.full((), torch.nan), "at": counts(now), "last": counts(now)}
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
         """As in `Stopper`; a value that is NaN is never better, and wears the patience out."""
@@ -97,15 +107,15 @@ class EarlyStopping:
         is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
         return {
             "best": torch.tensor(value if is_better else best, dtype=torch.float32),
-            "at": _counts(now) if is_better else memory["at"],
-            "last": _counts(now),
+            "at": counts(now) if is_better else memory["at"],
+            "last": counts(now),
         }
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
         """Whether the patience was used up at the last evaluation."""
         assert isinstance(self.patience, Time)
         waited = memory["last"] - memory["at"]
-        return int(waited[_UNITS.index(self.patience.unit)]) >= self.patience.value
+        return int(waited[UNITS.index(self.patience.unit)]) >= self.patience.value
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ class Threshold:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        _check_metric(self.metric, self.mode, "Threshold")
+        check_metric(self.metric, self.mode, "Threshold")
         object.__setattr__(self, "value", check_number(self.value, "Threshold: value"))
         object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
 
@@ -187,18 +197,20 @@ def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
 
 
 # Counted in all units, so that a run may go on with patience in another one.
-_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
 
-def _counts(now: Timestamp) -> Tensor:
-    return torch.tensor([int(now.get(unit)) for unit in _UNITS])
+def counts(now: Timestamp) -> Tensor:
+    """The time in all units, int64 of shape (4,)."""
+    return torch.tensor([int(now.get(unit)) for unit in UNITS])
 
 
 def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:
     return {name: value.to(state.device) for name, value in memory.items()}
 
 
-def _check_metric(metric: Any, mode: Any, where: str) -> None:
+def check_metric(metric: Any, mode: Any, where: str) -> None:
+    """Raises for a metric that is no name, and for an unknown mode."""
     if not isinstance(metric, str) or not metric:
         raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
     if mode not in (None, "min", "max"):

@@ -13,6 +13,7 @@ from purecompose.optim.adam import adam, adamw, decoupled_adamw
 from purecompose.optim.base import Optimizer, OptState, Value
 from purecompose.optim.by_pattern import by_pattern
 from purecompose.optim.from_torch import from_torch
+from purecompose.optim.layerwise import layerwise
 from purecompose.optim.lion import lion
 from purecompose.optim.muon import muon
 from purecompose.optim.rmsprop import rmsprop
@@ -30,6 +31,7 @@ __all__ = [
     "decoupled_adamw",
     "decoupled_sgdw",
     "from_torch",
+    "layerwise",
     "lion",
     "muon",
     "rmsprop",

@@ -12,7 +12,8 @@ evaluated on the host, once a step, from the timestamp in plain Python; traced c
 a moving learning rate never compiles twice. Batch t (counted from 0) uses the value at t: no lag.
 """
 
-from purecompose.schedule.curves import constant, cosine, linear, polynomial
+from purecompose.schedule.curves import constant, cosine, linear, one_cycle, polynomial
+from purecompose.schedule.from_torch import from_torch
 from purecompose.schedule.periods import cosine_warm_restarts, exponential, multi_step, step
 from purecompose.schedule.scalar import (
     Hparam,
@@ -38,10 +39,12 @@ __all__ = [
     "cosine",
     "cosine_warm_restarts",
     "exponential",
+    "from_torch",
     "hparam",
     "linear",
     "multi_step",
     "number",
+    "one_cycle",
     "polynomial",
     "resolve",
     "scaled",

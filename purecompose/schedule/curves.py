@@ -13,7 +13,7 @@ from purecompose.schedule.shape import Shape
 from purecompose.time import Time, TimeLike
 
 
-__all__ = ["constant", "cosine", "linear", "polynomial"]
+__all__ = ["constant", "cosine", "linear", "one_cycle", "polynomial"]
 
 
 def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | None = None) -> Schedule:
@@ -121,6 +121,46 @@ def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, war
     return _annealed("polynomial", settings, _Polynomial(**settings), t_max, warmup)
 
 
+def one_cycle(
+    alpha_i: float = 0.04, alpha_f: float = 4e-6, peak: TimeLike = "0.3dur", t_max: TimeLike = "1dur"
+) -> Schedule:
+    """Half a cosine from `alpha_i` up to 1 at the peak, and another one down to `alpha_f`.
+
+    Before the peak the multiplier is alpha_i + (1 - alpha_i) (1 - cos(pi t / peak)) / 2, after it the `cosine` from 1
+    to `alpha_f`. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR` (div_factor 25, final_div_factor
+    10^4), relative to its `max_lr`. For the momentum, which it moves the other way, multiply by another one whose ends
+    are above 1: `momentum=0.85 * one_cycle(0.95 / 0.85, 0.95 / 0.85)`.
+
+    Args:
+        alpha_i: the multiplier at the start.
+        alpha_f: the multiplier from `t_max` on.
+        peak: when the multiplier is 1, counted from the start of the run. Like `t_max` in any unit but `sec`.
+        t_max: when `alpha_f` is reached.
+
+    Raises:
+        TypeError, ValueError: as for `linear`.
+
+    Example:
+        >>> from purecompose.time import Timestamp
+        >>> curve = one_cycle(0.5, 0.0, "2ba", "6ba")
+        >>> [round(curve(Timestamp(batch=t)), 2) for t in range(7)]
+        [0.5, 0.75, 1.0, 0.85, 0.5, 0.15, 0.0]
+
+    References:
+        Smith and Topin, Super-convergence: very fast training of neural networks using large learning rates, 2018,
+        arXiv:1708.07120.
+    """
+    first = _Cosine(check_number(alpha_i, "one_cycle: alpha_i"))
+    last = _Cosine(check_number(alpha_f, "one_cycle: alpha_f"))
+    top, end = (
+        checked_time(time, f"one_cycle: {role}", is_positive=True) for time, role in ((peak, "peak"), (t_max, "t_max"))
+    )
+    if top.unit is end.unit and top > end:
+        raise ValueError(f"one_cycle: peak={top} comes after t_max={end}")
+    shape = _OneCycle(first, last, top, end)
+    return made("one_cycle", shape, alpha_i=first.alpha_f, alpha_f=last.alpha_f, peak=top, t_max=end)
+
+
 # Curves: tau in [0, 1] -> multiplier.
 
 
@@ -187,6 +227,27 @@ class _Annealed(Shape):
             f"warmup={self.warmup} is longer than t_max={self.t_max}, which includes it: "
             f"{warmup:g} against {t_max:g} in this run; {hint}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneCycle(Shape):
+    """A curve backwards up to the peak, then another one."""
+
+    first: Callable[[float], float]
+    last: Callable[[float], float]
+    peak: Time
+    t_max: Time
+
+    def at(self, moment: Moment) -> float:
+        # Both times stretch alike: the way up is no warm-up, which would keep its time.
+        t, peak, end = moment._replace(warmup_ratio=moment.ratio).numbers(self.peak, "t_max", self.t_max)
+        if t < peak:
+            return self.first(1.0 - t / peak)
+        return self.last(_tau(t - peak, end - peak))
+
+    def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
+        del with_warmup
+        return self.peak, self.t_max
 
 
 def _tau(t: float, length: float) -> float:
