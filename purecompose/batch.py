@@ -21,6 +21,7 @@ from purecompose import tree
 
 
 __all__ = [
+    "AS_ARGUMENT",
     "WHOLE",
     "Key",
     "get",
@@ -39,6 +40,19 @@ Key = int | str | list | tuple | Callable[[Any], Any]
 
 WHOLE = "*"
 """The key of the whole batch: a mapping reaches the model as keyword arguments, anything else as it is."""
+
+
+def _as_argument(batch: Any) -> list[Any]:
+    return [batch]
+
+
+def _of_argument(batch: Any, value: list[Any]) -> Any:
+    del batch
+    return value[0]
+
+
+AS_ARGUMENT = (_as_argument, _of_argument)
+"""The key of the whole batch as one positional argument, for networks with `forward(self, batch)`."""
 
 
 def get(batch: Any, key: Key) -> Any:
@@ -150,7 +164,10 @@ def leading_size(inputs: Any, dim: int = 0) -> int | None:
 
 
 def num_tokens(batch: Any) -> int:
-    """The tokens of a language batch: the size of its `input_ids`; other batches have none."""
+    """The tokens of a language batch: the size of its `input_ids`, with padding; other batches have none.
+
+    Padding is known by values, for which a GPU would have to be waited for in every step.
+    """
     if type(batch) is tuple or not isinstance(batch, Mapping):
         return 0
     ids = batch.get("input_ids")
@@ -369,5 +386,6 @@ def _missing(batch: Any, key: Any) -> str:
         has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
     return (
         f"the batch ({type(batch).__name__}) has no member {key!r}; it has {has}. "
-        "Name the right one with State.create(..., input_key=..., target_key=...)"
+        "Name the right one with State.create(..., input_key=..., target_key=...); with input_key=batch.WHOLE the "
+        "network takes all members as keyword arguments, with batch.AS_ARGUMENT the batch itself, forward(self, batch)"
     )

@@ -1,12 +1,15 @@
 """Evaluation and prediction: programs of the same form as training, on a state that is thrown away afterwards."""
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
+from purecompose._checks import check_whole
 from purecompose._members import mapped
+from purecompose._warnings import warn
 from purecompose.compose import Step, compose
 from purecompose.data.loaders import fixed_batches
 from purecompose.data.prefetch import prefetch
@@ -20,6 +23,10 @@ from purecompose.time import Time
 
 __all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator"]
 
+_ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
+_MANY = 10_000
+"""Batches after which an evaluation on data of unknown length warns."""
+
 Observer: TypeAlias = Callable[[Event, State], None]
 """Reads states at the outer events and at BATCH_END; never changes anything."""
 
@@ -29,14 +36,16 @@ class Evaluator:
     """What to evaluate during a run, and when.
 
     Args:
-        data: Batches; iterated from the start at each evaluation.
+        data: Batches; iterated from the start at each evaluation. Data without an end need `num_batches`.
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss.
         interval: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
             of the run. It also runs once at the end.
         label: Names it in records: a metric appears as "label/name".
+        num_batches: How many batches an evaluation takes at most; by default all.
 
     Raises:
-        ValueError: An interval that is not positive, or in seconds.
+        ValueError: An interval that is not positive, or in seconds; `num_batches` below 1; `itertools.cycle` and the
+            like without it.
         TypeError: Something that is no metric.
     """
 
@@ -44,8 +53,16 @@ class Evaluator:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     interval: Time | str = "1ep"
     label: str = "eval"
+    num_batches: int | None = None
 
     def __post_init__(self) -> None:
+        if self.num_batches is not None:
+            check_whole(self.num_batches, "Evaluator: num_batches", 1)
+        elif isinstance(self.data, _ENDLESS):
+            raise ValueError(
+                f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
+                "num_batches, how many of its batches to take"
+            )
         interval = checked_interval(self.interval, "Evaluator: interval")
         if not isinstance(self.metrics, Mapping):
             raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
@@ -54,7 +71,12 @@ class Evaluator:
 
 
 def evaluate(
-    state: State, data: Iterable[Any], metrics: Mapping[str, Any] | None = None, *, step: Step | None = None
+    state: State,
+    data: Iterable[Any],
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    step: Step | None = None,
+    num_batches: int | None = None,
 ) -> dict[str, Any]:
     """The metrics of a state on some data. The state stays as it was.
 
@@ -66,6 +88,7 @@ def evaluate(
             mean of such a loss itself always has the whole batch, in which it counts the labels.
         step: The training step, if its algorithms are to act at evaluation's events (averaged weights do). For
             stacked states their `population`, whose metrics may not read values in Python.
+        num_batches: How many batches to take at most; by default all. Data without an end need it.
 
     Returns:
         The values by name: floats; for a population a list of them, one for each member.
@@ -75,7 +98,7 @@ def evaluate(
         KeyError: A batch has no target at the state's `target_key`.
         TypeError: Something that is no metric.
     """
-    evaluator = Evaluator(data, metrics or {})
+    evaluator = Evaluator(data, metrics or {}, num_batches=num_batches)
     inner = _sibling(step, eval_events, state)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
     result = run_evaluator(evaluator, begun, inner)
@@ -105,7 +128,13 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         current = _tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         totals = {name: _initial(metric, state) for name, metric in metrics.items()}
         num_batches = 0
-        for batch in prefetch(fixed_batches(evaluator.data, state.key), state.device):
+        given = itertools.islice(fixed_batches(evaluator.data, state.key), evaluator.num_batches)
+        for batch in prefetch(given, state.device):
+            if num_batches == _MANY and evaluator.num_batches is None and not isinstance(evaluator.data, Sized):
+                warn(
+                    f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
+                    f"({type(evaluator.data).__name__}), and goes on: give num_batches if they have no end"
+                )
             inner = step.fold(current, batch, purpose="eval", draw=num_batches)
             totals = {
                 name: _each(metric.update, state)(totals[name], inner.outputs, read_by(metric, inner))

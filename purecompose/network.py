@@ -266,7 +266,18 @@ def _call(module: torch.nn.Module, inputs: Any) -> Any:
     if type(inputs) is Tensor:
         return module(inputs)
     if isinstance(inputs, Mapping):
-        return module(**inputs)
+        try:
+            return module(**inputs)
+        except TypeError as error:
+            if "keyword argument" in str(error) or "positional argument" in str(error):
+                error.add_note(f"{_KEYS}, got the keyword arguments {', '.join(map(str, inputs))}")
+            raise
     if isinstance(inputs, list):
         return module(*inputs)
     return module(inputs)
+
+
+_KEYS = (
+    "State.create's input_key says what the network is called with: the name of a member, a list of names for several "
+    "arguments, batch.WHOLE for all members as keyword arguments, batch.AS_ARGUMENT for forward(self, batch)"
+)

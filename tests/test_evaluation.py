@@ -1,5 +1,6 @@
 """Evaluation and prediction: right numbers, and training never touched."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -318,3 +319,32 @@ def test_a_step_needs_its_init_for_evaluation_too():
     step = compose(loop_events, [changing("surgery", Event.INIT, lambda s: s)])
     with pytest.raises(RuntimeError, match="surgery: not initialised"):
         evaluate(make_state(), uneven(), step=step)
+
+
+class Endless:
+    """Batches without an end."""
+
+    def __iter__(self):
+        return itertools.cycle([make_batch(0), make_batch(1), make_batch(2)])
+
+
+def test_data_without_an_end_are_bounded_by_a_number_of_batches():
+    state, found = make_state(), {"loss": pc.losses.cross_entropy}
+    some = pc.evaluate(state, [make_batch(0), make_batch(1)], found)
+    assert pc.evaluate(state, Endless(), found, num_batches=2) == some
+    evaluator = pc.Evaluator(Endless(), found, num_batches=2)
+    history = pc.observers.History()
+    end = pc.fit(
+        compose(loop_events), make_state(duration="2ep"), [make_batch()], evaluate=evaluator, observers=history
+    )
+    last = pc.evaluate(end, [make_batch(0), make_batch(1)], found)
+    assert history.records[-1]["eval/loss"] == pytest.approx(last["loss"])
+
+
+def test_data_without_an_end_are_refused_where_that_is_known(monkeypatch):
+    for data in (itertools.cycle([make_batch()]), itertools.repeat(make_batch())):
+        with pytest.raises(ValueError, match="has no end.*give num_batches"):
+            pc.Evaluator(data)
+    monkeypatch.setattr(pc.evaluation, "_MANY", 3)
+    with pytest.warns(UserWarning, match="has taken 3 batches from data of unknown length"):
+        pc.evaluate(make_state(), (make_batch() for _ in range(5)))

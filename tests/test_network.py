@@ -435,3 +435,29 @@ def test_an_autocast_around_the_pass_has_no_say(precision):
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(state.forward(x), expected)
         assert torch.is_autocast_enabled("cpu")
+
+
+class TakesBatch(nn.Module):
+    """A network with the whole batch for its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, batch):
+        return self.head(batch["x"] * batch["scale"])
+
+
+def test_a_network_may_take_the_whole_batch_as_one_argument():
+    torch.manual_seed(0)
+    net, batch = TakesBatch(), {"x": torch.randn(6, 4), "scale": torch.rand(6, 1), "y": torch.arange(6) % 3}
+    options = {"loss": pc.losses.cross_entropy, "optimizer": pc.optim.sgd(0.1), "target_key": "y"}
+    state = pc.State.create(net, input_key=pc.batch.AS_ARGUMENT, **options)
+    end = pc.compose(pc.loop_events, microbatches=2)(state, batch)
+    loss = pc.losses.cross_entropy(net(batch), batch["y"])
+    expected = net.head.weight - 0.1 * torch.autograd.grad(loss, net.head.weight)[0]
+    torch.testing.assert_close(end.params["head.weight"], expected.detach())
+    wrong = pc.State.create(net, input_key=pc.batch.WHOLE, **options)
+    with pytest.raises(TypeError) as error:
+        pc.compose(pc.loop_events)(wrong, batch)
+    assert any("batch.AS_ARGUMENT for forward(self, batch)" in note for note in error.value.__notes__)
