@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches
+from purecompose._checks import check_number
 from purecompose._device import as_scalar
 from purecompose.targets import Mixture, has_index_targets, num_examples, one_hot, per_row, wide_dtype
 
@@ -38,6 +39,7 @@ from purecompose.targets import Mixture, has_index_targets, num_examples, one_ho
 __all__ = [
     "BinaryCrossEntropy",
     "CrossEntropy",
+    "Dice",
     "MeanSquaredError",
     "Mixture",
     "ModelLoss",
@@ -45,6 +47,7 @@ __all__ = [
     "check_loss",
     "counts_terms",
     "cross_entropy",
+    "dice",
     "evaluate_loss",
     "has_index_targets",
     "model_loss",
@@ -172,6 +175,47 @@ class BinaryCrossEntropy:
             return F.binary_cross_entropy_with_logits(outputs, targets, reduction=reduction)
         losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
         return _reduce(losses.reshape(len(losses), -1).sum(1), reduction)
+
+
+@dataclass(frozen=True)
+class Dice:
+    """1 - the Dice coefficient of softmax probabilities p and targets t, for segmentation; a mean over examples.
+
+        1 - mean_c (2 sum p_c t_c + smooth) / (sum p_c + sum t_c + smooth)
+
+    The sums are over the positions of one example, so the loss of a batch is the mean of its examples', and does not
+    depend on how they are cut into batches. Called with outputs (N, C, ...), logits with classes in dim 1, and targets
+    as indices (N, ...) or dense (N, C, ...). Positions of index `ignore_index`, or of a dense row of zeros, are left
+    out.
+
+    Args:
+        smooth: Gives classes that neither p nor t has a coefficient of 1; above 0.
+        ignore_index: The index that stands for no class.
+
+    Raises:
+        TypeError, ValueError: as `has_index_targets` and `one_hot`; a `smooth` that is not above 0.
+
+    Example:
+        >>> round(dice(torch.zeros(1, 2, 4), torch.tensor([[0, 0, 1, 1]])).item(), 4)
+        0.4
+
+    References:
+        Fausto Milletari, Nassir Navab, Seyed-Ahmad Ahmadi: V-Net. 3DV 2016. https://arxiv.org/abs/1606.04797
+    """
+
+    smooth: float = 1.0
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        check_number(self.smooth, "losses.Dice: smooth", 0, above=True)
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        if has_index_targets(outputs, targets):
+            targets = one_hot(targets.where(targets != self.ignore_index, -1), outputs)
+        probabilities = outputs.to(wide_dtype(outputs)).softmax(1) * targets.any(dim=1, keepdim=True)
+        products, sums = (found.flatten(2).sum(2) for found in (probabilities * targets, probabilities + targets))
+        coefficients = (2 * products + self.smooth) / (sums + self.smooth)
+        return _reduce(1 - coefficients.mean(1), reduction)
 
 
 @dataclass(frozen=True)
@@ -310,6 +354,7 @@ def _is_causal_language_model(net: torch.nn.Module) -> bool:
 cross_entropy = CrossEntropy()
 mse = MeanSquaredError()
 binary_cross_entropy = BinaryCrossEntropy()
+dice = Dice()
 model_loss = ModelLoss()
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from purecompose._checks import check_whole
 from purecompose.losses import ModelLoss, check_loss, cross_entropy, evaluate_loss, num_terms, share_of_mean
 from purecompose.targets import Mixture, has_index_targets, num_examples
 
@@ -22,6 +23,7 @@ __all__ = [
     "Metric",
     "accuracy",
     "as_metric",
+    "dice",
     "from_function",
     "from_torchmetrics",
     "is_lower_better",
@@ -125,6 +127,46 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
 
 
 accuracy = top_k(1)
+
+
+def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
+    """The Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), a mean over the classes that occur.
+
+    Sizes are counted over all examples together. Outputs and targets as for `top_k`.
+
+    Args:
+        num_classes: C, the number of classes.
+        ignore_index: The index that stands for no class.
+
+    Raises:
+        TypeError, ValueError: No whole number from 1 on, at once; outputs of other classes, at the first update.
+
+    Example:
+        >>> metric, outputs = dice(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
+        >>> round(metric.compute(metric.update(metric.init(), outputs, torch.tensor([[1, 0, 0]]))).item(), 4)
+        0.6667
+    """
+    check_whole(num_classes, "metrics.dice: num_classes", 1)
+
+    def init(device: Device = None) -> tuple[Tensor, Tensor]:
+        empty = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        return empty, empty
+
+    def update(acc: tuple[Tensor, Tensor], outputs: Tensor, targets: Tensor | Mixture) -> tuple[Tensor, Tensor]:
+        if outputs.shape[1] != num_classes:
+            raise ValueError(f"metrics.dice: expected {num_classes} classes in dim 1, got {tuple(outputs.shape)}")
+        classes, counted = _classes(outputs, targets, ignore_index)
+        numbers = torch.arange(num_classes, device=outputs.device)
+        found = (outputs.argmax(dim=1)[..., None] == numbers) & counted[..., None]
+        wanted = (classes[..., None] == numbers) & counted[..., None]
+        both, either = (part.flatten(0, -2).sum(0) for part in (found & wanted, found.long() + wanted.long()))
+        return acc[0] + both, acc[1] + either
+
+    def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
+        both, either = acc
+        return (2 * both / either).nanmean()  # a class that nobody has is 0 / 0
+
+    return Metric(init, update, compute)
 
 
 def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
