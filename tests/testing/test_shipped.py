@@ -21,7 +21,7 @@ EXAMPLES = [(row, source) for row in SHIPPED.values() for source in row.examples
 # What comes of a task that an algorithm does not accept; methods on images all say the same.
 NO_MIXING = (TypeError, r"the inputs are int64\[4, 5\], as token ids are")
 REFUSALS = {("mixup", "tokens"): NO_MIXING, ("mixup", "bf16_tokens"): NO_MIXING}
-NO_SEQUENCES = (TypeError, r"expected sequences, token ids as integers .* got float32\[4, ")
+NO_SEQUENCES = (TypeError, r"expected sequences, token ids as integers .* got (float32|float64|bfloat16)\[4, ")
 REFUSALS |= {("seq_length_warmup", name): NO_SEQUENCES for name in TASKS if not name.endswith("tokens")}
 REFUSALS |= {
     ("per_example_clipping", name): (ValueError, r"statistics of the whole batch: 1 \(BatchNorm2d\)")
@@ -29,7 +29,7 @@ REFUSALS |= {
     if name.endswith("images")
 }
 NO_LAYERS = (UserWarning, r"(\w+ changed nothing|\w+ has no effect): it looked for |under precision='fp32'")
-NO_IMAGES = (TypeError, r"expected images, one tensor \(N, C, H, W\), got (float32|int64)\[4, ")
+NO_IMAGES = (TypeError, r"expected images, one tensor \(N, C, H, W\), got (float32|float64|bfloat16|int64)\[4, ")
 
 
 def loss_after_a_step(algorithm, case):
@@ -90,7 +90,9 @@ def test_valid_settings_build_print_and_run(row, data):
     if not collect(dict(algorithm.config), (Hparam, Product, Schedule)):  # pyright: ignore[reportArgumentType]
         # What is made of literals alone prints as what makes it again.
         assert dict(Subject.of(repr(algorithm)).algorithm.config) == dict(algorithm.config)
-    assert torch.isfinite(loss_after_a_step(algorithm, data.draw(cases([task], algorithm))))
+    # A single row that is cut to its first position may have nothing but an ignored label: a mean over nothing.
+    case = data.draw(cases([task], algorithm).filter(lambda case: case.batch_size > 1))
+    assert torch.isfinite(loss_after_a_step(algorithm, case))
 
 
 @pytest.mark.parametrize("row", SHIPPED.values(), ids=SHIPPED)

@@ -23,6 +23,14 @@ ROW = Row(
     "mixup",
     examples=("mixup(0.2)", "mixup(0.3, interpolate_loss=True, per_example=True)"),
     neutral="mixup(0)",
-    tasks=("vectors", "soft", "images", "frozen"),  # not tokens: ids cannot be mixed
+    tasks=(
+        "vectors",
+        "soft",
+        "images",
+        "frozen",
+        "zero_head",
+        "double",
+        "bf16_weights",
+    ),  # not tokens: ids cannot be mixed
     settings=settings,
 )

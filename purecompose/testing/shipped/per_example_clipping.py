@@ -27,6 +27,14 @@ ROW = Row(
     "per_example_clipping",
     examples=("per_example_clipping(0.5)", "per_example_clipping(0.5, 0.3, chunk_size=2)"),
     neutral="per_example_clipping(1e999)",
-    tasks=("vectors", "soft", "tokens", "frozen"),  # not images: BatchNorm mixes their examples
+    tasks=(
+        "vectors",
+        "soft",
+        "tokens",
+        "frozen",
+        "zero_head",
+        "double",
+        "bf16_weights",
+    ),  # not images: BatchNorm mixes their examples
     settings=settings,
 )
