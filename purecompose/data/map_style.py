@@ -9,6 +9,7 @@ it.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
@@ -110,6 +111,7 @@ def loader(
     prefetch_factor: int | None = None,
     persistent_workers: bool | None = None,
     multiprocessing_context: Any = None,
+    timeout: float = 0.0,
 ) -> Loader:
     """Makes batches of a map-style data set: a torch `Dataset`, a list, a Hugging Face `datasets.Dataset`.
 
@@ -132,6 +134,8 @@ def loader(
         prefetch_factor: Batches that each worker reads ahead; None for 2.
         persistent_workers: Keep workers between epochs; None for yes, where there are any.
         multiprocessing_context: How workers are started, such as "spawn"; None for the system's way.
+        timeout: Seconds that a batch of the workers is waited for before a `TimeoutError` names the worker that did not
+            answer; 0 for no limit.
 
     Raises:
         TypeError: A data set of another kind, a transform or collate that cannot be called in this way, an argument
@@ -162,7 +166,7 @@ def loader(
         raise TypeError(f"loader: expected collate to be a function of a list of samples, got {shown(collate)}")
     if check_flag(seed_globals, "loader: seed_globals"):
         load_numpy()
-    options = _worker_options(workers, prefetch_factor, persistent_workers, multiprocessing_context)
+    options = _worker_options(workers, prefetch_factor, persistent_workers, multiprocessing_context, timeout)
     samples = Samples(dataset, transform, rng, collate, seed_globals)
     reader = Reader(samples, num_workers=workers, pin_memory=check_flag(pin_memory, "loader: pin_memory"), **options)
     return Loader(samples, reader, batch_size, check_flag(shuffle, "loader: shuffle"), drop_last)
@@ -213,19 +217,22 @@ def _check_transform(transform: Any, rng: Any) -> None:
 
 
 def _worker_options(
-    workers: int, prefetch_factor: int | None, persistent_workers: bool | None, context: Any
+    workers: int, prefetch_factor: int | None, persistent_workers: bool | None, context: Any, timeout: float
 ) -> dict[str, Any]:
     if prefetch_factor is not None:
         check_whole(prefetch_factor, "loader: prefetch_factor", 1)
     if persistent_workers is not None:
         check_flag(persistent_workers, "loader: persistent_workers")
-    if workers == 0 and (prefetch_factor is not None or persistent_workers or context is not None):
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
+        raise ValueError(f"loader: timeout: expected a number of seconds, or 0 for no limit, got {shown(timeout)}")
+    if workers == 0 and (prefetch_factor is not None or persistent_workers or context is not None or timeout):
         raise ValueError(
-            "loader: prefetch_factor, persistent_workers and multiprocessing_context are about workers, and there are "
-            "none: workers=0 (int); give workers=2 or more, or leave them out"
+            "loader: prefetch_factor, persistent_workers, multiprocessing_context and timeout are about workers, and "
+            "there are none: workers=0 (int); give workers=2 or more, or leave them out"
         )
     return {
         "prefetch_factor": prefetch_factor,
         "persistent_workers": workers > 0 if persistent_workers is None else persistent_workers,
         "multiprocessing_context": context,
+        "timeout": timeout,
     }

@@ -6,6 +6,7 @@ all that the batch depends on, so it does not matter which process reads it, or 
 
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
@@ -63,7 +64,7 @@ class Reader:
         batches, is_sound = None, False
         try:
             batches = iter(loader)
-            yield from batches
+            yield from _answered(batches, loader.timeout)
             is_sound = True
         except GeneratorExit:
             is_sound = True
@@ -100,6 +101,40 @@ def _close(idle: "list[DataLoader[Any]]", process: int) -> None:
 def _close_generator(requests: Iterator[Any]) -> None:
     if isinstance(requests, Generator):
         requests.close()
+
+
+def _answered(batches: Iterator[Any], timeout: float) -> Generator[Any, None, None]:
+    """Yield what a `DataLoader` reads; where its timeout is over, the error names the worker that did not answer.
+
+    Raises:
+        TimeoutError: No batch has come for `timeout` seconds.
+    """
+    started = time.monotonic()
+    while True:
+        try:
+            batch = next(batches, _END)
+        except RuntimeError as error:
+            if not timeout or time.monotonic() - started < timeout or not hasattr(batches, "_workers"):
+                raise
+            raise TimeoutError(
+                f"{_late_worker(batches)} has not answered for {timeout:g} s (timeout={timeout:g}); it may hang in "
+                "reading a file or in a transform, or a batch takes longer: raise timeout then"
+            ) from error
+        if batch is _END:
+            return
+        yield batch
+        started = time.monotonic()
+
+
+def _late_worker(batches: Any) -> str:
+    """Name the worker whose batch is the next one, as far as torch's iterator tells."""
+    info = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None))
+    if not info:
+        return "a worker of the loader"
+    return f"worker {info[0]} of the loader (process {batches._workers[info[0]].pid})"
+
+
+_END = object()
 
 
 def _shut_down(batches: Any) -> None:

@@ -51,7 +51,7 @@ class JsonLines:
         yield 0, {}
         for number, end, line in _whole_lines(file):
             with _line_told(name, number, line):
-                record = _from_json(json.loads(line))
+                record = _checked(_from_json(json.loads(line)))
             yield end, record
 
     @staticmethod
@@ -81,7 +81,7 @@ class Csv:
         for number, end, line in lines:
             with _line_told(name, number, line):
                 cells = zip(columns, _cells(line), strict=True)
-                record = {column: _from_cell(cell) for column, cell in cells if cell}
+                record = _checked({column: _from_cell(cell) for column, cell in cells if cell})
             yield end, record
 
     @staticmethod
@@ -120,7 +120,7 @@ def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
 def _line_told(name: str, number: int, line: bytes) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         text = line[:60].decode("utf-8", "replace").rstrip()
         raise ValueError(
             f"{name}, line {number}: expected a record of a run, got {text!r} ({error}); "
@@ -165,6 +165,21 @@ def _widen(path: Path, header: str, num_new: int, rows: str) -> None:
         raise
 
 
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record, or raise where it is not one that `Records` writes."""
+    for name in ("batch", "epoch"):
+        if type(record.get(name)) is not int or record[name] < 0:
+            raise ValueError(f"{name}: expected a whole number, got {shown(record.get(name))}")
+    for name, value in record.items():
+        if not _is_number(value) and not (isinstance(value, list) and all(map(_is_number, value)) and value):
+            raise ValueError(f"{name}: expected a number, or a list of numbers for a population, got {shown(value)}")
+    return record
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
 def _to_json(record: dict[str, Any]) -> dict[str, Any]:
     named = {name: word for name, value in record.items() if (word := _word(value))}
     if not named:
@@ -173,8 +188,8 @@ def _to_json(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(record: Any) -> dict[str, Any]:
-    if not isinstance(record, dict) or not isinstance(record.get("batch"), int):
-        raise ValueError("no object with a whole number called batch")
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, got {shown(record)}")
     for name, words in record.pop(_NOT_FINITE, {}).items():
         record[name] = _filled(record[name], words)
     return record

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from purecompose._files import opened
 from purecompose.observers.formats import FORMATS, Format
 from purecompose.observers.recorder import Monitor, Recorder
 from purecompose.time import TimeLike
@@ -77,7 +78,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     path = Path(path)
     form = _format_of(path, "read_records")
-    with path.open("rb") as file:
+    with opened(path) as file:
         return [record for _, record in form.scan(file, str(path)) if record]
 
 

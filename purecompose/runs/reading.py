@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from purecompose._files import is_nested_deeper, read_whole
 from purecompose.observers import read_records
 from purecompose.runs.layout import CHECKPOINTS, COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
 from purecompose.runs.starts import Start
@@ -64,6 +65,8 @@ class RunRecords:
         return {name: value for name, value in found.items() if name not in ("batch", "epoch", "lr")}
 
 
+_MOST_BYTES, _MOST_NESTED = 2**26, 64
+"""The largest settings, plan, history, ... that are read, and how deep they may be nested."""
 _NO_METRICS = ("time/", "speed/", "memory/", "lr/")
 
 
@@ -124,9 +127,11 @@ def read_json(file: Path) -> dict[str, Any]:
         ValueError: It holds something else.
     """
     try:
-        content = json.loads(file.read_bytes().decode("utf-8"))
-    except ValueError as error:
+        content = json.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    if is_nested_deeper(content, _MOST_NESTED):
+        raise ValueError(f"{file} is damaged: it is nested more than {_MOST_NESTED} levels deep")
     if not isinstance(content, dict):
         raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
     return {name: _numbers(value) for name, value in content.items()}
@@ -143,13 +148,13 @@ def _numbers(value: Any) -> Any:
 
 def _config(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_bytes().decode("utf-8"))
-    except ValueError as error:
+        return tomllib.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no TOML: {error}") from error
 
 
 def _text(file: Path) -> str:
-    return file.read_text("utf-8", "replace") if file.exists() else ""
+    return read_whole(file, _MOST_BYTES).decode("utf-8", "replace") if file.exists() else ""
 
 
 def _checkpoints(folder: Path) -> tuple[Kept, ...]:

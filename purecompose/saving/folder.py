@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from purecompose._files import opened, read_whole
 from purecompose.saving.errors import CheckpointError, DamagedError
 from purecompose.saving.index import Index, from_json, to_json
 from purecompose.saving.process import is_alive, token
@@ -47,6 +48,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of them in a run's folder."""
 
 _INDEX, _TENSORS = "index.json", "state.safetensors"
+_MOST_INDEX = 2**26
+"""The largest index that is read, in bytes; a tensor takes some 100."""
 _WRITING, _OLD = ".writing", ".old"
 
 
@@ -151,7 +154,7 @@ def read_index(path: Path) -> Index:
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
-        text = (path / _INDEX).read_bytes()
+        text = read_whole(path / _INDEX, _MOST_INDEX)
     except OSError as error:
         if found := all_in(path)[0] or all_in(path / CHECKPOINTS)[0]:
             num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
@@ -187,15 +190,16 @@ def check_tensors(path: Path, index: Index) -> None:
     Raises:
         DamagedError: The file is missing, cut off or changed.
     """
-    file = path / _TENSORS
+    file, told = path / _TENSORS, index.files.get(_TENSORS, {})
     try:
-        found = digest(file)
+        with opened(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != told.get("bytes"):  # before anything is read
+                raise DamagedError(f"{file} has {size} bytes, its index says {told.get('bytes')}: it is not whole")
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise DamagedError(f"{path} is no whole checkpoint: {_TENSORS} cannot be read ({_reason(error)})") from error
-    told = index.files.get(_TENSORS, {})
-    if found["bytes"] != told.get("bytes"):
-        raise DamagedError(f"{file} has {found['bytes']} bytes, its index says {told.get('bytes')}: it is not whole")
-    if found != told:
+    if found != told.get("sha256"):
         raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from purecompose._files import is_nested_deeper
 from purecompose.saving.errors import CheckpointError, DamagedError
 from purecompose.time import RunLength, Time, Timestamp
 
@@ -18,6 +19,7 @@ from purecompose.time import RunLength, Time, Timestamp
 __all__ = ["FORMAT", "VERSION", "Index", "from_json", "time_from_plain", "time_to_plain", "to_json"]
 
 FORMAT, VERSION = "purecompose checkpoint", 1
+_MOST_NESTED = 64
 _COUNTERS = tuple(field.name for field in dataclasses.fields(Timestamp) if field.name != "run")
 
 
@@ -65,6 +67,8 @@ def from_json(text: bytes) -> Index:
         content = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"its index is no JSON: {error}") from error
+    if is_nested_deeper(content, _MOST_NESTED):
+        raise DamagedError(f"its index is nested more than {_MOST_NESTED} levels deep, which no index is")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedError("its index is somebody else's: it does not say that it is a checkpoint of purecompose")
     if isinstance(content.get("version"), int) and content["version"] > VERSION:

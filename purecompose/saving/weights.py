@@ -90,15 +90,21 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
 def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
     """The tensors of a file, and the description of their network if it has one."""
     package = library()
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(f"there is no file {file}")
+    if not file.is_file():  # a pipe would wait for its writer
+        raise DamagedError(f"{file} cannot be read as safetensors: not a regular file")
     try:
         found: dict[str, Tensor] = package.torch.load_file(file)
         with package.safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
-        return found, json.loads(metadata[_MODEL]) if _MODEL in metadata else None
+        model = json.loads(metadata[_MODEL]) if _MODEL in metadata else None
     except (package.SafetensorError, ValueError, RuntimeError) as error:
         raise DamagedError(f"{file} cannot be read as safetensors: {error}") from error
+    is_lines = isinstance(model, list) and all(isinstance(line, str) for line in model)
+    if model is not None and not is_lines:
+        raise DamagedError(f"{file}: the entry {_MODEL} of its metadata does not describe a model")
+    return found, model
 
 
 def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> Path:

@@ -6,6 +6,7 @@ import os
 import random
 import time
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -466,3 +467,22 @@ def test_samples_that_do_not_fit_together_are_shown(samples, message, workers):
 def test_errors_in_the_users_collate_say_where():
     with pytest.raises(ZeroDivisionError, match=r"samples \[0, 1\], collating"):
         list(loader([1, 2], 2, collate=lambda samples: 1 // 0))
+
+
+def stop_at_three(sample: int, rng: Any) -> int:
+    if sample == 3:
+        time.sleep(60)
+    return sample
+
+
+def test_a_worker_that_does_not_answer_is_named() -> None:
+    found = iter(loader(range(6), 1, workers=2, transform=stop_at_three, timeout=1.0))
+    assert [next(found).item() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(TimeoutError, match=r"worker 1 of the loader \(process \d+\) has not answered for 1 s"):
+        next(found)
+
+
+@pytest.mark.parametrize("options", [{"timeout": 5.0}, {"workers": 1, "timeout": -1}, {"workers": 1, "timeout": True}])
+def test_a_timeout_is_a_number_of_seconds_and_for_workers(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        loader(range(6), 1, **options)

@@ -141,7 +141,7 @@ def test_json_is_strict_and_tells_what_is_not_finite(tmp_path: Path) -> None:
 
 numbers = st.integers(-(2**63), 2**63) | st.floats() | st.booleans()
 names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\x00"), min_size=1).filter(
-    lambda name: name not in ("batch", "not_finite")
+    lambda name: name not in ("batch", "epoch", "not_finite")
 )
 values = st.dictionaries(names, numbers | st.lists(numbers, min_size=1, max_size=3), max_size=4)
 
@@ -153,7 +153,7 @@ def test_any_records_come_back(
 ) -> None:
     """Whatever the numbers and the names, in however many groups."""
     path = tmp_path_factory.mktemp("records") / f"run{suffix}"
-    records = [{"batch": batch, **record} for batch, record in enumerate(records)]
+    records = [{"batch": batch, "epoch": 0, **record} for batch, record in enumerate(records)]
     places = sorted({0, *cuts, len(records)})
     for start, end in zip(places, places[1:], strict=False):
         if records[start:end]:
@@ -273,6 +273,27 @@ def test_a_file_that_holds_no_records_is_not_touched(tmp_path: Path, suffix: str
     with pytest.raises(ValueError, match="line 1"):
         read_records(path)
     assert path.read_text() == "milk\nbread\n"
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ('{"batch": 2, "loss": 1.0}', "epoch: expected a whole number, got None"),
+        ('{"batch": true, "epoch": 0}', "batch: expected a whole number, got True"),
+        ('{"batch": 2, "epoch": 0, "loss": [[1.0]]}', "loss: expected a number, or a list of numbers"),
+        ('{"batch": 2, "epoch": 0, "loss": "low"}', "loss: expected a number"),
+        ('{"batch": 2, "epoch": 0, "loss": null}', "loss: expected a number"),
+        ('{"batch": 2, "epoch": 0, "not_finite": 3}', "no attribute 'items'"),
+        ('{"level": "INFO", "message": "started"}', "batch: expected a whole number, got None"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, expected: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(f'{{"batch": 1, "epoch": 0, "loss": NaN}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"run.jsonl, line 2: expected a record of a run") as caught:
+        read_records(path)
+    assert expected in str(caught.value)
 
 
 def test_the_suffix_says_which_form(tmp_path: Path) -> None:
