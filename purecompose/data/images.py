@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ _NPZ_KEYS = (
 )
 _IDX_STEMS = ("train-images", "train-labels", "t10k-images", "t10k-labels")
 _IDX_UINT8 = 0x08
+_PIECE = 2**20
 
 
 class ImageData(NamedTuple):
@@ -188,35 +189,45 @@ def _find_idx(folder: Path, stem: str, num_axes: int) -> Path:
 
 def _read_idx(path: Path, num_axes: int) -> Tensor:
     """Reads one IDX file: two zero bytes, a type, the number of axes, big-endian sizes, then the values."""
-    content = _read_bytes(path)
-    header_length = 4 + 4 * num_axes
-    if len(content) < header_length:
-        raise ValueError(f"data.load: {path} ends within its header: {len(content)} of {header_length} bytes")
-    magic, *shape = struct.unpack(f">{1 + num_axes}I", content[:header_length])
+    try:
+        with cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
+            shape = _read_idx_header(path, file, num_axes)
+            # One byte more than the header promises: a small file may unpack to any size.
+            values = _read_at_most(file, math.prod(shape) + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"data.load: {path} cannot be unpacked: {error}") from error
+    if len(values) != math.prod(shape):
+        found = len(values) if len(values) < math.prod(shape) else "more"
+        raise ValueError(
+            f"data.load: {path} promises {' x '.join(map(str, shape))} = {math.prod(shape)} values and holds {found}; "
+            "the file is cut off or damaged"
+        )
+    if not values:
+        raise ValueError(f"data.load: {path} holds no examples: its sizes are {' x '.join(map(str, shape))}")
+    return torch.frombuffer(values, dtype=torch.uint8).reshape(shape)
+
+
+def _read_idx_header(path: Path, file: IO[bytes], num_axes: int) -> list[int]:
+    """Reads the sizes of the axes."""
+    header = file.read(4 + 4 * num_axes)
+    if len(header) < 4 + 4 * num_axes:
+        raise ValueError(f"data.load: {path} ends within its header: {len(header)} of {4 + 4 * num_axes} bytes")
+    magic, *shape = struct.unpack(f">{1 + num_axes}I", header)
     expected = (_IDX_UINT8 << 8) + num_axes
     if magic != expected:
         raise ValueError(
             f"data.load: {path} starts with the magic number {magic}, expected {expected} "
             f"(unsigned bytes, {num_axes} axes)"
         )
-    if len(content) - header_length != math.prod(shape):
-        raise ValueError(
-            f"data.load: {path} promises {' x '.join(map(str, shape))} = {math.prod(shape)} values and holds "
-            f"{len(content) - header_length}; the file is cut off or damaged"
-        )
-    if not math.prod(shape):
-        raise ValueError(f"data.load: {path} holds no examples: its sizes are {' x '.join(map(str, shape))}")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=header_length).reshape(shape)
+    return shape
 
 
-def _read_bytes(path: Path) -> bytearray:
-    # A bytearray, because torch warns about memory that it may not write to.
-    if path.suffix != ".gz":
-        return bytearray(path.read_bytes())
-    try:
-        return bytearray(gzip.decompress(path.read_bytes()))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"data.load: {path} cannot be unpacked: {error}") from error
+def _read_at_most(file: IO[bytes], num_bytes: int) -> bytearray:
+    """Reads so many bytes or all there are, piece by piece: a damaged header may promise more than any memory has."""
+    found = bytearray()  # which torch, unlike bytes, takes without a warning
+    while len(found) < num_bytes and (piece := file.read(min(_PIECE, num_bytes - len(found)))):
+        found += piece
+    return found
 
 
 def _image_data(

@@ -3,6 +3,7 @@
 import gzip
 import struct
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,30 @@ def test_unknown_name_lists_what_is_known(tmp_path):
         load(tmp_path / "a.csv")
 
 
+def test_a_file_that_unpacks_to_more_than_it_promises_is_not_unpacked_whole(tmp_path):
+    """4 GB of zeros in 4 MB: unpacked whole, it would take seconds and all that memory."""
+    write_idx(tmp_path)
+    path = tmp_path / "train-images-idx3-ubyte"
+    header = path.read_bytes()[:16]
+    path.unlink()
+    block = gzip.compress(bytes(2**24))
+    path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(header) + 256 * block)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"promises 7 x 5 x 4 = 140 values and holds more"):
+            load(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda content: content[:9], r"ends within its header: 9 of 16 bytes"),
         (lambda content: struct.pack(">I", 2049) + content[4:], r"magic number 2049, expected 2051"),
         (lambda content: content[:-1], r"promises 7 x 5 x 4 = 140 values and holds 139"),
-        (lambda content: content + b"\0", r"holds 141"),
+        (lambda content: content + b"\0", r"holds more"),
         (lambda content: struct.pack(">4I", 2051, 0, 5, 4), r"no examples: its sizes are 0 x 5 x 4"),
     ],
 )
