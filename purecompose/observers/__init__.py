@@ -7,7 +7,7 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
 
 from purecompose.observers.adapters import MLflow, TensorBoard, WandB
 from purecompose.observers.history import History
-from purecompose.observers.monitors import learning_rate, memory, speed
+from purecompose.observers.monitors import learning_rate, memory, moments, speed
 from purecompose.observers.nans import NaNs
 from purecompose.observers.profile import Profile
 from purecompose.observers.progress import Progress
@@ -31,6 +31,7 @@ __all__ = [
     "WandB",
     "learning_rate",
     "memory",
+    "moments",
     "read_records",
     "speed",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._checks import check_whole, is_number, shown
 from purecompose.event import Event
 from purecompose.observers.due import batch_before
@@ -25,7 +26,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
-__all__ = ["learning_rate", "memory", "speed"]
+__all__ = ["learning_rate", "memory", "moments", "speed"]
 
 
 def learning_rate(*names: str) -> Monitor:
@@ -69,6 +70,32 @@ def memory() -> Monitor:
         True
     """
     return _memory
+
+
+def moments() -> Monitor:
+    """The norms of what the optimizer remembers, for each parameter: `moments/exp_avg/0.weight` and so on.
+
+    Only floating tensors are reported; a population has a value for each member. Records should not be frequent: every
+    tensor of the optimizer's state is read.
+
+    Example:
+        >>> from purecompose import losses, optim
+        >>> optimizer = optim.sgd(0.1, momentum=0.9)
+        >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optimizer)
+        >>> list(moments()(state))
+        ['moments/momentum/weight', 'moments/momentum/bias']
+    """
+    return _moments
+
+
+def _moments(state: State) -> dict[str, Tensor]:
+    first = state.key.ndim - 1  # the members of a population come first
+    found = {}
+    for path, leaf in tree.leaves_with_paths(state.opt_state).items():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            name = path.removeprefix("['").removesuffix("']").replace("']['", "/")
+            found[f"moments/{name}"] = leaf.reshape(*leaf.shape[:first], -1).float().norm(dim=-1)
+    return found
 
 
 def speed(window: int = 100) -> Monitor:

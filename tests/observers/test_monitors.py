@@ -7,8 +7,8 @@ import pytest
 import torch
 from observer_helpers import at, count_reads, make_batches, make_population, make_state
 
-from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule, stack_states
-from purecompose.observers import Recorder, learning_rate, memory, speed, stopwatch
+from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule, stack_states, tree
+from purecompose.observers import Recorder, learning_rate, memory, moments, speed, stopwatch
 
 
 class Kept(list[dict[str, Any]]):
@@ -147,3 +147,15 @@ def test_arguments_are_checked() -> None:
         learning_rate(0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="speed: window"):
         speed(0)
+
+
+def test_moments_are_the_norms_of_the_optimizers_memory() -> None:
+    state = make_state("1ba", optim.adam(0.1))
+    end = fit(compose(loop_events), state, make_batches())
+    found = moments()(end)
+    for slot in ("exp_avg", "exp_avg_sq"):
+        for name, memory_of in end.opt_state[slot].items():
+            torch.testing.assert_close(found[f"moments/{slot}/{name}"], memory_of.norm())
+    both = moments()(stack_states([end, end.replace(opt_state=tree.map(torch.zeros_like, end.opt_state))]))
+    for name, norms in both.items():
+        torch.testing.assert_close(norms, torch.stack([found[name], torch.zeros(())]))
