@@ -166,7 +166,7 @@ def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_fit_a_signal_between_two_batches_is_noted_as_well(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="1ep")
-    states = _training(step(), start(), BATCHES, None, (), (), (), settings, None, None, is_held=True)
+    states = _training(step(), start(), BATCHES, None, (), (), (), (), settings, None, None, is_held=True)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         for state in states:  # as fit iterates
             if state.timestamp.batch == 2:

@@ -62,7 +62,7 @@ def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Ten
     counted = labels != loss_fn.ignore_index
     if not is_whole:
         if own.shape == _labels(loss_fn, batch).shape != labels.shape:
-            own = own[..., : -loss_fn.shift]  # one for each input; those of the last ones have no label
+            own = own[..., : labels.shape[-1]]  # one for each input; those of the last ones have no label
         if own.shape != labels.shape:
             return own.flatten(1).mean(1)
         return _row_means(own, counted)
