@@ -16,7 +16,7 @@ from purecompose.data.prefetch import prefetch
 from purecompose.event import Event
 from purecompose.intervals import checked_interval
 from purecompose.loop import eval_events, predict_events
-from purecompose.metrics import Metric, as_metric, mean_loss, read_by
+from purecompose.metrics import Metric, as_metric, mean_loss, of_model, read_by
 from purecompose.state import State, check_single
 from purecompose.time import Time
 
@@ -84,8 +84,9 @@ def evaluate(
         state: The state; evaluation starts from it and throws its own copy away.
         data: Batches of the form that training uses.
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
-            With `losses.model_loss`, a batch without a target reaches them whole in the target's place; the
-            mean of such a loss itself always has the whole batch, in which it counts the labels.
+            With `losses.model_loss`, those of the library that take logits (accuracy, perplexity, ...) get the
+            outputs' `logits` and the batch's labels; a function gets the outputs and, where the batch has no target
+            at the state's `target_key`, the whole batch in its place.
         step: The training step, if its algorithms are to act at evaluation's events (averaged weights do). For
             stacked states their `population`, whose metrics may not read values in Python.
         num_batches: How many batches to take at most; by default all. Data without an end need it.
@@ -123,7 +124,9 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         ValueError: There is no batch.
         KeyError: A batch has no target at the state's `target_key`.
     """
-    metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(state.context.loss)}
+    loss_fn = state.context.loss
+    metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(loss_fn)}
+    metrics = {name: of_model(metric, loss_fn) for name, metric in metrics.items()}
     with torch.no_grad():
         current = _tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         totals = {name: _initial(metric, state) for name, metric in metrics.items()}

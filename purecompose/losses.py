@@ -267,7 +267,7 @@ class ModelLoss:
 
     def __call__(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
         del targets
-        loss = outputs.get(self.key) if isinstance(outputs, Mapping) else getattr(outputs, self.key, None)
+        loss = _member(outputs, self.key)
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"expected outputs that carry the model's loss as {self.key!r}, got "
@@ -297,13 +297,37 @@ class ModelLoss:
             KeyError, TypeError: The batch has no member of the name that was given, or one that is not a tensor.
         """
         if self.labels is None:
-            labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+            labels = _member(batch, "labels")
             is_index = isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point()
             return labels if is_index else None
         labels = batches.get(batch, self.labels)
         if not isinstance(labels, Tensor):
             raise TypeError(f"{self!r}: expected a tensor of labels in the batch, got {type(labels).__name__}")
         return labels
+
+    def logits_and_labels(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        """The outputs' "logits", (N, C, ...), and the labels that belong to them, (N, ...), for losses and metrics.
+
+        Args:
+            outputs: What the model returned, with logits (N, ..., C).
+            batch: The batch, or the labels themselves.
+
+        Raises:
+            TypeError: There are no logits or no labels.
+        """
+        logits = _member(outputs, "logits")
+        labels = batch if isinstance(batch, Tensor) else self.labels_of(batch)
+        if not isinstance(logits, Tensor) or labels is None:
+            missing = "'logits' among the outputs" if labels is not None else "labels in the batch"
+            raise TypeError(
+                f"expected {missing} of a model that computes its own loss, got outputs {type(outputs).__name__} and a "
+                f"batch {type(batch).__name__}; name the labels by losses.ModelLoss(labels=...), or use a function of "
+                "(outputs, batch) for the metric"
+            )
+        if labels.ndim < 2:
+            return logits, labels
+        shift = self.shift or 0
+        return logits[..., : labels.shape[-1] - shift, :].movedim(-1, 1), labels[..., shift:]
 
     def check(self, outputs: Any, batch: Any, *, reads_values: bool = True) -> None:
         """Raise where the labels that `num_terms` counts are not those that the model's loss is the mean over.
@@ -319,7 +343,7 @@ class ModelLoss:
             ValueError: The loss leaves out another number of labels at the start.
         """
         labels, loss = self.labels_of(batch), self(outputs, None)
-        logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+        logits = _member(outputs, "logits")
         if not reads_values or labels is None or labels.ndim < 2 or loss.ndim or not isinstance(logits, Tensor):
             return
         if logits.shape[:-1] != labels.shape or self.shift not in (None, 0, 1):
@@ -332,6 +356,10 @@ class ModelLoss:
                 f"{self!r}: the model's loss is the mean over the labels without the first {1 - own}, so microbatches "
                 f"would be weighted wrongly: write losses.ModelLoss(shift={1 - own})"
             )
+
+
+def _member(outputs: Any, key: str) -> Any:
+    return outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
 
 
 def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_index: int) -> Tensor:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from purecompose._checks import check_whole
-from purecompose.losses import ModelLoss, check_loss, cross_entropy, evaluate_loss, num_terms, share_of_mean
+from purecompose.losses import (
+    CrossEntropy,
+    ModelLoss,
+    check_loss,
+    cross_entropy,
+    evaluate_loss,
+    num_terms,
+    share_of_mean,
+)
 from purecompose.targets import Mixture, has_index_targets, num_examples
 
 
@@ -28,6 +36,7 @@ __all__ = [
     "from_torchmetrics",
     "is_lower_better",
     "mean_loss",
+    "of_model",
     "perplexity",
     "read_by",
     "top_k",
@@ -69,6 +78,9 @@ class Metric(NamedTuple):
     compute: ComputeFn
     reads_batch: bool = False
     """Whether `update` takes the whole batch in the targets' place, as a model's own loss does."""
+    takes_logits: bool = False
+    """Whether `update` takes logits (N, C, ...) and class indices, so that it can be given those of a model with a loss
+    of its own; see `of_model`."""
 
 
 class Mean(NamedTuple):
@@ -123,7 +135,7 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
             hits = (outputs.topk(k, dim=1).indices == classes.unsqueeze(1)).any(dim=1)
         return Mean(acc.total + (hits & counted).sum(), acc.number + counted.sum())
 
-    return Metric(init, update, Mean.value)
+    return Metric(init, update, Mean.value, takes_logits=True)
 
 
 accuracy = top_k(1)
@@ -166,7 +178,7 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
         both, either = acc
         return (2 * both / either).nanmean()  # a class that nobody has is 0 / 0
 
-    return Metric(init, update, compute)
+    return Metric(init, update, compute, takes_logits=True)
 
 
 def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
@@ -192,7 +204,8 @@ def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
         return Mean(acc.total + share_of_mean(loss, terms, 1), acc.number + terms)
 
     # A model's own loss does not read targets, but counts its labels in the batch.
-    return Metric(_init_mean, update, Mean.value, reads_batch=isinstance(loss_fn, ModelLoss))
+    reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
+    return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
@@ -316,6 +329,29 @@ def from_torchmetrics(metric: Any) -> Metric:
         return worker.compute()
 
     return Metric(init, update, compute)
+
+
+def of_model(metric: Metric, loss_fn: Any) -> Metric:
+    """The metric for outputs with a loss of their own: of these the `logits`, beside the labels that the loss names.
+
+    Args:
+        metric: A metric; one that does not take logits stays as it is.
+        loss_fn: The state's loss; only for a `ModelLoss` something changes.
+
+    Example:
+        >>> metric, batch = of_model(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
+        >>> outputs = {"logits": torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]])}
+        >>> metric.compute(metric.update(metric.init(), outputs, batch)).item()
+        0.5
+    """
+    if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
+        return metric
+
+    def update(acc: Any, outputs: Any, given: Any) -> Any:
+        pair = (outputs, given) if isinstance(outputs, Tensor) else loss_fn.logits_and_labels(outputs, given)
+        return metric.update(acc, *pair)
+
+    return metric._replace(update=update)
 
 
 def read_by(metric: Metric, state: Any) -> Any:

@@ -161,3 +161,24 @@ def test_traced_is_eager(make_net):
 @pytest.mark.parametrize("make_net", [gpt2, bert])
 def test_compiled_is_eager(make_net):
     assert_compiled_is_eager(make_net, "inductor")
+
+
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_built_in_metrics_read_logits_and_labels(make_net):
+    net, batch = make_net(), batch_for(make_net)
+    step = pc.compose(pc.loop_events, [pc.algorithms.training_metrics()], microbatches=2)
+    state = step.init(make_state(make_net))
+    metrics = {"accuracy": pc.metrics.accuracy, "perplexity": pc.metrics.perplexity()}
+    found = pc.evaluate(state, [batch], metrics)
+    with torch.no_grad():
+        outputs = net.eval()(**batch)
+    logits, labels = outputs.logits, batch["labels"]
+    if make_net is gpt2:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    hits = (logits.argmax(-1) == labels)[labels != -100].double().mean()
+    assert found["accuracy"] == pytest.approx(hits.item())
+    assert found["perplexity"] == pytest.approx(outputs.loss.exp().item(), rel=1e-5)
+    assert step(state, batch).metrics["train/accuracy"].item() == pytest.approx(hits.item())  # there is no dropout
+    pair = pc.stack_states([state, state])
+    both = pc.evaluate(pair, [batch], metrics, step=pc.population(step, 2))
+    assert both["accuracy"] == pytest.approx([hits.item()] * 2)

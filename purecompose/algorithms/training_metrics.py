@@ -19,7 +19,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm, factory
 from purecompose.event import Event
-from purecompose.metrics import Metric, accuracy, as_metric, read_by, top_k
+from purecompose.metrics import Metric, accuracy, as_metric, of_model, read_by, top_k
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
@@ -83,8 +83,9 @@ def training_metrics(
             begins = _begins(state, period)
             new = tree.map(lambda zero, acc: torch.where(begins, zero, acc), fresh(state), accs)
         else:
+            loss_fn = state.context.loss
             new = {
-                key: accumulate(metric, accs[key], state.outputs, read_by(metric, state))
+                key: accumulate(of_model(metric, loss_fn), accs[key], state.outputs, read_by(metric, state))
                 for key, metric in chosen.items()
             }
         return state.replace(slots={**state.slots, name: new})
