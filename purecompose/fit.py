@@ -144,7 +144,7 @@ def _training(
     evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
     adjusters = tuple(adjust) if isinstance(adjust, Iterable) else (adjust,)
     observers = (observers,) if callable(observers) else tuple(observers)
-    _check_metrics(state, evaluators, stoppers, adjusters, checkpoints)
+    _check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
     state, budget = _with_duration(state, duration)
@@ -223,6 +223,7 @@ def _resumed(
 
 def _check_metrics(
     state: State,
+    step: Step | CompiledStep,
     evaluators: Iterable[Evaluator],
     stoppers: Iterable[Stopper],
     adjusters: Iterable[Adjuster],
@@ -236,8 +237,11 @@ def _check_metrics(
         if state.key.ndim > 1:
             raise ValueError("checkpoints: best: a population has no single best; keep=... counts the newest")
         wanted["checkpoints: best"] = checkpoints.best
+    own = {"train", *(algorithm.name for algorithm in step.algorithms)}
     for where, metric in wanted.items():
-        if metric not in known:
+        # Which metrics algorithms report is seen at the end of the first epoch.
+        may_be_own = where != "checkpoints: best" and metric.partition("/")[0] in own
+        if metric not in known and not may_be_own:
             raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
 
 

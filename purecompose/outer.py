@@ -162,13 +162,31 @@ class Run:
         self._fire(Event.EVAL_AFTER_ALL, current)
         self._metrics = {**(self._metrics if self._measured_at == state.timestamp else {}), **found}
         self._measured_at = state.timestamp
-        if self.stoppers and event is not Event.FIT_END:
-            state = seen(state, self.stoppers, _plain(found))
+        return state if event is Event.FIT_END else self._decided(state, found)
+
+    def _decided(self, state: State, found: Mapping[str, Tensor]) -> State:
+        """The state after those who stop or adjust a run have seen new metrics."""
+        metrics = _plain(found)
+        if self.stoppers:
+            state = seen(state, self.stoppers, metrics)
             self._is_stopped = is_over(state, self.stoppers)
-        if event is not Event.FIT_END:
-            for adjuster in self.adjusters:
-                state = adjuster.see(state, _plain(found)) if adjuster.metric in found else state
+        for adjuster in self.adjusters:
+            state = adjuster.see(state, metrics) if adjuster.metric in metrics else state
         return state
+
+    def _decide_by_training(self, state: State) -> State:
+        """Shows the step's own metrics to those who wait for one, at the end of an epoch."""
+        measured = {f"{one.label}/{name}" for one in self.evaluators for name in (one.metrics or ("loss",))}
+        wanted = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} - measured
+        missing = wanted - state.metrics.keys()
+        if missing:
+            raise ValueError(
+                f"no evaluator and no algorithm reports {min(missing)!r}: at the end of the epoch the step's metrics "
+                f"are {', '.join(state.metrics) or 'none'}; algorithms.training_metrics reports train/accuracy"
+            )
+        found = {name: state.metrics[name] for name in wanted}
+        self._check_decisive(found, state)
+        return self._decided(state, found) if found else state
 
     def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
         """Raises where a metric that a run stops by, or keeps its best checkpoint by, is not a single number."""
@@ -263,7 +281,7 @@ class Run:
 
     def _end_epoch(self, state: State, before: Timestamp) -> State:
         """The events after an epoch; the time has moved on already, from `before`."""
-        state = self._fire(Event.EPOCH_END, state)
+        state = self._decide_by_training(self._fire(Event.EPOCH_END, state))
         state = self._evaluate(Event.EPOCH_END, state, before)
         state = self._fire(Event.EPOCH_CHECKPOINT, state)
         return self._end_iteration(state, before)

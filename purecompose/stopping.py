@@ -1,4 +1,5 @@
-"""Reasons to stop a run before its end, by the metrics of its evaluations. They are asked after each evaluation.
+"""Reasons to stop a run before its end, by metrics. They are asked after each evaluation and, where the metric is one
+that the step's algorithms report ("train/accuracy", "gradient_norm"), after each epoch.
 
 What a reason remembers lies in the state, as an algorithm's memory does, so a run that goes on from a checkpoint stops
 where the uninterrupted one would have.
@@ -63,7 +64,8 @@ class EarlyStopping:
     """Stops a run in which a metric has not become better for a while.
 
     Args:
-        metric: Of an evaluator, such as `"eval/loss"`.
+        metric: Of an evaluator, such as `"eval/loss"`, or of an algorithm, such as `"train/accuracy"` of
+            `training_metrics`, looked at after each epoch.
         patience: How long to wait for a better value, in epochs, batches, samples or tokens.
         min_delta: By how much a value must be better to count.
         mode: "min" or "max", what better means; by default lower for losses, errors and perplexities, else higher.
@@ -123,7 +125,7 @@ class Threshold:
     """Stops a run when a metric has come as far as was wanted.
 
     Args:
-        metric: Of an evaluator, such as `"eval/accuracy"`.
+        metric: Of an evaluator, such as `"eval/accuracy"`, or of an algorithm, such as `"train/accuracy"`.
         value: How far.
         mode: "min" to stop at or below it, "max" at or above it; by default by the metric's name.
 

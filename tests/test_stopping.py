@@ -130,6 +130,24 @@ def test_a_metric_that_nobody_reports_is_named() -> None:
         fit(compose(loop_events), make_state(), BATCHES, evaluate=evaluator(), stop=stop)
 
 
+def test_metrics_of_training_decide_after_each_epoch() -> None:
+    step = compose(loop_events, [pc.algorithms.training_metrics(), pc.algorithms.gradient_norm()])
+    ends: list[State] = []
+
+    def watch(event: pc.Event, state: State) -> None:
+        ends.extend([state] if event is pc.Event.EPOCH_END else [])
+
+    fit(step, make_state(duration="20ep"), BATCHES, observers=watch)
+    for metric, mode in (("train/accuracy", "max"), ("gradient_norm", "min")):
+        values = [state.metrics[metric].item() for state in ends]
+        goal = values[10]
+        reached = [value >= goal if mode == "max" else value <= goal for value in values]
+        end = fit(step, make_state(duration="20ep"), BATCHES, stop=Threshold(metric, goal, mode))
+        assert end.timestamp.epoch == 1 + reached.index(True)
+    with pytest.raises(ValueError, match=r"no algorithm reports 'train/top_5': .* are train/accuracy, gradient_norm"):
+        fit(step, make_state(duration="20ep"), BATCHES, stop=EarlyStopping("train/top_5"))
+
+
 def test_two_of_one_name_and_populations_are_refused() -> None:
     twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
     loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
