@@ -365,7 +365,8 @@ def _averaged_over_ranks(
         found["grads"] = {**{name: torch.zeros_like(before.params[name]) for name in names if is_told}, **own}
     if is_told:
         like = next(iter(own.values()))
-        found["is_reached"] = torch.tensor([name in own for name in found["grads"]], dtype=like.dtype).to(like.device)
+        is_reached = torch.tensor([name in own for name in found["grads"]], dtype=like.dtype)
+        found["is_reached"] = is_reached.to(like.device, non_blocking=True)
     leaves, spec = tree.flatten(found)
     means = tree.unflatten(spec, ranks.means(leaves, weight))
     is_reached = means.pop("is_reached", None)

@@ -144,7 +144,8 @@ class TestSteps:
     def test_in_a_new_process(self):
         step = compose(loop_events, [alg.cutout(1, 0.5), alg.ema(), shrinking(0.9)])
         state, batches = step.init(make_state(make_cnn())), make_batches(2, shape=(2, 6, 6))
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        threads = (torch.get_num_threads(),)  # on which the bits of convolutions depend
+        with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, threads) as pool:
             there = pool.apply(run_steps, (step, state, batches))
         assert_same(there, run_steps(step, state, batches))
 

@@ -90,7 +90,7 @@ class AccumulatedGradients(NamedTuple):
             return total + torch.where(num > 0, share, 0)  # a mean of nothing may be NaN
 
         sums = {name: with_one(total, grads[name]) if name in grads else total for name, total in self.sums.items()}
-        reached = torch.tensor([name in grads for name in sums]).to(self.is_reached.device)
+        reached = self._where(grads)
         is_reached = self.is_reached | (reached if is_good is None else reached & is_good)
         nothing = torch.zeros_like(self.current), torch.zeros_like(self.is_counted)
         return AccumulatedGradients(sums, self.num_terms + num, *nothing, is_reached)
@@ -101,8 +101,13 @@ class AccumulatedGradients(NamedTuple):
         if not waiting:
             return empty
         sums = {name: total if name in waiting else empty.sums[name] for name, total in self.sums.items()}
-        waits = torch.tensor([name in waiting for name in sums]).to(self.is_reached.device)
-        return empty._replace(sums=sums, is_reached=self.is_reached & waits)
+        return empty._replace(sums=sums, is_reached=self.is_reached & self._where(waiting))
+
+    def _where(self, names: Collection[str]) -> Tensor:
+        """For each parameter of `sums` whether it is among the names; nothing waits for a device."""
+        if len(names) == len(self.sums):
+            return torch.ones_like(self.is_reached)
+        return torch.tensor([name in names for name in self.sums]).to(self.is_reached.device, non_blocking=True)
 
     def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
         """The means, for the parameters and in the dtypes of these gradients."""

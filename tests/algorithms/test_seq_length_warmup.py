@@ -147,7 +147,7 @@ def test_too_many_lengths_are_told():
 def test_a_model_with_its_own_loss_sees_ids_and_labels_cut_alike():
     batch = make_batch()
     batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-    state = make_state(loss=losses.model_loss, input_key=None)
+    state = make_state(loss=losses.ModelLoss(shift=1), input_key=None)
     seen, (start, after) = run(seq_length_warmup(0.5, 5, 16), state, batch, 1)
     assert torch.equal(seen[0]["labels"], batch["labels"][:, :5])
     expected = to_module(start)(input_ids=batch["input_ids"][:, :5], labels=batch["labels"][:, :5])["loss"]

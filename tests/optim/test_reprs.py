@@ -29,7 +29,7 @@ from purecompose.schedule import hparam, scheduled
     ],
 )
 def test_what_prints_makes_the_same_again(text: str) -> None:
-    names = {**vars(optim), **vars(schedule), "hparam": hparam, "torch": torch}
+    names = {**vars(schedule), **vars(optim), "hparam": hparam, "torch": torch}
     optimizer = eval(text, names)
     assert repr(optimizer) == text
     assert eval(repr(optimizer), names) == optimizer

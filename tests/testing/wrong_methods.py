@@ -697,11 +697,10 @@ def notes_by_object() -> Any:
 
 
 @wrong("resume_exact", at=Event.AFTER_TRAIN_BATCH)
-def sums_over_a_set(state: State) -> State:
-    """Numbers layers in the order of a set of names, which is another in each process."""
+def scales_by_hash(state: State) -> State:
+    """Tells layers apart by the hash of their names, which is another in each process."""
     grads = state.grads or {}
-    numbers = {name: index for index, name in enumerate(set(grads))}
-    return state.replace(grads={k: g * (1 - 0.01 * numbers[k]) for k, g in grads.items()})
+    return state.replace(grads={k: g * (1 - 0.01 * (hash(k) % 997) / 997) for k, g in grads.items()})
 
 
 @wrong("init_once", at=Event.INIT)
