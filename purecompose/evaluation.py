@@ -69,6 +69,11 @@ class Evaluator:
         object.__setattr__(self, "interval", interval)
         object.__setattr__(self, "metrics", {name: as_metric(m) for name, m in self.metrics.items()})
 
+    @property
+    def reported(self) -> list[str]:
+        """The names of its metrics in records, "label/name"."""
+        return [f"{self.label}/{name}" for name in (self.metrics or ("loss",))]
+
 
 def evaluate(
     state: State,

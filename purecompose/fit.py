@@ -59,7 +59,7 @@ def fit(
         duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
             wall-clock time for this call, on top of the state's own duration if it has one.
         evaluate: An `Evaluator`, or several, with their intervals; each has a label of its own.
-        observers: Functions `(event, state) -> None`, or one, told at every event outside the step, loading aside,
+        observers: Functions `(event, state) -> None`, or one, called at every event outside the step except loading,
             and at BATCH_END.
         stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
         adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
@@ -230,7 +230,7 @@ def _check_metrics(
     checkpoints: Checkpoints | None,
 ) -> None:
     """Raises where somebody waits for a metric that nobody reports."""
-    known = [f"{one.label}/{name}" for one in evaluators for name in (one.metrics or {"loss": None})]
+    known = [name for one in evaluators for name in one.reported]
     wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
     wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
     if checkpoints is not None and checkpoints.best is not None:

@@ -18,6 +18,7 @@ from purecompose.losses import (
     CrossEntropy,
     ModelLoss,
     check_loss,
+    counts_terms,
     cross_entropy,
     evaluate_loss,
     num_terms,
@@ -277,8 +278,7 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
             "expected a Metric or a function (outputs, targets) -> value per example, got "
             f"{value!r} ({type(value).__name__}); see purecompose.metrics"
         )
-    is_loss = isinstance(value, ModelLoss) or hasattr(value, "counted") or hasattr(value, "num_terms")
-    return mean_loss(value) if is_loss else from_function(value)
+    return mean_loss(value) if counts_terms(value) else from_function(value)
 
 
 def from_torchmetrics(metric: Any) -> Metric:

@@ -176,7 +176,7 @@ class Run:
 
     def _decide_by_training(self, state: State) -> State:
         """Shows the step's own metrics to those who wait for one, at the end of an epoch."""
-        measured = {f"{one.label}/{name}" for one in self.evaluators for name in (one.metrics or ("loss",))}
+        measured = {name for one in self.evaluators for name in one.reported}
         wanted = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} - measured
         missing = wanted - state.metrics.keys()
         if missing:

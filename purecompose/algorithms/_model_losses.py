@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import tree
 from purecompose.losses import ModelLoss
 
 
@@ -33,7 +33,8 @@ def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> No
     own = _member(outputs, loss_fn.key)
     if isinstance(own, Tensor) and own.ndim:
         return
-    labels, logits = _labels(loss_fn, batch), _member(outputs, "logits")
+    labels, logits = loss_fn.labels_of(batch), _member(outputs, "logits")
+    assert labels is not None, "see check_labelled"
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
         came = f"{tree.describe(logits)} there" if isinstance(logits, Tensor) else "none"
         raise ValueError(
@@ -54,14 +55,15 @@ def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Ten
         ValueError: See `check_outputs`.
     """
     check_outputs(name, loss_fn, outputs, batch)
-    labels, own = _labels(loss_fn, batch), _member(outputs, loss_fn.key)
+    all_labels, own = loss_fn.labels_of(batch), _member(outputs, loss_fn.key)
+    assert all_labels is not None, "see check_labelled"
     is_whole = not isinstance(own, Tensor) or own.ndim == 0
     if not is_whole and own.ndim == 1:
         return own
-    labels = labels[..., loss_fn.shift :] if loss_fn.shift else labels
+    labels = all_labels[..., loss_fn.shift :] if loss_fn.shift else all_labels
     counted = labels != loss_fn.ignore_index
     if not is_whole:
-        if own.shape == _labels(loss_fn, batch).shape != labels.shape:
+        if own.shape == all_labels.shape != labels.shape:
             own = own[..., : labels.shape[-1]]  # one for each input; those of the last ones have no label
         if own.shape != labels.shape:
             return own.flatten(1).mean(1)
@@ -79,13 +81,6 @@ def _row_means(token_losses: Tensor, counted: Tensor) -> Tensor:
     num = len(token_losses)
     # Chosen, not multiplied: what does not count may be infinite.
     return torch.where(counted, token_losses, 0).reshape(num, -1).sum(1) / counted.reshape(num, -1).sum(1).clamp(min=1)
-
-
-def _labels(loss_fn: ModelLoss, batch: Any) -> Tensor:
-    labels = batches.get(batch, loss_fn.labels)  # pyright: ignore[reportArgumentType] - see check_labelled
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"{loss_fn!r}: expected a tensor of labels in the batch, got {type(labels).__name__}")
-    return labels
 
 
 def _member(outputs: Any, key: str) -> Any:
