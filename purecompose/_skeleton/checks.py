@@ -71,7 +71,7 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
 
     Raises:
         ValueError: It has no values yet, is computed from other tensors, or has hooks.
-        TypeError: It is of a subclass with operations of its own.
+        TypeError: Its class is a subclass of Tensor that overrides operations.
     """
     if is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")

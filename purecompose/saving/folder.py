@@ -194,7 +194,7 @@ def check_tensors(path: Path, index: Index) -> None:
     try:
         with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size
-            if size != told.get("bytes"):  # before anything is read
+            if size != told.get("bytes"):  # compared before the content is read
                 raise DamagedError(f"{file} has {size} bytes, its index says {told.get('bytes')}: it is not whole")
             found = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:

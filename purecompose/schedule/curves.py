@@ -239,7 +239,7 @@ class _OneCycle(Shape):
     t_max: Time
 
     def at(self, moment: Moment) -> float:
-        # Both times stretch alike: the way up is no warm-up, which would keep its time.
+        # Both phases stretch with the run; a warm-up would keep its length.
         t, peak, end = moment._replace(warmup_ratio=moment.ratio).numbers(self.peak, "t_max", self.t_max)
         if t < peak:
             return self.first(1.0 - t / peak)

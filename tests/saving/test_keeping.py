@@ -274,7 +274,7 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def full_of_safetensors(*_: Any, **__: Any) -> None:
-    # What it raises is no OSError, and has the number in its text only.
+    # It raises SafetensorError, not OSError, with the error number only in the message.
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
