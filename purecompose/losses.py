@@ -22,9 +22,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._checks import check_number
-from purecompose._device import as_scalar
+from purecompose._device import as_scalar, sent
 from purecompose.targets import Mixture, has_index_targets, num_examples, one_hot, per_row, wide_dtype
 
 
@@ -62,14 +62,23 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Softmax cross entropy, -sum_c t_c log softmax(outputs)_c, of index and dense targets.
+    """Softmax cross entropy, -sum_c weight_c t_c log softmax(outputs)_c, of index and dense targets.
 
     Called with outputs (N, C, ...), logits with classes in dim 1, and targets as indices (N, ...) or dense
     (N, C, ...). The mean is over the positions that count: left out are indices equal to `ignore_index` and
     dense rows of zeros, their dense form. Where nothing counts it is NaN, as torch's, and its gradient 0.
 
+    With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions. For indices that is torch's; for
+    dense targets torch divides by the number of positions, so one-hot targets would have another mean than indices.
+
+    Args:
+        ignore_index: The index that stands for no class.
+        weight: One weight per class, C numbers of 0 or more (a sequence or a tensor), kept as a tuple of floats; by
+            default 1 for each.
+
     Raises:
-        TypeError, ValueError: as `has_index_targets`. An index of C or more raises torch's own error.
+        TypeError, ValueError: as `has_index_targets`; weights that are negative or not finite, or not C of them. An
+            index of C or more raises torch's own error.
 
     Example:
         >>> outputs, targets = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([0, -100])
@@ -77,26 +86,48 @@ class CrossEntropy:
         0.1269
         >>> round(cross_entropy(outputs, one_hot(targets, outputs)).item(), 4)
         0.1269
+        >>> outputs, targets = torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1])
+        >>> round(CrossEntropy(weight=[1.0, 3.0])(outputs, targets).item(), 4)
+        1.6269
     """
 
     ignore_index: int = -100
+    weight: Sequence[float] | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight is None:
+            return
+        weight = getattr(self.weight, "tolist", lambda: self.weight)()
+        if not isinstance(weight, list | tuple):
+            raise TypeError(f"losses.CrossEntropy: weight={self.weight!r}: expected a sequence of numbers or a tensor")
+        checked = (check_number(value, f"losses.CrossEntropy: weight[{i}]", 0) for i, value in enumerate(weight))
+        object.__setattr__(self, "weight", tuple(checked))
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        options: dict[str, Any] = {}
         if has_index_targets(outputs, targets):
-            indices = targets.long()
-            return F.cross_entropy(outputs, indices, ignore_index=self.ignore_index, reduction=reduction)
-        if outputs.ndim < 2:
-            raise ValueError(
-                f"expected outputs (N, C, ...), got shape {tuple(outputs.shape)}; keep the batch dim "
-                "(`outputs.unsqueeze(0)`), or use binary_cross_entropy for one logit per example"
-            )
-        if not targets.dtype.is_floating_point:
-            targets = targets.to(wide_dtype(outputs))
-        if reduction != "mean":
-            return F.cross_entropy(outputs, targets, reduction=reduction)
-        # torch divides by all rows; the index form, which this has to equal, by those that count.
-        total = F.cross_entropy(outputs, targets, reduction="sum")
-        return _mean_of(total, targets.any(dim=1).sum())
+            targets, options["ignore_index"] = targets.long(), self.ignore_index
+        else:
+            targets = self._dense(outputs, targets)
+        weight = self._class_weights(outputs, outputs.dtype)
+        if reduction != "mean" or (weight is None and options):
+            return F.cross_entropy(outputs, targets, weight=weight, reduction=reduction, **options)
+        # torch divides dense targets by all rows, where the index form, which they have to equal, divides by those that
+        # count; and of weights that add up to 0 its gradient is NaN.
+        total = F.cross_entropy(outputs, targets, weight=weight, reduction="sum", **options)
+        return _mean_of(total, self.num_terms(outputs, targets))
+
+    def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
+        """0-d: how many positions enter the mean, int64; or the sum of their weights, float32 or wider."""
+        weight = self._class_weights(outputs, wide_dtype(outputs))
+        if weight is None:
+            return self.counted(outputs, targets).sum()
+        if isinstance(targets, Mixture):
+            targets = targets.soft(outputs, ignore_index=self.ignore_index)
+        elif has_index_targets(outputs, targets):
+            is_counted = targets != self.ignore_index
+            return (weight[targets.where(is_counted, 0).long()] * is_counted).sum()
+        return (targets.to(weight.dtype).movedim(1, -1) * weight).sum()
 
     def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
         """Bool, (N, ...): the positions that enter the mean; of a mixture, those where any term does."""
@@ -108,6 +139,27 @@ class CrossEntropy:
             mask = self.counted(outputs, term)
             masks.append(mask & per_row(weight != 0, mask))
         return torch.stack(masks).any(dim=0)
+
+    @staticmethod
+    def _dense(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.ndim < 2:
+            raise ValueError(
+                f"expected outputs (N, C, ...), got shape {tuple(outputs.shape)}; keep the batch dim "
+                "(`outputs.unsqueeze(0)`), or use binary_cross_entropy for one logit per example"
+            )
+        return targets if targets.dtype.is_floating_point else targets.to(wide_dtype(outputs))
+
+    def _class_weights(self, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """(C,), on the outputs' device; `None` without weights."""
+        if self.weight is None:
+            return None
+        weight = cast(tuple[float, ...], self.weight)
+        if outputs.ndim > 1 and len(weight) != outputs.shape[1]:
+            raise ValueError(
+                f"losses.CrossEntropy: weight has {len(weight)} numbers, expected one for each of the "
+                f"{outputs.shape[1]} classes of outputs of shape {tuple(outputs.shape)}"
+            )
+        return sent(weight, dtype, outputs.device)
 
 
 @dataclass(frozen=True)

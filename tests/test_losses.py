@@ -79,20 +79,57 @@ def test_cross_entropy_of_indices_is_torchs_own_bit_for_bit():
     assert torch.equal(cross_entropy(outputs, targets), F.cross_entropy(outputs, targets))
 
 
+def class_weights(outputs: Tensor) -> list[float]:
+    """A weight of 0 for class 0, 0.5 for class 1, ..."""
+    return [0.5 * index for index in range(outputs.shape[1])]
+
+
+@given(problems(ignored=0.3))
+def test_weighted_cross_entropy_is_torchs_for_indices_and_the_same_for_dense_targets(problem):
+    outputs, indices, _ = problem
+    weight = class_weights(outputs)
+    loss_fn, tensor = CrossEntropy(weight=weight), torch.tensor(weight, dtype=outputs.dtype)
+    assert loss_fn == CrossEntropy(weight=tensor) == CrossEntropy(weight=tensor.numpy())
+    outputs.requires_grad_()
+    for reduction in ("none", "sum", "mean"):
+        expected = F.cross_entropy(outputs, indices, tensor, reduction=reduction)
+        grads = torch.autograd.grad(expected.sum(), outputs)[0].nan_to_num()
+        for targets in (indices, indices.int(), one_hot(indices, outputs), one_hot(indices, outputs).long()):
+            loss = loss_fn(outputs, targets, reduction)
+            torch.testing.assert_close(loss, expected, equal_nan=True)
+            torch.testing.assert_close(torch.autograd.grad(loss.sum(), outputs)[0].nan_to_num(), grads)
+
+
+def test_class_weights_are_checked():
+    for wrong, match in [
+        ([1.0, -1.0], r"weight\[1\]"),
+        (["a", 1.0], r"weight\[0\]"),
+        ([[1.0, 2.0]], r"weight\[0\]"),
+        (2.0, "sequence of numbers"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=match):
+            CrossEntropy(weight=wrong)
+    for targets in (torch.tensor([0, 1]), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match="2 numbers, expected one for each of the 3 classes"):
+            CrossEntropy(weight=[1.0, 2.0])(torch.zeros(2, 3), targets)
+
+
+@pytest.mark.parametrize("weight", [None, (1.0, 0.0, 2.0)])
 @pytest.mark.parametrize("dense", [False, True])
-def test_where_nothing_counts_the_mean_is_nan_and_its_gradient_zero(dense):
+def test_where_nothing_counts_the_mean_is_nan_and_its_gradient_zero(dense, weight):
     outputs, targets = torch.randn(4, 3, requires_grad=True), torch.full((4,), -100)
-    loss = cross_entropy(outputs, one_hot(targets, outputs) if dense else targets)
+    loss = CrossEntropy(weight=weight)(outputs, one_hot(targets, outputs) if dense else targets)
     assert math.isnan(loss.item())
     (grad,) = torch.autograd.grad(loss, outputs)
     assert torch.equal(grad, torch.zeros(4, 3))
 
 
-def test_cross_entropy_of_half_precision_logits_keeps_soft_targets_wide():
+@pytest.mark.parametrize("loss_fn", [cross_entropy, CrossEntropy(weight=[1.0, 1.0, 1.0])])
+def test_cross_entropy_of_half_precision_logits_keeps_soft_targets_wide(loss_fn):
     outputs = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.bfloat16)
     targets = torch.tensor([[0.9, 0.05, 0.05]])
     exact = -(targets.double().numpy() * log_softmax(outputs.double().numpy(), axis=1)).sum()
-    loss = cross_entropy(outputs, targets)
+    loss = loss_fn(outputs, targets)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact, rel=5e-3)
 
@@ -208,15 +245,16 @@ def test_mixing_and_label_smoothing_are_the_closed_form(problem, smoothing, dens
         assert total == pytest.approx(expected.sum(), rel=1e-6)
 
 
-@given(problems(ignored=0.4))
-def test_soft_and_interpolated_cross_entropy_agree_with_ignored_positions(problem):
+@given(problems(ignored=0.4), st.booleans())
+def test_soft_and_interpolated_cross_entropy_agree_with_ignored_positions(problem, is_weighted):
     outputs, indices, generator = problem
+    loss_fn = CrossEntropy(weight=class_weights(outputs)) if is_weighted else cross_entropy
     permutation, weight = random_mixing(len(indices), generator)
     outputs.requires_grad_()
     results = []
     for interpolate in (False, True):
         mixture = Mixture.of(indices).mixed_with(permutation, weight, interpolate)
-        loss = evaluate_loss(cross_entropy, outputs, mixture)
+        loss = evaluate_loss(loss_fn, outputs, mixture)
         results.append((loss, torch.autograd.grad(loss, outputs)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7, equal_nan=True)
 
@@ -266,7 +304,8 @@ def test_a_type_error_inside_a_loss_is_not_hidden():
         per_example(broken, torch.zeros(2, 3), torch.zeros(2))
 
 
-def test_losses_trace_and_map():
+@pytest.mark.parametrize("loss_fn", [cross_entropy, CrossEntropy(weight=[0.5, 0.0, 1.0, 2.0, 1.0])])
+def test_losses_trace_and_map(loss_fn):
     """No value is read: make_fx and vmap both raise where one is."""
     outputs, indices = torch.randn(3, 4, 5), torch.randint(-1, 5, (3, 4))
     indices = torch.where(indices < 0, -100, indices)
@@ -274,9 +313,9 @@ def test_losses_trace_and_map():
 
     def all_ways(outputs: Tensor, indices: Tensor, permutation: Tensor, weight: Tensor) -> Tensor:
         mixtures = [Mixture.of(indices).mixed_with(permutation, weight, flag) for flag in (False, True)]
-        losses = [evaluate_loss(cross_entropy, outputs, targets) for targets in (indices, *mixtures)]
-        terms = num_terms(cross_entropy, outputs, mixtures[0])
-        return torch.stack([*losses, per_example(cross_entropy, outputs, indices).sum(), torch.as_tensor(terms)])
+        losses = [evaluate_loss(loss_fn, outputs, targets) for targets in (indices, *mixtures)]
+        terms = num_terms(loss_fn, outputs, mixtures[0])
+        return torch.stack([*losses, per_example(loss_fn, outputs, indices).sum(), torch.as_tensor(terms)])
 
     loop = torch.stack([all_ways(*member) for member in zip(outputs, indices, permutation, weight, strict=True)])
     mapped = torch.func.vmap(all_ways)(outputs, indices, permutation, weight)
@@ -307,24 +346,30 @@ def test_per_example_names_the_loss_that_cannot():
         evaluate_loss(lambda o, t, reduction="mean": o.new_zeros(1), outputs, mixture)
 
 
-@given(problems(ignored=0.5, min_size=2), st.integers(1, 3), st.sampled_from(["plain", "soft", "interpolated"]))
-def test_microbatches_add_up_to_the_batch(problem, size, kind):
+@given(
+    problems(ignored=0.5, min_size=2),
+    st.integers(1, 3),
+    st.sampled_from(["plain", "soft", "interpolated"]),
+    st.booleans(),
+)
+def test_microbatches_add_up_to_the_batch(problem, size, kind, is_weighted):
     """Losses and gradients, also where a microbatch holds nothing that counts (its own mean is NaN)."""
     outputs, indices, generator = problem
+    loss_fn = CrossEntropy(weight=class_weights(outputs)) if is_weighted else cross_entropy
     permutation, weight = random_mixing(len(indices), generator)
     mixture = Mixture.of(indices).mixed_with(permutation, weight, kind == "interpolated")
     targets = indices if kind == "plain" else mixture
     whole = outputs.clone().requires_grad_()
-    expected = evaluate_loss(cross_entropy, whole, targets)
+    expected = evaluate_loss(loss_fn, whole, targets)
     (expected_grad,) = torch.autograd.grad(expected, whole)
 
     starts = range(0, len(indices), size)
     parts = [take(targets, slice(at, at + size)) for at in starts]
     outputs.requires_grad_()
     pieces = [outputs[at : at + size] for at in starts]
-    terms = [num_terms(cross_entropy, piece, part) for piece, part in zip(pieces, parts, strict=True)]
+    terms = [num_terms(loss_fn, piece, part) for piece, part in zip(pieces, parts, strict=True)]
     shares = [
-        share_of_mean(evaluate_loss(cross_entropy, piece, part), term, sum(terms))
+        share_of_mean(evaluate_loss(loss_fn, piece, part), term, sum(terms))
         for piece, part, term in zip(pieces, parts, terms, strict=True)
     ]
     loss = torch.stack(shares).sum()
