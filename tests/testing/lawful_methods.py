@@ -161,8 +161,9 @@ def accumulation(event: Event, state: State, name: str) -> State:
 
 @lawful(on(Event.AFTER_TRAIN_BATCH), "vectors")
 def per_example_clipping(event: Event, state: State, name: str) -> State:
-    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return state.context.loss(state.replace(params={**state.params, **params}).forward(x[None]), y[None])
+    def loss(params: dict[str, Tensor], x: Tensor, y: Any) -> Tensor:
+        outputs = state.replace(params={**state.params, **params}).forward(x[None])
+        return losses.evaluate_loss(state.context.loss, outputs, batches.map_tensors(lambda t: t[None], y))
 
     trained = {k: state.params[k] for k in state.grads or {}}
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(trained, state.inputs, state.targets)
