@@ -7,6 +7,7 @@ from typing import Any
 
 from purecompose.algorithm import Algorithm, Trait
 from purecompose.event import Event
+from purecompose.layout import Layout
 from purecompose.loop import (
     Grad,
     Microbatches,
@@ -28,8 +29,8 @@ __all__ = [
     "as_algorithms",
     "as_passes",
     "as_program",
-    "check_batch_dim",
     "check_collects_once",
+    "check_layout",
     "check_no_host",
     "check_updates",
     "events_in_grad",
@@ -131,15 +132,17 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
             return
 
 
-def check_batch_dim(batch_dim: int, algorithms: Iterable[Algorithm]) -> None:
-    """Raises a `ValueError` for methods that take rows for examples, where these lie along another dimension."""
+def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
+    """Raises a `ValueError` for methods that take rows for examples, where the examples lie otherwise."""
     acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
     names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
-    if batch_dim and names:
-        raise ValueError(
-            f"{', '.join(names)}: expected examples along dimension 0 of the batch's tensors, got "
-            f"batch_dim={batch_dim}; put examples first in the data, and transpose the inputs in the network's forward"
-        )
+    if layout.is_rows or not names:
+        return
+    given = f"batch_dim={layout.dim}" if layout.splitter is None else f"{layout.splitter!r}"
+    raise ValueError(
+        f"{', '.join(names)}: expected examples along dimension 0 of the batch's tensors, got {given}; put examples "
+        "first in the data, and let the network's forward arrange them"
+    )
 
 
 def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "AS_ARGUMENT",
     "WHOLE",
     "Key",
+    "bounds",
     "get",
     "put",
     "leading_size",
@@ -199,14 +200,26 @@ def split(batch: Any, num_parts: int, key: Key | None = None, dim: int = 0) -> l
         {'x': tensor([2]), 'name': ['b'], 'set': 'train'}
     """
     total = num_examples(batch, key, dim)
+    return [
+        _map_rows(lambda rows, part=slice(start, stop): rows[_place(rows, part, dim)], batch, total, dim)
+        for start, stop in itertools.pairwise(bounds(total, num_parts))
+    ]
+
+
+def bounds(total: int, num_parts: int) -> list[int]:
+    """Where the parts of `total` examples begin, and where the last one ends.
+
+    Raises:
+        ValueError: There are fewer examples than parts.
+
+    Example:
+        >>> bounds(5, 2)
+        [0, 3, 5]
+    """
     if not 1 <= num_parts <= total:
         raise ValueError(f"cannot cut a batch of {total} examples into {num_parts} microbatches")
     size, num_larger = total // num_parts, total % num_parts  # divmod knows no symbolic sizes
-    starts = [i * size + min(i, num_larger) for i in range(num_parts + 1)]
-    return [
-        _map_rows(lambda rows, part=slice(start, stop): rows[_place(rows, part, dim)], batch, total, dim)
-        for start, stop in itertools.pairwise(starts)
-    ]
+    return [i * size + min(i, num_larger) for i in range(num_parts + 1)]
 
 
 def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:

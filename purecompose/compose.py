@@ -17,8 +17,8 @@ from purecompose._composable import (
     as_algorithms,
     as_passes,
     as_program,
-    check_batch_dim,
     check_collects_once,
+    check_layout,
     check_no_host,
     check_updates,
     events_in_grad,
@@ -163,7 +163,7 @@ class Step:
         context, now = state.context, state.timestamp
         if context is not self._ready:
             self._check_ready(context)
-        num_examples, later = batches.num_examples(batch, context.input_key, context.batch_dim), now
+        num_examples, later = context.layout.num_examples(batch), now
         if self.has_advance:
             later = now.advance(num_examples, batches.num_tokens(batch))
         bits = self.matcher.schedule(state, batch, now, later)
@@ -177,6 +177,10 @@ class Step:
             )
 
         return Prepared(bits, num_examples, later, start)
+
+    def num_examples(self, state: State, batch: Any) -> int:
+        """How many examples a batch holds."""
+        return state.context.layout.num_examples(batch)
 
     def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
         """What a schedule comes to: the program's steps, with the algorithms that act in their order.
@@ -349,7 +353,7 @@ class Step:
         if missing:
             raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first")
         check_updates(self.program, context.trainable)
-        check_batch_dim(context.batch_dim, self.algorithms)
+        check_layout(context.layout, self.algorithms)
         self._ready = context
 
     def __deepcopy__(self, memo: Any) -> "Step":

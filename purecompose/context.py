@@ -14,6 +14,7 @@ from torch import Tensor
 from purecompose import batch as batches
 from purecompose._fingerprint import fingerprint
 from purecompose.clock import Clock
+from purecompose.layout import Layout, Splitter
 from purecompose.model import Model
 from purecompose.schedule import Schedule
 from purecompose.time import Timestamp
@@ -36,7 +37,9 @@ class Context:
     input_key: batches.Key = 0
     target_key: batches.Key = 1
     batch_dim: int = 0
-    """The dimension of the examples in the batch's tensors; see `purecompose.batch`."""
+    """The dimension of the examples in the batch's tensors."""
+    splitter: Splitter | None = None
+    """Counts and cuts batches whose examples lie along no dimension."""
     initialised: tuple[str, ...] = ()
     """The algorithms whose INIT event is over."""
     required: tuple[str, ...] = ()
@@ -47,11 +50,14 @@ class Context:
     """Parameters without gradient and update in the running step alone; empty between steps."""
     trainable: tuple[str, ...] = field(init=False)
     """The parameters that have a gradient."""
+    layout: Layout = field(init=False)
+    """Where the examples of a batch lie."""
 
     def __post_init__(self) -> None:
         idle = self.frozen | self.paused
         names = tuple(name for name in self.model.param_names if name not in idle)
         object.__setattr__(self, "trainable", names)
+        object.__setattr__(self, "layout", Layout(self.input_key, self.batch_dim, self.splitter))
 
     def replace(self, **changes: Any) -> "Context":
         """A context with these changes."""
@@ -67,7 +73,7 @@ class Context:
 
     @property
     def _callables(self) -> tuple[Any, ...]:
-        return self.loss, self.input_key, self.target_key, self.batch_dim
+        return self.loss, self.layout, self.target_key
 
     def __eq__(self, other: object) -> bool:
         if self is other:

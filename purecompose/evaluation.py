@@ -14,11 +14,10 @@ from purecompose.compose import Step, compose
 from purecompose.data.loaders import fixed_batches
 from purecompose.data.prefetch import prefetch
 from purecompose.event import Event
-from purecompose.intervals import checked_interval
+from purecompose.intervals import Interval, checked_interval
 from purecompose.loop import eval_events, predict_events
-from purecompose.metrics import Metric, as_metric, mean_loss, of_model, read_by
+from purecompose.metrics import Metric, as_metric, counting, mean_loss, of_model, read_by
 from purecompose.state import State, check_single
-from purecompose.time import Time
 
 
 __all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator"]
@@ -40,22 +39,29 @@ class Evaluator:
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss.
         interval: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
             of the run. It also runs once at the end.
+            Or a function `Timestamp -> bool`, asked after every batch and epoch whether an evaluation is due, such as
+            `lambda now: now.batch in (10, 100, 1000)`.
         label: Names it in records: a metric appears as "label/name".
         num_batches: How many batches an evaluation takes at most; by default all.
+        microbatch_size: The most examples that go through the network at once, to save memory; by default the whole
+            batch. To algorithms each slice is a batch; metrics are over all examples, as they are without.
 
     Raises:
-        ValueError: An interval that is not positive, or in seconds; `num_batches` below 1; `itertools.cycle` and the
-            like without it.
+        ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1;
+            `itertools.cycle` and the like without `num_batches`.
         TypeError: Something that is no metric.
     """
 
     data: Iterable[Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    interval: Time | str = "1ep"
+    interval: Interval | str = "1ep"
     label: str = "eval"
     num_batches: int | None = None
+    microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.microbatch_size is not None:
+            check_whole(self.microbatch_size, "Evaluator: microbatch_size", 1)
         if self.num_batches is not None:
             check_whole(self.num_batches, "Evaluator: num_batches", 1)
         elif isinstance(self.data, _ENDLESS):
@@ -63,7 +69,7 @@ class Evaluator:
                 f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
                 "num_batches, how many of its batches to take"
             )
-        interval = checked_interval(self.interval, "Evaluator: interval")
+        interval = checked_interval(self.interval, "Evaluator: interval", functions=True)
         if not isinstance(self.metrics, Mapping):
             raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
         object.__setattr__(self, "interval", interval)
@@ -82,6 +88,7 @@ def evaluate(
     *,
     step: Step | None = None,
     num_batches: int | None = None,
+    microbatch_size: int | None = None,
 ) -> dict[str, Any]:
     """The metrics of a state on some data. The state stays as it was.
 
@@ -95,6 +102,7 @@ def evaluate(
         step: The training step, if its algorithms are to act at evaluation's events (averaged weights do). For
             stacked states their `population`, whose metrics may not read values in Python.
         num_batches: How many batches to take at most; by default all. Data without an end need it.
+        microbatch_size: The most examples that go through the network at once; see `Evaluator`.
 
     Returns:
         The values by name: floats; for a population a list of them, one for each member.
@@ -104,7 +112,7 @@ def evaluate(
         KeyError: A batch has no target at the state's `target_key`.
         TypeError: Something that is no metric.
     """
-    evaluator = Evaluator(data, metrics or {}, num_batches=num_batches)
+    evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
     inner = _sibling(step, eval_events, state)
     begun = inner.fire(Event.EVAL_STANDALONE_START, state)
     result = run_evaluator(evaluator, begun, inner)
@@ -135,7 +143,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
     with torch.no_grad():
         current = _tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         totals = {name: _initial(metric, state) for name, metric in metrics.items()}
-        num_batches = 0
+        num_batches = num_folds = 0
         given = itertools.islice(fixed_batches(evaluator.data, state.key), evaluator.num_batches)
         for batch in prefetch(given, state.device):
             if num_batches == _MANY and evaluator.num_batches is None and not isinstance(evaluator.data, Sized):
@@ -143,12 +151,16 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
                     f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
                     f"({type(evaluator.data).__name__}), and goes on: give num_batches if they have no end"
                 )
-            inner = step.fold(current, batch, purpose="eval", draw=num_batches)
-            totals = {
-                name: _each(metric.update, state)(totals[name], inner.outputs, read_by(metric, inner))
-                for name, metric in metrics.items()
-            }
-            current = _tell(observers, Event.EVAL_BATCH_END, step.finish(inner))
+            for part in _slices(evaluator, state, batch):
+                inner = step.fold(current, part, purpose="eval", draw=num_folds)
+                count = None if state.context.layout.is_rows else step.num_examples(state, part)
+                totals = {
+                    name: _each(counting(metric, count), state)(totals[name], inner.outputs, read_by(metric, inner))
+                    for name, metric in metrics.items()
+                }
+                current = step.finish(inner)
+                num_folds += 1
+            _tell(observers, Event.EVAL_BATCH_END, current)
             num_batches += 1
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an iterator used up?")
@@ -177,6 +189,15 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
             current = inner.finish(folded)
         inner.fire(Event.PREDICT_END, current)
     return outputs
+
+
+def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:
+    size = evaluator.microbatch_size
+    if size is None:
+        return [batch]
+    check_single(state, f"evaluator {evaluator.label!r} with microbatch_size", "give it smaller batches")
+    layout = state.context.layout
+    return layout.split(batch, -(-layout.num_examples(batch) // size))
 
 
 def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:

@@ -270,9 +270,9 @@ def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
     mean_grads: dict[str, Tensor] | None = None
     mean_metrics: dict[str, Tensor] = {}
     # A ragged last batch, or one that a method made smaller, may have fewer examples than slices.
-    layout = state.context.input_key, state.context.batch_dim
-    for part in batches.split(state.batch, cut.num_slices(state.num_examples), *layout):
-        size = batches.num_examples(part, *layout)
+    layout = state.context.layout
+    for part in layout.split(state.batch, cut.num_slices(state.num_examples)):
+        size = layout.num_examples(part)
         first = offset if state.first_example is None else state.first_example + offset
         # What a slice makes anew it does not find from the one before.
         anew = {"loss": None, "outputs": state.outputs, "grads": None, "metrics": state.metrics}
@@ -294,7 +294,9 @@ def _run_sliced(body: Body, state: State, notes: Notes, cut: Cut) -> State:
 
 def _check_rows(state: State) -> None:
     """Raises where the inputs and targets of a batch that is to be cut differ in their number of examples."""
-    dim = state.context.batch_dim
+    if state.context.layout.splitter is not None:
+        return
+    dim = state.context.layout.dim
     try:
         inputs, targets = (batches.leading_size(member, dim) for member in (state.inputs, state.targets))
     except KeyError:  # a batch without targets, or with those of a model's own loss
@@ -315,7 +317,7 @@ def _run_shared(body: Body, state: State, notes: Notes, cut: Cut, ranks: Ranks, 
         return _run_sliced(body, state, notes, cut)
     if notes.contract is not None:
         _check_rows(state)
-    share = ranks.share(state.batch, state.context.input_key, state.context.batch_dim)
+    share = ranks.share(state.batch, state.context.layout)
     first = share.first_example if state.first_example is None else state.first_example + share.first_example
     earlier_terms, notes.terms = notes.terms, None
     after = _run_sliced(body, state.replace(batch=share.batch, first_example=first), notes, cut)

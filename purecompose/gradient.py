@@ -151,7 +151,7 @@ def num_terms(state: State) -> int | Tensor:
     loss_fn = state.context.loss
     # A model that computes its loss finds its targets in the batch, by a way of its own.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
-    if state.context.batch_dim and not losses.counts_terms(loss_fn):
+    if not state.context.layout.is_rows and not losses.counts_terms(loss_fn):
         return state.num_examples
     return losses.num_terms(loss_fn, state.outputs, targets)
 

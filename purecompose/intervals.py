@@ -1,27 +1,46 @@
 """When something that happens every so often is due: a multiple of the interval lies between two times."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, cast, overload
 
 from purecompose.time import Time, Timestamp, TimeUnit
 from purecompose.time.units import named_time
 
 
-__all__ = ["checked_interval", "has_passed"]
+__all__ = ["Interval", "checked_interval", "has_passed"]
+
+Interval: TypeAlias = Time | Callable[[Timestamp], bool]
+"""A time, of which every multiple is due; or a function that says of a point of the run whether it is."""
 
 
-def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False) -> Time:
-    """An interval as a time.
+@overload
+def checked_interval(
+    value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False, functions: Literal[True]
+) -> Interval: ...
+
+
+@overload
+def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False) -> Time: ...
+
+
+def checked_interval(
+    value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False, functions: bool = False
+) -> Interval:
+    """An interval as a time, or as the function that it is.
 
     Args:
         value: What was given.
         name: Names the function and the argument in errors, such as "Evaluator: interval".
         default_unit: That of a bare number.
         seconds: Whether seconds of wall-clock time will do.
+        functions: Whether a function will do.
 
     Raises:
         TypeError, ValueError: It is no time, not positive, or in seconds where those will not do.
     """
+    if functions and callable(value) and not isinstance(value, type):
+        return cast(Interval, value)
     interval = named_time(value, name, default_unit)
     if interval.value <= 0 or (interval.unit is TimeUnit.SECOND and not seconds):
         kind = "a positive time" if seconds else "a positive time that is not in seconds"
@@ -29,16 +48,22 @@ def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None
     return interval
 
 
-def has_passed(interval: Time, before: Timestamp, now: Timestamp) -> bool:
+def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
     """Whether the run has passed a multiple of the interval after `before`, and by `now`; not for seconds.
 
     Raises:
         ValueError: A fraction of a run without a duration.
+        TypeError: A function that gives no bool.
 
     Example:
         >>> has_passed(Time.of("10ba"), Timestamp(batch=9), Timestamp(batch=10))
         True
     """
+    if not isinstance(interval, Time):
+        is_due = interval(now)
+        if not isinstance(is_due, bool):
+            raise TypeError(f"interval {interval!r}: expected a function Timestamp -> bool, got {is_due!r} from it")
+        return is_due
     unit = interval.unit
     if unit is not TimeUnit.DURATION:
         return before.get(unit) // interval.value != now.get(unit) // interval.value

@@ -7,6 +7,7 @@ were cut into batches. They stay on the device: nothing is read back before the 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +25,7 @@ from purecompose.losses import (
     num_terms,
     share_of_mean,
 )
-from purecompose.targets import Mixture, has_index_targets, num_examples
+from purecompose.targets import Mixture, has_index_targets, num_examples as leading_size
 
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Metric",
     "accuracy",
     "as_metric",
+    "counting",
     "dice",
     "from_function",
     "from_torchmetrics",
@@ -82,6 +84,8 @@ class Metric(NamedTuple):
     takes_logits: bool = False
     """Whether `update` takes logits (N, C, ...) and class indices, so that it can be given those of a model with a loss
     of its own; see `of_model`."""
+    takes_count: bool = False
+    """Whether `update` takes a further `num_examples`, the batch's number of examples where they are not its rows."""
 
 
 class Mean(NamedTuple):
@@ -198,15 +202,18 @@ def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
     """
     check_loss(loss_fn)
 
-    def update(acc: Mean, outputs: Any, targets: Any) -> Mean:
+    def update(acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None) -> Mean:
         loss = evaluate_loss(loss_fn, outputs, targets).detach().to(acc.total.dtype)
-        terms = num_terms(loss_fn, outputs, targets)
+        if num_examples is None or counts_terms(loss_fn):
+            terms = num_terms(loss_fn, outputs, targets)
+        else:
+            terms = num_examples
         # Over a total of one the share is loss * terms, and zero where the batch has none to count.
         return Mean(acc.total + share_of_mean(loss, terms, 1), acc.number + terms)
 
     # A model's own loss does not read targets, but counts its labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
-    return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits)
+    return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
@@ -245,16 +252,17 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"expected a function (outputs, targets) -> tensor, got {fn!r} ({type(fn).__name__})")
 
-    def update(acc: Mean, outputs: Any, targets: Any) -> Mean:
+    def update(acc: Mean, outputs: Any, targets: Any, num_examples: int | None = None) -> Mean:
         if isinstance(targets, Mixture):
             targets = targets.soft(outputs)
-        values, count = fn(outputs, targets), num_examples(outputs, targets)
+        values = fn(outputs, targets)
+        count = leading_size(outputs, targets) if num_examples is None else num_examples
         _check_values(fn, values, count)
         values = values.detach().to(acc.total.dtype)
         rows = values.flatten(1).mean(1).sum() if values.ndim > 1 else values.sum()
         return Mean(acc.total + (rows if values.ndim else values * count), acc.number + count)
 
-    return Metric(_init_mean, update, Mean.value)
+    return Metric(_init_mean, update, Mean.value, takes_count=True)
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
@@ -346,12 +354,21 @@ def of_model(metric: Metric, loss_fn: Any) -> Metric:
     """
     if not (metric.takes_logits and isinstance(loss_fn, ModelLoss)):
         return metric
+    inner: Callable[..., Any] = metric.update
 
-    def update(acc: Any, outputs: Any, given: Any) -> Any:
+    def update(acc: Any, outputs: Any, given: Any, **options: Any) -> Any:
         pair = (outputs, given) if isinstance(outputs, Tensor) else loss_fn.logits_and_labels(outputs, given)
-        return metric.update(acc, *pair)
+        return inner(acc, *pair, **options)
 
     return metric._replace(update=update)
+
+
+def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
+    """A metric's `update` for a batch of so many examples; `None` where its rows are its examples."""
+    if num_examples is None or not metric.takes_count:
+        return metric.update
+    update: Callable[..., Any] = metric.update
+    return functools.partial(update, num_examples=num_examples)
 
 
 def read_by(metric: Metric, state: Any) -> Any:

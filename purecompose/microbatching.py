@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from purecompose import batch as batches
 from purecompose._warnings import warn
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
@@ -37,7 +36,7 @@ class Adaptive:
         Raises:
             RuntimeError: The memory does not suffice for a single example either.
         """
-        num_examples = batches.num_examples(batch, state.context.input_key, state.context.batch_dim)
+        num_examples = state.context.layout.num_examples(batch)
         while True:
             try:
                 new = self.step(self._safe(state, num_examples), batch)

@@ -28,7 +28,7 @@ from purecompose.plateau import Adjuster
 from purecompose.saving.keeping import Keeper, newest
 from purecompose.state import State
 from purecompose.stopping import Stopper, is_over, seen
-from purecompose.time import RunLength, Timestamp, TimeUnit
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 
 
 __all__ = ["EpochData", "Run"]
@@ -362,6 +362,8 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
     """Whether an evaluation is due at an event; epochs are counted at their end."""
     if event is Event.FIT_END:
         return True
+    if not isinstance(interval, Time):
+        return has_passed(interval, before, now)
     unit = interval.unit
     if event is Event.EPOCH_END:
         # Fractions too: in epochs of unknown length they move here alone.

@@ -68,6 +68,10 @@ class Population(Step):
 
         return prepared._replace(start=start)
 
+    def num_examples(self, state: State, batch: Any) -> int:
+        """How many examples each member's batch holds."""
+        return super().num_examples(state, self._batch_of_one(batch))
+
     def fold(
         self,
         state: State,

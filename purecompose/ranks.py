@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches, tree
+from purecompose import tree
 from purecompose._functorch import is_fake, is_transforming
+from purecompose.layout import Layout
 
 
 __all__ = ["WATCHES", "Ranks", "Regrad", "Share", "Sharing"]
@@ -47,13 +48,14 @@ class Ranks:
     rank: int
     size: int
 
-    def share(self, batch: Any, key: batches.Key | None, dim: int = 0) -> Share:
+    def share(self, batch: Any, layout: Layout) -> Share:
         """This rank's part: consecutive examples, as many as the others have, or one more."""
-        num_parts = min(self.size, batches.num_examples(batch, key, dim))
+        num_examples = layout.num_examples(batch)
+        num_parts = min(self.size, num_examples)
         if self.rank >= num_parts:
-            return Share(batches.split(batch, batches.num_examples(batch, key, dim), key, dim)[0], 0, 0)
-        parts = batches.split(batch, num_parts, key, dim)
-        sizes = [batches.num_examples(part, key, dim) for part in parts]
+            return Share(layout.split(batch, num_examples)[0], 0, 0)
+        parts = layout.split(batch, num_parts)
+        sizes = [layout.num_examples(part) for part in parts]
         return Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
 
     def means(self, tensors: Sequence[Tensor], weight: int | Tensor) -> list[Tensor]:

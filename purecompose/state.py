@@ -19,6 +19,7 @@ from purecompose._checks import check_whole
 from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
 from purecompose.context import Context, Static
+from purecompose.layout import Splitter
 from purecompose.model import Model, from_module
 from purecompose.network import call_model
 from purecompose.optim.protocol import check_optimizer, checked_init
@@ -89,6 +90,7 @@ class State:
         input_key: batches.Key | None = None,
         target_key: batches.Key = 1,
         batch_dim: int = 0,
+        splitter: Splitter | None = None,
         precision: str = "fp32",
         device: torch.device | str | None = None,
     ) -> "State":
@@ -112,6 +114,8 @@ class State:
             batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
+            splitter: Counts and cuts batches whose examples lie along no dimension, such as lists of images of
+                different sizes; in place of `batch_dim`.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
                 `"fp16"` wants `algorithms.loss_scaling`.
@@ -132,10 +136,14 @@ class State:
         batches.check_key(input_key, "input_key")
         batches.check_key(target_key, "target_key")
         check_whole(batch_dim, "State.create: batch_dim", 0, hint="1 for sequences (T, N, ...)")
+        if splitter is not None and (not isinstance(splitter, Splitter) or batch_dim):
+            raise TypeError(
+                f"State.create: splitter={splitter!r}, batch_dim={batch_dim}: expected a purecompose.layout.Splitter, "
+                "and no batch_dim beside it"
+            )
         schedules = collect(optimizer, Schedule)
-        context = Context(
-            parts.model, loss, optimizer, parts.frozen, precision, input_key, target_key, batch_dim, schedules=schedules
-        )
+        keys = input_key, target_key, batch_dim, splitter
+        context = Context(parts.model, loss, optimizer, parts.frozen, precision, *keys, schedules=schedules)
         run = RunLength(
             None if duration is None else named_time(duration, "State.create: duration"),
             batches_per_epoch,
@@ -195,7 +203,7 @@ class State:
     @property
     def num_examples(self) -> int:
         """The number of examples in the batch."""
-        return batches.num_examples(self.batch, self.context.input_key, self.context.batch_dim)
+        return self.context.layout.num_examples(self.batch)
 
     # Changing
 
@@ -353,7 +361,7 @@ class State:
         def rng() -> random.Rng:
             own = self.rng(rng_name)
             # Rows are not examples: a slice draws as a whole, and apart from the others.
-            return dataclasses.replace(own, example=first) if context.batch_dim else own
+            return own if context.layout.is_rows else dataclasses.replace(own, example=first)
 
         return call_model(
             context.model,
@@ -362,7 +370,7 @@ class State:
             inputs,
             train=train,
             rng=rng,
-            num_examples=None if context.batch_dim else batches.leading_size(inputs),
+            num_examples=batches.leading_size(inputs) if context.layout.is_rows else None,
             first_example=first,
             precision=context.precision,
         )

@@ -35,6 +35,7 @@ from purecompose import (
 from purecompose.algorithms._parts import gradient_of_part
 from purecompose.algorithms.sam import perturb_params
 from purecompose.data_parallel import DataParallel
+from purecompose.layout import Layout
 from purecompose.ranks import Ranks
 from purecompose.testing.ranks import played
 
@@ -129,10 +130,10 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks: list[dict[str
 
 def test_shares_are_consecutive_and_nearly_equal() -> None:
     batch = make_batch(size=7)
-    shares = [Ranks("", rank, 3).share(batch, None) for rank in range(3)]
+    shares = [Ranks("", rank, 3).share(batch, Layout()) for rank in range(3)]
     assert [(share.first_example, share.num_examples) for share in shares] == [(0, 3), (3, 2), (5, 2)]
     assert torch.equal(torch.cat([share.batch[0] for share in shares]), batch[0])
-    idle = Ranks("", 2, 3).share(make_batch(size=2), None)
+    idle = Ranks("", 2, 3).share(make_batch(size=2), Layout())
     assert (idle.num_examples, len(idle.batch[0])) == (0, 1)
 
 

@@ -57,6 +57,21 @@ def test_the_numbers_do_not_depend_on_the_batches():
     assert all(type(value) is float for value in found.values())
 
 
+@pytest.mark.parametrize("loss_fn", [pc.losses.cross_entropy, pc.losses.CrossEntropy(ignore_index=1)])
+def test_nor_do_they_depend_on_microbatches(loss_fn):
+    metrics = {"accuracy": pc.metrics.accuracy, "loss": pc.metrics.mean_loss(loss_fn)}
+    state, seen = make_state(make_mlp()), []
+    step = compose(loop_events, [recorder(seen, "slices", Event.EVAL_BATCH_END)])
+    whole = evaluate(state, uneven(), metrics)
+    assert evaluate(state, uneven(), metrics, step=step, microbatch_size=3) == pytest.approx(whole, rel=1e-6)
+    assert len(seen) == 3 + 2 + 1
+    with pytest.raises(ValueError, match="microbatch_size"):
+        evaluate(state, uneven(), microbatch_size=0)
+    with pytest.raises(ValueError, match="stacked one of 2 members: give it smaller batches"):
+        two = pc.stack_states([state, state])
+        evaluate(two, uneven(), step=pc.population(step, 2), microbatch_size=3)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("total", [12, 13, 16])
 def test_every_example_counts_once(size, total):
@@ -297,7 +312,7 @@ def test_intervals_are_positive_and_not_in_seconds(interval):
         Evaluator([], interval=interval)
 
 
-@pytest.mark.parametrize("interval", [0.5, "often", None])
+@pytest.mark.parametrize("interval", [0.5, "often", None, bool])
 def test_an_interval_that_is_no_time_is_named(interval):
     with pytest.raises((TypeError, ValueError), match=f"^Evaluator: interval={interval!r}: "):
         Evaluator([], interval=interval)

@@ -209,6 +209,8 @@ def test_durations_in_tokens(duration, num_batches):
         ("4sp", "3ep", 8),
         ("3sp", "1ep", 3),
         ("100ba", "1ep", 1),
+        (lambda now: now.batch in (1, 3, 10), "2ep", 3),
+        (lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 3), "4ep", 3),
     ],
 )
 @pytest.mark.parametrize("is_sized", [True, False])
@@ -242,6 +244,12 @@ def test_intervals_in_tokens(interval, expected):
         observers=[lambda event, _: log.append(event)],
     )
     assert log.count(Event.EVAL_START) == expected
+
+
+def test_an_interval_as_a_function_gives_a_bool():
+    evaluator = Evaluator([], interval=lambda now: now.batch)  # pyright: ignore
+    with pytest.raises(TypeError, match="expected a function Timestamp -> bool, got 1 from it"):
+        fit(compose(loop_events), make_state(), make_batches(2), duration="1ep", evaluate=evaluator)
 
 
 def test_a_fraction_needs_a_duration():

@@ -53,7 +53,7 @@ def share_of_batch(state: State) -> range:
     ranks = _ranks(state)
     if ranks is None:
         return range(state.num_examples)
-    share = ranks.share(state.batch, state.context.input_key, state.context.batch_dim)
+    share = ranks.share(state.batch, state.context.layout)
     return range(share.first_example, share.first_example + share.num_examples)
 
 

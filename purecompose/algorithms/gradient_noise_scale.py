@@ -38,7 +38,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches
 from purecompose._checks import check_number
 from purecompose._device import as_scalar
 from purecompose.algorithm import Algorithm, Trait, factory
@@ -236,9 +235,8 @@ def _of_half(state: State) -> _Norms | None:
     num = state.num_examples
     if num < _FEWEST or not state.grads:
         return None
-    layout = state.context.input_key, state.context.batch_dim
-    part = batches.split(state.batch, 2, *layout)[0]
-    size = batches.num_examples(part, *layout)
+    part = state.context.layout.split(state.batch, 2)[0]
+    size = state.context.layout.num_examples(part)
     half = gradient_of_part(state, part, 0 if state.first_example is None else state.first_example)
     grads = {key: state.grads[key] for key in half}
     big = norm_of(grads.values()).square()

@@ -19,7 +19,7 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose.algorithm import Algorithm, factory
 from purecompose.event import Event
-from purecompose.metrics import Metric, accuracy, as_metric, of_model, read_by, top_k
+from purecompose.metrics import Metric, accuracy, as_metric, counting, of_model, read_by, top_k
 from purecompose.predicate import NEVER, on
 from purecompose.state import State
 from purecompose.time import Time, TimeUnit
@@ -34,10 +34,13 @@ NAMED: Mapping[str, Metric] = MappingProxyType({"accuracy": accuracy, "top_5": t
 _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
 
-def accumulate(metric: Metric, acc: Any, outputs: Any, targets: Any) -> Any:
-    """The accumulator with one more batch, of which no gradient is taken."""
+def accumulate(metric: Metric, acc: Any, state: State) -> Any:
+    """The accumulator with the state's batch, of which no gradient is taken."""
+    context = state.context
+    own = of_model(metric, context.loss)
+    update = counting(own, None if context.layout.is_rows else state.num_examples)
     with torch.no_grad():
-        return metric.update(acc, batches.map_tensors(Tensor.detach, outputs), targets)
+        return update(acc, batches.map_tensors(Tensor.detach, state.outputs), read_by(own, state))
 
 
 @factory
@@ -83,11 +86,7 @@ def training_metrics(
             begins = _begins(state, period)
             new = tree.map(lambda zero, acc: torch.where(begins, zero, acc), fresh(state), accs)
         else:
-            loss_fn = state.context.loss
-            new = {
-                key: accumulate(of_model(metric, loss_fn), accs[key], state.outputs, read_by(metric, state))
-                for key, metric in chosen.items()
-            }
+            new = {key: accumulate(metric, accs[key], state) for key, metric in chosen.items()}
         return state.replace(slots={**state.slots, name: new})
 
     events = [Event.INIT, Event.AFTER_BACKWARD, Event.BATCH_END, *([] if period is None else [Event.BATCH_START])]

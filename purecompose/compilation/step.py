@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose import batch as batches
 from purecompose._checks import check_flag, check_whole, shown
 from purecompose._device import arithmetic
 from purecompose._form import Form, spec_of
@@ -207,7 +206,7 @@ class CompiledStep:
             if fields.get(name) is not None:
                 return True
         floor = self.options.eager_below
-        return bool(floor) and batches.num_examples(batch, state.context.input_key, state.context.batch_dim) < floor
+        return bool(floor) and state.context.layout.num_examples(batch) < floor
 
     def _is_watched_first(self, prepared: Prepared) -> bool:
         """Whether this is a schedule's first step, and host algorithms are in it, whom no fake tensors serve.

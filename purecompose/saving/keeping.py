@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from purecompose._checks import check_flag, check_whole
 from purecompose._warnings import warn
 from purecompose.event import Event
-from purecompose.intervals import checked_interval, has_passed
+from purecompose.intervals import Interval, checked_interval, has_passed
 from purecompose.metrics import is_lower_better
 from purecompose.saving import folder as disk
 from purecompose.saving.checkpoint import Snapshot, check_fits, read, restored, snapshot
@@ -36,8 +36,9 @@ class Checkpoints:
 
     Args:
         folder: The folder that holds them, one folder each; a run's own.
-        every: How often: after so many epochs, batches, samples, tokens or seconds, or every fraction of the run.
-            There is always one at the end, and one where a signal ends the run.
+        every: How often: after so many epochs, batches, samples, tokens or seconds, or every fraction of the run;
+            or a function `Timestamp -> bool` that says whether one is due. There is always one at the end, and one
+            where a signal ends the run.
         keep: How many of the newest stay; `None` for all.
         best: A metric of an evaluator, such as `"eval/accuracy"`: whenever it is better than ever there is a
             checkpoint, whatever `every` says, and the best one stays.
@@ -50,7 +51,7 @@ class Checkpoints:
     """
 
     folder: Path | str
-    every: Time | str = "1ep"
+    every: Interval | str = "1ep"
     keep: int | None = 3
     best: str | None = None
     mode: str | None = None
@@ -59,7 +60,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         set_field = object.__setattr__
         set_field(self, "folder", Path(self.folder))
-        set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True))
+        set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True, functions=True))
         if self.keep is not None:
             check_whole(self.keep, "Checkpoints: keep", 1)
         if self.mode not in (None, "min", "max"):
@@ -217,8 +218,8 @@ class Keeper:
         if self._is_best(metrics):
             return True
         every = self.settings.every
-        assert isinstance(every, Time)
-        if every.unit is TimeUnit.SECOND:
+        assert not isinstance(every, str)
+        if isinstance(every, Time) and every.unit is TimeUnit.SECOND:
             return time.monotonic() - self._written_at >= every.value
         return has_passed(every, before, now)
 

@@ -1,0 +1,123 @@
+"""Batches whose examples lie along no dimension: detection, with images of different sizes and their boxes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, algorithms as alg, batch as batches, optim, tree
+from purecompose.layout import Layout, Splitter
+from purecompose.testing.ranks import played
+
+
+Sample = tuple[Tensor, dict[str, Tensor]]
+
+SAMPLES = Splitter(len, lambda batch, start, stop: batch[start:stop])
+
+
+class Detector(nn.Module):
+    """Returns its own losses, one for each image, from a list of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 3, 3), nn.Linear(3, 4)
+
+    def forward(self, samples: list[Sample]) -> Tensor:
+        boxes = [self.head(self.conv(image[None]).mean((2, 3)))[0] for image, _ in samples]
+        return torch.stack(
+            [(box - found["boxes"]).square().mean() for box, (_, found) in zip(boxes, samples, strict=True)]
+        )
+
+
+def loss(outputs: Tensor, targets: Any) -> Tensor:
+    del targets
+    return outputs.mean()
+
+
+def make_batch(num: int, seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def sample(index: int) -> Sample:
+        image = torch.randn(1, 5 + index, 8 - index, generator=generator, dtype=torch.float64)
+        return image, {"boxes": torch.rand(1 + index, 4, generator=generator, dtype=torch.float64)}
+
+    return [sample(index) for index in range(num)]
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return Detector().double()
+
+
+def make_state(**options: Any) -> State:
+    keys = {"input_key": batches.AS_ARGUMENT, "target_key": batches.WHOLE, "splitter": SAMPLES}
+    return State.create(make_net(), loss=loss, optimizer=optim.sgd(0.1), **{**keys, **options})
+
+
+BATCHES = [make_batch(5), make_batch(3, seed=1)]
+
+
+def torch_params() -> dict[str, Tensor]:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        net(batch).mean().backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in net.named_parameters()}
+
+
+def assert_as_in_torch(params: dict[str, Tensor]) -> None:
+    near = tree.differences(params, torch_params(), tolerance=lambda _: tree.Tolerance(1e-9, 1e-12))
+    assert list(map(str, near)) == []
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_slices_are_cut_by_the_splitter(k):
+    state, step = make_state(), pc.compose(pc.loop_events, microbatches=k)
+    for batch in BATCHES:
+        state = step(state, batch)
+    assert_as_in_torch(state.params)
+    assert state.timestamp.sample == 8
+
+
+def test_processes_share_the_examples():
+    play, state = played(pc.compose(pc.loop_events), 2), make_state()
+    for batch in BATCHES:
+        ours = play(lambda one, state=state, batch=batch: one(state, batch))
+        state = ours[0]
+    assert_as_in_torch(state.params)
+
+
+def test_evaluation_weighs_by_examples_and_cuts_by_the_splitter():
+    net, state = make_net(), make_state()
+    expected = torch.cat([net(batch) for batch in BATCHES]).mean().item()
+    for size in (None, 1, 2):
+        assert pc.evaluate(state, BATCHES, microbatch_size=size)["loss"] == pytest.approx(expected, rel=1e-12)
+    metrics = {"worst": lambda outputs, targets: outputs.max(), "each": lambda outputs, targets: outputs}
+    found = pc.evaluate(state, BATCHES, metrics)
+    assert found["each"] == pytest.approx(expected, rel=1e-12)
+    worst = [net(batch).max().item() for batch in BATCHES]
+    assert found["worst"] == pytest.approx((5 * worst[0] + 3 * worst[1]) / 8, rel=1e-12)
+
+
+def test_methods_that_take_rows_for_examples_are_refused():
+    state, step = make_state(), pc.compose(pc.loop_events, [alg.mixup()])
+    with pytest.raises(ValueError, match=r"mixup: expected examples along dimension 0 .* got Splitter"):
+        step(step.init(state), BATCHES[0])
+
+
+def test_splitters_that_miscount_are_named():
+    batch = BATCHES[0]
+    with pytest.raises(ValueError, match=r"part\(batch, 0, 3\) has 5 examples, expected 3"):
+        Layout(splitter=Splitter(len, lambda batch, start, stop: batch)).split(batch, 2)
+    with pytest.raises(TypeError, match=r"Splitter.num_examples\(batch\).*int.*2.5"):
+        Layout(splitter=Splitter(lambda batch: 2.5, SAMPLES.part)).num_examples(batch)  # pyright: ignore
+    with pytest.raises(ValueError, match="cannot cut a batch of 5 examples into 6"):
+        Layout(splitter=SAMPLES).split(batch, 6)
+    with pytest.raises(TypeError, match="Splitter: part=None"):
+        Splitter(len, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="no batch_dim beside it"):
+        make_state(batch_dim=1)
