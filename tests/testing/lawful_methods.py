@@ -356,7 +356,7 @@ def sign_descent(event: Event, state: State, name: str) -> State:
     return state.replace(grads={k: 0.1 * g.sign() for k, g in (state.grads or {}).items()})
 
 
-@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "images")
+@lawful(on(Event.AFTER_TRAIN_BATCH), "vectors", "images", "zero_head")
 def largest_gradients(event: Event, state: State, name: str) -> State:
     def kept(grad: Tensor) -> Tensor:
         bound = grad.abs().flatten().topk(max(1, grad.numel() // 4)).values[-1]

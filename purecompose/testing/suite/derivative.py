@@ -51,12 +51,13 @@ def check_derivative(
     found = _slopes(loss, point, grads, direction)
     if _is_close(*found):
         return True
-    value = loss(point) if value is None else value
+    value, gap = loss(point) if value is None else value, abs(found[0] - found[1])
     if not value.isfinite() or not _is_smooth(
-        lambda size: loss(_moved(point, direction, size)).detach().item(),
-        value.detach().item(),
-        abs(found[0] - found[1]),
+        lambda size: loss(_moved(point, direction, size)).detach().item(), value.detach().item(), gap
     ):
+        return False
+    halves = [_slopes(loss, point, grads, half)[1] for half in _halves(direction)]
+    if abs(sum(halves) - found[1]) > 0.1 * gap:  # no derivative: the slopes along directions do not add up
         return False
     for part in _parts(direction):
         by_leaf = _slopes(loss, point, grads, part)
@@ -111,6 +112,20 @@ def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> b
     if any(not abs(quotient - quotients[0]) <= 0.1 * gap for quotient in quotients):
         return False
     return not (jumps[0] > 0.1 * gap and jumps[1] > 0.8 * jumps[0])
+
+
+def _halves(direction: Point) -> tuple[Point, Point]:
+    """Every other element of the direction, and the rest."""
+
+    def half(value: Tensor, start: int) -> Tensor:
+        taken = torch.arange(value.numel(), device=value.device).reshape(value.shape) % 2 == start
+        return torch.where(taken, value, 0)
+
+    even, odd = (
+        {field: {name: half(v, start) for name, v in leaves.items()} for field, leaves in direction.items()}
+        for start in (0, 1)
+    )
+    return even, odd
 
 
 def _moved(point: Point, direction: Point, size: float) -> Point:
