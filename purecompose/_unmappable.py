@@ -31,6 +31,16 @@ _REFUSED = (
         "Make a new tensor (a + b), or make the one written into from a member's (x.new_zeros(shape))",
     ),
     (
+        "mutate a captured Tensor",
+        "the batch, or a tensor that all members share, is written into in place",
+        "Make a new tensor (a + b, or a.clone() first)",
+    ),
+    (
+        "saved tensor hooks",
+        "a hook replaces what is saved for the backward pass (torch.utils.checkpoint), which torch.func cannot do",
+        "Leave checkpointing out; population(..., chunk_size=) saves memory too",
+    ),
+    (
         "Cannot access data pointer",
         "a tensor's memory is read (numpy(), tolist()), in which no member has a part of its own",
         "Compute with torch",
@@ -41,7 +51,7 @@ _REFUSED = (
         "Define setup_context, and set generate_vmap_rule = True",
     ),
     (
-        "`.data`",
+        r"`\.?data`",
         "`.data` of a tensor is assigned",
         "Write self.name = value for a buffer of the network",
     ),

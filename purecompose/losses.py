@@ -19,6 +19,7 @@ back from the device.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -28,7 +29,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from purecompose import batch as batches
 from purecompose._checks import check_number
@@ -313,7 +314,7 @@ class ModelLoss:
         ):
             raise ValueError(f"ModelLoss: shift={self.shift!r}: expected a number of labels, 0 or more")
 
-    def of_network(self, net: torch.nn.Module) -> ModelLoss:
+    def of_network(self, net: nn.Module) -> ModelLoss:
         """This loss with the `shift` of a network, where none was given."""
         return self if self.shift is not None else replace(self, shift=int(_is_causal_language_model(net)))
 
@@ -421,7 +422,7 @@ def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_in
     return F.cross_entropy(rows, labels[..., shift:].flatten().long(), ignore_index=ignore_index)
 
 
-def _is_causal_language_model(net: torch.nn.Module) -> bool:
+def _is_causal_language_model(net: nn.Module) -> bool:
     """Whether the network is one of transformers' causal language models, wrapped or not."""
     kinds = ([kind.__name__ for kind in type(module).__mro__] for module in net.modules())
     names = next((names for names in kinds if "PreTrainedModel" in names), [])
@@ -499,7 +500,7 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
     _check_rows(loss_fn, losses, outputs, targets)
     if losses.ndim == 1:
         return losses
-    counted = getattr(loss_fn, "counted", None)
+    counted = getattr(_counting(loss_fn), "counted", None)
     if counted is None:
         return losses.flatten(1).mean(1)
     return losses.flatten(1).sum(1) / counted(outputs, targets).flatten(1).sum(1).clamp(min=1)
@@ -509,18 +510,59 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
     """How many terms the loss's mean divides by: the weight of one microbatch among others.
 
     The loss's own `num_terms(outputs, targets)` if it has one (0-d, whole or not), else the number of positions it
-    counts (0-d, int64), else the number of examples. Not free: meant for steps of several microbatches.
+    counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood, as functions
+    (also under functools.partial) and as modules, count as torch does, with `ignore_index` and `weight`. Not free:
+    meant for steps of several microbatches.
     """
-    if hasattr(loss_fn, "num_terms"):
-        return loss_fn.num_terms(outputs, targets)  # pyright: ignore[reportFunctionMemberAccess]
-    if hasattr(loss_fn, "counted"):
-        return loss_fn.counted(outputs, targets).sum()  # pyright: ignore[reportFunctionMemberAccess]
+    counting = _counting(loss_fn)
+    if hasattr(counting, "num_terms"):
+        return counting.num_terms(outputs, targets)
+    if hasattr(counting, "counted"):
+        return counting.counted(outputs, targets).sum()
     return num_examples(outputs, targets)
 
 
 def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:
     """Whether a loss says itself how many terms its mean divides by."""
-    return hasattr(loss_fn, "num_terms") or hasattr(loss_fn, "counted")
+    counting = _counting(loss_fn)
+    return hasattr(counting, "num_terms") or hasattr(counting, "counted")
+
+
+@dataclass(frozen=True)
+class _TorchTerms:
+    """What the mean of torch's cross entropy or negative log likelihood divides by."""
+
+    ignore_index: int = -100
+    weight: Tensor | None = None
+
+    def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
+        """Bool, (N, ...): the positions that enter the mean, which for dense targets are all."""
+        if isinstance(targets, Mixture) or targets.is_floating_point():
+            return torch.ones_like(outputs[:, 0], dtype=torch.bool)
+        return targets != self.ignore_index
+
+    def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> int | Tensor:
+        """How many positions enter the mean, or the sum of their weights."""
+        if isinstance(targets, Mixture) or targets.is_floating_point():
+            return outputs[:, 0].numel()
+        is_counted = self.counted(outputs, targets)
+        if self.weight is None:
+            return is_counted.sum()
+        return (self.weight[targets.where(is_counted, 0).long()] * is_counted).sum()
+
+
+def _counting(loss_fn: Any) -> Any:
+    """What tells what the mean of a loss divides by: the loss itself, unless it is one of torch's."""
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
+        has_own_forward = type(loss_fn).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        is_mean = loss_fn.reduction == "mean" and not has_own_forward
+        return _TorchTerms(loss_fn.ignore_index, loss_fn.weight) if is_mean else loss_fn
+    settings = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) and not loss_fn.args else loss_fn
+    if function is not F.cross_entropy and function is not F.nll_loss:
+        return loss_fn
+    given = {name: settings[name] for name in ("ignore_index", "weight") if name in settings}
+    return _TorchTerms(**given) if settings.get("reduction", "mean") == "mean" else loss_fn
 
 
 def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:
@@ -579,7 +621,7 @@ def _check_rows(loss_fn: object, losses: Tensor, outputs: Any, targets: Any) -> 
 
 def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:
     # A module's __call__ takes anything; its forward tells.
-    inner = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    inner = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = inspect.signature(inner).parameters
     except (TypeError, ValueError):  # some built-in functions have no signature: let them try

@@ -1,5 +1,6 @@
 """Losses against float64 formulas, mixing against its closed forms, microbatches against the whole."""
 
+import functools
 import math
 
 import numpy as np
@@ -384,6 +385,42 @@ def take(targets: Tensor | Mixture, rows: slice) -> Tensor | Mixture:
         return targets[rows]
     split = [tuple(leaf[rows] for leaf in leaves) for leaves in (targets.targets, targets.weights)]
     return Mixture(split[0], split[1], targets.interpolate_loss)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.5])
+TORCHS = {
+    "function": F.cross_entropy,
+    "with settings": functools.partial(F.cross_entropy, ignore_index=2, weight=CLASS_WEIGHTS, label_smoothing=0.1),
+    "likelihood": F.nll_loss,
+    "module": torch.nn.CrossEntropyLoss(),
+    "weighted module": torch.nn.CrossEntropyLoss(CLASS_WEIGHTS, ignore_index=2, label_smoothing=0.1),
+    "likelihood module": torch.nn.NLLLoss(CLASS_WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("form", ["plain", "dense", "places"])
+def test_torchs_own_losses_count_as_torch_does(name, form):
+    if form == "dense" and "likelihood" in name:
+        pytest.skip("torch takes class indices only")
+    loss_fn = TORCHS[name]
+    outputs = torch.randn(6, 3, *([4] if form == "places" else [])).log_softmax(1)
+    targets = torch.randint(3, (6, *outputs.shape[2:]))
+    targets = torch.where(torch.rand(targets.shape) < 0.3, -100 if "settings" not in name else 2, targets)
+    if "weighted" in name:
+        targets = targets.where(targets >= 0, 2)
+    if form == "dense":
+        targets = one_hot(targets, outputs).softmax(1)
+        loss_fn = loss_fn if "settings" not in name else functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS)
+        if name == "weighted module":
+            loss_fn = torch.nn.CrossEntropyLoss(CLASS_WEIGHTS)
+    parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
+    terms = [num_terms(loss_fn, outputs[part], targets[part]) for part in parts]
+    shares = [
+        share_of_mean(loss_fn(outputs[part], targets[part]), term, sum(terms))
+        for part, term in zip(parts, terms, strict=True)
+    ]
+    torch.testing.assert_close(torch.stack(shares).sum(), loss_fn(outputs, targets), equal_nan=True)
 
 
 @pytest.mark.parametrize("loss_fn", [mse, F.mse_loss, binary_cross_entropy])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao import quantization
-from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import purecompose as pc
 from purecompose._fingerprint import fingerprint
@@ -473,6 +473,10 @@ class Uncopyable(nn.Linear):
         self.lock = threading.Lock()
 
 
+def old_spectral_norm() -> nn.Module:
+    return spectral_norm(nn.Linear(4, 3))
+
+
 def old_weight_norm() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and still around
@@ -557,6 +561,7 @@ class Viewing(nn.Module):
         (lambda: nn.LazyLinear(3), ValueError, "weight has no shape yet.*run the module once"),
         (lambda: nn.Linear(2, 1, device="meta"), ValueError, "weight is on the meta device.*to_empty"),
         (old_weight_norm, ValueError, "weight is computed from other tensors.*parametrizations"),
+        (old_spectral_norm, ValueError, "weight is computed from other tensors.*parametrizations"),
         (scripted, TypeError, "the network is a RecursiveScriptModule, scripted or traced.*before torch.jit.script"),
         (lambda: torch.ones(3), TypeError, "expected an nn.Module.*got Tensor"),
         (lambda: nn.Linear, TypeError, "expected an nn.Module.*got type"),

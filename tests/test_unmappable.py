@@ -8,6 +8,7 @@ import torch
 from helpers import make_batch, make_state
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from purecompose import compose, loop_events, population, stack_states
 
@@ -39,6 +40,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "in place": (lambda: Layer(lambda x: torch.zeros(8, 3).add_(x)), "all members share.*'1' .Layer.*new_zeros"),
     "numpy": (lambda: Layer(lambda x: x.detach().numpy().sum()), "memory is read.*'1' .Layer.*Compute with torch"),
     "function": (lambda: Layer(Doubling.apply), "autograd.Function cannot.*'1' .Layer.*generate_vmap_rule"),
+    "checkpoint": (
+        lambda: Layer(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
+        "torch.utils.checkpoint.*'1' .Layer.*Leave checkpointing out",
+    ),
     "torch's": (lambda: nn.BatchNorm1d(3, momentum=None), "a number is read.*'1' .BatchNorm1d"),
     "no rule": (
         lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
@@ -56,6 +61,16 @@ def test_what_vmap_refuses_is_named_with_layer_and_remedy(name):
         step(stack_states([state, state]), make_batch())
     assert caught.value.__cause__ is not None
     assert any("in the stage forward" in note for note in caught.value.__notes__)
+
+
+def test_a_write_into_the_batch_is_named():
+    class Centred(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.sub_(x.mean()))
+
+    state = make_state(Centred(4, 3))
+    with pytest.raises(RuntimeError, match=r"population: the batch.* is written into in place.*a\.clone\(\) first"):
+        population(compose(loop_events), 2)(stack_states([state, state]), make_batch())
 
 
 def test_a_wrong_shape_keeps_its_error():

@@ -77,13 +77,15 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
         raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device and has no values: give it values first (to_empty, load)")
-    if tensor.grad_fn is not None:
-        if f"{name}_orig" in others and f"{name}_mask" in others:
-            raise ValueError(
-                f"{name} is computed from {name}_orig and {name}_mask, as torch.nn.utils.prune leaves it: make the "
-                "pruning permanent first, prune.remove(module, name), and keep the zeros by a parametrization that "
-                "multiplies by the mask (torch.nn.utils.parametrize)"
-            )
+    if tensor.grad_fn is not None and f"{name}_orig" in others and f"{name}_mask" in others:
+        raise ValueError(
+            f"{name} is computed from {name}_orig and {name}_mask, as torch.nn.utils.prune leaves it: make the "
+            "pruning permanent first, prune.remove(module, name), and keep the zeros by a parametrization that "
+            "multiplies by the mask (torch.nn.utils.parametrize)"
+        )
+    # The older spectral_norm leaves a plain copy, which only the first forward pass computes.
+    is_copy = not isinstance(tensor, nn.Parameter) and f"{name}_orig" in others and f"{name}_u" in others
+    if tensor.grad_fn is not None or is_copy:
         raise ValueError(
             f"{name} is computed from other tensors, as torch.nn.utils.weight_norm and spectral_norm leave "
             "it: use the ones in torch.nn.utils.parametrizations"

@@ -1,0 +1,13 @@
+"""All cases of the sweep, by name."""
+
+import foreign_layers
+import foreign_libraries
+import foreign_losses
+import foreign_sequences
+import foreign_structures
+
+
+_FAMILIES = (foreign_layers, foreign_libraries, foreign_losses, foreign_sequences, foreign_structures)
+
+CASES = {case.name: case for family in _FAMILIES for case in family.CASES}
+assert len(CASES) == sum(len(family.CASES) for family in _FAMILIES), "two cases have one name"
