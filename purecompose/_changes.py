@@ -15,7 +15,7 @@ from purecompose.optim.checks import match_or_raise, matched
 from purecompose.schedule import Schedule, collect
 
 
-__all__ = ["as_hparams", "translated"]
+__all__ = ["as_hparams", "check_trainable", "other_params", "translated"]
 
 _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init)
 
@@ -65,6 +65,26 @@ def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, 
     if all(isinstance(value, Tensor) for value in values.values()):
         return values
     return {name: _scalar(name, value, device) for name, value in values.items()}
+
+
+def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
+    """Raises a `ValueError` where parameters that are no floating numbers are not frozen."""
+    whole = [name for name in names if not (params[name].is_floating_point() or params[name].is_complex())]
+    if whole:
+        raise ValueError(
+            f"replace(frozen=...) leaves out {', '.join(whole)}, of {params[whole[0]].dtype}: only floating numbers "
+            "have a gradient, so freeze it too"
+        )
+
+
+def other_params(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> ValueError:
+    """The error for more or fewer parameters than the model has."""
+    lacks, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    parts = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has also {', '.join(strange)}"] * bool(strange)
+    return ValueError(
+        f"replace(params=...) {' and '.join(parts)}: give all of the model's, params={{**state.params, name: value}}, "
+        "or the model with them, replace(model=..., params=...)"
+    )
 
 
 def _scalar(name: str, value: Any, device: torch.device) -> Tensor:

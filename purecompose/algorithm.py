@@ -108,8 +108,12 @@ class Algorithm:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name={self.name!r}: an algorithm needs a name, a non-empty string")
         for role, given in (("match", self.match), ("apply", self.apply)):
-            if not callable(given):
-                raise TypeError(f"{self.name}: {role}={given!r} ({type(given).__name__}) cannot be called")
+            if callable(given):
+                continue
+            expected = "a function (event, state) -> " + ("bool" if role == "match" else "state")
+            if role == "match":
+                expected = f"a predicate, such as on(Event.BATCH_END), or {expected}"
+            raise TypeError(f"{self.name}: {role}: expected {expected}, got {given!r} ({type(given).__name__})")
         fixed = {
             "match": as_predicate(self.match),
             "traits": frozenset(_references(self.name, "traits", self.traits)),

@@ -11,6 +11,7 @@ from purecompose._checks import check_whole
 from purecompose._members import mapped
 from purecompose._warnings import warn
 from purecompose.compose import Step, compose
+from purecompose.data.checks import check_batches
 from purecompose.data.loaders import fixed_batches
 from purecompose.data.prefetch import prefetch
 from purecompose.event import Event
@@ -20,7 +21,7 @@ from purecompose.metrics import Metric, as_metric, counting, mean_loss, of_model
 from purecompose.state import State, check_single
 
 
-__all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator"]
+__all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator", "tell"]
 
 _ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
 _MANY = 10_000
@@ -52,7 +53,7 @@ class Evaluator:
         TypeError: Something that is no metric.
     """
 
-    data: Iterable[Any]
+    data: Iterable[Any] = field(repr=False)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     interval: Interval | str = "1ep"
     label: str = "eval"
@@ -64,7 +65,8 @@ class Evaluator:
             check_whole(self.microbatch_size, "Evaluator: microbatch_size", 1)
         if self.num_batches is not None:
             check_whole(self.num_batches, "Evaluator: num_batches", 1)
-        elif isinstance(self.data, _ENDLESS):
+        check_batches(self.data, "Evaluator: data")
+        if self.num_batches is None and isinstance(self.data, _ENDLESS):
             raise ValueError(
                 f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
                 "num_batches, how many of its batches to take"
@@ -141,7 +143,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(loss_fn)}
     metrics = {name: of_model(metric, loss_fn) for name, metric in metrics.items()}
     with torch.no_grad():
-        current = _tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
+        current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         totals = {name: _initial(metric, state) for name, metric in metrics.items()}
         num_batches = num_folds = 0
         given = itertools.islice(fixed_batches(evaluator.data, state.key), evaluator.num_batches)
@@ -160,14 +162,14 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
                 }
                 current = step.finish(inner)
                 num_folds += 1
-            _tell(observers, Event.EVAL_BATCH_END, current)
+            tell(observers, Event.EVAL_BATCH_END, current)
             num_batches += 1
         if not num_batches:
             raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an iterator used up?")
         values = {
             f"{evaluator.label}/{name}": _each(metric.compute, state)(totals[name]) for name, metric in metrics.items()
         }
-        return _tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
+        return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
 
 
 def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> list[Any]:
@@ -179,6 +181,7 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
         step: The training step, if its algorithms are to act at prediction's events. For stacked states their
             `population`: the members come first in the outputs.
     """
+    check_batches(data, "predict: data")
     inner = _sibling(step, predict_events, state)
     outputs = []
     with torch.no_grad():
@@ -218,7 +221,16 @@ def _sibling(step: Step | None, program: Any, state: State) -> Step:
     return compose(program) if step is None else step.replace(program=program)
 
 
-def _tell(observers: Iterable[Observer], event: Event, state: State) -> State:
+def tell(observers: Iterable[Observer], event: Event, state: State) -> State:
+    """Calls observers, one after the other; the state comes back as it is."""
     for observer in observers:
-        observer(event, state)
+        try:
+            observer(event, state)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" in str(error):
+                error.add_note(
+                    f"in the observer {observer!r} at {event}: between steps a state has no batch, outputs or grads; "
+                    "an algorithm at Event.AFTER_TRAIN_BATCH sees them, and may leave a number in state.metrics"
+                )
+            raise
     return state

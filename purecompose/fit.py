@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from purecompose._checks import shown
 from purecompose._warnings import warn
 from purecompose.algorithm import Trait
 from purecompose.compilation import CompiledStep
 from purecompose.compose import Step
+from purecompose.data.checks import check_batches
 from purecompose.data.identity import describe_data, differences
 from purecompose.data.loaders import SkippingWarning, own_order
 from purecompose.evaluation import Evaluator, Observer
@@ -139,11 +141,15 @@ def _training(
 ) -> Iterator[State]:
     """See `training`; `is_held` where nothing of anybody's happens between two batches."""
     _check_arguments(step, state)
+    check_batches(data, "fit: data")
     if microbatches not in (None, "auto"):
         raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
-    evaluators, stoppers = _as_evaluators(evaluate), tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    adjusters = tuple(adjust) if isinstance(adjust, Iterable) else (adjust,)
-    observers = (observers,) if callable(observers) else tuple(observers)
+    evaluators = _as_evaluators(evaluate)
+    stoppers = _members(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
+    adjusters = _members(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
+    observers = _as_observers(observers)
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(checkpoints)}")
     _check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
     if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
         warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
@@ -281,6 +287,28 @@ def _check_arguments(step: Any, state: Any) -> None:
             "fit: the step's program has no `advance`, so time would stand still and training never end; "
             "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
         )
+
+
+def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
+    """One or several objects of a role, which have a metric and a method of this name."""
+    members = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    for member in members:
+        if isinstance(member, type) or not (hasattr(member, "metric") and callable(getattr(member, method, None))):
+            raise TypeError(f"{role}: expected an object such as {example}, got {shown(member)}")
+    return members
+
+
+def _as_observers(given: Any) -> tuple[Observer, ...]:
+    observers: tuple[Any, ...] = (given,) if callable(given) else tuple(given)
+    for observer in observers:
+        if isinstance(observer, type):
+            raise TypeError(
+                f"observers: expected an observer, got the class {observer.__name__}: make one, "
+                f"{observer.__name__}(...)"
+            )
+        if not callable(observer):
+            raise TypeError(f"observers: expected functions (event, state) -> None, got {shown(observer)}")
+    return observers
 
 
 def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:

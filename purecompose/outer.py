@@ -18,7 +18,7 @@ from purecompose.compose import Step
 from purecompose.data.identity import describe_data
 from purecompose.data.loaders import epoch_batches
 from purecompose.data.prefetch import prefetch
-from purecompose.evaluation import Evaluator, Observer, run_evaluator
+from purecompose.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.event import Event
 from purecompose.interrupts import Interrupts
 from purecompose.intervals import has_passed
@@ -128,9 +128,7 @@ class Run:
     def _begun(self, state: State) -> State:
         if not self.memory.get("has_begun", False):
             return self._fire(Event.FIT_START, state)
-        for observer in self.observers:
-            observer(Event.FIT_START, state)
-        return state
+        return tell(self.observers, Event.FIT_START, state)
 
     def _is_over(self, state: State) -> bool:
         """Whether the run's length or the time budget is used up, or there is another reason to stop."""
@@ -140,9 +138,7 @@ class Run:
         """Algorithms first, then observers, who see what the algorithms made."""
         if event not in self.step.events:
             state = self.step.fire(event, state)
-        for observer in self.observers:
-            observer(event, state)
-        return state
+        return tell(self.observers, event, state)
 
     def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
         """Runs the evaluators that are due at an event; at FIT_END those that have not just run."""

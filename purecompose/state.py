@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._changes import as_hparams, translated
+from purecompose._changes import as_hparams, check_trainable, other_params, translated
 from purecompose._checks import check_whole
 from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
@@ -217,7 +217,8 @@ class State:
 
         Raises:
             TypeError: No field has that name; an hparam is neither a number nor a tensor.
-            ValueError: A name or pattern in `frozen` matches no parameter.
+            ValueError: A name or pattern in `frozen` matches no parameter; `frozen` leaves out a parameter that is no
+                floating number; `params` has more or fewer than the model.
 
         Example:
             >>> from purecompose import losses, optim
@@ -229,7 +230,12 @@ class State:
         values = successor.__dict__
         values.update(self.__dict__)
         if not changes.keys() <= _FIELDS:
+            is_freezing = "frozen" in changes
             changes = translated(changes, _FIELDS, self.static, self.batch)
+            if is_freezing:
+                check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
+        if "params" in changes and "static" not in changes and len(changes["params"]) != len(self.params):
+            raise other_params(changes["params"], self.params)
         if "hparams" in changes:
             changes["hparams"] = as_hparams(changes["hparams"], self.device)
         values.update(changes)

@@ -92,8 +92,9 @@ def test_the_settings_do_not_follow_the_dict_they_came_in() -> None:
     [
         ({"name": ""}, ValueError, "name='': an algorithm needs a name"),
         ({"name": 3}, ValueError, "name=3: an algorithm needs a name"),
-        ({"match": None}, TypeError, r"mixup: match=None \(NoneType\) cannot be called"),
-        ({"apply": "soft"}, TypeError, r"mixup: apply='soft' \(str\) cannot be called"),
+        ({"match": None}, TypeError, r"mixup: match: expected a predicate.*got None \(NoneType\)"),
+        ({"match": Event.BATCH_END}, TypeError, r"such as on\(Event.BATCH_END\).*got <Event.BATCH_END"),
+        ({"apply": "soft"}, TypeError, r"mixup: apply: expected a function .* -> state, got 'soft' \(str\)"),
         ({"traits": "EDITS_LOSS"}, TypeError, "mixup: traits=.*EDITS_LOSS.*: expected members of Trait"),
         ({"traits": ["edits", Trait.EDITS_LOSS]}, TypeError, "mixup: traits=.*expected members of Trait"),
         ({"traits": [3]}, TypeError, "mixup: traits=.*expected members of Trait"),

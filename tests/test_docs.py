@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.schedule import Scalar
 
 
@@ -28,6 +28,14 @@ CARD_HEADS = [
 CARDS = {page.stem: page for page in (ROOT / "docs" / "algorithms").glob("*.md")}
 # One is a function of the state.
 METHODS = {**FACTORIES, "scale_schedule": pc.algorithms.scale_schedule}
+
+
+def test_methods_are_grouped_as_on_their_page() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for group, factories in GROUPS.items():
+        section = text.partition(f"## {group}\n")[2].partition("\n## ")[0]
+        listed = set(re.findall(r"\(algorithms/(\w+)\.md\) \|", section))
+        assert listed - {"scale_schedule"} == {factory.__name__ for factory in factories}
 
 
 def run_page(name: str) -> dict[str, Any]:

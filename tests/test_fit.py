@@ -23,6 +23,7 @@ from helpers import (
 import purecompose as pc
 from purecompose import Evaluator, Event, compose, epoch_ends, fit, loop_events, optim, schedule
 from purecompose.metrics import as_metric
+from purecompose.observers import History
 
 
 # Equal runs
@@ -391,3 +392,30 @@ def test_a_metric_that_decides_must_be_a_single_number(tmp_path, is_stop):
     evaluator = Evaluator(make_batches(1), {"by_class": by_class})
     with pytest.raises(TypeError, match=r"eval/by_class: expected a single number.*shape \(3,\)"):
         fit(compose(loop_events), make_state(), make_batches(2), evaluate=evaluator, **decided)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"observers": [History]}, r"^observers: .* got the class History: make one, History\(...\)"),
+        ({"observers": [object()]}, r"^observers: expected functions \(event, state\) -> None, got <object"),
+        ({"stop": "eval/loss"}, r"^stop: expected an object such as EarlyStopping\(.*got 'eval/loss'"),
+        ({"stop": [pc.EarlyStopping]}, "^stop: .* got <class"),
+        ({"adjust": "eval/loss"}, r"^adjust: expected an object such as ReduceOnPlateau"),
+        ({"checkpoints": "folder"}, r"^checkpoints: expected Checkpoints\(folder\), got 'folder'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(given, message):
+    with pytest.raises(TypeError, match=message):
+        fit(compose(loop_events), make_state(), make_batches(1), duration="1ep", **given)
+
+
+def test_an_observer_that_reads_what_is_gone_is_told_where_it_is():
+    def norms(event, state):
+        if event is Event.BATCH_END:
+            state.grads["0.weight"]
+
+    with pytest.raises(TypeError) as caught:
+        fit(compose(loop_events), make_state(), make_batches(1), duration="1ep", observers=norms)
+    (note,) = caught.value.__notes__
+    assert "norms" in note and "an algorithm at Event.AFTER_TRAIN_BATCH sees them" in note

@@ -657,3 +657,20 @@ def test_create_takes_a_seed_or_a_key_and_the_runs_length():
 def test_bad_arguments_are_named_at_creation(settings, error, said):
     with pytest.raises(error, match=said):
         start(**settings)
+
+
+def test_parameters_are_replaced_by_as_many():
+    state = State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+    with pytest.raises(ValueError, match=r"replace\(params=...\) lacks bias: give all"):
+        state.replace(params={"weight": state.params["weight"]})
+    with pytest.raises(ValueError, match="has also other"):
+        state.replace(params={**state.params, "other": torch.zeros(1)})
+
+
+def test_whole_numbers_stay_frozen():
+    net = nn.Linear(2, 1)
+    net.steps = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1))
+    with pytest.raises(ValueError, match="leaves out steps, of torch.int64.*freeze it too"):
+        state.replace(frozen=[])
+    assert state.replace(frozen=["steps"]).context.trainable == ("weight", "bias")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from purecompose import __version__, _specs as specs
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.completion import SHELLS, script
 from purecompose.cli.loading import LoadedRun, load_run
 from purecompose.cli.plan import show_plan
@@ -329,8 +329,11 @@ def _list_algorithms(options: argparse.Namespace) -> None:
             print(f"\n{re.sub(r' +# doctest: .*', '', text or '')}")
         print(f"\nThe card is docs/algorithms/{options.name}.md.")
         return
-    for name, factory in sorted(FACTORIES.items()):
-        call = specs.describe(name, inspect.signature(factory))
-        print(textwrap.fill(call, 100, subsequent_indent=" " * (len(name) + 1)))
-        summary = (inspect.getdoc(factory) or "").partition("\n\n")[0]
-        print(textwrap.fill(" ".join(summary.split()), 100, initial_indent="    ", subsequent_indent="    "))
+    width = max(map(len, FACTORIES))
+    for group, factories in GROUPS.items():
+        print(group)
+        for factory in factories:
+            summary = (inspect.getdoc(factory) or "").partition("\n")[0].partition("; see")[0].rstrip(".")
+            print(f"  {factory.__name__:<{width}}  {summary}")
+        print()
+    print("`python -m purecompose algorithms NAME` tells more of one.")

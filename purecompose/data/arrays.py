@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from purecompose import tree
 from purecompose._checks import check_whole, shown
 from purecompose.data.order import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
@@ -46,6 +47,11 @@ class Arrays:
     shuffle: bool = True
     drop_last: bool = False
     keys: tuple[str, str] | None = None
+
+    def __repr__(self) -> str:
+        members = f"inputs={tree.describe(self.inputs)}, targets={tree.describe(self.targets)}"
+        rest = ("batch_size", "shuffle", "drop_last", "keys")
+        return f"Arrays({members}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 
     def __post_init__(self) -> None:
         _check_paired("arrays", self.inputs, self.targets)

@@ -114,7 +114,10 @@ class Detector(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args, kwargs):
             self.found.append(str(func))
-            advice = "Use a function of torch or torch.nn.functional from Python, inside `keyed(rng)`."
+            advice = (
+                "In an algorithm, draw from the state: purecompose.random.normal(state.rng(name), shape), or uniform, "
+                "bernoulli, ...; in a network, by a function of torch or torch.nn.functional that is called from Python"
+            )
             raise unkeyed(str(func), "would draw from a generator, not from the run's key", advice)
         return func(*args, **kwargs)
 

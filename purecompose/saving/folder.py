@@ -153,6 +153,10 @@ def read_index(path: Path) -> Index:
             clear(path.parent)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file; a checkpoint is a folder. load_weights reads weights from a file of safetensors"
+        )
     try:
         text = read_whole(path / _INDEX, _MOST_INDEX)
     except OSError as error:

@@ -20,6 +20,9 @@ from purecompose.weights import to_module
 
 __all__ = ["export_onnx", "load_weights", "save_weights"]
 
+_PICKLED = (b"PK", b"\x80\x02")
+"""How files of torch.save begin, of its present form and the older one."""
+
 _MODEL = "purecompose.model"
 """The entry of a file's metadata that describes the network's modules, as JSON."""
 
@@ -68,6 +71,8 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     Warns:
         CheckpointWarning: Modules have other settings; without `strict`, something does not fit.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"load_weights(path, like): expected a path first, got {type(path).__name__}")
     file = Path(path)
     found, model = _read(file)
     wanted, now = {**like.params, **like.buffers}, architecture(like.model)
@@ -94,6 +99,13 @@ def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
         raise FileNotFoundError(f"there is no file {file}")
     if not file.is_file():  # a pipe would wait for its writer
         raise DamagedError(f"{file} cannot be read as safetensors: not a regular file")
+    with file.open("rb") as opened:
+        if opened.read(2) in _PICKLED:
+            raise DamagedError(
+                f"{file} is a file of torch.save, not of safetensors: such files may run code when they are read. Load "
+                "it into the network before State.create, net.load_state_dict(torch.load(path, weights_only=True)), or "
+                "convert it by safetensors.torch.save_file"
+            )
     try:
         found: dict[str, Tensor] = package.torch.load_file(file)
         with package.safe_open(file, framework="pt") as opened:

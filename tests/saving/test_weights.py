@@ -107,3 +107,15 @@ def test_onnx_computes_what_the_state_does(tmp_path: pathlib.Path) -> None:
     session = reference.ReferenceEvaluator(str(path))
     (found,) = session.run(None, {session.input_names[0]: inputs.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), state.forward(inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_files_of_torch_save_are_known(tmp_path: pathlib.Path, options: dict[str, bool]) -> None:
+    path = tmp_path / "w.pt"
+    torch.save(torch.nn.Linear(2, 1).state_dict(), path, **options)
+    with pytest.raises(pc.saving.DamagedError, match=r"is a file of torch\.save, .*load_state_dict"):
+        pc.load_weights(path, make_state())
+    with pytest.raises(TypeError, match="expected a path first, got State"):
+        pc.load_weights(make_state(), path)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pc.saving.CheckpointError, match="is a file; a checkpoint is a folder"):
+        pc.load(path, make_state())
