@@ -17,6 +17,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._checks import shown
+from purecompose.answering import naming_late_ranks
 from purecompose.application import Observe
 from purecompose.compose import Prepared, Step
 from purecompose.lease import LASTING
@@ -57,9 +58,19 @@ class DataParallel(Step):
         """
         prepared = super().prepare(state, batch, purpose=purpose, draw=draw)
         if self._checks and self._checked_epoch != state.timestamp.epoch:
-            _check_alike(self, state, batch)
+            with naming_late_ranks(self.ranks, state.timestamp.batch):
+                _check_alike(self, state, batch)
             self._checked_epoch = state.timestamp.epoch
         return prepared
+
+    def fold(self, state: State, batch: Any, observe: Observe | None = None, **options: Any) -> State:
+        """As a step does.
+
+        Raises:
+            RankTimeoutError: Another process does not answer.
+        """
+        with naming_late_ranks(self.ranks, state.timestamp.batch if isinstance(state, State) else -1):
+            return super().fold(state, batch, observe, **options)
 
     def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
         """As a step does; messages between processes are compared before they are sent."""
@@ -106,6 +117,7 @@ def data_parallel(step: Step, mesh: Any = None) -> DataParallel:
         TypeError: It is no composed step, or no mesh.
         RuntimeError: There is no process group: `torch.distributed.init_process_group` comes first. In a step: a part
             of the batch has changed params, optimizer, hparams or key, or the form of a slot; or messages differ.
+            RankTimeoutError, a RuntimeError, names the ranks that have not answered within the process group's timeout.
         ValueError: A mesh of several dimensions; a process that is not in it; or a gradient in the program that no
             `Microbatches` is around, so that nothing would be divided. In the first step, and the first of each epoch:
             processes with different states, batches or settings.

@@ -14,6 +14,7 @@ from purecompose.compose import Step, compose
 from purecompose.data.checks import check_batches
 from purecompose.data.loaders import fixed_batches
 from purecompose.data.prefetch import prefetch
+from purecompose.data.waiting import watched
 from purecompose.event import Event
 from purecompose.intervals import Interval, checked_interval
 from purecompose.loop import eval_events, predict_events
@@ -146,8 +147,8 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
         totals = {name: _initial(metric, state) for name, metric in metrics.items()}
         num_batches = num_folds = 0
-        given = itertools.islice(fixed_batches(evaluator.data, state.key), evaluator.num_batches)
-        for batch in prefetch(given, state.device):
+        given = watched(iter(fixed_batches(evaluator.data, state.key)), evaluator.data)
+        for batch in prefetch(itertools.islice(given, evaluator.num_batches), state.device):
             if num_batches == _MANY and evaluator.num_batches is None and not isinstance(evaluator.data, Sized):
                 warn(
                     f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "

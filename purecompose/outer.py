@@ -18,6 +18,7 @@ from purecompose.compose import Step
 from purecompose.data.identity import describe_data
 from purecompose.data.loaders import epoch_batches
 from purecompose.data.prefetch import prefetch
+from purecompose.data.waiting import watched
 from purecompose.evaluation import Evaluator, Observer, run_evaluator, tell
 from purecompose.event import Event
 from purecompose.interrupts import Interrupts
@@ -340,7 +341,7 @@ def _batches(data: Any, state: State) -> Iterator[Any]:
     now = state.timestamp
     # A population trains on batches of one order: the first member's.
     key = state.key.reshape(-1, 2)[0]
-    return epoch_batches(data, key, now.epoch, now.batch_in_epoch)
+    return watched(epoch_batches(data, key, now.epoch, now.batch_in_epoch), data)
 
 
 def _sent(data: Any, loader: Iterator[Any], state: State) -> Iterator[Any]:

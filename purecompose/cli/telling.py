@@ -12,6 +12,7 @@ from torch import Tensor
 
 from purecompose.cli.kinds import TEXT
 from purecompose.cli.setup import Setup
+from purecompose.compilation import CompiledStep
 from purecompose.data import TextData
 from purecompose.observers import History, Stopwatch
 from purecompose.runs.layout import CHECKPOINTS, REPORT
@@ -64,6 +65,9 @@ def print_results(
     from rich.table import Table
 
     evaluating = stopwatch.seconds - stopwatch.training_seconds
+    compiling = setup.step.variants().seconds if isinstance(setup.step, CompiledStep) else 0.0
+    spent = [f"{evaluating:.1f} s of it for evaluation", *([f"{compiling:.1f} s to compile"] if compiling else [])]
+    rate = stopwatch.batches / max(stopwatch.training_seconds - compiling, 1e-9)
     threads = settings["threads"]
     on = f"{threads} thread{'s' * (threads > 1)}" if state.device.type == "cpu" else str(state.device)
     table = Table(show_header=False)
@@ -84,8 +88,8 @@ def print_results(
             table.add_row("", f"evaluate {out} --checkpoint best" if is_kept else "its checkpoint was not written")
     if setup.stop and not state.timestamp.is_finished():
         table.add_row("stopped early", f"the loss has not become better for {settings['patience']}")
-    table.add_row("time", f"{stopwatch.seconds:.1f} s, {evaluating:.1f} s of it for evaluation")
-    table.add_row("steps", f"{stopwatch.batches:,}, {stopwatch.batches_per_second:.1f} a second")
+    table.add_row("time", f"{stopwatch.seconds:.1f} s, {', '.join(spent)}")
+    table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} a second{' once compiled' if compiling else ''}")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if out is not None and REPORT not in missing:
         table.add_row("report", str(out / REPORT))

@@ -200,7 +200,7 @@ class Library:
         call = compile_graph(captured.graph, options.backend, options.mode)
         variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
         variant.nodes = len(captured.graph.graph.nodes)
-        say(f" {variant.nodes} operations, {variant.trace_seconds + variant.compile_seconds:.1f} s\n")
+        say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
         replays = options.mode == "reduce-overhead" and forms["key"].specs[0].device.type == "cuda"
         return Link(captured, call, variant, replays=replays)
 

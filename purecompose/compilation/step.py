@@ -11,6 +11,7 @@ from purecompose._checks import check_flag, check_whole, shown
 from purecompose._device import arithmetic
 from purecompose._form import Form, spec_of
 from purecompose._functorch import is_transforming
+from purecompose.answering import naming_late_ranks
 from purecompose.compilation.backends import BACKENDS, MODES
 from purecompose.compilation.flight import Boarding, fly
 from purecompose.compilation.library import Library, Options, environment
@@ -144,8 +145,11 @@ class CompiledStep:
             return self.step(state, batch)
         with arithmetic(state.static.context.precision, state.key.device):
             route = route or self._find(boarding.entry, place, prepared)
-            if route is not EAGER:
+            if route is not EAGER and self.step.ranks is None:
                 return fly(self._library, boarding, prepared, tensors, route)
+            if route is not EAGER:
+                with naming_late_ranks(self.step.ranks, state.timestamp.batch):
+                    return fly(self._library, boarding, prepared, tensors, route)
         self._eager[place] = state.static.context  # the next step need not make a lane to find this out
         return self.step(state, batch)
 

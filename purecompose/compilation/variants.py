@@ -32,6 +32,11 @@ class Variant:
     """How often it has run."""
 
     @property
+    def seconds(self) -> float:
+        """How long it took to trace and to compile."""
+        return self.trace_seconds + self.compile_seconds
+
+    @property
     def title(self) -> str:
         """For an announcement."""
         acting = ", ".join(self.acting) or "no algorithm"
@@ -42,6 +47,11 @@ class Variants(tuple[Variant, ...]):
     """All variants of a compiled step; prints as a table."""
 
     __slots__ = ()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took to trace and to compile all of them."""
+        return sum(variant.seconds for variant in self)
 
     def __str__(self) -> str:
         if not self:

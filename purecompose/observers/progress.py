@@ -1,4 +1,4 @@
-"""A live display of a run in the terminal, or a line for each epoch where there is no terminal."""
+"""A live display of a run in the terminal, or a line now and then where there is no terminal."""
 
 import math
 import sys
@@ -24,6 +24,7 @@ __all__ = ["Progress"]
 
 # The loss of single batches is noise to the eye, the more so with mixed targets.
 _SHARE_OF_NEWEST_LOSS = 0.05
+_SECONDS_BETWEEN_LINES = 30.0
 # The rate is that of the last readings, so that it follows when a method sets in.
 _READINGS_IN_RATE = 30
 
@@ -31,8 +32,9 @@ _READINGS_IN_RATE = 30
 class Progress:
     """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
 
-    In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line
-    after each epoch that was trained, with the time that is left at the rate of late. The loss is a running mean of
+    In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line after each
+    epoch and each evaluation, and every 30 seconds, with the time that is left at the rate of late. All evaluators'
+    last metrics are shown, of those that are not single numbers the shape. The loss is a running mean of
     about twenty batches, kept on the device and read a few times a second: no batch waits for it. A population's
     numbers are shown as a range over its members, `loss 0.210..0.350`.
 
@@ -80,10 +82,11 @@ class Progress:
         elif event is Event.EVAL_START:
             self._show(state, "evaluating")
         elif event is Event.EVAL_END:
-            self._metrics = {name: _read(value) for name, value in state.metrics.items() if _is_single(value, state)}
+            for name, value in state.metrics.items():
+                self._metrics[name] = _read(value) if _is_single(value, state) else tuple(value.shape)
             self._show(state)
-        elif event is Event.EVAL_AFTER_ALL and not self._is_running:
-            self._print_line(state)  # an evaluation at the very end, after FIT_END
+        elif event is Event.EVAL_AFTER_ALL:
+            self._after_epoch(state, is_new=True)  # also one at the very end, after FIT_END
         elif event is Event.EPOCH_CHECKPOINT:
             self._after_epoch(state)
         elif event is Event.FIT_END:
@@ -105,10 +108,10 @@ class Progress:
     def _reset(self) -> None:
         self._running_loss: Tensor | None = None
         self._loss: _Number | None = None
-        self._metrics: dict[str, _Number] = {}
+        self._metrics: dict[str, _Number | tuple[int, ...]] = {}
         self._pace.clear()
         self._last_read = -math.inf
-        self._printed_batch = -1
+        self._printed_batch, self._printed_at = -1, time.monotonic()
 
     def _open(self, state: State) -> None:
         self.close()
@@ -132,18 +135,18 @@ class Progress:
         self._read(state)
         self._show(state)
         self._last_read = time.monotonic()
+        if now - self._printed_at >= _SECONDS_BETWEEN_LINES:
+            self._print_line(state)
 
-    def _after_epoch(self, state: State) -> None:
+    def _after_epoch(self, state: State, *, is_new: bool = False) -> None:
         self._read(state)
         self._show(state)
-        if not self._live:
-            self._print_line(state)
+        self._print_line(state, is_new=is_new)
 
     def _finish(self, state: State) -> None:
         self._read(state)
         self._show(state, "trained")
-        if not self._live and self._printed_batch != state.timestamp.batch:
-            self._print_line(state)
+        self._print_line(state)
         self.close()
 
     def _read(self, state: State) -> None:
@@ -174,10 +177,13 @@ class Progress:
             done=_describe_time(state.timestamp),
         )
 
-    def _print_line(self, state: State) -> None:
-        if not self._stopwatch.batches:  # a run that was at its end already has nothing to show
+    def _print_line(self, state: State, *, is_new: bool = False) -> None:
+        """Prints a line where there is no terminal, one for each batch at most unless there is something new."""
+        batch = state.timestamp.batch
+        # A run that was at its end already has nothing to show.
+        if self._live or not self._stopwatch.batches or (batch == self._printed_batch and not is_new):
             return
-        self._printed_batch = state.timestamp.batch
+        self._printed_batch, self._printed_at = batch, time.monotonic()
         parts = [_describe_time(state.timestamp), *self._numbers(), f"{self._stopwatch.seconds:.1f} s"]
         left = None if state.timestamp.is_finished() else self._pace.seconds_left()
         if left is not None:
@@ -230,15 +236,17 @@ def _read(value: Tensor) -> _Number:
     return value.item() if value.ndim == 0 else value.tolist()
 
 
-def _range(value: _Number, form: str) -> str:
-    """A number, or the lowest and the highest of several; NaN comes last."""
+def _range(value: _Number | tuple[int, ...], form: str) -> str:
+    """A number, or the lowest and the highest of several, NaN last; of what is more than a number the shape."""
+    if isinstance(value, tuple):
+        return f"of shape {value}"
     if not isinstance(value, list):
         return format(value, form)
     ordered = sorted(value, key=lambda one: (math.isnan(one), one))
     return f"{ordered[0]:{form}}..{ordered[-1]:{form}}"
 
 
-def _describe(metrics: dict[str, _Number]) -> list[str]:
+def _describe(metrics: dict[str, _Number | tuple[int, ...]]) -> list[str]:
     """Metrics in words, accuracies first and in percent."""
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}

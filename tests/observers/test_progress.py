@@ -60,6 +60,33 @@ def test_a_run_that_was_at_its_end_has_no_line(tmp_path) -> None:
     assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == ["4.0/4 ep"]
 
 
+def test_every_evaluation_has_its_line_with_all_evaluators() -> None:
+    file = io.StringIO()
+    share = {"accuracy": metrics.accuracy}
+    shapes = {"classes": metrics.Metric(lambda device=None: torch.zeros(3), lambda acc, o, t: acc, lambda acc: acc)}
+    evaluators = [
+        Evaluator(make_batches(1), share, "1ep"),
+        Evaluator(make_batches(1), share | shapes, "2ba", label="val"),
+    ]
+    fit(compose(loop_events), make_state("1ep"), make_batches(4), evaluate=evaluators, observers=[Progress(file=file)])
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["0.5/1 ep", "1.0/1 ep", "1.0/1 ep"]
+    assert "val accuracy" in lines[0] and "val classes of shape (3,)" in lines[0]
+    assert "  accuracy" in lines[-1] and "val accuracy" in lines[-1]
+
+
+def test_a_long_epoch_has_a_line_every_half_minute(monkeypatch) -> None:
+    now, file = [0.0], io.StringIO()
+    for module in (stopwatch, progress):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    shown, state = Progress(file=file), make_state("100ba")
+    shown(Event.FIT_START, at(state, 0))
+    for batch in range(1, 71):
+        now[0] += 1.0
+        shown(Event.BATCH_END, at(state, batch))
+    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["30/100", "60/100"]
+
+
 def test_a_run_without_a_length_of_its_own_counts_batches() -> None:
     file = io.StringIO()
     progress = Progress(file=file)
@@ -176,7 +203,8 @@ def test_a_run_that_goes_on_tells_the_time_that_the_rest_takes(monkeypatch, batc
         now[0] += batch_seconds
         shown(Event.BATCH_END, at(state, batch))
     shown(Event.EPOCH_CHECKPOINT, at(state, 42))
-    assert file.getvalue().startswith("42/100 ba") and file.getvalue().endswith(f" s  {left} left\n")
+    last = file.getvalue().splitlines()[-1]
+    assert last.startswith("42/100 ba") and last.endswith(f" s  {left} left")
 
 
 def test_a_missing_rich_names_the_extra(monkeypatch) -> None:

@@ -239,6 +239,9 @@ def _judge_gradient(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 
 def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
+    if case.lr == 0:
+        # Steps that do not move leave zeros where they are, at which a guard (torch.where) has a derivative of its own.
+        case = dataclasses.replace(case, lr=_SMALL_LR)
     # Two slices show what more would, and the gradient of each takes time.
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm, microbatches=min(case.microbatches, 2))
@@ -272,6 +275,9 @@ def _judge_derivative(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
         by="by torch.func.grad",
         value=value,
     )
+
+
+_SMALL_LR = 0.01
 
 
 def _stops_gradients(algorithm: Algorithm) -> bool:

@@ -1,0 +1,66 @@
+"""A word while data are waited for, so that a loader which never answers is known."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from purecompose._warnings import warn
+from purecompose.data.arrays import Arrays
+
+
+__all__ = ["watched"]
+
+LONGEST = 60.0
+"""How many seconds a batch may take before a warning says that it has not come."""
+
+_END = object()
+
+
+def watched(batches: Iterator[Any], data: object) -> Iterator[Any]:
+    """The batches, as they come; a warning says so while one has not come for too long, once for each such wait.
+
+    A thread of its own looks at the clock, since whoever waits cannot. Data in memory keep nobody waiting.
+
+    Args:
+        batches: The batches.
+        data: What they come from.
+    """
+    return batches if isinstance(data, list | tuple | Arrays) else _watched(batches, type(data).__name__)
+
+
+def _watched(batches: Iterator[Any], name: str) -> Iterator[Any]:
+    watch = _Watch(name, LONGEST)
+    try:
+        while True:
+            watch.since = time.monotonic()
+            batch = next(batches, _END)
+            watch.since = None
+            if batch is _END:
+                return
+            yield batch
+            watch.number += 1
+    finally:
+        watch.is_over.set()
+
+
+class _Watch:
+    """What the thread looks at."""
+
+    def __init__(self, name: str, longest: float) -> None:
+        self.name, self.longest = name, longest
+        self.since: float | None = None
+        self.number = 0
+        self.is_over = threading.Event()
+        threading.Thread(target=self._look, name="purecompose data", daemon=True).start()
+
+    def _look(self) -> None:
+        told = None
+        while not self.is_over.wait(self.longest / 4):
+            since = self.since
+            if since is not None and since != told and time.monotonic() - since >= self.longest:
+                told = since
+                warn(
+                    f"{self.name} has not given batch {self.number} of this pass for {self.longest:g} s, and is "
+                    "still waited for: is a worker stuck, or the storage slow? data.loader(timeout=) gives an error"
+                )

@@ -1,0 +1,45 @@
+"""Data that do not come are spoken of while they are waited for."""
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+from helpers import Batch, make_batch, make_state
+
+from purecompose import compose, evaluate, fit, loop_events
+from purecompose.data import waiting
+
+
+class Slow:
+    """Three batches, the second of which takes its time."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in range(3):
+            time.sleep(0.3 if index == 1 else 0)
+            yield make_batch(index)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_batch_that_takes_long_is_warned_of_once(is_training, monkeypatch):
+    monkeypatch.setattr(waiting, "LONGEST", 0.1)
+    with pytest.warns(UserWarning, match=r"Slow has not given batch 1 of this pass for 0\.1 s.*timeout") as caught:
+        if is_training:
+            fit(compose(loop_events), make_state(), Slow(), duration="3ba")
+        else:
+            evaluate(make_state(), Slow())
+    assert len(caught) == 1
+
+
+def test_nobody_watches_data_in_memory_or_after_the_end(monkeypatch):
+    monkeypatch.setattr(waiting, "LONGEST", 0.01)
+    before = threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batches = waiting.watched(iter([1, 2]), [1, 2])
+        next(batches)
+        assert threading.active_count() == before
+        assert list(waiting.watched(iter([1, 2]), object())) == [1, 2]
+        time.sleep(0.05)
+    assert threading.active_count() == before

@@ -1,0 +1,50 @@
+"""A process that does not answer is named by those that wait for it."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or os.name != "posix", reason="needs processes and signals")
+
+PROGRAM = """
+import datetime, os, signal, sys
+import torch, torch.distributed as dist
+import purecompose as pc
+from purecompose import State, losses, optim
+
+store, rank, is_compiled, how = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True", getattr(signal, sys.argv[4])
+dist.init_process_group(
+    "gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=3)
+)
+torch.manual_seed(0)
+state = State.create(torch.nn.Linear(3, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+step = pc.data_parallel(pc.compose(pc.loop_events))
+step = pc.compile(step, backend="eager", quiet=True) if is_compiled else step
+for number in range(5):
+    if rank == 1 and number == 3:
+        os.kill(os.getpid(), how)
+    state = step(state, (torch.ones(4, 3), torch.zeros(4, 1)))
+"""
+
+
+@pytest.mark.parametrize(("is_compiled", "how"), [(False, "SIGSTOP"), (True, "SIGSTOP"), (False, "SIGKILL")])
+def test_a_process_that_does_not_answer_is_named(is_compiled: bool, how: str, tmp_path: pathlib.Path) -> None:
+    shared = ["-c", PROGRAM, f"file://{tmp_path}/store"]
+    processes = [
+        subprocess.Popen([sys.executable, *shared, str(rank), str(is_compiled), how], stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        _, said = processes[0].communicate(timeout=120)
+    finally:
+        processes[1].send_signal(signal.SIGKILL)
+        processes[1].communicate()
+    assert processes[0].returncode == 1
+    assert "RankTimeoutError: data_parallel: in batch 3 rank 0 of 2 waited" in said
+    assert "s for rank 1, which is stopped, hangs or has ended" in said
