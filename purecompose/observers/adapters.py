@@ -5,14 +5,14 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from purecompose.observers.recorder import Monitor, Recorder
 from purecompose.time import TimeLike
 
 
-__all__ = ["MLflow", "TensorBoard", "WandB"]
+__all__ = ["MLflow", "TensorBoard", "flat", "module"]
 
 
 class TensorBoard(Recorder):
@@ -48,40 +48,6 @@ class TensorBoard(Recorder):
         super().__init__(sink, every=every, monitors=monitors, **options)
 
 
-class WandB(Recorder):
-    """Logs the records of a run to Weights & Biases, at the number of batches as its step.
-
-    Steps do not go down there: when a run goes on from an earlier batch, W&B leaves out what comes again. Each member
-    of a population has values of its own: `loss/0`, `loss/1`, ...
-
-    Args:
-        run: What `wandb.init` returned, or anything with `log(numbers, step=...)`; it stays open. Without one, it is
-            made when training starts and finished when the recorder is closed.
-        every: How often a batch has a record: "10ba", "1ep", ...
-        monitors: Functions `(state) -> dict`, or one.
-        settings: Arguments for `wandb.init`, such as `{"project": "digits", "id": "run1", "resume": "allow"}`.
-        **options: `group` and `seconds`; see `Recorder`.
-
-    Raises:
-        ImportError: There is no run, and wandb is not installed.
-        TypeError: Both a run and settings.
-    """
-
-    def __init__(
-        self,
-        run: Any = None,
-        *,
-        every: TimeLike | int = "1ba",
-        monitors: Monitor | Iterable[Monitor] = (),
-        settings: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        if run is not None and settings is not None:
-            raise TypeError("WandB: expected a run, or settings to make one, not both")
-        wandb = _module("wandb", "WandB", "wandb") if run is None else None
-        super().__init__(_Steps(run, wandb, settings or {}), every=every, monitors=monitors, **options)
-
-
 class MLflow(Recorder):
     """Logs the records of a run as MLflow's metrics, at the number of batches as their step.
 
@@ -111,7 +77,7 @@ class MLflow(Recorder):
     ) -> None:
         if client is not None and run_id is None:
             raise TypeError("MLflow: a client needs to be told the run: give run_id=client.create_run(...).info.run_id")
-        mlflow = _module("mlflow", "MLflow", "mlflow")
+        mlflow = module("mlflow", "MLflow", "mlflow")
         super().__init__(_Metrics(mlflow, run_id, client), every=every, monitors=monitors, **options)
 
 
@@ -131,7 +97,7 @@ class _Scalars:
     def write(self, records: list[dict[str, Any]]) -> None:
         writer = self._ready()
         for record in records:
-            for name, value in _flat(record):
+            for name, value in flat(record):
                 writer.add_scalar(name, value, record["batch"])
         getattr(writer, "flush", _nothing)()
 
@@ -145,29 +111,6 @@ class _Scalars:
             # TensorBoard hides from this step on what the folder holds already. A run that starts anew hides nothing.
             self._writer = self._make(self._folder, purge_step=self._batch + 1 if self._batch else None)
         return self._writer
-
-
-class _Steps:
-    """W&B's sink, around a run or around what makes one."""
-
-    def __init__(self, run: Any, wandb: Any, settings: Mapping[str, Any]) -> None:
-        self._run: Any = run
-        self._wandb, self._settings = wandb, settings
-
-    def begin(self, batch: int) -> None:
-        del batch
-        if self._run is None:
-            self._run = self._wandb.init(**self._settings)
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        self.begin(0)  # does nothing where that went well
-        for record in records:
-            self._run.log(dict(_flat(record)), step=record["batch"])
-
-    def close(self) -> None:
-        if self._wandb is not None and self._run is not None:
-            self._run.finish()
-            self._run = None
 
 
 class _Metrics:
@@ -195,7 +138,7 @@ class _Metrics:
         metrics = [
             self._mlflow.entities.Metric(re.sub(r"[^/\w.\- ]", "_", name), float(value), now, record["batch"])
             for record in records
-            for name, value in _flat(record)
+            for name, value in flat(record)
         ]
         with self._failing_as_disks_do():
             for start in range(0, len(metrics), self.most):
@@ -214,7 +157,7 @@ class _Metrics:
             raise OSError(f"MLflow: {error}") from error
 
 
-def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def flat(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """A record's numbers without its batch, which is the step; a population's each under the member's number."""
     for name, value in record.items():
         if isinstance(value, list):
@@ -232,7 +175,12 @@ def _summary_writer() -> Any:
     raise ImportError("TensorBoard needs tensorboard; install it with `pip install 'purecompose[tensorboard]'`")
 
 
-def _module(name: str, needed_by: str, extra: str) -> Any:
+def module(name: str, needed_by: str, extra: str) -> Any:
+    """An optional library.
+
+    Raises:
+        ImportError: It is not installed; the message names the extra.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,8 +1,10 @@
 """Monitors: what records say of a run besides its loss and metrics. Functions `(state) -> dict` of numbers by name."""
 
+import contextlib
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +28,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
-__all__ = ["learning_rate", "memory", "moments", "speed"]
+__all__ = ["learning_rate", "memory", "moments", "speed", "system"]
 
 
 def learning_rate(*names: str) -> Monitor:
@@ -96,6 +98,24 @@ def _moments(state: State) -> dict[str, Tensor]:
             name = path.removeprefix("['").removesuffix("']").replace("']['", "/")
             found[f"moments/{name}"] = leaf.reshape(*leaf.shape[:first], -1).float().norm(dim=-1)
     return found
+
+
+def system() -> Monitor:
+    """How busy the machine is: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
+
+    * `system/cpu`: How many cores this process has used on average since the last record; not in the first one.
+    * `system/load`: The processes that wait for a core, over the last minute, where the system tells.
+    * `system/memory`: The share of the machine's memory that is in use, on Linux.
+    * `system/gpu`: The share of time in which the state's GPU was busy, where `pynvml` is installed.
+
+    Example:
+        >>> from purecompose import losses, optim
+        >>> state = State.create(torch.nn.Linear(1, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+        >>> monitor = system()
+        >>> "system/cpu" in monitor(state), "system/cpu" in monitor(state)
+        (False, True)
+    """
+    return _System()
 
 
 def speed(window: int = 100) -> Monitor:
@@ -185,6 +205,31 @@ def _memory(state: State) -> dict[str, float]:
         # The system counts the two apart, and the peak now and then a little behind.
         found["memory/peak"] = max(peak, found.get("memory/resident", 0))
     return found
+
+
+class _System:
+    """The monitor of `system`, which remembers when it was asked."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def __call__(self, state: State) -> dict[str, float]:
+        now, found = (time.monotonic(), time.process_time()), {}
+        if self._before is not None and now[0] > self._before[0]:
+            found["system/cpu"] = (now[1] - self._before[1]) / (now[0] - self._before[0])
+        self._before = now
+        if hasattr(os, "getloadavg"):
+            found["system/load"] = os.getloadavg()[0]
+        try:
+            with open("/proc/meminfo") as file:
+                sizes = {line.split(":")[0]: float(line.split()[1]) for line in file}
+            found["system/memory"] = 1 - sizes["MemAvailable"] / sizes["MemTotal"]
+        except (OSError, KeyError):
+            pass  # not Linux
+        if state.device.type == "cuda":
+            with contextlib.suppress(ImportError, RuntimeError):  # without pynvml
+                found["system/gpu"] = torch.cuda.utilization(state.device) / 100
+        return found
 
 
 class _Speed:

@@ -11,7 +11,7 @@ import torch
 from observer_helpers import at, make_batches, make_population, make_state
 
 from purecompose import Evaluator, Event, compose, fit, loop_events, metrics, population
-from purecompose.observers import History, MLflow, TensorBoard, WandB, learning_rate
+from purecompose.observers import Comet, History, MLflow, Neptune, TensorBoard, WandB, learning_rate
 
 
 def run(observer: Any) -> list[dict[str, Any]]:
@@ -123,6 +123,52 @@ def test_wandb_makes_a_run_and_finishes_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"pip install 'purecompose\[wandb\]'"):
         WandB()
+
+
+class FakeExperiment:
+    """Comet's."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.is_finished = False
+
+    def log_metrics(self, dic: dict[str, float], prefix: str | None = None, step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step, dic))
+
+    def end(self) -> None:
+        self.is_finished = True
+
+
+class FakeSeries:
+    """Neptune's run: a series for each name."""
+
+    def __init__(self) -> None:
+        self.series: dict[str, list[tuple[float, float]]] = {}
+        self.is_finished = False
+
+    def __getitem__(self, name: str) -> types.SimpleNamespace:
+        values = self.series.setdefault(name, [])
+        return types.SimpleNamespace(append=lambda value, *, step: values.append((step, value)))
+
+    def stop(self) -> None:
+        self.is_finished = True
+
+
+def test_comet_and_neptune_log_records_at_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, series, settings = FakeExperiment(), FakeSeries(), []
+    comet = types.SimpleNamespace(start=lambda **given: (settings.append(given), experiment)[1])
+    neptune = types.SimpleNamespace(init_run=lambda **given: (settings.append(given), series)[1])
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "neptune", neptune)  # type: ignore[arg-type]
+    with Comet(settings={"project_name": "digits"}) as first, Neptune(settings={"project": "me/digits"}) as second:
+        expected = run(first)
+        assert run(second) == expected
+    assert settings == [{"project_name": "digits"}, {"project": "me/digits"}]
+    assert experiment.is_finished and series.is_finished
+    by_batch = [(record["batch"], record["loss"]) for record in expected if "loss" in record]
+    assert [(step, row["loss"]) for step, row in experiment.rows if "loss" in row] == by_batch
+    assert series.series["loss"] == by_batch
 
 
 @dataclasses.dataclass
