@@ -81,6 +81,7 @@ from purecompose.saving import (
 from purecompose.schedule import hparam
 from purecompose.state import State
 from purecompose.stopping import EarlyStopping, Threshold
+from purecompose.summary import summary
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.trace import Trace, traced
 from purecompose.weights import to_module, with_statistics, with_weights
@@ -173,6 +174,7 @@ __all__ = [
     "sort_to_back",
     "sort_to_front",
     "stack_states",
+    "summary",
     "surgery",
     "to_module",
     "traced",

@@ -196,6 +196,10 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=named, metavar="FOLDER", help="keep records, checkpoints and a report")
     command.add_argument("--resume", action="store_true", help="with --out: go on with the run there, if there is one")
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
+    command.add_argument("--summary", action="store_true", help="print the network's layers and exit")
+    command.add_argument(
+        "--fast-dev-run", action="store_true", help="one batch of training and one of evaluation, without --out"
+    )
     command.add_argument("--quiet", action="store_true", help="print the final table alone")
     command.add_argument(
         "--traceback", action="store_true", help="show where in the code a step has failed, not one line alone"

@@ -86,7 +86,7 @@ def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt
     num = index_of(options.run, options.checkpoint, TEXT).time["batches_per_epoch"] * settings["batch_size"]
     blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)
     data = TextData(blank, blank, blank, blank, prompt.vocabulary, num_dropped=0)
-    settings, _ = completed({**settings, "validation": 0.0}, data)
+    settings, _ = completed({**settings, "validation": 0.0, "limit_batches": None}, data)
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         run = trained(options.run, options.checkpoint, settings, data)
         with _opened(options.out) as file:

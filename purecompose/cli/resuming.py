@@ -16,7 +16,7 @@ __all__ = ["changes", "check_model", "check_seed", "earlier_settings", "told_as_
 
 _CAUSES = {
     "duration": ("duration", "scale_schedule"),
-    "batches_per_epoch": ("data", "length", "batch_size", "validation"),
+    "batches_per_epoch": ("data", "length", "batch_size", "limit_batches", "validation"),
 }
 """The settings that a difference may come from; another one comes from those of the network and its training."""
 _OF_STATE = ("data", "length", "vocabulary", "algorithms", "optimizer", "precision")

@@ -93,6 +93,7 @@ SETTINGS = {
         Setting("duration", str, "TIME", "the run's length: 20ep, 500ba, 10000sp, or of a text 1e6tok (by the data)"),
         Setting("scale_schedule", float, "RATIO", "stretch length and schedules: 0.5 for half the time (1)", 1.0),
         Setting("batch_size", int, "N", "examples in a batch (by the data)"),
+        Setting("limit_batches", str, "N", "batches of an epoch and of an evaluation at most, or 0.1 of them (all)"),
         Setting("microbatches", str, "N", "slices of a batch, to save memory; auto finds how many it takes (1)", "1"),
         Setting("seed", int, "N", "of weights, data order and all draws (0)", 0),
         Setting("seeds", int, "N", "train so many networks at once, a population of this seed and the next (1)", 1),

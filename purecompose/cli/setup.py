@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -153,16 +154,21 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
     with reported_as("--device"):
         device = _device(settings["device"])
     step = _step(settings, batch_size)
-    states = [step.init(state.to(device)) for state in _states(settings, data, duration, len(train_data))]
     test_data = kind.stored(data.test_inputs, data.test_targets).to(device)
+    length = _limited(settings["limit_batches"], len(train_data))
+    states = [step.init(state.to(device)) for state in _states(settings, data, duration, length)]
     watched = "val" if aside else "eval"
     with reported_as("--eval-every"):
         wanted = {**kind.metrics, "loss": states[0].context.loss}
         # Where data are set aside to decide by, the test data are looked at once.
-        evaluators = (Evaluator(test_data, wanted, interval="1dur" if aside else settings["eval_every"]),)
+        num_batches = _limited(settings["limit_batches"], len(test_data))
+        interval = "1dur" if aside else settings["eval_every"]
+        evaluators = (Evaluator(test_data, wanted, interval=interval, num_batches=num_batches),)
         if aside:
             held = kind.stored(aside[0], aside[1]).to(device)
-            evaluators = (Evaluator(held, wanted, interval=settings["eval_every"], label="val"), *evaluators)
+            num_batches = _limited(settings["limit_batches"], len(held))
+            own = Evaluator(held, wanted, interval=settings["eval_every"], label="val", num_batches=num_batches)
+            evaluators = (own, *evaluators)
     with reported_as("--patience"):
         stop = () if settings["patience"] is None else (EarlyStopping(f"{watched}/loss", settings["patience"]),)
         if stop and len(states) > 1:
@@ -184,6 +190,17 @@ def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...
             return data.train_inputs, data.train_targets
         # The same examples whatever the run's seed, so that runs compare.
         return tuple(datasets.split(data.train_inputs, data.train_targets, share, seed=0))
+
+
+def _limited(limit: str | None, length: int) -> int:
+    """How many of so many batches are taken; `limit` is a number of them or a share."""
+    if limit is None:
+        return length
+    with reported_as("--limit-batches"):
+        share = float(limit) if re.fullmatch(r"\d*\.?\d+", limit) else 0.0
+        if share == 0 or (share > 1 and not share.is_integer()):
+            raise ValueError(f"{limit}: expected a number of batches, or a share of them below 1")
+    return min(length, int(share)) if share >= 1 else max(1, round(share * length))
 
 
 def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int) -> list[State]:

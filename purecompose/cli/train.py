@@ -17,10 +17,12 @@ from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warn
 from purecompose.cli.telling import checksum, describe, print_results
 from purecompose.fit import fit
 from purecompose.observers import History, NaNs, Progress, Stopwatch
+from purecompose.population import unstack_states
 from purecompose.runs import RunFolder
 from purecompose.saving import CheckpointError, Checkpoints
 from purecompose.saving.folder import CHECKPOINTS, name_at
 from purecompose.state import State
+from purecompose.summary import summary
 
 
 __all__ = ["RunError", "train"]
@@ -40,15 +42,21 @@ def train(options: argparse.Namespace) -> None:
             file of the run's folder could not be written.
     """
     _check_alone()
+    if options.fast_dev_run and (options.out is not None or options.resume):
+        raise UsageError("--fast-dev-run: tries everything once and keeps nothing: leave out --out and --resume")
     out = None if options.out is None else Path(options.out)
     earlier = earlier_settings(out, is_asked=options.resume)
     settings, data = completed(chosen(options, earlier))
     check_seed(settings, earlier)
+    if options.fast_dev_run:
+        settings |= {"duration": "1ba", "limit_batches": "1"}
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         setup = prepare(settings, data)
         check_model(settings, earlier)
-        if options.plan:
-            print(setup.step.plan(setup.state, next(iter(setup.train_data))))
+        if options.plan or options.summary:
+            batch = next(iter(setup.train_data))
+            first = setup.state if settings["seeds"] == 1 else unstack_states(setup.state)[0]
+            print(setup.step.plan(setup.state, batch) if options.plan else summary(first, batch))
             return
         if options.recipe is not None and not options.traceback:
             _check_recipe(options.recipe, settings, setup)

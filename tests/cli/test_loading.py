@@ -112,7 +112,7 @@ def test_of_a_checkpoint_no_other_one_can_be_meant(tmp_path: pathlib.Path) -> No
 def test_the_table_at_the_end_has_the_best_number(
     values: tuple[float, ...], told: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None)
+    setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None, step=None)
     history: Any = SimpleNamespace(series=lambda name: (list(range(1, len(values) + 1)), list(values)))
     stopwatch: Any = SimpleNamespace(seconds=1.0, training_seconds=1.0, batches=3, batches_per_second=3.0)
     print_results(setup, make_state(), history, stopwatch, {"seeds": 1, "threads": 1}, None)

@@ -286,3 +286,26 @@ def test_one_of_several_processes_is_refused(
     assert main(["train", "--duration", "1ba"]) == 2
     err = capsys.readouterr().err
     assert "expected one process, got WORLD_SIZE=2" in err and "data_parallel" in err
+
+
+def test_a_dry_run_trains_one_batch_and_keeps_nothing(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = run(capsys, "train", "--model", "mlp", "--fast-dev-run", "--quiet")
+    assert re.search(r"steps\W+1,", out) and "test accuracy" in out
+    assert list(tmp_path.iterdir()) == []
+    assert main(["train", "--fast-dev-run", "--out", "run"]) == 2
+    assert "leave out --out and --resume" in capsys.readouterr().err
+
+
+def test_epochs_and_evaluations_may_be_limited(capsys) -> None:
+    arguments = ("train", "--model", "mlp", "--quiet", "--algorithms", "none", "--duration", "2ep", "--limit-batches")
+    assert re.search(r"steps\W+6,", run(capsys, *arguments, "3"))
+    assert re.search(r"steps\W+4,", run(capsys, *arguments, "0.1"))  # of 22
+    for wrong in ("0", "1.5", "few"):
+        assert main([*arguments, wrong]) == 2
+        assert "expected a number of batches" in capsys.readouterr().err
+
+
+def test_the_network_may_be_looked_at(capsys) -> None:
+    out = run(capsys, "train", "--model", "mlp", "--summary")
+    assert "float32[64, 10]" in out and "50,826 parameters, 50,826 trainable" in out
