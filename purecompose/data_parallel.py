@@ -17,11 +17,11 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._checks import shown
-from purecompose.answering import naming_late_ranks
 from purecompose.application import Observe
 from purecompose.compose import Prepared, Step
 from purecompose.lease import LASTING
 from purecompose.loop import Grad, Microbatches, Program
+from purecompose.rank_timeouts import naming_late_ranks
 from purecompose.ranks import WATCHES, Ranks
 from purecompose.state import State
 

@@ -11,7 +11,6 @@ from purecompose._checks import check_flag, check_whole, shown
 from purecompose._device import arithmetic
 from purecompose._form import Form, spec_of
 from purecompose._functorch import is_transforming
-from purecompose.answering import naming_late_ranks
 from purecompose.compilation.backends import BACKENDS, MODES
 from purecompose.compilation.flight import Boarding, fly
 from purecompose.compilation.library import Library, Options, environment
@@ -21,6 +20,7 @@ from purecompose.compilation.variants import Variants
 from purecompose.compose import Prepared, Step
 from purecompose.context import Context
 from purecompose.lease import LASTING, Lane, Lease
+from purecompose.rank_timeouts import naming_late_ranks
 from purecompose.state import State
 
 

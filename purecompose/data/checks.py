@@ -1,6 +1,6 @@
 """What is given in the place of batches, by mistake, is an error that says what to write."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,11 @@ def check_batches(data: Any, where: str) -> None:
         raise TypeError(
             f"{where}: expected batches, got a tuple of two tensors, {shown(data[0])} and {shown(data[1])}: wrap them "
             "in data.arrays(inputs, targets, batch_size=...), or in a list for a single batch"
+        )
+    if isinstance(data, Mapping):
+        raise TypeError(
+            f"{where}: expected batches, got a mapping of {', '.join(map(repr, data))}: a single batch goes into a "
+            "list, [batch]"
         )
     if isinstance(data, str | type) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise TypeError(

@@ -21,6 +21,7 @@ class Stream(IterableDataset):
     [
         (TensorDataset(INPUTS, TARGETS), r"the data set TensorDataset.*wrap it in data\.loader"),
         ((INPUTS, TARGETS), r"a tuple of two tensors.*data\.arrays"),
+        ({"x": INPUTS, "y": TARGETS}, r"a mapping of 'x', 'y'.*\[batch\]"),
         (None, "got None"),
         ("train", "got 'train'"),
         (list, "got <class 'list'>"),
