@@ -1,5 +1,7 @@
 """Calls written as text, such as `mixup(alpha=0.2),label_smoothing`: parsed, never run as code.
 
+A name may have a module in front, `my_module:name`.
+
 A text is a list of names separated by commas, each with or without arguments in parentheses. Arguments are
 literals: numbers, quoted strings, True, False, None, and tuples, lists and dicts of these. A time such as `0.1dur`
 needs no quotes.
@@ -15,11 +17,27 @@ from difflib import get_close_matches
 from typing import Any
 
 
-__all__ = ["Call", "SpecError", "build", "by_name", "check_name", "describe", "did_you_mean", "parse", "parse_one"]
+__all__ = [
+    "OWN_NAME",
+    "Call",
+    "SpecError",
+    "build",
+    "by_name",
+    "check_name",
+    "describe",
+    "did_you_mean",
+    "parse",
+    "parse_one",
+]
 
-# A string, to be passed over, or a number with a unit, which is nothing in Python: `1e5` and `2j` are not among these.
+OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""A name with a module in front."""
+
+# A string, to be passed over; a name with a module; or a number with a unit. The latter two are nothing in Python:
+# `1e5` and `2j` are not among them.
 _STRING_OR_TIME = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
+    rf"(?<![\w.])(?P<own>{OWN_NAME.pattern})|"
     r"(?<![\w.])(?P<time>(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:iter|ep|ba|sp|tok|dur|sec)"
     r"|(?=\d)(?:\d+h)?(?:\d+m)?(?:\d+s)?)(?![\w.]|\s*=)",
     re.ASCII | re.IGNORECASE,
@@ -201,8 +219,8 @@ _HINTS = {
 
 
 def _without_times(line: str) -> str:
-    """Names of equal length in place of times that have no quotes, so that columns stay."""
-    return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] else found[0], line)
+    """Names of equal length in place of names with a module and of times without quotes, so that columns stay."""
+    return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] or found["own"] else found[0], line)
 
 
 class _Times(ast.NodeTransformer):
@@ -214,7 +232,7 @@ class _Times(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """The time, where one was written there."""
         found = _STRING_OR_TIME.fullmatch(self._where.text(node))
-        return ast.copy_location(ast.Constant(found[0]), node) if found else node
+        return ast.copy_location(ast.Constant(found[0]), node) if found and found["time"] else node
 
 
 def _cut(line: str) -> str:
@@ -224,13 +242,13 @@ def _cut(line: str) -> str:
 def _call(node: ast.expr, line: str, indent: int) -> Call:
     where = _Where(line, indent)
     if isinstance(node, ast.Name):
-        return Call(node.id)
+        return Call(where.text(node))
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise SpecError(
             f"expected a name, with or without arguments in parentheses, got {where.text(node)} "
             f"at column {where.column(node)} of {_cut(line)}"
         )
-    name = node.func.id
+    name = where.text(node.func)
     kwargs = {}
     for keyword in node.keywords:
         if keyword.arg is None:

@@ -19,7 +19,7 @@ from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.completion import SHELLS, script
 from purecompose.cli.loading import LoadedRun, load_run
 from purecompose.cli.plan import show_plan
-from purecompose.cli.settings import UsageError, add_settings, named, whole
+from purecompose.cli.settings import UsageError, add_allow_imports, add_settings, named, whole
 from purecompose.cli.setup import reported_as
 from purecompose.cli.train import RunError, train as run_training
 from purecompose.saving import CheckpointError
@@ -227,6 +227,7 @@ def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
         "--checkpoint", default="newest", metavar="NAME", help="newest, best or a checkpoint's name (newest)"
     )
     command.add_argument("--data", help="other data of the same form (those of the run)")
+    add_allow_imports(command)
 
 
 def _add_evaluate_options(command: argparse.ArgumentParser) -> None:

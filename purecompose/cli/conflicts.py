@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from purecompose.cli.own import allowed_by
 from purecompose.cli.resolve import listed, notes_elsewhere, subject
 from purecompose.cli.settings import UsageError, chosen, settings_of
 from purecompose.cli.setup import completed, fixed_arithmetic, reported_as
@@ -19,7 +20,11 @@ def show_conflicts(options: argparse.Namespace) -> None:
         UsageError: An algorithm that cannot be, or one listed twice.
     """
     found = chosen(options, {} if options.run is None else settings_of(Path(options.run)))
-    text = options.algorithms if options.algorithms is not None else completed(found)[0]["algorithms"]
+    text = (
+        options.algorithms
+        if options.algorithms is not None
+        else completed(found, allowed=allowed_by(options))[0]["algorithms"]
+    )
     entries = [] if text.strip().lower() == "none" else listed(text) or []
     try:
         subjects = [subject(entry) for entry in entries]

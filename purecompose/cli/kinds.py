@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import data as datasets, layers, metrics
+from purecompose.cli.own import data_of, is_own
 from purecompose.cli.settings import SETTINGS, UsageError
 from purecompose.data import Arrays, CharacterVocabulary, ImageData, TextData
 
@@ -80,6 +81,8 @@ def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
         ImportError: A package that the data need is missing.
     """
     # As a whole path, since the run's folder may be asked about its data from elsewhere.
+    if is_own(settings["data"]):
+        return data_of(settings["data"]), {}
     path = _text_file(settings["data"])
     if path is not None:
         data = datasets.load_text(path, _length(settings), vocabulary=_vocabulary(settings))

@@ -43,7 +43,13 @@ class Trained(NamedTuple):
     checkpoint: Path
 
 
-def load_run(run: str | Path, checkpoint: str = "newest", *, data: str | Path | None = None) -> LoadedRun:
+def load_run(
+    run: str | Path,
+    checkpoint: str = "newest",
+    *,
+    data: str | Path | None = None,
+    allow_imports: bool = False,
+) -> LoadedRun:
     """What `python -m purecompose train --out FOLDER` has trained, in Python.
 
     The command line fixes threads and kernels for a run; here they are the process's own, so training that goes on
@@ -53,10 +59,11 @@ def load_run(run: str | Path, checkpoint: str = "newest", *, data: str | Path | 
         run: The run's folder, or that of one of its checkpoints.
         checkpoint: "newest", "best", or a checkpoint's name; with the folder of a checkpoint nothing but that one.
         data: In place of the data that the run was trained on, as for `--data`.
+        allow_imports: Whether code that the run's settings name, `my_module:name`, may be imported, and so run.
 
     Raises:
-        UsageError: There is no such run or checkpoint, or its data are gone; the best one of a population, or of
-            checkpoints that have no number to tell it by.
+        UsageError: There is no such run or checkpoint, its data are gone, or its settings name code that may not be
+            imported; the best one of a population, or of checkpoints that have no number to tell it by.
         CheckpointError: The checkpoint cannot be used.
         ImportError: A package that the data need is missing.
 
@@ -67,7 +74,8 @@ def load_run(run: str | Path, checkpoint: str = "newest", *, data: str | Path | 
         outputs = run.state.forward(images)
         state = purecompose.fit(run.step, run.state, run.train_data, duration="60ep")
     """
-    settings, found = completed(settings_for(run, None if data is None else str(data)))
+    settings = settings_for(run, None if data is None else str(data))
+    settings, found = completed(settings, allowed=None if allow_imports else ())
     with fixed_arithmetic(settings["threads"]):
         setup, state, place = trained(run, checkpoint, settings, found)
     return LoadedRun(state, setup.plain_step, setup.train_data, setup.test_data, place)

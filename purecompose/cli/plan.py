@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from purecompose.cli.kinds import TEXT
+from purecompose.cli.own import allowed_by
 from purecompose.cli.settings import chosen, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
 from purecompose.state import State
@@ -21,7 +22,8 @@ def show_plan(options: argparse.Namespace) -> None:
         UsageError: An option that cannot be, or a folder that is no run's.
         ImportError: A package that the data need is missing.
     """
-    settings, data = completed(chosen(options, {} if options.run is None else settings_of(Path(options.run))))
+    earlier = {} if options.run is None else settings_of(Path(options.run))
+    settings, data = completed(chosen(options, earlier), allowed=allowed_by(options))
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         setup = prepare(settings, data)
         with reported_as("--at"):

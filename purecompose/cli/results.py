@@ -14,6 +14,7 @@ import torch
 from purecompose import batch as batches, metrics
 from purecompose.cli.kinds import TEXT, load as load_data
 from purecompose.cli.loading import Trained, index_of, settings_for, trained
+from purecompose.cli.own import allowed_by
 from purecompose.cli.sampling import Prompt, continued, prompt_of
 from purecompose.cli.settings import UsageError, check_target
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, reported_as
@@ -32,7 +33,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
         UsageError: There is no such run or checkpoint.
         CheckpointError: It cannot be used.
     """
-    settings, data = completed(settings_for(options.run, options.data))
+    settings, data = completed(settings_for(options.run, options.data), allowed=allowed_by(options))
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         run = trained(options.run, options.checkpoint, settings, data)
         tested = _tested(options, settings, run.setup)
@@ -68,7 +69,7 @@ def show_predictions(options: argparse.Namespace) -> None:
     if prompt is not None:
         _write_text(options, settings, prompt)
         return
-    settings, data = completed(settings)
+    settings, data = completed(settings, allowed=allowed_by(options))
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         run = trained(options.run, options.checkpoint, settings, data)
         rows = list(_predicted(run))
@@ -86,7 +87,7 @@ def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt
     num = index_of(options.run, options.checkpoint, TEXT).time["batches_per_epoch"] * settings["batch_size"]
     blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)
     data = TextData(blank, blank, blank, blank, prompt.vocabulary, num_dropped=0)
-    settings, _ = completed({**settings, "validation": 0.0, "limit_batches": None}, data)
+    settings, _ = completed({**settings, "validation": 0.0, "limit_batches": None}, data, allowed=allowed_by(options))
     with fixed_arithmetic(settings["threads"]), plain_warnings():
         run = trained(options.run, options.checkpoint, settings, data)
         with _opened(options.out) as file:

@@ -19,6 +19,7 @@ __all__ = [
     "SETTINGS",
     "Setting",
     "UsageError",
+    "add_allow_imports",
     "add_settings",
     "check_target",
     "chosen",
@@ -63,17 +64,24 @@ SETTINGS = {
             "data",
             str,
             None,
-            "digits, an MNIST-like .npz file, a folder of IDX files, or a text, *.txt (digits)",
+            "digits, an MNIST-like .npz file, a folder of IDX files or of images by class, a text, *.txt, or "
+            "my_module:my_data (digits)",
             "digits",
         ),
         Setting("length", int, "N", "of a text: characters in a window, an example of it (128)"),
         Setting("vocabulary", str, "CHARACTERS", "of a text: its characters, by their numbers (the file's, sorted)"),
-        Setting("model", str, None, f"{', '.join(MODELS)}; with options: cnn(width=8) (cnn; gpt for text)"),
+        Setting(
+            "model",
+            str,
+            None,
+            f"{', '.join(MODELS)}, with options: cnn(width=8); timm:NAME, transformers:CLASS(...) "
+            "or my_module:my_net(...) (cnn; gpt for text)",
+        ),
         Setting(
             "algorithms",
             str,
             "LIST",
-            "names with or without arguments, separated by commas, or none "
+            "names with or without arguments, my_module:my_algorithm among them, separated by commas, or none "
             "(mixup,label_smoothing,selective_backprop; none for text)",
         ),
         Setting(
@@ -110,8 +118,18 @@ SETTINGS = {
 }
 
 
+def add_allow_imports(command: argparse.ArgumentParser) -> None:
+    """The option by which code that a file names may be imported."""
+    command.add_argument(
+        "--allow-imports",
+        action="store_true",
+        help="import code that a run's or a --config file's settings name, my_module:name",
+    )
+
+
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Options for all settings, and for where else they may come from."""
+    add_allow_imports(command)
     group = command.add_argument_group("settings of the run")
     for setting in SETTINGS.values():
         if setting.kind is bool:

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from purecompose._device import PRECISIONS
 from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES, scale_schedule
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
+from purecompose.cli.own import OwnToo, check_imports, is_own, network_of
 from purecompose.cli.settings import LOSSES, SETTINGS, UsageError, with_arguments
 from purecompose.compilation import CompiledStep, compile
 from purecompose.compose import Step, compose
@@ -114,18 +115,22 @@ class Setup(NamedTuple):
         return self.step.step if isinstance(self.step, CompiledStep) else self.step
 
 
-def completed(found: Mapping[str, Any], data: Data | None = None) -> tuple[dict[str, Any], Data]:
+def completed(
+    found: Mapping[str, Any], data: Data | None = None, *, allowed: Collection[str] | None = ()
+) -> tuple[dict[str, Any], Data]:
     """All settings, completed by defaults and by what suits the data, and the data.
 
     Args:
         found: The settings that were chosen.
         data: In place of those that the settings name.
+        allowed: Names of the user's own code that may be imported; `None` for all.
 
     Raises:
-        UsageError: There are no such data, or `--set` names an argument of nothing.
+        UsageError: Code that may not be imported; there are no such data, or `--set` names an argument of nothing.
         ImportError: A package that the data need is missing.
     """
     settings = {name: setting.default for name, setting in SETTINGS.items()} | dict(found)
+    check_imports(settings, allowed)
     if data is None:
         with reported_as("--data"):
             data, told = load(settings)
@@ -133,7 +138,7 @@ def completed(found: Mapping[str, Any], data: Data | None = None) -> tuple[dict[
     defaults = _FOR_LARGE_SETS if len(data.train_targets) >= _LARGE else _FOR_SMALL_SETS
     defaults = _FOR_TEXT if kind_of(data) is TEXT else defaults
     silent = {name: value for name, value in defaults._asdict().items() if settings[name] is None}
-    factories = {"algorithms": FACTORIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+    factories = {"algorithms": OwnToo(FACTORIES), "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     return with_arguments({**settings, **silent}, factories), data
 
 
@@ -284,7 +289,7 @@ def fixed_arithmetic(num_threads: int) -> Iterator[None]:
 def _step(settings: Mapping[str, Any], batch_size: int) -> Step:
     with reported_as("--algorithms"):
         calls = specs.parse(settings["algorithms"])
-        algorithms: list[Algorithm] = [specs.build(call, FACTORIES, "algorithm") for call in calls]
+        algorithms: list[Algorithm] = [specs.build(call, OwnToo(FACTORIES), "algorithm") for call in calls]
         compose(loop_events, algorithms)
     with reported_as("--microbatches"):
         text = settings["microbatches"]
@@ -299,6 +304,8 @@ def _step(settings: Mapping[str, Any], batch_size: int) -> Step:
 def _network(settings: Mapping[str, Any], data: Data, seed: int) -> torch.nn.Module:
     with reported_as("--model"):
         call = specs.parse_one(settings["model"])
+        if is_own(call.name):
+            return network_of(call, data, seed)
         specs.check_name(call.name, models.MODELS, "model")
         if call.args:
             raise ValueError(f"{call}: expected options by name; it is {models.describe(call.name)}")

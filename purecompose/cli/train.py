@@ -11,6 +11,7 @@ import torch
 
 from purecompose import _specs as specs
 from purecompose.cli.kinds import TEXT, follows
+from purecompose.cli.own import allowed_by
 from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, told_as_settings
 from purecompose.cli.settings import UsageError, chosen, command_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
@@ -46,7 +47,7 @@ def train(options: argparse.Namespace) -> None:
         raise UsageError("--fast-dev-run: tries everything once and keeps nothing: leave out --out and --resume")
     out = None if options.out is None else Path(options.out)
     earlier = earlier_settings(out, is_asked=options.resume)
-    settings, data = completed(chosen(options, earlier))
+    settings, data = completed(chosen(options, earlier), allowed=allowed_by(options))
     check_seed(settings, earlier)
     if options.fast_dev_run:
         settings |= {"duration": "1ba", "limit_batches": "1"}

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from purecompose.data import class_folders
 from purecompose.data.arrays import split
 
 
@@ -72,13 +73,15 @@ def load(name_or_path: str | Path) -> ImageData:
               train_labels, test_images, test_labels), images `(num, height, width)` or
               `(num, height, width, channels)`;
             * a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
-              t10k-labels-idx1-ubyte, plain or with `.gz`.
+              t10k-labels-idx1-ubyte, plain or with `.gz`;
+            * a folder with images of one size by class, `train/CLASS/*.png` and `test/CLASS/*.png` (or `val`), which
+              takes pillow.
 
     Raises:
         ValueError: an unknown name, or a file whose content is not what its format says; the message names
             the file.
-        FileNotFoundError: a folder that lacks one of the four files.
-        ImportError: scikit-learn or numpy is needed and missing.
+        FileNotFoundError: a folder that lacks one of the four files, or images for testing.
+        ImportError: scikit-learn, numpy or pillow is needed and missing.
 
     Example:
         >>> data = load("digits")
@@ -88,17 +91,19 @@ def load(name_or_path: str | Path) -> ImageData:
     if isinstance(name_or_path, str) and name_or_path in _NAMED:
         return _NAMED[name_or_path]()
     path = Path(name_or_path).expanduser()
+    if path.is_dir() and class_folders.are_in(path):
+        return _image_data(str(path), *class_folders.read(path))
     if path.is_dir():
         return _load_idx(path)
     if path.is_file() and path.suffix == ".npz":
         return _load_npz(path)
     if path.is_file():
-        raise ValueError(f"data.load: {path} is neither an .npz archive nor a folder with IDX files")
+        raise ValueError(f"data.load: {path} is neither an .npz archive nor a folder with IDX files or images")
     close = get_close_matches(str(name_or_path), _NAMED, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"data.load: no data set is called {str(name_or_path)!r}, and no such file or folder exists. Known "
-        f"are {', '.join(map(repr, _NAMED))}, the paths of .npz archives and of folders with IDX files.{hint}"
+        f"are {', '.join(map(repr, _NAMED))}, the paths of .npz archives and of folders with IDX files or images.{hint}"
     )
 
 

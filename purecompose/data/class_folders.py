@@ -1,0 +1,91 @@
+"""Images in folders by class: `train/cat/1.png`, `train/dog/7.jpg`, ..., and the same in `test` or `val`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+__all__ = ["are_in", "read"]
+
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+_TESTS = ("test", "val", "valid", "validation")
+
+
+def are_in(folder: Path) -> bool:
+    """Whether a folder has images by class: a folder `train` with folders in it."""
+    return (folder / "train").is_dir() and bool(_classes(folder / "train"))
+
+
+def read(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images (num, channels, height, width), uint8, and labels (num,), int64, for training and for testing.
+
+    Classes are numbered by the names of their folders in `train`, sorted. Images have three channels, or one where none
+    has colours.
+
+    Raises:
+        FileNotFoundError: There is no folder for testing.
+        ValueError: A class of the test images that `train` lacks, a class without images, files that cannot be read, or
+            images of different sizes.
+        ImportError: pillow is not installed.
+    """
+    test = next((folder / name for name in _TESTS if (folder / name).is_dir()), None)
+    if test is None:
+        raise FileNotFoundError(f"data.load: {folder} has a folder train, and none of {', '.join(_TESTS)}")
+    names = _classes(folder / "train")
+    strange = sorted(set(_classes(test)) - set(names))
+    if strange:
+        raise ValueError(f"data.load: {test} has classes that {folder / 'train'} lacks: {', '.join(strange)}")
+    parts = [_read_part(part, names) for part in (folder / "train", test)]
+    modes = {mode for images, _ in parts for _, mode in images}
+    mode = "L" if modes <= {"L", "1"} else "RGB"
+    (train, train_labels), (tests, test_labels) = (
+        (torch.stack([_as_tensor(image, mode) for image, _ in images]), labels) for images, labels in parts
+    )
+    return train, train_labels, tests, test_labels
+
+
+def _classes(folder: Path) -> list[str]:
+    return sorted(found.name for found in folder.iterdir() if found.is_dir() and not found.name.startswith("."))
+
+
+def _read_part(folder: Path, names: list[str]) -> tuple[list[tuple[Any, str]], Tensor]:
+    """The images of a part with their modes, and their labels."""
+    images: list[tuple[Any, str]] = []
+    labels: list[int] = []
+    first: Path | None = None
+    for label, name in enumerate(names):
+        files = sorted(f for f in (folder / name).glob("*") if f.suffix.lower() in _SUFFIXES and f.is_file())
+        if not files:
+            raise ValueError(f"data.load: {folder / name} has no images ({', '.join(sorted(_SUFFIXES))})")
+        for file in files:
+            image = _opened(file)
+            first = first or file
+            if images and image.size != images[0][0].size:
+                raise ValueError(
+                    f"data.load: {file} is {image.size[0]} x {image.size[1]}, and {first} is {images[0][0].size[0]} x "
+                    f"{images[0][0].size[1]}: expected images of one size; resize them first"
+                )
+            images.append((image, image.mode))
+            labels.append(label)
+    return images, torch.tensor(labels)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("data.load: folders of images need pillow; install it with `pip install pillow`") from error
+    try:
+        with Image.open(file) as image:
+            image.load()
+            return image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"data.load: {file} cannot be read as an image: {error}") from error
+
+
+def _as_tensor(image: Any, mode: str) -> Tensor:
+    width, height = image.size
+    values = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)
+    return values.reshape(height, width, len(mode)).permute(2, 0, 1)
