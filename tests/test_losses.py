@@ -90,7 +90,7 @@ def test_weighted_cross_entropy_is_torchs_for_indices_and_the_same_for_dense_tar
     outputs, indices, _ = problem
     weight = class_weights(outputs)
     loss_fn, tensor = CrossEntropy(weight=weight), torch.tensor(weight, dtype=outputs.dtype)
-    assert loss_fn == CrossEntropy(weight=tensor) == CrossEntropy(weight=tensor.numpy())
+    assert loss_fn == CrossEntropy(weight=tensor) == CrossEntropy(weight=tensor.numpy())  # pyright: ignore[reportArgumentType]
     outputs.requires_grad_()
     for reduction in ("none", "sum", "mean"):
         expected = F.cross_entropy(outputs, indices, tensor, reduction=reduction)

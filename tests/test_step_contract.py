@@ -34,7 +34,7 @@ def without(mapping, name):
 @pytest.mark.parametrize(
     ("fn", "path"),
     [
-        (lambda s: s.replace(params=without(s.params, "3.bias")), "params['3.bias']"),
+        (lambda s: s.replace(params={**without(s.params, "3.bias"), "3.other": torch.zeros(3)}), "params['3.bias']"),
         (lambda s: s.replace(params={**s.params, "3.bias": s.params["3.bias"].double()}), "params['3.bias']"),
         (lambda s: s.replace(buffers={"new": torch.zeros(1)}), "buffers['new']"),
         (lambda s: s.replace(slots={**s.slots, "late": torch.zeros(1)}), "slots['late']"),

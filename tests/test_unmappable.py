@@ -65,8 +65,8 @@ def test_what_vmap_refuses_is_named_with_layer_and_remedy(name):
 
 def test_a_write_into_the_batch_is_named():
     class Centred(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.sub_(x.mean()))
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input.sub_(input.mean()))
 
     state = make_state(Centred(4, 3))
     with pytest.raises(RuntimeError, match=r"population: the batch.* is written into in place.*a\.clone\(\) first"):

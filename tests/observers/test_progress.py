@@ -63,7 +63,11 @@ def test_a_run_that_was_at_its_end_has_no_line(tmp_path) -> None:
 def test_every_evaluation_has_its_line_with_all_evaluators() -> None:
     file = io.StringIO()
     share = {"accuracy": metrics.accuracy}
-    shapes = {"classes": metrics.Metric(lambda device=None: torch.zeros(3), lambda acc, o, t: acc, lambda acc: acc)}
+    shapes = {
+        "classes": metrics.Metric(
+            lambda device=None: torch.zeros(3), lambda acc, outputs, targets: acc, lambda acc: acc
+        )
+    }
     evaluators = [
         Evaluator(make_batches(1), share, "1ep"),
         Evaluator(make_batches(1), share | shapes, "2ba", label="val"),
