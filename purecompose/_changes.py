@@ -15,7 +15,7 @@ from purecompose.optim.checks import match_or_raise, matched
 from purecompose.schedule import Schedule, collect
 
 
-__all__ = ["as_hparams", "check_trainable", "other_params", "translated"]
+__all__ = ["as_hparams", "check_params", "check_trainable", "translated"]
 
 _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init)
 
@@ -68,7 +68,7 @@ def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, 
 
 
 def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
-    """Raises a `ValueError` where parameters that are no floating numbers are not frozen."""
+    """Raises a `ValueError` where parameters that are not floating point are not frozen."""
     whole = [name for name in names if not (params[name].is_floating_point() or params[name].is_complex())]
     if whole:
         raise ValueError(
@@ -77,13 +77,17 @@ def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
         )
 
 
-def other_params(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> ValueError:
-    """The error for more or fewer parameters than the model has."""
+def check_params(given: Any, own: Mapping[str, Tensor]) -> None:
+    """Raises where parameters are no mapping, or more or fewer than the model has; names are not compared."""
+    if not isinstance(given, dict | Mapping):
+        raise TypeError(f"replace(params=...): expected tensors by name, got {shown(given)}")
+    if len(given) == len(own):
+        return
     lacks, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    parts = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has also {', '.join(strange)}"] * bool(strange)
-    return ValueError(
-        f"replace(params=...) {' and '.join(parts)}: give all of the model's, params={{**state.params, name: value}}, "
-        "or the model with them, replace(model=..., params=...)"
+    parts = [f"missing {', '.join(lacks)}"] * bool(lacks) + [f"unknown {', '.join(strange)}"] * bool(strange)
+    raise ValueError(
+        f"replace(params=...): {' and '.join(parts)}. Pass all parameters, params={{**state.params, name: value}}; to "
+        "change which there are, replace the model too, replace(model=..., params=...)"
     )
 
 

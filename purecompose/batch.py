@@ -132,7 +132,8 @@ def num_examples(batch: Any, key: Key | None = None, dim: int = 0) -> int:
         dim: The dimension of the examples; see the module's docstring.
 
     Raises:
-        ValueError: There is no tensor with a leading dimension, or they disagree and there is no key.
+        ValueError: There is no tensor with a leading dimension, or they disagree and there is no key; or those of the
+            input have three sizes or more.
 
     Example:
         >>> import torch
@@ -150,6 +151,11 @@ def num_examples(batch: Any, key: Key | None = None, dim: int = 0) -> int:
     if not sizes and type(batch) is list and batch and all(isinstance(text, str) for text in batch):
         return len(batch)
     own = _leading_sizes(get(batch, key), dim) if sizes and key is not None else []
+    if len({int(size) for size in own}) > 2:
+        raise ValueError(
+            f"cannot tell the examples of the batch: the input's tensors have {own[:8]} rows; for lists of images of "
+            "different sizes and the like give State.create(splitter=...), a purecompose.layout.Splitter"
+        )
     if own:
         return own[0]
     found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"

@@ -42,11 +42,12 @@ class Evaluator:
         interval: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
             of the run. It also runs once at the end.
             Or a function `Timestamp -> bool`, asked after every batch and epoch whether an evaluation is due, such as
-            `lambda now: now.batch in (10, 100, 1000)`.
+            `lambda now: now.batch in (10, 100, 1000)` or `lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 4)`.
         label: Names it in records: a metric appears as "label/name".
         num_batches: How many batches an evaluation takes at most; by default all.
         microbatch_size: The most examples that go through the network at once, to save memory; by default the whole
-            batch. To algorithms each slice is a batch; metrics are over all examples, as they are without.
+            batch. Algorithms see each slice as a batch. Metrics still cover all examples; a function of yours that
+            gives one number for a batch is averaged over the slices.
 
     Raises:
         ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1;
@@ -230,8 +231,9 @@ def tell(observers: Iterable[Observer], event: Event, state: State) -> State:
         except (AttributeError, TypeError) as error:
             if "NoneType" in str(error):
                 error.add_note(
-                    f"in the observer {observer!r} at {event}: between steps a state has no batch, outputs or grads; "
-                    "an algorithm at Event.AFTER_TRAIN_BATCH sees them, and may leave a number in state.metrics"
+                    f"in the observer {observer!r} at {event}. If it reads state.batch, outputs or grads: between "
+                    "steps a state has none; an algorithm at Event.AFTER_TRAIN_BATCH sees them, and may leave a number "
+                    "in state.metrics"
                 )
             raise
     return state

@@ -291,6 +291,8 @@ def _check_arguments(step: Any, state: Any) -> None:
 
 def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
     """One or several objects of a role, which have a metric and a method of this name."""
+    if given is None:
+        return ()
     members = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     for member in members:
         if isinstance(member, type) or not (hasattr(member, "metric") and callable(getattr(member, method, None))):
@@ -299,7 +301,8 @@ def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...
 
 
 def _as_observers(given: Any) -> tuple[Observer, ...]:
-    observers: tuple[Any, ...] = (given,) if callable(given) else tuple(given)
+    given = () if given is None else given
+    observers: tuple[Any, ...] = (given,) if callable(given) or not isinstance(given, Iterable) else tuple(given)
     for observer in observers:
         if isinstance(observer, type):
             raise TypeError(

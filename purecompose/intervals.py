@@ -34,7 +34,7 @@ def checked_interval(
         name: Names the function and the argument in errors, such as "Evaluator: interval".
         default_unit: That of a bare number.
         seconds: Whether seconds of wall-clock time will do.
-        functions: Whether a function will do.
+        functions: Whether functions are accepted.
 
     Raises:
         TypeError, ValueError: It is no time, not positive, or in seconds where those will not do.
@@ -53,7 +53,7 @@ def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
 
     Raises:
         ValueError: A fraction of a run without a duration.
-        TypeError: A function that gives no bool.
+        TypeError: A function that returns something other than a bool.
 
     Example:
         >>> has_passed(Time.of("10ba"), Timestamp(batch=9), Timestamp(batch=10))

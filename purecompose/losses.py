@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import batch as batches
-from purecompose._checks import check_number
+from purecompose._checks import check_number, check_whole
 from purecompose._device import as_scalar, sent
 from purecompose.targets import Mixture, has_index_targets, num_examples, one_hot, per_row, wide_dtype
 
@@ -70,7 +70,7 @@ class CrossEntropy:
     dense rows of zeros, their dense form. Where nothing counts it is NaN, as torch's, and its gradient 0.
 
     With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions. For indices that is torch's; for
-    dense targets torch divides by the number of positions, so one-hot targets would have another mean than indices.
+    dense targets torch divides by the number of positions, which would give one-hot targets another mean than indices.
 
     Args:
         ignore_index: The index that stands for no class.
@@ -96,9 +96,11 @@ class CrossEntropy:
     weight: Sequence[float] | Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_whole(self.ignore_index, "losses.CrossEntropy: ignore_index")
         if self.weight is None:
             return
-        weight = getattr(self.weight, "tolist", lambda: self.weight)()
+        weight: Any = self.weight.tolist() if isinstance(self.weight, Tensor) else self.weight
+        weight = weight.tolist() if hasattr(weight, "tolist") else weight  # an array of NumPy
         if not isinstance(weight, list | tuple):
             raise TypeError(f"losses.CrossEntropy: weight={self.weight!r}: expected a sequence of numbers or a tensor")
         checked = (check_number(value, f"losses.CrossEntropy: weight[{i}]", 0) for i, value in enumerate(weight))
@@ -552,7 +554,7 @@ class _TorchTerms:
 
 
 def _counting(loss_fn: Any) -> Any:
-    """What tells what the mean of a loss divides by: the loss itself, unless it is one of torch's."""
+    """The object that counts a loss's terms: the loss itself, or `_TorchTerms` for torch's losses."""
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
         has_own_forward = type(loss_fn).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
         is_mean = loss_fn.reduction == "mean" and not has_own_forward

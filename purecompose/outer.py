@@ -360,7 +360,8 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
     if event is Event.FIT_END:
         return True
     if not isinstance(interval, Time):
-        return has_passed(interval, before, now)
+        # Asked once for each batch, and where an epoch's end was found only afterwards.
+        return (event is Event.BATCH_END or before.batch == now.batch) and has_passed(interval, before, now)
     unit = interval.unit
     if event is Event.EPOCH_END:
         # Fractions too: in epochs of unknown length they move here alone.

@@ -42,7 +42,7 @@ def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
             raise
         seconds = time.monotonic() - start
         late = _late(ranks, batch)
-        names = f"rank {', '.join(map(str, late))}" if late else "another process (which one cannot be told)"
+        names = f"rank {', '.join(map(str, late))}" if late else "another process (could not determine which)"
         raise RankTimeoutError(
             f"data_parallel: in batch {batch} rank {ranks.rank} of {ranks.size} waited {seconds:.0f} s for {names}, "
             "which is stopped, hangs or has ended. How long to wait is the timeout of init_process_group(timeout=...)"

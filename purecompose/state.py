@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._changes import as_hparams, check_trainable, other_params, translated
+from purecompose._changes import as_hparams, check_params, check_trainable, translated
 from purecompose._checks import check_whole
 from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
@@ -114,8 +114,8 @@ class State:
             batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
-            splitter: Counts and cuts batches whose examples lie along no dimension, such as lists of images of
-                different sizes; in place of `batch_dim`.
+            splitter: A `purecompose.layout.Splitter`, in place of `batch_dim`: it counts and cuts batches whose
+                examples lie along no dimension, such as lists of images of different sizes.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
                 `"fp16"` wants `algorithms.loss_scaling`.
@@ -136,11 +136,10 @@ class State:
         batches.check_key(input_key, "input_key")
         batches.check_key(target_key, "target_key")
         check_whole(batch_dim, "State.create: batch_dim", 0, hint="1 for sequences (T, N, ...)")
-        if splitter is not None and (not isinstance(splitter, Splitter) or batch_dim):
-            raise TypeError(
-                f"State.create: splitter={splitter!r}, batch_dim={batch_dim}: expected a purecompose.layout.Splitter, "
-                "and no batch_dim beside it"
-            )
+        if splitter is not None and not isinstance(splitter, Splitter):
+            raise TypeError(f"State.create: splitter={splitter!r}: expected a purecompose.layout.Splitter")
+        if splitter is not None and batch_dim:
+            raise TypeError("State.create: expected a splitter or a batch_dim, got both")
         schedules = collect(optimizer, Schedule)
         keys = input_key, target_key, batch_dim, splitter
         context = Context(parts.model, loss, optimizer, parts.frozen, precision, *keys, schedules=schedules)
@@ -234,8 +233,8 @@ class State:
             changes = translated(changes, _FIELDS, self.static, self.batch)
             if is_freezing:
                 check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
-        if "params" in changes and "static" not in changes and len(changes["params"]) != len(self.params):
-            raise other_params(changes["params"], self.params)
+        if "params" in changes and "static" not in changes:
+            check_params(changes["params"], self.params)
         if "hparams" in changes:
             changes["hparams"] = as_hparams(changes["hparams"], self.device)
         values.update(changes)

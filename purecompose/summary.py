@@ -8,7 +8,7 @@ from torch import nn
 
 from purecompose import batch as batches, tree
 from purecompose._table import table
-from purecompose.state import State
+from purecompose.state import State, check_single
 from purecompose.weights import to_module
 
 
@@ -22,9 +22,10 @@ class Layer(NamedTuple):
     kind: str
     """Its class."""
     output: str
-    """What comes out, such as "float32[64, 10]"; of several tensors all, and nothing where it is not called."""
+    """Dtype and shape of the output, such as "float32[64, 10]"; comma-separated for several tensors, empty if the layer
+    is not called."""
     num_params: int
-    """Elements of its own parameters; those that another layer has as well count there."""
+    """Elements of its own parameters; tied ones count at the first layer that has them."""
     num_trainable: int
     """Those that are not frozen."""
 
@@ -43,20 +44,22 @@ class Summary(NamedTuple):
             [layer.name or "(root)", layer.kind, layer.output, f"{layer.num_params:,}", _share(layer)]
             for layer in self.layers
         ]
-        total = f"{self.num_params:,} parameters, {self.num_trainable:,} trainable, {self.num_bytes / 1e6:,.2f} MB"
+        total = f"{self.num_params:,} parameters, {self.num_trainable:,} trainable, {_size(self.num_bytes)}"
         return f"{table(['layer', 'kind', 'output', 'parameters', 'trainable'], rows)}\n\n{total}"
 
 
 def summary(state: State, batch: Any) -> Summary:
     """The layers of a state's network, with the shapes that a batch takes on in it.
 
-    It runs the network once, in evaluation mode, on copies of the weights.
+    It runs the network once, in evaluation mode and without autocast, on copies of the weights. Surgery shows after
+    `step.init`.
 
     Args:
         state: A single state.
         batch: A batch of the form that training uses; its targets are not read.
 
     Raises:
+        TypeError: It is no state.
         ValueError: The state is a population's.
         KeyError: The batch has no input at the state's `input_key`.
 
@@ -71,8 +74,13 @@ def summary(state: State, batch: Any) -> Summary:
         1      ReLU    float32[2, 8]  0           -
         2      Linear  float32[2, 3]  27          all
         <BLANKLINE>
-        67 parameters, 27 trainable, 0.00 MB
+        67 parameters, 27 trainable, 268 bytes
     """
+    if not isinstance(state, State):
+        raise TypeError(
+            f"summary(state, batch): expected a State, got {type(state).__name__}; State.create(net, ...) makes one"
+        )
+    check_single(state, "summary(state, batch)", "summary(unstack_states(state)[0], batch) is the first one's")
     net, trainable = to_module(state).eval(), set(state.context.trainable)
     outputs: dict[str, str] = {}
     chosen = {name: module for name, module in net.named_modules() if module._parameters or not list(module.children())}
@@ -95,6 +103,13 @@ def summary(state: State, batch: Any) -> Summary:
     total = sum(param.numel() for param in state.params.values())
     num_trainable = sum(state.params[name].numel() for name in trainable)
     return Summary(tuple(layers), total, num_trainable, sum(t.numel() * t.element_size() for t in held))
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def _noting(outputs: dict[str, str], name: str) -> Any:

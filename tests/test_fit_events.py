@@ -246,6 +246,14 @@ def test_intervals_in_tokens(interval, expected):
     assert log.count(Event.EVAL_START) == expected
 
 
+@pytest.mark.parametrize("is_sized", [True, False])
+def test_an_interval_as_a_function_is_asked_once_for_a_point(is_sized):
+    asked, data = [], make_batches(3)
+    evaluator = Evaluator([make_batch()], interval=lambda now: bool(asked.append(now)))
+    fit(compose(loop_events), make_state(), data if is_sized else Unsized(data), duration="2ep", evaluate=evaluator)
+    assert len(asked) == len(set(asked)) == (6 if is_sized else 8)
+
+
 def test_an_interval_as_a_function_gives_a_bool():
     evaluator = Evaluator([], interval=lambda now: now.batch)  # pyright: ignore
     with pytest.raises(TypeError, match="expected a function Timestamp -> bool, got 1 from it"):

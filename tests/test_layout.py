@@ -119,5 +119,11 @@ def test_splitters_that_miscount_are_named():
         Layout(splitter=SAMPLES).split(batch, 6)
     with pytest.raises(TypeError, match="Splitter: part=None"):
         Splitter(len, None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="no batch_dim beside it"):
+    with pytest.raises(TypeError, match="a splitter or a batch_dim, got both"):
         make_state(batch_dim=1)
+
+
+def test_lists_of_images_without_a_splitter_are_refused():
+    state = make_state(splitter=None)
+    with pytest.raises(ValueError, match="cannot tell the examples of the batch.*splitter"):
+        pc.compose(pc.loop_events)(state, BATCHES[0])

@@ -50,3 +50,10 @@ def test_odd_networks() -> None:
     assert (found.num_params, found.num_trainable) == (18, 12)
     with pytest.raises(KeyError, match="no member 'x'"):
         pc.summary(state, {"y": torch.zeros(4, 3)})
+
+
+def test_what_is_no_state_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a State, got Linear"):
+        pc.summary(nn.Linear(2, 2), None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"summary\(unstack_states\(state\)\[0\], batch\)"):
+        pc.summary(pc.stack_states([make_state(), make_state()]), make_batch())

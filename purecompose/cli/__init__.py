@@ -198,7 +198,9 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
     command.add_argument("--summary", action="store_true", help="print the network's layers and exit")
     command.add_argument(
-        "--fast-dev-run", action="store_true", help="one batch of training and one of evaluation, without --out"
+        "--fast-dev-run",
+        action="store_true",
+        help="one batch of training and one of evaluation, nothing kept; methods that start later do not act",
     )
     command.add_argument("--quiet", action="store_true", help="print the final table alone")
     command.add_argument(
@@ -341,4 +343,4 @@ def _list_algorithms(options: argparse.Namespace) -> None:
             summary = (inspect.getdoc(factory) or "").partition("\n")[0].partition("; see")[0].rstrip(".")
             print(f"  {factory.__name__:<{width}}  {summary}")
         print()
-    print("`python -m purecompose algorithms NAME` tells more of one.")
+    print("`python -m purecompose algorithms NAME` prints the details of one.")

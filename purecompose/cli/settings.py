@@ -101,7 +101,7 @@ SETTINGS = {
         Setting("duration", str, "TIME", "the run's length: 20ep, 500ba, 10000sp, or of a text 1e6tok (by the data)"),
         Setting("scale_schedule", float, "RATIO", "stretch length and schedules: 0.5 for half the time (1)", 1.0),
         Setting("batch_size", int, "N", "examples in a batch (by the data)"),
-        Setting("limit_batches", str, "N", "batches of an epoch and of an evaluation at most, or 0.1 of them (all)"),
+        Setting("limit_batches", str, "N", "at most N batches per epoch and evaluation; 0.1 for a tenth (all)"),
         Setting("microbatches", str, "N", "slices of a batch, to save memory; auto finds how many it takes (1)", "1"),
         Setting("seed", int, "N", "of weights, data order and all draws (0)", 0),
         Setting("seeds", int, "N", "train so many networks at once, a population of this seed and the next (1)", 1),
@@ -298,7 +298,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
     kind = SETTINGS[name].kind
     if kind is str and name == "algorithms" and isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
-    if kind is str and isinstance(value, int) and not isinstance(value, bool):
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if kind is float and type(value) is int:
         return float(value)

@@ -202,10 +202,12 @@ def _limited(limit: str | None, length: int) -> int:
     if limit is None:
         return length
     with reported_as("--limit-batches"):
-        share = float(limit) if re.fullmatch(r"\d*\.?\d+", limit) else 0.0
-        if share == 0 or (share > 1 and not share.is_integer()):
-            raise ValueError(f"{limit}: expected a number of batches, or a share of them below 1")
-    return min(length, int(share)) if share >= 1 else max(1, round(share * length))
+        if re.fullmatch(r"[1-9]\d*", limit):
+            return min(length, int(limit))
+        share = float(limit) if re.fullmatch(r"\d*\.\d+", limit) else 0.0
+        if not 0 < share <= 1:
+            raise ValueError(f"{limit}: expected a number of batches, such as 10, or a share of them, such as 0.1")
+    return max(1, round(share * length))
 
 
 def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int) -> list[State]:

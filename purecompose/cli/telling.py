@@ -29,9 +29,12 @@ def describe(setup: Setup, settings: Mapping[str, Any]) -> list[str]:
     members = settings["seeds"]
     size = sum(tensor.numel() for tensor in state.params.values()) // members
     networks = f"{members} networks of {size:,} weights" if members > 1 else f"{size:,} weights"
+    length = state.timestamp.run.batches_per_epoch
+    limited = [] if settings["limit_batches"] is None else [f"  {length} of {len(train_data)} batches in an epoch"]
     return [
         f"{train_data.num_examples:,} {setup.kind.noun} in batches of {train_data.batch_size}, "
         f"{networks} on {state.device}, {state.timestamp.run.duration}",
+        *limited,
         *_describe_text(setup),
         *(f"  {algorithm!r}" for algorithm in setup.step.algorithms),
     ]
@@ -66,7 +69,7 @@ def print_results(
 
     evaluating = stopwatch.seconds - stopwatch.training_seconds
     compiling = setup.step.variants().seconds if isinstance(setup.step, CompiledStep) else 0.0
-    spent = [f"{evaluating:.1f} s of it for evaluation", *([f"{compiling:.1f} s to compile"] if compiling else [])]
+    spent = [f"evaluation {evaluating:.1f} s", *([f"compilation {compiling:.1f} s"] if compiling else [])]
     rate = stopwatch.batches / max(stopwatch.training_seconds - compiling, 1e-9)
     threads = settings["threads"]
     on = f"{threads} thread{'s' * (threads > 1)}" if state.device.type == "cpu" else str(state.device)
@@ -88,8 +91,8 @@ def print_results(
             table.add_row("", f"evaluate {out} --checkpoint best" if is_kept else "its checkpoint was not written")
     if setup.stop and not state.timestamp.is_finished():
         table.add_row("stopped early", f"the loss has not become better for {settings['patience']}")
-    table.add_row("time", f"{stopwatch.seconds:.1f} s, {', '.join(spent)}")
-    table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} a second{' once compiled' if compiling else ''}")
+    table.add_row("time", f"{stopwatch.seconds:.1f} s ({', '.join(spent)})")
+    table.add_row("steps", f"{stopwatch.batches:,}, {rate:.1f} a second{' after compiling' if compiling else ''}")
     table.add_row("parameters' checksum", f"{checksum(state.params)} ({on})")
     if out is not None and REPORT not in missing:
         table.add_row("report", str(out / REPORT))

@@ -44,7 +44,7 @@ def train(options: argparse.Namespace) -> None:
     """
     _check_alone()
     if options.fast_dev_run and (options.out is not None or options.resume):
-        raise UsageError("--fast-dev-run: tries everything once and keeps nothing: leave out --out and --resume")
+        raise UsageError("--fast-dev-run: trains one batch and keeps nothing: leave out --out and --resume")
     out = None if options.out is None else Path(options.out)
     earlier = earlier_settings(out, is_asked=options.resume)
     settings, data = completed(chosen(options, earlier), allowed=allowed_by(options))

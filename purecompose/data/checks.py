@@ -1,4 +1,4 @@
-"""What is given in the place of batches, by mistake, is an error that says what to write."""
+"""Reject data that are not batches, and say how to wrap them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""A word while data are waited for, so that a loader which never answers is known."""
+"""Warn while the next batch takes too long to come."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ def _watched(batches: Iterator[Any], name: str) -> Iterator[Any]:
 
 
 class _Watch:
-    """What the thread looks at."""
+    """State shared with the watching thread."""
 
     def __init__(self, name: str, longest: float) -> None:
         self.name, self.longest = name, longest
@@ -55,12 +55,12 @@ class _Watch:
         threading.Thread(target=self._look, name="purecompose data", daemon=True).start()
 
     def _look(self) -> None:
-        told = None
+        warned_since = None
         while not self.is_over.wait(self.longest / 4):
             since = self.since
-            if since is not None and since != told and time.monotonic() - since >= self.longest:
-                told = since
+            if since is not None and since != warned_since and time.monotonic() - since >= self.longest:
+                warned_since = since
                 warn(
-                    f"{self.name} has not given batch {self.number} of this pass for {self.longest:g} s, and is "
-                    "still waited for: is a worker stuck, or the storage slow? data.loader(timeout=) gives an error"
+                    f"still waiting for batch {self.number} of this pass from {self.name} after {self.longest:g} s; "
+                    "a worker may be stuck, or storage slow. data.loader(timeout=...) raises an error instead"
                 )

@@ -19,10 +19,10 @@ __all__ = ["activations", "updates"]
 def updates() -> Monitor:
     """How far each parameter has moved since the last record: `update/0.weight` and `update_ratio/0.weight`.
 
-    The first is the norm of the difference, the second its share of the norm that the parameter had. In a recorder with
-    `every="1ba"` that is the update of the batch. There is nothing to tell in the first record, nor after surgery
-    has changed a shape. A population has a value for each member. The monitor keeps the parameters of the last record,
-    as much memory as they take.
+    The first is the norm of the difference, the second its share of the norm that the parameter had, 0 where that was
+    all zeros. In a recorder with `every="1ba"` this is the update of the batch. The first record has no values, nor has
+    a parameter whose shape changed. A population has a value for each member. The monitor keeps the parameters of the
+    last record, as much memory as they take.
 
     Example:
         >>> from purecompose import losses, optim
@@ -48,7 +48,7 @@ class _Updates:
             if name in before and before[name].shape == param.shape and param.is_floating_point():
                 update, size = (_norm(value, num_dims) for value in (param - before[name], before[name]))
                 found[f"update/{name}"] = update
-                found[f"update_ratio/{name}"] = update / size
+                found[f"update_ratio/{name}"] = torch.where(size > 0, update / torch.where(size > 0, size, 1), 0)
         return found
 
 
@@ -69,7 +69,7 @@ def activations(inputs: Any, layers: str = "*") -> Monitor:
         layers: A pattern (`fnmatch`) of the names of modules to look at.
 
     Raises:
-        ValueError: When it is asked: the state is a population's, or no layer has such a name.
+        ValueError: At the first record: the state is a population's, or no layer has such a name.
 
     Example:
         >>> from purecompose import losses, optim
@@ -94,7 +94,11 @@ def activations(inputs: Any, layers: str = "*") -> Monitor:
         given = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
         with torch.no_grad():
             _call(net, given)
-        return {f"activation_{what}/{name}": value for name, x in found.items() for what, value in _summary(x).items()}
+        return {
+            f"activation_{what}/{name or '(root)'}": value
+            for name, x in found.items()
+            for what, value in _summary(x).items()
+        }
 
     return monitor
 

@@ -104,9 +104,9 @@ def system() -> Monitor:
     """How busy the machine is: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
 
     * `system/cpu`: How many cores this process has used on average since the last record; not in the first one.
-    * `system/load`: The processes that wait for a core, over the last minute, where the system tells.
-    * `system/memory`: The share of the machine's memory that is in use, on Linux.
-    * `system/gpu`: The share of time in which the state's GPU was busy, where `pynvml` is installed.
+    * `system/load`: Processes that run or wait for a core, on average over the last minute, where available.
+    * `system/memory`: The share of the machine's memory in use, 0 to 1, on Linux.
+    * `system/gpu`: The share of time, 0 to 1, in which the state's GPU was busy, where `pynvml` is installed.
 
     Example:
         >>> from purecompose import losses, optim

@@ -1,4 +1,4 @@
-"""A live display of a run in the terminal, or a line now and then where there is no terminal."""
+"""A live display of a run in the terminal, or periodic lines where there is no terminal."""
 
 import math
 import sys
@@ -33,8 +33,8 @@ class Progress:
     """Shows how far the run is, the loss, the last evaluation's metrics, batches a second and the time.
 
     In a terminal a bar over the whole run, in the run's own unit; elsewhere (a file, a pipe) a plain line after each
-    epoch and each evaluation, and every 30 seconds, with the time that is left at the rate of late. All evaluators'
-    last metrics are shown, of those that are not single numbers the shape. The loss is a running mean of
+    epoch and each evaluation, and every 30 seconds, with the time left at the recent rate. It shows every evaluator's
+    latest metrics, of those that are not scalars the shape. The loss is a running mean of
     about twenty batches, kept on the device and read a few times a second: no batch waits for it. A population's
     numbers are shown as a range over its members, `loss 0.210..0.350`.
 
@@ -247,13 +247,18 @@ def _range(value: _Number | tuple[int, ...], form: str) -> str:
 
 
 def _describe(metrics: dict[str, _Number | tuple[int, ...]]) -> list[str]:
-    """Metrics in words, accuracies first and in percent."""
+    """Metrics in words, accuracies first and in percent; without the label where all are of an evaluator "eval"."""
+    is_alone = all(name.startswith("eval/") for name in metrics)
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}
     return [
-        *(f"{name.removeprefix('eval/').replace('/', ' ')} {_range(value, '.1%')}" for name, value in shares.items()),
+        *(f"{_label(name, is_alone)} {_range(value, '.1%')}" for name, value in shares.items()),
         *(f"{name.replace('/', ' ')} {_range(value, '.3f')}" for name, value in others.items()),
     ]
+
+
+def _label(name: str, is_alone: bool) -> str:
+    return (name.removeprefix("eval/") if is_alone else name).replace("/", " ")
 
 
 def _describe_seconds(seconds: float) -> str:

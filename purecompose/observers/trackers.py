@@ -91,8 +91,8 @@ class Tracker(Recorder):
 class WandB(Tracker):
     """Logs the records of a run to Weights & Biases; see `Tracker` for the arguments.
 
-    Steps do not go down there: when a run goes on from an earlier batch, W&B leaves out what comes again. Settings are
-    those of `wandb.init`, such as `{"project": "digits", "id": "run1", "resume": "allow"}`.
+    W&B's steps only increase: after resuming from an earlier batch, repeated steps are dropped. Settings are those of
+    `wandb.init`, such as `{"project": "digits", "id": "run1", "resume": "allow"}`.
     """
 
     library = "wandb"
@@ -174,7 +174,7 @@ class _Run:
             self._run = self._tracker.start(self._library, self._settings)
 
     def write(self, records: list[dict[str, Any]]) -> None:
-        self.begin(0)  # does nothing where that went well
+        self.begin(0)  # no-op if the run has already started
         for record in records:
             self._tracker.log(self._run, dict(flat(record)), record["batch"])
 

@@ -116,7 +116,7 @@ class Detector(TorchDispatchMode):
             self.found.append(str(func))
             advice = (
                 "In an algorithm, draw from the state: purecompose.random.normal(state.rng(name), shape), or uniform, "
-                "bernoulli, ...; in a network, by a function of torch or torch.nn.functional that is called from Python"
+                "bernoulli, ...; in a network, use functions of torch or torch.nn.functional, called from Python"
             )
             raise unkeyed(str(func), "would draw from a generator, not from the run's key", advice)
         return func(*args, **kwargs)

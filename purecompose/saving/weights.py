@@ -64,6 +64,7 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
         strict: Raise where modules, names, shapes or dtypes differ; otherwise take over what fits, and warn.
 
     Raises:
+        TypeError: The arguments are no path and state.
         FileNotFoundError: There is no such file.
         DamagedError: It is no safetensors file.
         MismatchError: Modules, names, shapes or dtypes differ; the message says which.
@@ -73,6 +74,8 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     """
     if not isinstance(path, str | Path):
         raise TypeError(f"load_weights(path, like): expected a path first, got {type(path).__name__}")
+    if not isinstance(like, State):
+        raise TypeError(f"load_weights(path, like): expected a State, got {type(like).__name__}")
     file = Path(path)
     found, model = _read(file)
     wanted, now = {**like.params, **like.buffers}, architecture(like.model)
@@ -102,7 +105,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
     with file.open("rb") as opened:
         if opened.read(2) in _PICKLED:
             raise DamagedError(
-                f"{file} is a file of torch.save, not of safetensors: such files may run code when they are read. Load "
+                f"{file} was written by torch.save, not safetensors; loading such files can execute code. Load "
                 "it into the network before State.create, net.load_state_dict(torch.load(path, weights_only=True)), or "
                 "convert it by safetensors.torch.save_file"
             )

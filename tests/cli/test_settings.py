@@ -90,7 +90,7 @@ def test_set_changes_the_methods_of_a_recipe() -> None:
         ('batch_size = "many"', "batch_size: expected a whole number, got 'many'"),
         ("seed = true", "seed: expected a whole number"),
         ("compile = 1", "compile: expected true or false"),
-        ("data = 1.5", "data: expected a text"),
+        ("data = true", "data: expected a text"),
         ("train = 3", "expected settings"),
     ],
 )

@@ -301,6 +301,7 @@ def test_epochs_and_evaluations_may_be_limited(capsys) -> None:
     arguments = ("train", "--model", "mlp", "--quiet", "--algorithms", "none", "--duration", "2ep", "--limit-batches")
     assert re.search(r"steps\W+6,", run(capsys, *arguments, "3"))
     assert re.search(r"steps\W+4,", run(capsys, *arguments, "0.1"))  # of 22
+    assert re.search(r"steps\W+44,", run(capsys, *arguments, "1.0"))
     for wrong in ("0", "1.5", "few"):
         assert main([*arguments, wrong]) == 2
         assert "expected a number of batches" in capsys.readouterr().err

@@ -24,7 +24,9 @@ class Slow:
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_batch_that_takes_long_is_warned_of_once(is_training, monkeypatch):
     monkeypatch.setattr(waiting, "LONGEST", 0.1)
-    with pytest.warns(UserWarning, match=r"Slow has not given batch 1 of this pass for 0\.1 s.*timeout") as caught:
+    with pytest.warns(
+        UserWarning, match=r"still waiting for batch 1 of this pass from Slow after 0\.1 s.*timeout"
+    ) as caught:
         if is_training:
             fit(compose(loop_events), make_state(), Slow(), duration="3ba")
         else:

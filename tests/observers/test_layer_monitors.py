@@ -74,3 +74,12 @@ def test_activations_of_networks_with_several_inputs_and_of_no_layer() -> None:
     assert as_list["activation_mean/layer"] == state.forward([x, y]).mean()
     with pytest.raises(ValueError, match="no layer has a name like 'head"):
         activations([x, y], "head*")(state)
+
+
+def test_a_parameter_of_zeros_has_a_ratio_of_zero() -> None:
+    state = make_state("1ba")
+    blank = state.replace(params={name: torch.zeros_like(param) for name, param in state.params.items()})
+    monitor = updates()
+    monitor(blank)
+    assert all(value == 0 for value in monitor(blank).values())
+    assert all(value == 0 for name, value in monitor(state).items() if "ratio" in name)

@@ -76,7 +76,7 @@ def test_every_evaluation_has_its_line_with_all_evaluators() -> None:
     lines = file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["0.5/1 ep", "1.0/1 ep", "1.0/1 ep"]
     assert "val accuracy" in lines[0] and "val classes of shape (3,)" in lines[0]
-    assert "  accuracy" in lines[-1] and "val accuracy" in lines[-1]
+    assert "eval accuracy" in lines[-1] and "val accuracy" in lines[-1]
 
 
 def test_a_long_epoch_has_a_line_every_half_minute(monkeypatch) -> None:
