@@ -107,13 +107,13 @@ class CrossEntropy:
         object.__setattr__(self, "weight", tuple(checked))
 
     def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        options: dict[str, Any] = {}
-        if has_index_targets(outputs, targets):
-            targets, options["ignore_index"] = targets.long(), self.ignore_index
-        else:
-            targets = self._dense(outputs, targets)
+        is_index = has_index_targets(outputs, targets)
+        options: dict[str, Any] = {"ignore_index": self.ignore_index} if is_index else {}
+        targets = targets.long() if is_index else self._dense(outputs, targets)
+        if is_index and self.weight is None:
+            return F.cross_entropy(outputs, targets, reduction=reduction, **options)
         weight = self._class_weights(outputs, outputs.dtype)
-        if reduction != "mean" or (weight is None and options):
+        if reduction != "mean":
             return F.cross_entropy(outputs, targets, weight=weight, reduction=reduction, **options)
         # torch divides dense targets by all rows, where the index form, which they have to equal, divides by those that
         # count; and of weights that add up to 0 its gradient is NaN.

@@ -233,8 +233,9 @@ class State:
             changes = translated(changes, _FIELDS, self.static, self.batch)
             if is_freezing:
                 check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
-        if "params" in changes and "static" not in changes:
-            check_params(changes["params"], self.params)
+        params = changes.get("params")
+        if params is not None and (type(params) is not dict or len(params) != len(self.params)):
+            check_params(params, self.params, is_other_model="static" in changes)
         if "hparams" in changes:
             changes["hparams"] = as_hparams(changes["hparams"], self.device)
         values.update(changes)
