@@ -5,22 +5,23 @@ with Progress() as progress, Records("run.jsonl", monitors=[learning_rate(), spe
     state = fit(step, state, data, observers=[history, progress, records])
 """
 
-from purecompose.observers.adapters import MLflow, TensorBoard
 from purecompose.observers.history import History
 from purecompose.observers.layers import activations, updates
 from purecompose.observers.monitors import learning_rate, memory, moments, speed, system
 from purecompose.observers.nans import NaNs
 from purecompose.observers.profile import Profile
 from purecompose.observers.progress import Progress
-from purecompose.observers.recorder import Monitor, Recorder, Sink
+from purecompose.observers.recorder import Image, Monitor, Recorder, Sink
 from purecompose.observers.records import Records, read_records
+from purecompose.observers.samples import image_samples, text_samples
 from purecompose.observers.stopwatch import Stopwatch
-from purecompose.observers.trackers import Comet, Neptune, Tracker, WandB
+from purecompose.observers.trackers import Comet, MLflow, Neptune, TensorBoard, WandB
 
 
 __all__ = [
     "Comet",
     "History",
+    "Image",
     "MLflow",
     "Monitor",
     "NaNs",
@@ -32,14 +33,15 @@ __all__ = [
     "Sink",
     "Stopwatch",
     "TensorBoard",
-    "Tracker",
     "WandB",
     "activations",
+    "image_samples",
     "learning_rate",
     "memory",
     "moments",
     "read_records",
     "speed",
     "system",
+    "text_samples",
     "updates",
 ]

@@ -4,8 +4,10 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from purecompose._checks import check_number, check_whole, is_number, shown
@@ -16,10 +18,11 @@ from purecompose.state import State
 from purecompose.time import TimeLike
 
 
-__all__ = ["Monitor", "Recorder", "Sink"]
+__all__ = ["Image", "Monitor", "Recorder", "Sink"]
 
 Monitor: TypeAlias = Callable[[State], Mapping[str, Any]]
-"""What a record of a batch is to hold besides the loss and the metrics, as numbers and 0-d tensors by name.
+"""What a record of a batch is to hold besides the loss and the metrics, by name: numbers and 0-d tensors, texts (`str`)
+and `Image`s.
 
 It is called at BATCH_END, when a record is due. One that has a method `observe(event, state)` as well is told every
 event that the recorder is told, before that call: this is how `speed` knows when evaluation began.
@@ -27,6 +30,27 @@ event that the recorder is told, before that call: this is how `speed` knows whe
 
 # Records that could not be written wait, for a disk that has room again; this many of them at most.
 _MOST_UNWRITTEN = 10_000
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image in a record.
+
+    Args:
+        pixels: (height, width, 3), uint8, red, green and blue; kept on the CPU.
+
+    Raises:
+        TypeError, ValueError: Another dtype, or another shape.
+    """
+
+    pixels: Tensor = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pixels, Tensor) or self.pixels.dtype is not torch.uint8:
+            raise TypeError(f"Image: expected a uint8 tensor (height, width, 3), got {shown(self.pixels)}")
+        if self.pixels.ndim != 3 or self.pixels.shape[2] != 3:
+            raise ValueError(f"Image: expected the shape (height, width, 3), got {tuple(self.pixels.shape)}")
+        object.__setattr__(self, "pixels", self.pixels.detach().cpu())
 
 
 class Sink(Protocol):
@@ -38,7 +62,10 @@ class Sink(Protocol):
     """
 
     def write(self, records: list[dict[str, Any]], /) -> None:
-        """Takes some records of plain numbers, in order. An `OSError` means: warn once, and give them again later."""
+        """Take some records, in order. An `OSError` means: warn once, and pass them again later.
+
+        Values are numbers (for a population, lists of them), and what monitors give besides: `str` and `Image`.
+        """
         ...
 
 
@@ -230,12 +257,14 @@ def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim <= state.key.ndim - 1:
             checked[name] = value.detach().clone()
+        elif isinstance(value, (str, Image)):
+            checked[name] = value
         elif is_number(value):
             checked[name] = value if type(value) in (int, float) else float(value)
         else:
             raise TypeError(
-                f"monitor {who}: {name!r}: expected a number or a 0-d tensor, got {shown(value)}; leave out what is "
-                "not known yet"
+                f"monitor {who}: {name!r}: expected a number, a 0-d tensor, a str or an Image, got {shown(value)}; "
+                "leave out what is not known yet"
             )
     return checked
 

@@ -2,13 +2,14 @@
 
 import itertools
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from purecompose._files import opened
 from purecompose.observers.formats import FORMATS, Format
-from purecompose.observers.recorder import Monitor, Recorder
+from purecompose.observers.recorder import Image, Monitor, Recorder
 from purecompose.time import TimeLike
 
 
@@ -26,6 +27,9 @@ class Records(Recorder):
     again, and a last line that was only half-written. A run that starts anew leaves an old file as it is, under
     another name: `run.jsonl` becomes `run.1.jsonl`, or the next number that is free.
 
+    **Samples** (see `image_samples` and `text_samples`) are files beside it: `run.samples/ba00000100/NAME.png`, and
+    `.txt`. They are renamed with the records; those of later batches are replaced when they come again.
+
     Full or read-only disks, or a folder that cannot be made, bring one warning; training goes on.
 
     Args:
@@ -38,6 +42,7 @@ class Records(Recorder):
 
     Raises:
         ValueError: Another suffix; or, when a run goes on, a file that holds no records.
+        ImportError: When an image is written: Pillow is not installed.
         TypeError, ValueError: Another argument of the wrong kind.
 
     Example:
@@ -94,6 +99,7 @@ class _File:
 
     def __init__(self, path: Path, form: type[Format]) -> None:
         self._path, self._form = path, form
+        self._samples = _samples_of(path)
         self._start = 0
         self._is_ready = False
         self._kept: set[frozenset[str]] = set()
@@ -106,10 +112,26 @@ class _File:
     def write(self, records: list[dict[str, Any]]) -> None:
         if not self._is_ready:
             self._prepare()  # which the disk did not allow before
+        # Samples come first: writing them again replaces them, where writing a record again adds one.
+        records = [self._without_samples(record) for record in records]
         # An evaluation at the very point from which the run goes on may be there already.
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
             self._form.add(self._path, new)
+
+    def _without_samples(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Write a record's texts and images to files, and return the record without them."""
+        samples = {name: value for name, value in record.items() if isinstance(value, (str, Image))}
+        if not samples:
+            return record
+        for name, value in samples.items():
+            path = self._samples / f"ba{record['batch']:08d}" / re.sub(r"[^\w.\-]", "_", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(value, Image):
+                _save_png(path.with_name(f"{path.name}.png"), value)
+            else:
+                path.with_name(f"{path.name}.txt").write_text(value, encoding="utf-8")
+        return {name: value for name, value in record.items() if name not in samples}
 
     def _prepare(self) -> None:
         self._kept = set()
@@ -137,8 +159,24 @@ class _File:
             file.truncate(end)
 
 
+def _samples_of(path: Path) -> Path:
+    return path.with_suffix(".samples")
+
+
 def _put_aside(path: Path) -> None:
-    """Gives a file of an earlier run another name, if there is anything in it."""
+    """Give a file of an earlier run, and the folder of its samples, another name, if there is anything in it."""
     if path.stat().st_size:
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        name = next(name for name in names if not name.exists() and not _samples_of(name).exists())
+        if _samples_of(path).exists():
+            _samples_of(path).rename(_samples_of(name))
+        path.rename(name)
+
+
+def _save_png(path: Path, image: Image) -> None:
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise ImportError("Records needs Pillow to write images; install it with `pip install pillow`") from error
+    height, width, _ = image.pixels.shape
+    PIL.Image.frombytes("RGB", (width, height), bytes(image.pixels.flatten().tolist())).save(path)

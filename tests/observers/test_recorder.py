@@ -152,7 +152,7 @@ def test_monitors_that_watch_are_told_every_event() -> None:
     assert sink.records[0]["seen"] == seen.index(Event.BATCH_END) + 1  # told of the event before it is asked
 
 
-@pytest.mark.parametrize("value", ["fast", None, torch.zeros(3), True])
+@pytest.mark.parametrize("value", [b"fast", None, torch.zeros(3), True])
 def test_monitors_give_numbers(value: Any) -> None:
     def odd(state: State) -> dict[str, Any]:
         return {"odd": value}

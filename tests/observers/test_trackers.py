@@ -1,4 +1,4 @@
-"""The trackers' adapters, against fakes that take what the real ones take."""
+"""Recorders for tracking services, against fakes that take what the real ones take."""
 
 import dataclasses
 import sys
@@ -155,6 +155,12 @@ class FakeSeries:
         self.is_finished = True
 
 
+@pytest.mark.parametrize("kind", [WandB, Comet, Neptune])
+def test_what_is_not_a_run_is_an_error(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: expected a run of .* or settings={{...}}, got 'digits'"):
+        kind("digits")
+
+
 def test_comet_and_neptune_log_records_at_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, series, settings = FakeExperiment(), FakeSeries(), []
     comet = types.SimpleNamespace(start=lambda **given: (settings.append(given), experiment)[1])
@@ -212,7 +218,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def test_mlflow_gets_batches_of_metrics(mlflow: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purecompose.observers.adapters._Metrics.most", 5)
+    monkeypatch.setattr("purecompose.observers.trackers._MlflowRun.most", 5)
     client = FakeClient()
     expected = run(MLflow("run-1", client=client))
     assert {run_id for run_id, _ in client.requests} == {"run-1"}
