@@ -78,10 +78,10 @@ def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
 
 
 def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool) -> None:
-    """Raises where parameters are no mapping, or more or fewer than the model has; names are not compared."""
+    """Raises where parameters are no mapping, or have other names than the model's."""
     if not isinstance(given, Mapping):
         raise TypeError(f"replace(params=...): expected tensors by name, got {shown(given)}")
-    if is_other_model or len(given) == len(own):
+    if is_other_model or given.keys() == own.keys():
         return
     lacks, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     parts = [f"missing {', '.join(lacks)}"] * bool(lacks) + [f"unknown {', '.join(strange)}"] * bool(strange)

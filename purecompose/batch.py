@@ -171,10 +171,7 @@ def leading_size(inputs: Any, dim: int = 0) -> int | None:
 
 
 def num_tokens(batch: Any) -> int:
-    """The tokens of a language batch: the size of its `input_ids`, with padding; other batches have none.
-
-    Padding is known by values, for which a GPU would have to be waited for in every step.
-    """
+    """The tokens of a language batch: the size of its `input_ids`, padding included; other batches have none."""
     if type(batch) is tuple or not isinstance(batch, Mapping):
         return 0
     ids = batch.get("input_ids")

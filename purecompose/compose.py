@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from purecompose import batch as batches
 from purecompose._checks import check_whole
 from purecompose._composable import (
     as_algorithms,
@@ -165,7 +164,7 @@ class Step:
             self._check_ready(context)
         num_examples, later = context.layout.num_examples(batch), now
         if self.has_advance:
-            later = now.advance(num_examples, batches.num_tokens(batch))
+            later = now.advance(num_examples, context.layout.num_tokens(batch))
         bits = self.matcher.schedule(state, batch, now, later)
 
         def start() -> State:

@@ -40,6 +40,8 @@ class Context:
     """The dimension of the examples in the batch's tensors."""
     splitter: Splitter | None = None
     """Counts and cuts batches whose examples lie along no dimension."""
+    num_tokens: Callable[[Any], int] | None = None
+    """Counts the tokens of a batch; by default the size of `input_ids`."""
     initialised: tuple[str, ...] = ()
     """The algorithms whose INIT event is over."""
     required: tuple[str, ...] = ()
@@ -57,7 +59,10 @@ class Context:
         idle = self.frozen | self.paused
         names = tuple(name for name in self.model.param_names if name not in idle)
         object.__setattr__(self, "trainable", names)
-        object.__setattr__(self, "layout", Layout(self.input_key, self.batch_dim, self.splitter))
+        batches.check_key(self.input_key, "input_key")
+        batches.check_key(self.target_key, "target_key")
+        layout = Layout(self.input_key, self.batch_dim, self.splitter, self.num_tokens)
+        object.__setattr__(self, "layout", layout)
 
     def replace(self, **changes: Any) -> "Context":
         """A context with these changes."""

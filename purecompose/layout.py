@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from purecompose import batch as batches
-from purecompose._checks import check_whole
+from purecompose._checks import check_whole, shown
 
 
 __all__ = ["Layout", "Splitter"]
@@ -46,11 +46,25 @@ class Layout:
         key: Names the input, for batches whose tensors disagree; see `batch.num_examples`.
         dim: The dimension of the examples in the batch's tensors.
         splitter: Takes the place of both.
+        token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
+
+    Raises:
+        TypeError, ValueError: A value of the wrong kind, or both a splitter and a dimension.
     """
 
     key: batches.Key | None = None
     dim: int = 0
     splitter: Splitter | None = None
+    token_counter: Callable[[Any], int] | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(self.dim, "batch_dim", 0, hint="1 for sequences (T, N, ...)")
+        if self.splitter is not None and not isinstance(self.splitter, Splitter):
+            raise TypeError(f"splitter: expected a purecompose.layout.Splitter, got {shown(self.splitter)}")
+        if self.splitter is not None and self.dim:
+            raise TypeError("expected a splitter or a batch_dim, got both")
+        if self.token_counter is not None and not callable(self.token_counter):
+            raise TypeError(f"num_tokens: expected a function (batch) -> int, got {shown(self.token_counter)}")
 
     @property
     def is_rows(self) -> bool:
@@ -66,6 +80,16 @@ class Layout:
         if self.splitter is None:
             return batches.num_examples(batch, self.key, self.dim)
         return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
+
+    def num_tokens(self, batch: Any) -> int:
+        """How many tokens a batch holds, for the timestamp.
+
+        Raises:
+            TypeError, ValueError: The given function returned something other than a whole number.
+        """
+        if self.token_counter is None:
+            return batches.num_tokens(batch)
+        return check_whole(self.token_counter(batch), "num_tokens(batch)", 0)
 
     def split(self, batch: Any, num_parts: int) -> list[Any]:
         """Consecutive parts of nearly equal size, larger ones first.

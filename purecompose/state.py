@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._changes import as_hparams, check_params, check_trainable, translated
-from purecompose._checks import check_whole
 from purecompose._device import PRECISIONS
 from purecompose.clock import Clock
 from purecompose.context import Context, Static
@@ -91,6 +90,7 @@ class State:
         target_key: batches.Key = 1,
         batch_dim: int = 0,
         splitter: Splitter | None = None,
+        num_tokens: Callable[[Any], int] | None = None,
         precision: str = "fp32",
         device: torch.device | str | None = None,
     ) -> "State":
@@ -116,6 +116,8 @@ class State:
                 along the first. Methods that change single examples expect 0.
             splitter: A `purecompose.layout.Splitter`, in place of `batch_dim`: it counts and cuts batches whose
                 examples lie along no dimension, such as lists of images of different sizes.
+            num_tokens: `batch -> int`, the number of tokens that the run's time counts; by default the size of
+                `input_ids`, padding included. Values of a tensor on a GPU would be waited for in each step.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
                 `"fp16"` wants `algorithms.loss_scaling`.
@@ -133,16 +135,9 @@ class State:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
         if input_key is None:
             input_key = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
-        batches.check_key(input_key, "input_key")
-        batches.check_key(target_key, "target_key")
-        check_whole(batch_dim, "State.create: batch_dim", 0, hint="1 for sequences (T, N, ...)")
-        if splitter is not None and not isinstance(splitter, Splitter):
-            raise TypeError(f"State.create: splitter={splitter!r}: expected a purecompose.layout.Splitter")
-        if splitter is not None and batch_dim:
-            raise TypeError("State.create: expected a splitter or a batch_dim, got both")
         schedules = collect(optimizer, Schedule)
-        keys = input_key, target_key, batch_dim, splitter
-        context = Context(parts.model, loss, optimizer, parts.frozen, precision, *keys, schedules=schedules)
+        batch_form = input_key, target_key, batch_dim, splitter, num_tokens
+        context = Context(parts.model, loss, optimizer, parts.frozen, precision, *batch_form, schedules=schedules)
         run = RunLength(
             None if duration is None else named_time(duration, "State.create: duration"),
             batches_per_epoch,
@@ -217,7 +212,7 @@ class State:
         Raises:
             TypeError: No field has that name; an hparam is neither a number nor a tensor.
             ValueError: A name or pattern in `frozen` matches no parameter; `frozen` leaves out a parameter that is no
-                floating number; `params` has more or fewer than the model.
+                floating number; `params` has other names than the model's.
 
         Example:
             >>> from purecompose import losses, optim
@@ -234,7 +229,7 @@ class State:
             if is_freezing:
                 check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
         params = changes.get("params")
-        if params is not None and (type(params) is not dict or len(params) != len(self.params)):
+        if params is not None and (type(params) is not dict or params.keys() != self.params.keys()):
             check_params(params, self.params, is_other_model="static" in changes)
         if "hparams" in changes:
             changes["hparams"] = as_hparams(changes["hparams"], self.device)

@@ -121,9 +121,38 @@ def test_splitters_that_miscount_are_named():
         Splitter(len, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="a splitter or a batch_dim, got both"):
         make_state(batch_dim=1)
+    with pytest.raises(TypeError, match="expected a purecompose.layout.Splitter, got 'rows'"):
+        make_state().replace(splitter="rows")
+    with pytest.raises(ValueError, match="batch_dim"):
+        make_state(splitter=None).replace(batch_dim=-1)
 
 
 def test_lists_of_images_without_a_splitter_are_refused():
     state = make_state(splitter=None)
     with pytest.raises(ValueError, match="cannot tell the examples of the batch.*splitter"):
         pc.compose(pc.loop_events)(state, BATCHES[0])
+
+
+def test_tokens_are_counted_as_the_state_says():
+    """Without padding here, in all forms of a step, up to the end of the run."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    batch = {"input_ids": torch.arange(6).reshape(2, 3), "mask": mask, "y": torch.zeros(2, dtype=torch.int64)}
+    options: dict[str, Any] = {"input_key": "input_ids", "target_key": "y", "duration": "7tok"}
+
+    def make(key: int = 0, **more: Any) -> State:
+        net = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 2))
+        return State.create(net, loss=pc.losses.cross_entropy, optimizer=optim.sgd(0.1), key=key, **options, **more)
+
+    counted = make(num_tokens=lambda batch: int(batch["mask"].sum()))
+    step = pc.compose(pc.loop_events)
+    assert make().timestamp.token == 0 and step(make(), batch).timestamp.token == 6
+    for form in (step, pc.compile(step, backend="eager", quiet=True)):
+        assert form(counted, batch).timestamp.token == 3
+    two = pc.stack_states([counted, counted.replace(key=pc.random.key(1))])
+    assert pc.population(step, 2)(two, batch).timestamp.token == 3
+    end = pc.fit(step, counted, [batch] * 9)
+    assert (end.timestamp.batch, end.timestamp.token) == (3, 9)
+    with pytest.raises(TypeError, match=r"num_tokens\(batch\).*2.5"):
+        step(make(num_tokens=lambda batch: 2.5), batch)
+    with pytest.raises(TypeError, match=r"num_tokens: expected a function \(batch\) -> int, got 6"):
+        make(num_tokens=6)

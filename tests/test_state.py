@@ -659,12 +659,14 @@ def test_bad_arguments_are_named_at_creation(settings, error, said):
         start(**settings)
 
 
-def test_parameters_are_replaced_by_as_many():
+def test_parameters_are_replaced_under_the_same_names():
     state = State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
     with pytest.raises(ValueError, match=r"replace\(params=...\): missing bias. Pass all"):
         state.replace(params={"weight": state.params["weight"]})
     with pytest.raises(ValueError, match="unknown other"):
         state.replace(params={**state.params, "other": torch.zeros(1)})
+    with pytest.raises(ValueError, match="missing bias and unknown bia. Pass"):
+        state.replace(params={"weight": state.params["weight"], "bia": state.params["bias"]})
     with pytest.raises(TypeError, match="expected tensors by name, got Linear"):
         state.replace(params=nn.Linear(2, 1))
 

@@ -75,7 +75,7 @@ def match_pure(subject: Subject, case: Case) -> bool:
 def _moments(case: Case, state: State) -> list[_Moment]:
     """The times of the case's run, the same number in each part of it where it is long."""
     batch, total = case.batch(0), case.epochs * case.batches_per_epoch
-    size, tokens = batches.num_examples(batch, state.context.input_key), batches.num_tokens(batch)
+    size, tokens = state.context.layout.num_examples(batch), state.context.layout.num_tokens(batch)
     beginning = Timestamp(run=state.timestamp.run)
     found = []
     stride = -(-total // _MOST_TIMES) | 1  # odd, so that every other batch is not every one asked about
@@ -111,7 +111,8 @@ def _ask(matcher: Matcher, inside: frozenset[Event], event: Event, moment: _Mome
 def _followed(subject: Subject, step: Step, state: State, batch: Any) -> State:
     """The state after a step, which must act exactly where match says so."""
     inside, now = frozenset(step.events), state.timestamp
-    later = now.advance(batches.num_examples(batch, state.context.input_key), batches.num_tokens(batch))
+    layout = state.context.layout
+    later = now.advance(layout.num_examples(batch), layout.num_tokens(batch))
     moment = _Moment(state, batch, later)
     announced = {e: _ask(Matcher([subject.algorithm], [e]), inside, e, moment) for e in step.events}
     following = run(step, state, [batch], subject.name)
