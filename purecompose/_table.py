@@ -1,5 +1,6 @@
 """Plain-text tables for plans and traces."""
 
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -8,21 +9,29 @@ from collections.abc import Sequence
 __all__ = ["table", "terminal_width"]
 
 _WIDEST = 110
+_NUMBER = re.compile(r"[\d.,]+")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Columns under a header; the last one is wrapped so that lines stay within `width` (by default the terminal's).
 
+    Columns of numbers between the first and the last are aligned on the right.
+
     Example:
-        >>> print(table(["a", "b"], [["1", "one"], ["22", "two and twenty, or 11 + 11"]], width=24))
-        a   b
-        --  ------------------
-        1   one
-        22  two and twenty, or
-            11 + 11
+        >>> print(table(["a", "size", "b"], [["1", "7", "one"], ["22", "10", "two and twenty, 11 + 11"]], width=24))
+        a   size  b
+        --  ----  --------------------
+        1      7  one
+        22    10  two and twenty, 11 +
+                  11
     """
     width = width or terminal_width()
     head, rows = _printable(head), [_printable(row) for row in rows]
+    for i in range(1, len(head) - 1):
+        if rows and all(_NUMBER.fullmatch(row[i]) for row in rows):
+            size = max(len(line[i]) for line in (head, *rows))
+            for line in (head, *rows):
+                line[i] = line[i].rjust(size)
     fixed = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head) - 1)]
     left = sum(fixed) + 2 * len(fixed)
     wrapped = [textwrap.wrap(row[-1], max(width - left, 20)) or [""] for row in rows]

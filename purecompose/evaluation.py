@@ -55,7 +55,7 @@ class Evaluator:
         TypeError: Something that is no metric.
     """
 
-    data: Iterable[Any] = field(repr=False)
+    data: Iterable[Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
     interval: Interval | str = "1ep"
     label: str = "eval"
@@ -78,6 +78,12 @@ class Evaluator:
             raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
         object.__setattr__(self, "interval", interval)
         object.__setattr__(self, "metrics", {name: as_metric(m) for name, m in self.metrics.items()})
+
+    def __repr__(self) -> str:
+        options = {"interval": self.interval, "label": self.label}
+        options |= {name: value for name in ("num_batches", "microbatch_size") if (value := getattr(self, name))}
+        rest = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"Evaluator({type(self.data).__name__}, metrics={list(self.metrics)}, {rest})"
 
     @property
     def reported(self) -> list[str]:

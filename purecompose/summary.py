@@ -70,9 +70,9 @@ def summary(state: State, batch: Any) -> Summary:
         >>> print(summary(state, (torch.zeros(2, 4), None)))
         layer  kind    output         parameters  trainable
         -----  ------  -------------  ----------  ---------
-        0      Linear  float32[2, 8]  40          none
-        1      ReLU    float32[2, 8]  0           -
-        2      Linear  float32[2, 3]  27          all
+        0      Linear  float32[2, 8]          40  none
+        1      ReLU    float32[2, 8]           0  -
+        2      Linear  float32[2, 3]          27  all
         <BLANKLINE>
         67 parameters, 27 trainable, 268 bytes
     """

@@ -28,10 +28,15 @@ def check_batches(data: Any, where: str) -> None:
             f"{where}: expected batches, got the data set {type(data).__name__}, which gives single examples: wrap it "
             "in data.loader(dataset, batch_size=...)"
         )
+    if isinstance(data, Tensor):
+        raise TypeError(
+            f"{where}: expected batches, got one tensor, {shown(data)}: a single batch goes into a list, [batch]; "
+            "tensor.split(n) cuts it into batches of n"
+        )
     if _is_pair(data):
         raise TypeError(
-            f"{where}: expected batches, got a tuple of two tensors, {shown(data[0])} and {shown(data[1])}: wrap them "
-            "in data.arrays(inputs, targets, batch_size=...), or in a list for a single batch"
+            f"{where}: expected batches, got inputs and targets, {shown(data[0])} and {shown(data[1])}: wrap them "
+            "in data.arrays(inputs, targets, batch_size=...), or in a list for a single batch, [(inputs, targets)]"
         )
     if isinstance(data, Mapping):
         raise TypeError(
@@ -46,7 +51,11 @@ def check_batches(data: Any, where: str) -> None:
 
 def _is_pair(data: Any) -> bool:
     """Whether data are inputs and targets, and not two batches of one form."""
-    if type(data) is not tuple or len(data) != 2 or not all(isinstance(part, Tensor) and part.ndim for part in data):
+    if type(data) not in (tuple, list) or len(data) != 2:
+        return False
+    if not all(isinstance(part, Tensor) and part.ndim for part in data) or len(data[0]) != len(data[1]):
         return False
     first, second = data
-    return len(first) == len(second) and (first.dtype, first.shape) != (second.dtype, second.shape)
+    # A list of batches that are tensors may have sequences of several lengths.
+    have_one_form = first.shape == second.shape if type(data) is tuple else first.ndim == second.ndim
+    return first.dtype != second.dtype or not have_one_form

@@ -1,6 +1,7 @@
 """The core of all that writes a run down: it collects records and hands them to a sink in groups."""
 
 import contextlib
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -123,8 +124,7 @@ class Recorder:
             raise TypeError(f"{where}: expected a sink, an object with write(records), got {shown(sink)}")
         self.monitors: tuple[Monitor, ...] = (monitors,) if callable(monitors) else tuple(monitors)
         for monitor in self.monitors:
-            if not callable(monitor):
-                raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}")
+            _check_monitor(monitor, where)
         self._watching = [monitor.observe for monitor in self.monitors if hasattr(monitor, "observe")]  # pyright: ignore[reportFunctionMemberAccess]
         self._due = Due(every, f"{where}: every")
         group = check_whole(group, f"{where}: group", 1)
@@ -248,11 +248,27 @@ def _last_words(outbox: _Outbox) -> None:
         outbox.close()
 
 
+def _check_monitor(monitor: Any, where: str) -> None:
+    if not callable(monitor):
+        raise TypeError(f"{where}: monitors: expected functions (state) -> dict, got {shown(monitor)}")
+    try:
+        inspect.signature(monitor).bind(None)
+    except TypeError:
+        name = getattr(monitor, "__name__", type(monitor).__name__)
+        raise TypeError(
+            f"{where}: monitors: expected functions (state) -> dict, got {name}, which does not take a state; did you "
+            f"mean {name}()?"
+        ) from None
+    except ValueError:
+        pass  # of a function in C nothing is known
+
+
 def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[str, Any]:
     """A monitor's numbers; tensors are copied, since a later step may write over them."""
     who = getattr(monitor, "__name__", type(monitor).__name__)
     if not isinstance(values, Mapping):
-        raise TypeError(f"monitor {who}: expected a dict of numbers by name, got {shown(values)}")
+        hint = f"; did you mean {who}(...)?" if callable(values) else ""
+        raise TypeError(f"monitor {who}: expected a dict of numbers by name, got {shown(values)}{hint}")
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim <= state.key.ndim - 1:

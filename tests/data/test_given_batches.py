@@ -20,7 +20,9 @@ class Stream(IterableDataset):
     ("given", "message"),
     [
         (TensorDataset(INPUTS, TARGETS), r"the data set TensorDataset.*wrap it in data\.loader"),
-        ((INPUTS, TARGETS), r"a tuple of two tensors.*data\.arrays"),
+        ((INPUTS, TARGETS), r"inputs and targets.*data\.arrays"),
+        ([INPUTS, TARGETS], r"inputs and targets.*\[\(inputs, targets\)\]"),
+        (INPUTS, r"one tensor, .*\(4, 3\): .*\[batch\]"),
         ({"x": INPUTS, "y": TARGETS}, r"a mapping of 'x', 'y'.*\[batch\]"),
         (None, "got None"),
         ("train", "got 'train'"),
@@ -41,6 +43,7 @@ def test_what_is_no_batches_is_refused(given, message):
     [
         [(INPUTS, TARGETS)],
         (INPUTS, INPUTS),
+        [INPUTS, torch.zeros(4, 5)],
         iter([(INPUTS, TARGETS)]),
         data.arrays(INPUTS, TARGETS, batch_size=2),
         data.loader(TensorDataset(INPUTS, TARGETS), batch_size=2),

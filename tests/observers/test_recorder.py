@@ -1,14 +1,14 @@
 """The recorder: what records hold, when they are handed over, and that nothing waits or is lost."""
 
 import gc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from observer_helpers import at, count_reads, make_batches, make_population, make_state
 
 from purecompose import Evaluator, Event, State, compose, fit, loop_events, metrics, population
-from purecompose.observers import History, Recorder
+from purecompose.observers import History, Recorder, activations, memory, system
 
 
 class Groups:
@@ -164,6 +164,16 @@ def test_monitors_give_numbers(value: Any) -> None:
 def test_a_monitor_that_gives_no_dict_is_named() -> None:
     with pytest.raises(TypeError, match=r"monitor <lambda>: expected a dict.*0.5 \(float\)"):
         Recorder(Groups(), monitors=lambda state: 0.5)(Event.BATCH_END, at(make_state(), 1))  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("maker", [system, memory])
+def test_a_monitor_that_was_not_made_is_an_error(maker: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"{maker.__name__}, which does not take a state; did you mean {maker.__name__}"
+    ):
+        Recorder(Groups(), monitors=maker)
+    with pytest.raises(TypeError, match=r"monitor activations: .*did you mean activations\(...\)"):
+        Recorder(Groups(), monitors=cast(Any, activations))(Event.BATCH_END, at(make_state(), 1))
 
 
 def test_a_sink_that_fails_is_tried_again_with_all_that_waits() -> None:
