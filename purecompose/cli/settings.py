@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from purecompose import _specs as specs, losses
+from purecompose._files import read_whole
 from purecompose.models import MODELS, check_options
 from purecompose.recipes import RECIPES
 
@@ -262,16 +263,17 @@ def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
 
     Args:
         path: The file.
-        option: What opens a message about it.
+        option: What opens a message about it. An empty one stands for the file of a run's folder, which somebody else
+            may have prepared: only a regular file of a bounded size is read.
 
     Raises:
         UsageError: It cannot be read, or says what no setting is.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text("utf-8") if option else read_whole(path, 2**20).decode("utf-8"))
     except OSError as error:
         raise UsageError(f"{option}{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{option}{path} is no TOML: {error}") from error
     content = content.get("train", content)
     if not isinstance(content, dict):

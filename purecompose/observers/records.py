@@ -1,5 +1,6 @@
 """The records of a run in a file that outlives it, and goes on where the run does."""
 
+import errno
 import itertools
 import os
 import re
@@ -137,6 +138,8 @@ class _File:
         self._kept = set()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
+            if not self._path.is_file():
+                raise OSError(errno.EINVAL, "not a regular file", str(self._path))
             if self._start == 0:
                 _put_aside(self._path)
             else:

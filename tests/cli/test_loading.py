@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,18 @@ def test_of_a_checkpoint_no_other_one_can_be_meant(tmp_path: pathlib.Path) -> No
             index_of(run / "checkpoints" / "ep0001-ba00000002", which, IMAGES)
     with pytest.raises(UsageError, match="b is no run's folder"):
         load_run(tmp_path / "b", "best")
+
+
+def test_prepared_settings_are_refused_at_once(tmp_path: pathlib.Path) -> None:
+    run = make_run(tmp_path / "a", {"eval/accuracy": 1.0})
+    (run / "config.toml").unlink()
+    os.mkfifo(run / "config.toml")
+    with pytest.raises(UsageError, match="config.toml cannot be read: not a regular file"):
+        load_run(run, "newest")
+    (run / "config.toml").unlink()
+    (run / "config.toml").write_text("a = " + "[" * 100_000)
+    with pytest.raises(UsageError, match="config.toml is no TOML"):
+        load_run(run, "newest")
 
 
 @pytest.mark.parametrize(

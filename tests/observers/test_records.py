@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,9 @@ def test_a_relative_file_stays_where_it_was_wherever_the_process_goes(
         records(Event.BATCH_END, at(make_state(), 2))
     assert len(read_records(tmp_path / "run.jsonl")) == 2
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_pipe_in_the_place_of_records_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.jsonl")
+    with pytest.warns(RuntimeWarning, match="not a regular file"):
+        Records(tmp_path / "run.jsonl")(Event.FIT_START, at(make_state(), 2))
