@@ -76,6 +76,9 @@ def print_results(
     table = Table(show_header=False)
     for name in ("loss", *setup.kind.metrics) if setup.kind is TEXT else setup.kind.metrics:
         table.add_row(f"test {name}", _shown(name, history.series(f"eval/{name}")[1][-1]))
+    tested, all_batches = setup.evaluators[-1].num_batches, len(setup.test_data)
+    if settings["limit_batches"] is not None and tested != all_batches:
+        table.add_row("tested on", f"{tested} of {all_batches} batches")
     decides = setup.kind.decides
     at, values = history.series(f"{setup.watched}/{decides}")
     # NaN is never the best.

@@ -9,7 +9,7 @@ import torch
 
 from purecompose import compose, data, loop_events, losses, models, optim, schedule
 from purecompose.algorithms import FACTORIES
-from purecompose.cli import main
+from purecompose.cli import kinds, main
 from purecompose.cli.telling import checksum
 from purecompose.state import State
 
@@ -297,11 +297,14 @@ def test_a_dry_run_trains_one_batch_and_keeps_nothing(capsys, tmp_path, monkeypa
     assert "leave out --out and --resume" in capsys.readouterr().err
 
 
-def test_epochs_and_evaluations_may_be_limited(capsys) -> None:
+def test_epochs_and_evaluations_may_be_limited(capsys, monkeypatch) -> None:
     arguments = ("train", "--model", "mlp", "--quiet", "--algorithms", "none", "--duration", "2ep", "--limit-batches")
     assert re.search(r"steps\W+6,", run(capsys, *arguments, "3"))
     assert re.search(r"steps\W+4,", run(capsys, *arguments, "0.1"))  # of 22
-    assert re.search(r"steps\W+44,", run(capsys, *arguments, "1.0"))
+    monkeypatch.setattr(kinds, "_EVAL_IMAGES", 100)  # of 360 examples
+    assert re.search(r"tested on\W+2 of 4 batches", run(capsys, *arguments, "0.5"))
+    whole = run(capsys, *arguments, "1.0")
+    assert re.search(r"steps\W+44,", whole) and "tested on" not in whole
     for wrong in ("0", "1.5", "few"):
         assert main([*arguments, wrong]) == 2
         assert "expected a number of batches" in capsys.readouterr().err
