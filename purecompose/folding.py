@@ -362,19 +362,20 @@ def _averaged_over_ranks(
     own = after.grads or {}
     # A part may reach parameters that others do not, and all ranks must send the same. Traced steps cannot tell the
     # difference, and need not: all ranks have one graph.
-    is_told = bool(own) and not is_fake(before.key)
-    if own:
-        found["grads"] = {**{name: torch.zeros_like(before.params[name]) for name in names if is_told}, **own}
-    if is_told:
-        like = next(iter(own.values()))
-        is_reached = torch.tensor([name in own for name in found["grads"]], dtype=like.dtype)
-        found["is_reached"] = is_reached.to(like.device, non_blocking=True)
+    flags = None
+    if own and not is_fake(before.key):
+        found["grads"] = {**{name: torch.zeros_like(before.params[name]) for name in names}, **own}
+        is_reached = torch.tensor([name in own for name in found["grads"]])
+        flags = is_reached.to(before.device, non_blocking=True)
+    elif own:
+        found["grads"] = own
     leaves, spec = tree.flatten(found)
-    means = tree.unflatten(spec, ranks.means(leaves, weight))
-    is_reached = means.pop("is_reached", None)
-    if is_reached is not None and len(own) < len(is_reached):
-        reached = zip(means["grads"].items(), is_reached.tolist(), strict=True)
-        means["grads"] = {name: grad for (name, grad), share in reached if share > 0}
+    averages, count = ranks.means_and_count(leaves, weight, flags)
+    means = tree.unflatten(spec, averages)
+    # Where this rank's part reaches all of them, there is no need to wait for the device to read the flags.
+    if count is not None and len(own) < len(count):
+        reached = zip(means["grads"].items(), count.tolist(), strict=True)
+        means["grads"] = {name: grad for (name, grad), num_ranks in reached if num_ranks}
     return after.replace(**{**means, "metrics": {**after.metrics, **means["metrics"]}})
 
 

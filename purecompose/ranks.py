@@ -59,21 +59,28 @@ class Ranks:
         return Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
 
     def means(self, tensors: Sequence[Tensor], weight: int | Tensor) -> list[Tensor]:
-        """The means over ranks, element by element.
+        """The means over ranks, element by element; see `means_and_count`."""
+        return self.means_and_count(tensors, weight, None)[0]
+
+    def means_and_count(
+        self, tensors: Sequence[Tensor], weight: int | Tensor, flags: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The means over ranks, element by element, and on how many ranks each flag is set.
 
         Args:
             tensors: Floating; the same forms on all ranks.
             weight: What this rank counts, a number or 0-d. What one with 0 has is not looked at, be it NaN, unless all
                 have: then all count the same.
+            flags: Bool, of any shape; they count on ranks of every weight, and cost no message of their own.
         """
         if not tensors:
-            return []
+            return [], None if flags is None else self.sums([flags.double()])[0]
         weight = torch.full((), weight, device=tensors[0].device) if not isinstance(weight, Tensor) else weight
         weight = weight.double()
-        (total,) = self.sums([weight])
+        total, *count = self.sums([weight, *([] if flags is None else [flags.double()])])
         share = torch.where(total > 0, weight / torch.where(total > 0, total, 1), 1 / self.size)
         parts = [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
-        return self.sums(parts)
+        return self.sums(parts), count[0] if count else None
 
     def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
         """Slots that have changed as on all ranks together: numbers by the sum of what was added to them.

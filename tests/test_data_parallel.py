@@ -163,6 +163,15 @@ def test_a_part_need_not_reach_what_another_does(algorithms: list[Algorithm]) ->
     assert end.params["unused"].item() == 1
 
 
+def test_a_part_that_does_not_count_reaches_parameters_all_the_same() -> None:
+    inputs, targets = make_batch(size=6, shape=(3,))
+    signs = torch.tensor([[1, -1, 1, 1, 1, 1], [1] * 6])[..., None]  # the first part reaches all branches
+    ignored = torch.tensor([-100, -100, -100, 0, 1, 0])
+    batches = [(inputs.abs() * signs[0], ignored), (inputs.abs() * signs[1], targets % 2)]
+    optimizer = pc.optim.sgd(0.1, momentum=0.9, weight_decay=0.5)
+    check_played([], Routed(), batches, optimizer=optimizer)
+
+
 class WithConstants(nn.Module):
     """Buffers of all kinds, which no pass changes."""
 
