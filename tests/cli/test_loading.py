@@ -125,9 +125,10 @@ def test_prepared_settings_are_refused_at_once(tmp_path: pathlib.Path) -> None:
 def test_the_table_at_the_end_has_the_best_number(
     values: tuple[float, ...], told: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None, step=None)
+    test = SimpleNamespace(num_batches=2)
+    setup: Any = SimpleNamespace(kind=IMAGES, watched="val", stop=None, step=None, evaluators=(test,), test_data=[1, 2])
     history: Any = SimpleNamespace(series=lambda name: (list(range(1, len(values) + 1)), list(values)))
     stopwatch: Any = SimpleNamespace(seconds=1.0, training_seconds=1.0, batches=3, batches_per_second=3.0)
-    print_results(setup, make_state(), history, stopwatch, {"seeds": 1, "threads": 1}, None)
+    print_results(setup, make_state(), history, stopwatch, {"seeds": 1, "threads": 1, "limit_batches": None}, None)
     out = capsys.readouterr().out
     assert told in out if told is not None else "best validation" not in out
