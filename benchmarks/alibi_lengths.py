@@ -29,7 +29,7 @@ from purecompose import (
     optim,
     schedule,
 )
-from purecompose.layers import ClassesSecond
+from purecompose.nn.layers import ClassesSecond
 
 
 KEYS = ("input_ids", "labels")

@@ -42,7 +42,7 @@ from purecompose import (
     schedule,
     tree,
 )
-from purecompose.saving import CheckpointError, CheckpointWarning, folder, newest
+from purecompose.run.saving import CheckpointError, CheckpointWarning, folder, newest
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS, Task

@@ -24,7 +24,7 @@ from _timing import Row, arguments, paired, parse, save
 
 import purecompose as pc
 from purecompose import Algorithm, compose, loop_events, models
-from purecompose.recipes import RECIPES
+from purecompose.algorithms.recipes import RECIPES
 
 
 POINTS = {"small images": 10_000, "whole images": 90_000}

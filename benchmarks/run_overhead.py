@@ -33,7 +33,7 @@ from purecompose import (
     save,
 )
 from purecompose.data import ImageData
-from purecompose.runs import RunFolder
+from purecompose.records import RunFolder
 
 
 BATCH_SIZE = 128

@@ -14,7 +14,7 @@ from _subjects import mlp, new_state, ours
 from _timing import Row, against, arguments, median_us, paired, parse, save
 
 from purecompose import Algorithm, Event, Step, after, algorithms as alg, between, compose, every, loop_events, on
-from purecompose.predicate import Predicate
+from purecompose.time.predicates import Predicate
 
 
 def only(algorithm: Algorithm, phase: Predicate) -> Algorithm:

@@ -7,33 +7,15 @@ tuple; `compose` folds them into a training step.
 import importlib
 from typing import Any
 
-from purecompose import (
-    algorithms,
-    data,
-    functional,
-    losses,
-    metrics,
-    models,
-    optim,
-    random,
-    runs,
-    saving,
-    schedule,
-    surgery,
-    tree,
-)
-from purecompose._version import __version__
-from purecompose.algorithm import Algorithm, Trait, factory, identity
-from purecompose.clock import Clock
-from purecompose.compilation import CompiledStep, TraceError, VariantLimitError, compile
-from purecompose.compose import Step, compose
-from purecompose.contract import ContractError
-from purecompose.data_parallel import data_parallel
-from purecompose.evaluation import Evaluator, evaluate, predict
-from purecompose.event import Event
-from purecompose.fit import fit, training
-from purecompose.lease import SpentStateError
-from purecompose.loop import (
+from purecompose import algorithms, batch, data, losses, observers, optim, random, records, schedule, surgery, tree
+from purecompose._support.version import __version__
+from purecompose.algorithms import functional
+from purecompose.algorithms.recipes import recipe
+from purecompose.core.algorithm import Algorithm, Trait, factory, identity
+from purecompose.core.clock import Clock
+from purecompose.core.compose import Step, compose
+from purecompose.core.contract import ContractError
+from purecompose.core.loop import (
     Grad,
     Microbatches,
     Stage,
@@ -46,9 +28,8 @@ from purecompose.loop import (
     predict_events,
     update,
 )
-from purecompose.losses import Mixture
-from purecompose.matching import MatchError
-from purecompose.passes import (
+from purecompose.core.matching import MatchError
+from purecompose.core.passes import (
     DEFAULT_PASSES,
     OrderError,
     compose_passes,
@@ -61,12 +42,16 @@ from purecompose.passes import (
     sort_to_front,
     warn_if_multiple_loss_interpolation,
 )
-from purecompose.plateau import ReduceOnPlateau
-from purecompose.population import population, stack_states, unstack_states
-from purecompose.predicate import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
-from purecompose.random.modules import UnkeyedRandomError, checkpoint
-from purecompose.recipes import recipe
-from purecompose.saving import (
+from purecompose.core.state import State
+from purecompose.core.trace import Trace, traced
+from purecompose.losses import Mixture, metrics
+from purecompose.nn import layers, models
+from purecompose.nn.keyed.modules import UnkeyedRandomError, checkpoint
+from purecompose.run import saving
+from purecompose.run.evaluation import Evaluator, evaluate, predict
+from purecompose.run.fit import fit, training
+from purecompose.run.plateau import ReduceOnPlateau
+from purecompose.run.saving import (
     CheckpointError,
     Checkpoints,
     CheckpointWarning,
@@ -78,13 +63,17 @@ from purecompose.saving import (
     save,
     save_weights,
 )
+from purecompose.run.stopping import EarlyStopping, Threshold
 from purecompose.schedule import hparam
-from purecompose.state import State
-from purecompose.stopping import EarlyStopping, Threshold
-from purecompose.summary import summary
+from purecompose.surgery.summary import summary
+from purecompose.surgery.weights import to_module, with_statistics, with_weights
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
-from purecompose.trace import Trace, traced
-from purecompose.weights import to_module, with_statistics, with_weights
+from purecompose.time.event import Event
+from purecompose.time.predicates import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
+from purecompose.transforms.compilation import CompiledStep, TraceError, VariantLimitError, compile
+from purecompose.transforms.data_parallel import data_parallel
+from purecompose.transforms.lease import SpentStateError
+from purecompose.transforms.population import population, stack_states, unstack_states
 
 
 __all__ = [
@@ -127,6 +116,7 @@ __all__ = [
     "advance",
     "after",
     "algorithms",
+    "batch",
     "before",
     "between",
     "checkpoint",
@@ -147,6 +137,7 @@ __all__ = [
     "functional",
     "hparam",
     "identity",
+    "layers",
     "load",
     "load_weights",
     "loop_events",
@@ -154,6 +145,7 @@ __all__ = [
     "losses",
     "metrics",
     "models",
+    "observers",
     "on",
     "optim",
     "order_by_constraints",
@@ -162,7 +154,7 @@ __all__ = [
     "predict_events",
     "random",
     "recipe",
-    "runs",
+    "records",
     "save",
     "save_weights",
     "saving",

@@ -154,7 +154,7 @@ def num_examples(batch: Any, key: Key | None = None, dim: int = 0) -> int:
     if len({int(size) for size in own}) > 2:
         raise ValueError(
             f"cannot tell the examples of the batch: the input's tensors have {own[:8]} rows; for lists of images of "
-            "different sizes and the like give State.create(splitter=...), a purecompose.layout.Splitter"
+            "different sizes and the like give State.create(splitter=...), a purecompose.core.layout.Splitter"
         )
     if own:
         return own[0]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, on, optim
-from purecompose.predicate import Predicate
+from purecompose.time.predicates import Predicate
 
 
 Batch = tuple[Tensor, Tensor]

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import changing, make_cnn, make_mlp, make_state
-from shipped_examples import examples_on_tasks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from purecompose import Event, State, batch as batches, compose, evaluate, fit, hparam, loop_events, metrics, optim
-from purecompose.evaluation import Evaluator, run_evaluator
-from purecompose.loop import eval_events
+from purecompose.core.loop import eval_events
 from purecompose.random import choice
+from purecompose.run.evaluation import Evaluator, run_evaluator
 from purecompose.schedule import cosine
 from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
+from tests.helpers import changing, make_cnn, make_mlp, make_state
+from tests.shipped_examples import examples_on_tasks
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -136,7 +136,7 @@ def test_a_clock_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def waiting(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    monkeypatch.setattr("purecompose.clock.sent", waiting)
+    monkeypatch.setattr("purecompose.core.clock.sent", waiting)
     state, data = TASKS["vectors"].make_state(0), [TASKS["vectors"].make_batch(0, 6)]
     with pytest.raises(Waits, match="copies numbers of the host"):
         run_watched(state, [Subject.of("mixup(0.2)").algorithm], data, "meta", on_meta)

@@ -13,9 +13,9 @@ import torch
 import purecompose as pc
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.schedule import Scalar
+from tests.pages import ROOT, run_page
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CARD_HEADS = [
     "When to use it",
@@ -36,18 +36,6 @@ def test_methods_are_grouped_as_on_their_page() -> None:
         section = text.partition(f"## {group}\n")[2].partition("\n## ")[0]
         listed = set(re.findall(r"\(algorithms/(\w+)\.md\) \|", section))
         assert listed - {"scale_schedule"} == {factory.__name__ for factory in factories}
-
-
-def run_page(name: str) -> dict[str, Any]:
-    """The names that a page's blocks leave, run one after the other; each complaint has the page's own line."""
-    text = (ROOT / "docs" / name).read_text()
-    names: dict[str, Any] = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # for the weights of the pages' networks
-        for block in re.finditer(r"```python\n(.*?)```", text, re.S):
-            lines_before = text[: block.start(1)].count("\n")
-            exec(compile("\n" * lines_before + block[1], name, "exec"), names)  # noqa: S102
-    return names
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ The cores are gathered in `purecompose.functional`.
 
 from collections.abc import Callable
 
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms.alibi import alibi
 from purecompose.algorithms.augmix import augmix
 from purecompose.algorithms.batch_size_warmup import batch_size_warmup
@@ -47,6 +46,7 @@ from purecompose.algorithms.stochastic_depth import stochastic_depth
 from purecompose.algorithms.swa import swa
 from purecompose.algorithms.training_metrics import training_metrics
 from purecompose.algorithms.weight_standardization import weight_standardization
+from purecompose.core.algorithm import Algorithm
 
 
 __all__ = [

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 from purecompose.algorithms._foreign import Derived, changed, one_of, stand_in
-from purecompose.layers.attention import SelfAttention
-from purecompose.layers.positions import NoPositions, alibi_bias
+from purecompose.nn.layers.attention import SelfAttention
+from purecompose.nn.layers.positions import NoPositions, alibi_bias
 
 
 __all__ = ["check_attention", "transformers_rules"]

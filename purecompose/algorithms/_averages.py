@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from purecompose._device import as_scalar
-from purecompose.intervals import checked_interval
+from purecompose._support.device import as_scalar
+from purecompose.core.state import State
 from purecompose.optim.guarded import chosen
-from purecompose.predicate import ALWAYS, Predicate, after, every
 from purecompose.schedule import Schedule
-from purecompose.state import State
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time.intervals import checked_interval
+from purecompose.time.predicates import ALWAYS, Predicate, after, every
 
 
 __all__ = ["Measure", "Turns", "between", "counters", "gone", "measure", "turns"]

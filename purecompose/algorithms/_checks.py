@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
-from purecompose._checks import check_number
+from purecompose._support.checks import check_number
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Hparam, Product, Schedule, collect, number
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose._checks import check_number, check_whole, shown
+from purecompose._support.checks import check_number, check_whole, shown
 from purecompose.random.keys import as_rng
 
 

@@ -6,15 +6,15 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose._checks import frozen, shown
-from purecompose.algorithm import Algorithm, Trait
+from purecompose._support.checks import frozen, shown
 from purecompose.algorithms._checks import check_can_write, check_scalar, given_keys
-from purecompose.event import Event
-from purecompose.images import Primitive, Scale, Strength
-from purecompose.images.assignment import treated
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
-from purecompose.targets import Mixture
+from purecompose.algorithms.images import Primitive, Scale, Strength
+from purecompose.algorithms.images.assignment import treated
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = [

@@ -1,12 +1,12 @@
 """What the methods on normalisations have in common: they act in half precision, and last."""
 
 from purecompose import surgery
-from purecompose._device import AUTOCAST
-from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait
-from purecompose.event import Event
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose._support.device import AUTOCAST
+from purecompose._support.warnings import warn
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["half_precision_method"]

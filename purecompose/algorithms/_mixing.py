@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
-from purecompose._checks import check_flag, check_number
-from purecompose.algorithm import Algorithm, Trait
+from purecompose._support.checks import check_flag, check_number
 from purecompose.algorithms._checks import check_can_write, check_reads_targets, check_scalar, given_keys
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
 from purecompose.schedule import Scalar
-from purecompose.state import State
-from purecompose.targets import Mixture
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["draw_share", "for_examples", "mixing_method", "mixture_for"]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.ranks import Ranks
-from purecompose.state import State
+from purecompose.core.ranks import Ranks
+from purecompose.core.state import State
 
 
 __all__ = ["gradient_of_part", "share_of_batch", "sum_over_shares"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from purecompose.state import State
+from purecompose.core.state import State
 
 
 __all__ = ["reported"]

@@ -7,11 +7,11 @@ from typing import Any, Concatenate, ParamSpec
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
+from purecompose._support.warnings import warn
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["on_drawn_module", "on_module", "surgery_method", "warn_of_nothing"]

@@ -35,17 +35,17 @@ from typing import Any
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number
 from purecompose.algorithms._alibi_transformers import check_attention, transformers_rules
 from purecompose.algorithms._surgery import on_module, surgery_method
 from purecompose.algorithms.seq_length_warmup import sequences_of, shortened
-from purecompose.event import Event
-from purecompose.layers._forms import has_hooks
-from purecompose.layers.attention import PositionEmbedding, SelfAttention
-from purecompose.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.nn.layers._forms import has_hooks
+from purecompose.nn.layers.attention import PositionEmbedding, SelfAttention
+from purecompose.nn.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 from purecompose.time.units import snapped
 
 
@@ -66,7 +66,7 @@ def alibi_rules() -> surgery.Rules:
 
     Example:
         >>> from purecompose import models, random
-        >>> from purecompose.model import from_module
+        >>> from purecompose.nn.model import from_module
         >>> model, params, buffers, _ = from_module(models.gpt(65, 16, width=8, depth=1))
         >>> after = surgery.replace(model, alibi_rules(), params, buffers, key=random.key(0))
         >>> len(after.report.replaced), len(after.report.dropped)

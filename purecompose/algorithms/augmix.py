@@ -6,15 +6,15 @@ For each image, with W = `width` chains:
     a_i = the image after d_i operations, one after the other,   d_i = depth, or uniform in {1, 2, 3}
     X' = (1 - m) X + m (w_1 a_1 + ... + w_W a_W)
 
-See `purecompose.images.primitives` for the operations and how strong they are. This is the part of the paper that
-augments; its consistency loss between views is not.
+See `purecompose.algorithms.images.primitives` for the operations and how strong they are. This is the part of the paper
+that augments; its consistency loss between views is not.
 
 Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at once, on
 the device where they are.
 
 What differs from the original: images are tensors, and no data set is changed (`augmix_transform` is for those); a
 severity of 0 is the identity; results are rounded, not cut off, so that images do not darken; uint8 stays uint8. The
-operations and random depths of one batch are spread evenly; see `purecompose.images.assignment`.
+operations and random depths of one batch are spread evenly; see `purecompose.algorithms.images.assignment`.
 
 References:
     Dan Hendrycks, Norman Mu, Ekin D. Cubuk, Barret Zoph, Justin Gilmer, Balaji Lakshminarayanan: AugMix: A Simple Data
@@ -28,16 +28,23 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_whole, frozen
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_whole, frozen
 from purecompose.algorithms._checks import check_scalar
 from purecompose.algorithms._images import check_severity, image_method, one_operation_each
-from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
-from purecompose.images.assignment import assigned, can_read
-from purecompose.images.samples import SampleTransform
+from purecompose.algorithms.images import (
+    Primitive,
+    Scale,
+    ValueRange,
+    check_value_range,
+    chosen_primitives,
+    on_levels,
+)
+from purecompose.algorithms.images.assignment import assigned, can_read
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import per_row
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
-from purecompose.targets import per_row
 
 
 __all__ = ["augmix", "augmix_batch", "augmix_transform"]
@@ -68,7 +75,7 @@ def augmix_batch(
         depth: How many operations a chain has, at least 1; or -1: 1, 2 or 3, drawn for each.
         width: How many chains are mixed, at least 1.
         alpha: The parameter of Dirichlet's and the Beta distribution, above 0; a tensor's value (0-d) is not checked.
-        augmentation_set: "all", "safe" or "original" (see `purecompose.images.SETS`), or names of operations.
+        augmentation_set: "all", "safe" or "original" (see `algorithms.images.SETS`), or names of operations.
         value_range: The values of black and white; see `randaugment_batch`.
 
     Returns:

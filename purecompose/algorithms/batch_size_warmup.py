@@ -36,12 +36,12 @@ import math
 import torch
 
 from purecompose import batch as batches
-from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number, check_whole
 from purecompose.algorithms._reports import reported
-from purecompose.event import Event
-from purecompose.predicate import NEVER, before, on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, before, on
 from purecompose.time.units import snapped
 
 

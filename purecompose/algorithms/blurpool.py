@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_flag, check_whole
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._surgery import on_module, surgery_method
-from purecompose.layers._forms import is_plain
-from purecompose.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._forms import is_plain
+from purecompose.nn.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
 
 
 __all__ = [

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import tree
-from purecompose.algorithm import Algorithm, Trait, factory
 from purecompose.algorithms._surgery import warn_of_nothing
-from purecompose.event import Event
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["apply_channels_last", "channels_last", "to_channels_last"]

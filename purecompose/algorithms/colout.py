@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_flag, check_number, shown
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_flag, check_number, shown
 from purecompose.algorithms._images import TakesTargets, check_takes_targets, image_method, map_targets
-from purecompose.images.samples import SampleTransform
-from purecompose.images.sizes import check_image_tensor, whole_part
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng
-from purecompose.targets import Mixture
 
 
 __all__ = ["colout", "colout_batch", "colout_transform"]

@@ -33,16 +33,16 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_number, check_whole, shown
-from purecompose._device import sent
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_number, check_whole, shown
+from purecompose._support.device import sent
 from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._images import are_maps, check_images
 from purecompose.algorithms._mixing import draw_share, for_examples, mixing_method, mixture_for
-from purecompose.images.sizes import whole_part
+from purecompose.algorithms.images.sizes import whole_part
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import Mixture
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
-from purecompose.targets import Mixture
 
 
 __all__ = ["cutmix", "cutmix_batch", "cutmix_box"]

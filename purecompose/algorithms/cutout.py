@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_flag, check_number, check_whole, frozen, is_number, shown
-from purecompose._device import sent
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_flag, check_number, check_whole, frozen, is_number, shown
+from purecompose._support.device import sent
 from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._images import image_method
-from purecompose.images.samples import SampleTransform
-from purecompose.images.sizes import check_image_tensor, whole_part
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
+from purecompose.core.algorithm import Algorithm, factory
 
 
 __all__ = ["cutout", "cutout_batch", "cutout_transform"]

@@ -19,18 +19,18 @@ References:
 from collections.abc import Sequence
 from typing import Any
 
-from purecompose._checks import check_whole
-from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_whole
+from purecompose._support.warnings import warn
 from purecompose.algorithms._checks import checked_patterns
-from purecompose.event import Event
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.optim.checks import checked_scalar, match_or_raise
 from purecompose.optim.decay import warn_if_strong
 from purecompose.optim.decaying import Decaying, DecayRule
 from purecompose.optim.nested import leaves, map_leaves, settings_of
-from purecompose.predicate import NEVER, on
 from purecompose.schedule import Scalar
-from purecompose.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["decoupled_weight_decay"]

@@ -31,17 +31,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number
-from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number
+from purecompose._support.device import as_scalar
 from purecompose.algorithms._averages import Measure, between, counters, measure, turns
-from purecompose.event import Event
-from purecompose.intervals import checked_interval
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.surgery.weights import Averages, with_weights
 from purecompose.time import TimeLike, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.intervals import checked_interval
+from purecompose.time.predicates import on
 from purecompose.time.units import named_point, named_time
-from purecompose.weights import Averages, with_weights
 
 
 __all__ = ["EmaState", "compute_ema", "ema"]

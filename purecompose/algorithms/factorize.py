@@ -30,13 +30,13 @@ import dataclasses
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_flag, check_whole
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._surgery import on_module, surgery_method
-from purecompose.layers._forms import is_plain, is_tied
-from purecompose.layers._widths import check_latent, latent_size
-from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
-from purecompose.layers.low_rank import (
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.nn.layers._forms import is_plain, is_tied
+from purecompose.nn.layers._widths import check_latent, latent_size
+from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
+from purecompose.nn.layers.low_rank import (
     LowRankSolution,
     factorize_conv2d,
     factorize_matrix,

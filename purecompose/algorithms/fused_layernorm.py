@@ -10,8 +10,8 @@ What differs from the original: no other package is needed; weights are kept, wh
 without weights stay without; under full precision it says that it does nothing.
 """
 
-from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms.low_precision_layernorm import low_precision_layernorm
+from purecompose.core.algorithm import Algorithm, factory
 
 
 __all__ = ["fused_layernorm"]

@@ -32,13 +32,13 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._checks import check_flag, shown
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_flag, shown
 from purecompose.algorithms._foreign import changed, stand_in
 from purecompose.algorithms._surgery import on_drawn_module, surgery_method
-from purecompose.layers._forms import is_plain, is_tied
-from purecompose.layers.attention import FeedForward
-from purecompose.layers.gated import GatedLinearUnit
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._forms import is_plain, is_tied
+from purecompose.nn.layers.attention import FeedForward
+from purecompose.nn.layers.gated import GatedLinearUnit
 
 
 __all__ = ["ACTIVATIONS", "apply_gated_linear_units", "gated_linear_units", "gated_linear_units_rules"]
@@ -71,7 +71,7 @@ def gated_linear_units_rules(
 
     Example:
         >>> from purecompose import random
-        >>> from purecompose.model import from_module
+        >>> from purecompose.nn.model import from_module
         >>> model, params, buffers, _ = from_module(FeedForward(4, 6))
         >>> rules = gated_linear_units_rules("silu")
         >>> sorted(surgery.replace(model, rules, params, buffers, key=random.key(0)).params)

@@ -28,10 +28,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from purecompose import surgery
-from purecompose._checks import check_whole
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_whole
 from purecompose.algorithms._surgery import on_module, surgery_method
-from purecompose.layers.ghost_batchnorm import GhostBatchNorm, check_momentum, is_known
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers.ghost_batchnorm import GhostBatchNorm, check_momentum, is_known
 
 
 __all__ = ["GhostBatchNorm", "apply_ghost_batchnorm", "ghost_batchnorm", "ghost_batchnorm_rules"]

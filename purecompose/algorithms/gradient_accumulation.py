@@ -35,15 +35,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_whole
-from purecompose._functorch import is_fake, is_transforming
-from purecompose.algorithm import Algorithm, Trait, factory
-from purecompose.event import Event
-from purecompose.gradient import num_terms
+from purecompose._support.checks import check_whole
+from purecompose._support.functorch import is_fake, is_transforming
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.gradient import num_terms
+from purecompose.core.state import State
 from purecompose.optim.guarded import Guarded, all_finite
-from purecompose.predicate import NEVER, every, on
-from purecompose.state import State
-from purecompose.weights import wide
+from purecompose.surgery.weights import wide
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, every, on
 
 
 __all__ = ["AccumulatedGradients", "gradient_accumulation"]

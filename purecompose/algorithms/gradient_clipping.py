@@ -39,15 +39,15 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number
 from purecompose.algorithms._checks import check_one_of, check_scalar, checked_patterns
-from purecompose.event import Event
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.optim.checks import match_or_raise, matched
-from purecompose.predicate import NEVER, on
 from purecompose.schedule import Hparam, Product, Scalar, Schedule
-from purecompose.state import State
-from purecompose.weights import wide
+from purecompose.surgery.weights import wide
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "gradient_clipping"]

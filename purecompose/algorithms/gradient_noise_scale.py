@@ -38,15 +38,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number
-from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number
+from purecompose._support.device import as_scalar
 from purecompose.algorithms._parts import gradient_of_part
 from purecompose.algorithms.gradient_norm import norm_of
-from purecompose.event import Event
-from purecompose.gradient import num_terms
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.gradient import num_terms
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["NoiseScale", "critical_batch_size", "estimate_noise", "gradient_noise_scale"]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._checks import check_flag
-from purecompose.algorithm import Algorithm, factory
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
-from purecompose.weights import wide
+from purecompose._support.checks import check_flag
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.state import State
+from purecompose.surgery.weights import wide
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["gradient_norm", "norm_of"]

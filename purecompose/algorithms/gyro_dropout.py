@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import random
-from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.device import as_scalar
 from purecompose.algorithms._gyro_masks import (
     check_bank,
     check_feature_dim,
@@ -47,9 +46,10 @@ from purecompose.algorithms._gyro_masks import (
     gyro_dropout_period,
 )
 from purecompose.algorithms._surgery import warn_of_nothing
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = [

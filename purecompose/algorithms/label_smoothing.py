@@ -20,19 +20,14 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, factory
-from purecompose.algorithms._checks import (
-    check_can_write,
-    check_reads_targets,
-    check_scalar,
-    given_keys,
-)
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
+from purecompose._support.checks import check_number
+from purecompose.algorithms._checks import check_can_write, check_reads_targets, check_scalar, given_keys
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture, has_index_targets, one_hot, wide_dtype
 from purecompose.schedule import Scalar
-from purecompose.state import State
-from purecompose.targets import Mixture, has_index_targets, one_hot, wide_dtype
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["label_smoothing", "smooth_labels"]

@@ -41,13 +41,13 @@ from collections.abc import Collection, Iterator
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_number, check_whole
 from purecompose.algorithms._reports import reported
-from purecompose.event import Event
-from purecompose.model import Model
-from purecompose.predicate import NEVER, after, on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.state import State
+from purecompose.nn.model import Model
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, after, on
 
 
 __all__ = ["frozen_layers", "frozen_share", "layer_freezing", "layers_of"]

@@ -18,14 +18,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from purecompose._checks import check_whole
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_whole
 from purecompose.algorithms._averages import between
 from purecompose.algorithms._checks import check_scalar
-from purecompose.event import Event
-from purecompose.predicate import NEVER, every, on
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.schedule import Scalar
-from purecompose.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, every, on
 
 
 __all__ = ["lookahead", "pull_back"]

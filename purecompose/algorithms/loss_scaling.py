@@ -31,12 +31,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait, factory
-from purecompose.event import Event
+from purecompose._support.checks import check_number, check_whole
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.optim.guarded import all_finite, check_guarded, guarded
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["LossScale", "loss_scaling", "next_scale"]

@@ -20,11 +20,11 @@ References:
 from torch import nn
 
 from purecompose import surgery
-from purecompose.algorithm import Algorithm, factory
 from purecompose.algorithms._low_precision import half_precision_method
 from purecompose.algorithms._surgery import on_module
-from purecompose.layers._forms import is_plain
-from purecompose.layers.low_precision import LowPrecisionLayerNorm
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._forms import is_plain
+from purecompose.nn.layers.low_precision import LowPrecisionLayerNorm
 
 
 __all__ = [

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, random, tree
-from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_number
 from purecompose.algorithms._checks import needed_rng
 from purecompose.algorithms._mixing import draw_share, mixing_method, mixture_for
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import Mixture, per_row
 from purecompose.schedule import Scalar
-from purecompose.targets import Mixture, per_row
 
 
 __all__ = ["mixup", "mixup_batch"]

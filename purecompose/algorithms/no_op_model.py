@@ -25,15 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose.algorithm import Algorithm, Trait, factory
-from purecompose.context import Static
-from purecompose.event import Event
-from purecompose.layers.no_op import NoOpModel
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.context import Static
+from purecompose.core.state import State
 from purecompose.losses import CrossEntropy, ModelLoss
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.losses.targets import wide_dtype
+from purecompose.nn.layers.no_op import NoOpModel
 from purecompose.surgery.memory import without_groups
-from purecompose.targets import wide_dtype
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["NoOpLoss", "NoOpModel", "no_op_model", "no_op_model_rules"]

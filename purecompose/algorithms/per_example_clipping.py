@@ -42,15 +42,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from purecompose import batch as batches, random, tree
-from purecompose._checks import check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number, check_whole
 from purecompose.algorithms._checks import check_scalar
 from purecompose.algorithms._parts import gradient_of_part, share_of_batch, sum_over_shares
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.schedule import Scalar
-from purecompose.state import State
-from purecompose.weights import wide
+from purecompose.surgery.weights import wide
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["clip_per_example", "norms_per_example", "per_example_clipping"]

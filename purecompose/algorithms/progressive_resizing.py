@@ -30,22 +30,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_number, check_whole, shown
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number, check_whole, shown
 from purecompose.algorithms._checks import given_keys, needed_rng
-from purecompose.algorithms._images import (
-    TakesTargets,
-    check_images,
-    check_takes_targets,
-    map_targets,
-    with_images,
-)
+from purecompose.algorithms._images import TakesTargets, check_images, check_takes_targets, map_targets, with_images
 from purecompose.algorithms._reports import reported
-from purecompose.event import Event
-from purecompose.images.sizes import whole_part
-from purecompose.predicate import NEVER, before, on
-from purecompose.state import State
-from purecompose.targets import Mixture
+from purecompose.algorithms.images.sizes import whole_part
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, before, on
 from purecompose.time.units import snapped
 
 

@@ -1,7 +1,7 @@
 """RandAugment: changes every image by a few random operations.
 
 `depth` times over, each image gets one operation of the set, each with the same chance, as strong as a uniform draw up
-to `severity` says; see `purecompose.images.primitives` for the operations and their strengths.
+to `severity` says; see `purecompose.algorithms.images.primitives` for the operations and their strengths.
 
 Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at once, on
 the device where they are.
@@ -22,11 +22,18 @@ from functools import partial
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._checks import check_whole, frozen
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_whole, frozen
 from purecompose.algorithms._images import check_severity, image_method, one_operation_each
-from purecompose.images import Primitive, Scale, ValueRange, check_value_range, chosen_primitives, on_levels
-from purecompose.images.samples import SampleTransform
+from purecompose.algorithms.images import (
+    Primitive,
+    Scale,
+    ValueRange,
+    check_value_range,
+    chosen_primitives,
+    on_levels,
+)
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.core.algorithm import Algorithm, factory
 from purecompose.random.keys import as_rng
 from purecompose.schedule import Scalar
 
@@ -50,7 +57,7 @@ def randaugment_batch(
         images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
         severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
         depth: How many operations each image gets, one after the other; 0 is the identity.
-        augmentation_set: "all", "safe" or "original" (see `purecompose.images.SETS`), or names of operations.
+        augmentation_set: "all", "safe" or "original" (see `algorithms.images.SETS`), or names of operations.
         value_range: The values of black and white of floats, numbers or one for each channel; by default the least and
             greatest value of each channel in the batch. Bytes always go from 0 to 255.
 

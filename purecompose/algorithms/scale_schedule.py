@@ -23,10 +23,10 @@ References:
     Deep Budgeted Training? BMVC 2021. https://github.com/EricArazo/ImportanceSampling
 """
 
-from purecompose._checks import check_flag, check_number, shown
-from purecompose._warnings import warn
+from purecompose._support.checks import check_flag, check_number, shown
+from purecompose._support.warnings import warn
+from purecompose.core.state import State
 from purecompose.schedule import Schedule, collect, scaled
-from purecompose.state import State
 from purecompose.time import RunLength, Time, TimeUnit
 from purecompose.time.units import snapped
 

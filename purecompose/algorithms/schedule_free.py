@@ -33,17 +33,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number
-from purecompose._device import as_scalar
-from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number
+from purecompose._support.device import as_scalar
+from purecompose._support.warnings import warn
 from purecompose.algorithms._averages import between
-from purecompose.event import Event
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.optim.guarded import Guarded, all_finite, chosen
 from purecompose.optim.nested import leaves, settings_of
-from purecompose.predicate import on
-from purecompose.state import State
-from purecompose.weights import Averages, wide, with_weights
+from purecompose.surgery.weights import Averages, wide, with_weights
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["ScheduleFree", "schedule_free", "schedule_free_step"]

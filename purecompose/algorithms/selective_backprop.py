@@ -41,15 +41,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purecompose import batch as batches, losses, random
-from purecompose._checks import check_number
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number
 from purecompose.algorithms._checks import check_per_example, given_keys
 from purecompose.algorithms._model_losses import check_labelled, check_outputs, model_losses
-from purecompose.event import Event
-from purecompose.images.sizes import whole_part
-from purecompose.predicate import NEVER, Predicate, between, every, on
+from purecompose.algorithms.images.sizes import whole_part
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.random.keys import as_rng
-from purecompose.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, Predicate, between, every, on
 
 
 __all__ = ["choose_by_loss", "select_using_loss", "selective_backprop", "should_selective_backprop"]

@@ -43,13 +43,13 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._checks import check_flag, check_number, check_whole
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_flag, check_number, check_whole
 from purecompose.algorithms._reports import reported
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.time import Time, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import snapped
 
 

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose.algorithm import Algorithm, Trait, factory
-from purecompose.event import Event
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.optim.guarded import all_finite, check_guarded, chosen, guarded
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["SkipCount", "skip_nonfinite"]

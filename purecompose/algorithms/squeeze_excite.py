@@ -19,11 +19,11 @@ References:
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_whole
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_whole
 from purecompose.algorithms._surgery import on_drawn_module, surgery_method
-from purecompose.layers._widths import check_latent
-from purecompose.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._widths import check_latent
+from purecompose.nn.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
 
 
 __all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "squeeze_excite", "squeeze_excite_rules"]

@@ -14,9 +14,9 @@ Block i of L, in the order in which they are defined, has p (uniform), or p (i +
 all rates are multiplied by min(t / w, 1).
 
 Blocks are known by the names of their children. Those of `purecompose.models` and of torchvision's residual networks
-are replaced, see `purecompose.layers.residuals`; not so blocks with parameters, buffers or hooks of their own, or with
-a forward put on the instance. In the blocks of timm and Hugging Face that have a `drop_path` (see
-`purecompose.layers.drop_paths`), whatever its rate, `purecompose.layers.DropPath` takes its place: what the branch
+are replaced, see `purecompose.nn.layers.residuals`; not so blocks with parameters, buffers or hooks of their own, or
+with a forward put on the instance. In the blocks of timm and Hugging Face that have a `drop_path` (see
+`purecompose.nn.layers.drop_paths`), whatever its rate, `purecompose.layers.DropPath` takes its place: what the branch
 does to its buffers then stays, and the activation follows a branch that is left out. The transformers of `torch.nn`,
 and those of Hugging Face without `drop_path` (BERT, GPT-2), stay.
 
@@ -43,18 +43,18 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import surgery
-from purecompose._checks import check_number, check_whole
-from purecompose._device import as_scalar
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number, check_whole
+from purecompose._support.device import as_scalar
 from purecompose.algorithms._checks import check_one_of, check_scalar
 from purecompose.algorithms._foreign import changed
 from purecompose.algorithms._surgery import warn_of_nothing
-from purecompose.event import Event
-from purecompose.layers.stochastic_depth import DropPath, StochasticDepth, drop_paths, residuals
-from purecompose.predicate import NEVER, on
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.nn.layers.stochastic_depth import DropPath, StochasticDepth, drop_paths, residuals
 from purecompose.schedule import Scalar, Schedule, collect, linear
-from purecompose.state import State
 from purecompose.time import TimeLike, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import named_time
 
 

@@ -47,22 +47,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number, check_whole
-from purecompose._warnings import warn
-from purecompose.algorithm import Algorithm, Trait, factory
+from purecompose._support.checks import check_number, check_whole
+from purecompose._support.warnings import warn
 from purecompose.algorithms._averages import Turns, between, gone, turns
 from purecompose.algorithms._checks import check_one_of
-from purecompose.event import Event
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
 from purecompose.optim.checks import factors_of, known_part
 from purecompose.optim.guarded import all_finite
 from purecompose.optim.nested import map_leaves, settings_of, with_setting
-from purecompose.predicate import after, on, through
-from purecompose.predicate.timing import first_turn
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
-from purecompose.state import State
+from purecompose.surgery.weights import Averages, statistics_of, with_batch, with_weights
 from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import after, on, through
+from purecompose.time.predicates.timing import first_turn
 from purecompose.time.units import named_point
-from purecompose.weights import Averages, statistics_of, with_batch, with_weights
 
 
 __all__ = ["SwaState", "add_to_mean", "swa"]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.algorithm import Algorithm, factory
-from purecompose.event import Event
-from purecompose.metrics import Metric, accuracy, as_metric, counting, of_model, read_by, top_k
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.state import State
+from purecompose.losses.metrics import Metric, accuracy, as_metric, counting, of_model, read_by, top_k
 from purecompose.time import Time, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 from purecompose.time.units import named_time
 
 
@@ -64,7 +64,7 @@ def training_metrics(
     Example:
         >>> training_metrics(["accuracy", "top_5"])
         training_metrics(metrics=('accuracy', 'top_5'), reset='1ep')
-        >>> from purecompose.metrics import top_k
+        >>> from purecompose.losses.metrics import top_k
         >>> training_metrics({"top_3": top_k(3)}, reset="100ba").events[1].name
         'BATCH_START'
     """

@@ -26,10 +26,10 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from purecompose import surgery
-from purecompose._checks import check_flag, check_whole
-from purecompose.algorithm import Algorithm, factory
+from purecompose._support.checks import check_flag, check_whole
 from purecompose.algorithms._surgery import on_module, surgery_method
-from purecompose.layers.standardized import STANDARDIZED, plain_conv, standardized, standardized_conv
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers.standardized import STANDARDIZED, plain_conv, standardized, standardized_conv
 
 
 __all__ = [

@@ -14,7 +14,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from purecompose import __version__, _specs as specs
+from purecompose import __version__
+from purecompose._support import specs
 from purecompose.algorithms import FACTORIES, GROUPS
 from purecompose.cli.completion import SHELLS, script
 from purecompose.cli.loading import LoadedRun, load_run
@@ -22,7 +23,7 @@ from purecompose.cli.plan import show_plan
 from purecompose.cli.settings import UsageError, add_allow_imports, add_settings, named, whole
 from purecompose.cli.setup import reported_as
 from purecompose.cli.train import RunError, train as run_training
-from purecompose.saving import CheckpointError
+from purecompose.run.saving import CheckpointError
 
 
 __all__ = ["LoadedRun", "load_run", "main"]

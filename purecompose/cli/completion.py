@@ -8,11 +8,11 @@ import argparse
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
-from purecompose._device import PRECISIONS
+from purecompose._support.device import PRECISIONS
 from purecompose.algorithms import FACTORIES
 from purecompose.cli.settings import SETTINGS, UsageError
 from purecompose.cli.setup import OPTIMIZERS, SCHEDULES
-from purecompose.models import MODELS
+from purecompose.nn.models import MODELS
 
 
 __all__ = ["SHELLS", "script"]

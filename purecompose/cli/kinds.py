@@ -7,10 +7,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from purecompose import data as datasets, layers, metrics
+from purecompose import data as datasets
 from purecompose.cli.own import data_of, is_own
 from purecompose.cli.settings import SETTINGS, UsageError
 from purecompose.data import Arrays, CharacterVocabulary, ImageData, TextData
+from purecompose.losses import metrics
+from purecompose.nn import layers
 
 
 __all__ = ["IMAGES", "TEXT", "Data", "Kind", "check_model", "fitting", "follows", "kind_of", "load"]

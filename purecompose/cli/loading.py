@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from purecompose.cli.kinds import Data, Kind
 from purecompose.cli.settings import UsageError, settings_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, prepare
-from purecompose.compose import Step
+from purecompose.core.compose import Step
+from purecompose.core.state import State
 from purecompose.data import Arrays
-from purecompose.saving import load, newest
-from purecompose.saving.folder import CHECKPOINTS, all_in, read_index
-from purecompose.saving.index import Index
-from purecompose.state import State
+from purecompose.run.saving import load, newest
+from purecompose.run.saving.folder import CHECKPOINTS, all_in, read_index
+from purecompose.run.saving.index import Index
 
 
 __all__ = ["LoadedRun", "Trained", "index_of", "load_run", "settings_for", "trained"]

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from purecompose import _specs as specs, layers
-from purecompose._device import building
-from purecompose.algorithm import Algorithm
+from purecompose._support import specs
+from purecompose._support.device import building
 from purecompose.cli.settings import UsageError
+from purecompose.core.algorithm import Algorithm
 from purecompose.data import ImageData, TextData
+from purecompose.nn import layers
 
 
 __all__ = ["OwnToo", "allowed_by", "check_imports", "data_of", "imported", "is_own", "network_of"]

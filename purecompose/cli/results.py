@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-from purecompose import batch as batches, metrics
+from purecompose import batch as batches
 from purecompose.cli.kinds import TEXT, load as load_data
 from purecompose.cli.loading import Trained, index_of, settings_for, trained
 from purecompose.cli.own import allowed_by
@@ -19,8 +19,9 @@ from purecompose.cli.sampling import Prompt, continued, prompt_of
 from purecompose.cli.settings import UsageError, check_target
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, reported_as
 from purecompose.data import Arrays, TextData
-from purecompose.evaluation import evaluate, predict
-from purecompose.runs import draw_curves, read_run
+from purecompose.losses import metrics
+from purecompose.records import draw_curves, read_run
+from purecompose.run.evaluation import evaluate, predict
 
 
 __all__ = ["show_evaluation", "show_plot", "show_predictions"]

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from purecompose import _specs as specs
+from purecompose._support import specs
 from purecompose.cli.settings import SETTINGS, UsageError, read_config
-from purecompose.models import MODELS
-from purecompose.saving import MismatchError
+from purecompose.nn.models import MODELS
+from purecompose.run.saving import MismatchError
 
 
 __all__ = ["changes", "check_model", "check_seed", "earlier_settings", "told_as_settings"]

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose._device import AUTOCAST, arithmetic
+from purecompose._support.device import AUTOCAST, arithmetic
 from purecompose.cli.settings import UsageError
 from purecompose.cli.setup import reported_as
-from purecompose.compose import Step
+from purecompose.core.compose import Step
+from purecompose.core.loop import predict_events
+from purecompose.core.state import State
 from purecompose.data import CharacterVocabulary
-from purecompose.event import Event
-from purecompose.loop import predict_events
-from purecompose.state import State
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
 
 
 __all__ = ["Prompt", "continued", "prompt_of"]

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from purecompose import _specs as specs, losses
-from purecompose._files import read_whole
-from purecompose.models import MODELS, check_options
-from purecompose.recipes import RECIPES
+from purecompose import losses
+from purecompose._support import specs
+from purecompose._support.files import read_whole
+from purecompose.algorithms.recipes import RECIPES
+from purecompose.nn.models import MODELS, check_options
 
 
 __all__ = [

@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from purecompose import _specs as specs, data as datasets, models, optim, schedule
-from purecompose._device import PRECISIONS
-from purecompose.algorithm import Algorithm
+from purecompose import data as datasets, optim, schedule
+from purecompose._support import specs
+from purecompose._support.device import PRECISIONS
 from purecompose.algorithms import FACTORIES, scale_schedule
 from purecompose.cli.kinds import TEXT, Data, Kind, check_model, fitting, kind_of, load
 from purecompose.cli.own import OwnToo, check_imports, is_own, network_of
 from purecompose.cli.settings import LOSSES, SETTINGS, UsageError, with_arguments
-from purecompose.compilation import CompiledStep, compile
-from purecompose.compose import Step, compose
-from purecompose.evaluation import Evaluator
-from purecompose.loop import loop_events
-from purecompose.population import population, stack_states
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step, compose
+from purecompose.core.loop import loop_events
+from purecompose.core.state import State
+from purecompose.nn import models
 from purecompose.random import key
-from purecompose.state import State
-from purecompose.stopping import EarlyStopping, Stopper
+from purecompose.run.evaluation import Evaluator
+from purecompose.run.stopping import EarlyStopping, Stopper
 from purecompose.time import Time, TimeUnit
+from purecompose.transforms.compilation import CompiledStep, compile
+from purecompose.transforms.population import population, stack_states
 
 
 __all__ = [

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from purecompose.cli.kinds import TEXT
 from purecompose.cli.setup import Setup
-from purecompose.compilation import CompiledStep
+from purecompose.core.state import State
 from purecompose.data import TextData
 from purecompose.observers import History, Stopwatch
-from purecompose.runs.layout import CHECKPOINTS, REPORT
-from purecompose.saving.folder import all_in
-from purecompose.state import State
+from purecompose.records.layout import CHECKPOINTS, REPORT
+from purecompose.run.saving.folder import all_in
+from purecompose.transforms.compilation import CompiledStep
 
 
 __all__ = ["checksum", "describe", "print_results"]

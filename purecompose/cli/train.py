@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from purecompose import _specs as specs
+from purecompose._support import specs
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.own import allowed_by
 from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, told_as_settings
 from purecompose.cli.settings import UsageError, chosen, command_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
 from purecompose.cli.telling import checksum, describe, print_results
-from purecompose.fit import fit
+from purecompose.core.state import State
 from purecompose.observers import History, NaNs, Progress, Stopwatch
-from purecompose.population import unstack_states
-from purecompose.runs import RunFolder
-from purecompose.saving import CheckpointError, Checkpoints
-from purecompose.saving.folder import CHECKPOINTS, name_at
-from purecompose.state import State
-from purecompose.summary import summary
+from purecompose.records import RunFolder
+from purecompose.run.fit import fit
+from purecompose.run.saving import CheckpointError, Checkpoints
+from purecompose.run.saving.folder import CHECKPOINTS, name_at
+from purecompose.surgery.summary import summary
+from purecompose.transforms.population import unstack_states
 
 
 __all__ = ["RunError", "train"]

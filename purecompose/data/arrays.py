@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._checks import check_whole, shown
+from purecompose._support.checks import check_whole, shown
 from purecompose.data.order import epoch_order
 from purecompose.random import Rng, key as make_key, permutation, salt
 

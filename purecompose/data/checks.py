@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 
 
 __all__ = ["check_batches"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from purecompose._fingerprint import fingerprint
+from purecompose._support.fingerprint import fingerprint
 
 
 __all__ = ["describe_data", "differences"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from purecompose._checks import check_flag, check_whole, shown
+from purecompose._support.checks import check_flag, check_whole, shown
 from purecompose.data.order import epoch_order
 from purecompose.data.reader import Reader
 from purecompose.data.samples import RNG_KINDS, Request, Samples

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches
-from purecompose._checks import check_whole
+from purecompose._support.checks import check_whole
 
 
 __all__ = ["prefetch"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number, check_whole, shown
+from purecompose._support.checks import check_number, check_whole, shown
 
 
 __all__ = ["CharacterVocabulary", "TextData", "load_text", "text_windows"]

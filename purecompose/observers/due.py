@@ -1,7 +1,7 @@
 """How often an observer acts: every so many batches, epochs, samples, tokens, or fractions of the run."""
 
-from purecompose.intervals import checked_interval, has_passed
 from purecompose.time import TimeLike, Timestamp, TimeUnit
+from purecompose.time.intervals import checked_interval, has_passed
 
 
 __all__ = ["Due", "batch_before"]

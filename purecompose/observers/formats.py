@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 
 
 __all__ = ["FORMATS", "Csv", "Format", "JsonLines"]

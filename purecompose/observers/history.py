@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from purecompose.event import Event
+from purecompose.core.state import State
 from purecompose.observers.unread import read, record_of
-from purecompose.state import State
+from purecompose.time.event import Event
 
 
 __all__ = ["History"]

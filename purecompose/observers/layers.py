@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches
+from purecompose.core.state import State
 from purecompose.observers.recorder import Monitor
-from purecompose.state import State
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
 
 
 __all__ = ["activations", "updates"]

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._checks import check_whole, is_number, shown
-from purecompose.event import Event
+from purecompose._support.checks import check_whole, is_number, shown
+from purecompose.core.state import State
 from purecompose.observers.due import batch_before
 from purecompose.observers.pace import Pace
 from purecompose.observers.recorder import Monitor
 from purecompose.observers.stopwatch import Stopwatch
 from purecompose.schedule import Hparam, Product, Schedule, collect, resolve
-from purecompose.state import State
 from purecompose.time import Timestamp
+from purecompose.time.event import Event
 
 
 try:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose._checks import shown
-from purecompose.event import Event
+from purecompose._support.checks import shown
+from purecompose.core.state import State
 from purecompose.observers.due import Due
 from purecompose.observers.unread import Pile
-from purecompose.state import State
 from purecompose.time import TimeLike
+from purecompose.time.event import Event
 
 
 __all__ = ["NaNs"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.profiler
 
-from purecompose._checks import check_whole
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose._support.checks import check_whole
+from purecompose.core.state import State
+from purecompose.time.event import Event
 
 
 __all__ = ["Profile"]

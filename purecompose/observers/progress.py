@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 from torch import Tensor
 
-from purecompose.event import Event
+from purecompose.core.state import State
 from purecompose.observers.pace import Pace
 from purecompose.observers.stopwatch import Stopwatch
-from purecompose.state import State
 from purecompose.time import Timestamp, TimeUnit
+from purecompose.time.event import Event
 
 
 if TYPE_CHECKING:

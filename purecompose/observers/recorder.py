@@ -11,12 +11,12 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number, check_whole, is_number, shown
-from purecompose.event import Event
+from purecompose._support.checks import check_number, check_whole, is_number, shown
+from purecompose.core.state import State
 from purecompose.observers.due import Due, batch_before
 from purecompose.observers.unread import Pile, read, record_of
-from purecompose.state import State
 from purecompose.time import TimeLike
+from purecompose.time.event import Event
 
 
 __all__ = ["Image", "Monitor", "Recorder", "Sink"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from purecompose._files import opened
+from purecompose._support.files import opened
 from purecompose.observers.formats import FORMATS, Format
 from purecompose.observers.recorder import Image, Monitor, Recorder
 from purecompose.time import TimeLike

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from purecompose._checks import check_whole, shown
-from purecompose.event import Event
+from purecompose._support.checks import check_whole, shown
+from purecompose.core.state import State
 from purecompose.observers.due import Due
 from purecompose.observers.recorder import Image, Monitor
-from purecompose.state import State
+from purecompose.surgery.weights import to_module
 from purecompose.time import TimeLike
-from purecompose.weights import to_module
+from purecompose.time.event import Event
 
 
 __all__ = ["image_samples", "text_samples"]

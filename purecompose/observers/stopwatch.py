@@ -2,8 +2,8 @@
 
 import time
 
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.state import State
+from purecompose.time.event import Event
 
 
 __all__ = ["Stopwatch"]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 from purecompose.observers.recorder import Image, Monitor, Recorder
 from purecompose.time import TimeLike
 

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from purecompose._warnings import warn
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose._support.warnings import warn
+from purecompose.core.state import State
+from purecompose.time.event import Event
 
 
 __all__ = ["Pile", "read", "record_of"]

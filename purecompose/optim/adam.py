@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_flag
+from purecompose._support.checks import check_flag
 from purecompose.optim.base import ByGroup, OptState, Value, read, wide_dtype
-from purecompose.optim.checks import Groups, check_real, checked_betas, checked_constant, checked_groups, checked_scalar
+from purecompose.optim.checks import (
+    Groups,
+    check_real,
+    checked_betas,
+    checked_constant,
+    checked_groups,
+    checked_scalar,
+)
 from purecompose.optim.decay import Decay, decayed, warn_if_strong
 from purecompose.optim.lists import lerp, maximum, multiply, root_plus, subtract_ratio, unbound
 from purecompose.schedule import Scalar

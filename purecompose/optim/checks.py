@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 from purecompose.schedule import Hparam, Product, Scalar, Schedule, number
 from purecompose.schedule.scalar import factors_of
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from purecompose._checks import frozen, shown
-from purecompose._functorch import is_fake, is_transforming
+from purecompose._support.checks import frozen, shown
+from purecompose._support.functorch import is_fake, is_transforming
 from purecompose.optim.base import ByGroup, OptState, Value, cells
 from purecompose.optim.checks import Groups, checked_groups, known_part, match_or_raise
 from purecompose.optim.torch_memory import (

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from purecompose._checks import check_number
+from purecompose._support.checks import check_number
 from purecompose.optim.checks import checked_scalar
 from purecompose.schedule import Scalar
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose._functorch import is_transforming
+from purecompose._support.functorch import is_transforming
 
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 from purecompose.schedule import Hparam, Schedule
 from purecompose.schedule.trees import hidden
 

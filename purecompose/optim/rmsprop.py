@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose._checks import check_flag
+from purecompose._support.checks import check_flag
 from purecompose.optim.base import ByGroup, OptState, Value, read
 from purecompose.optim.checks import Groups, check_real, checked_constant, checked_groups, checked_scalar
 from purecompose.optim.decay import decayed

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from purecompose._checks import shown
-from purecompose._functorch import plainly
+from purecompose._support.checks import shown
+from purecompose._support.functorch import plainly
 from purecompose.optim.base import Value
 from purecompose.optim.checks import known_part
 from purecompose.schedule import Hparam, Product, Schedule

@@ -3,27 +3,20 @@
 from purecompose.random.distributions import beta, exponential, gamma, truncated_normal
 from purecompose.random.draws import bernoulli, bits, normal, randint, uniform
 from purecompose.random.keys import Rng, fold_in, key, salt, split
-from purecompose.random.modules import Detector, Keyed, UnkeyedRandomError, checkpoint, detect, keyed
 from purecompose.random.philox import philox4x32
 from purecompose.random.selection import choice, permutation
 
 
 __all__ = [
-    "Detector",
-    "Keyed",
     "Rng",
-    "UnkeyedRandomError",
     "bernoulli",
     "beta",
     "bits",
-    "checkpoint",
     "choice",
-    "detect",
     "exponential",
     "fold_in",
     "gamma",
     "key",
-    "keyed",
     "normal",
     "permutation",
     "philox4x32",

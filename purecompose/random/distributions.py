@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from purecompose._checks import check_number
+from purecompose._support.checks import check_number
 from purecompose.random.draws import Shape, box_muller, check_float, element_words, join53
 from purecompose.random.keys import Rng
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 from purecompose.random.keys import Rng, as_rng, fold_in, key, salt, split
 from purecompose.random.philox import WORD, philox_lanes
 

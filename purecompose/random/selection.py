@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from purecompose._checks import shown
-from purecompose._device import sent
+from purecompose._support.checks import shown
+from purecompose._support.device import sent
 from purecompose.random.draws import element_words, join53, randint
 from purecompose.random.keys import Rng, as_rng
 

@@ -15,16 +15,7 @@ a moving learning rate never compiles twice. Batch t (counted from 0) uses the v
 from purecompose.schedule.curves import constant, cosine, linear, one_cycle, polynomial
 from purecompose.schedule.from_torch import from_torch
 from purecompose.schedule.periods import cosine_warm_restarts, exponential, multi_step, step
-from purecompose.schedule.scalar import (
-    Hparam,
-    Product,
-    Scalar,
-    Schedule,
-    hparam,
-    number,
-    resolve,
-    scheduled,
-)
+from purecompose.schedule.scalar import Hparam, Product, Scalar, Schedule, hparam, number, resolve, scheduled
 from purecompose.schedule.sequences import sequence
 from purecompose.schedule.trees import collect, scaled
 

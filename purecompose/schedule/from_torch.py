@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from purecompose._checks import shown
+from purecompose._support.checks import shown
 from purecompose.schedule.axis import checked_time
 from purecompose.schedule.scalar import Schedule
 from purecompose.time import Time, TimeLike, Timestamp, TimeUnit

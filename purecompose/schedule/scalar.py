@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from purecompose._checks import check_flag, check_number, is_number, shown
+from purecompose._support.checks import check_flag, check_number, is_number, shown
 from purecompose.schedule.shape import Shape, stretched
 from purecompose.time import Time, Timestamp
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from purecompose._checks import is_number, shown
+from purecompose._support.checks import is_number, shown
 from purecompose.schedule.axis import Moment
 from purecompose.schedule.periods import checked_times
 from purecompose.schedule.scalar import Product, Scalar, Schedule, made
@@ -40,8 +40,8 @@ def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Sch
         ValueError: a time that cannot be read or is out of range, milestones that do not rise, or of another number.
 
     Example:
+        >>> from purecompose import RunLength, Timestamp
         >>> from purecompose.schedule import cosine, linear
-        >>> from purecompose.time import RunLength, Timestamp
         >>> curve, run = sequence([linear(0.0, 1.0), cosine()], ["4ba"]), RunLength("8ba")
         >>> [round(curve(Timestamp(batch=t, run=run)), 2) for t in range(9)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 0.85, 0.5, 0.15, 0.0]

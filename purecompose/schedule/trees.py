@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from purecompose._checks import check_number
+from purecompose._support.checks import check_number
 from purecompose.schedule.scalar import Schedule
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import random
-from purecompose.model import Model, from_module
+from purecompose.core.state import State
+from purecompose.nn.model import Model, from_module
 from purecompose.random.keys import as_rng
-from purecompose.state import State
 from purecompose.surgery.memory import carried, fitted
 from purecompose.surgery.originals import Originals
 from purecompose.surgery.visiting import Rules, left_alone, replacements, warn_of_nothing, with_replacements

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from purecompose._skeleton import places
-from purecompose._writes import WriteGuard, memory_of
+from purecompose._support.writes import WriteGuard, memory_of
+from purecompose.nn.skeleton import places
 
 
 __all__ = ["Originals", "Snapshot"]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from purecompose import random
-from purecompose._checks import shown
-from purecompose._device import building
-from purecompose._skeleton import OWN
-from purecompose._warnings import warn
+from purecompose._support.checks import shown
+from purecompose._support.device import building
+from purecompose._support.warnings import warn
+from purecompose.nn.skeleton import OWN
 from purecompose.surgery.originals import Originals, Snapshot
 
 

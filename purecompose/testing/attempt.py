@@ -6,7 +6,6 @@ from functools import partial
 
 from hypothesis.errors import UnsatisfiedAssumption
 
-from purecompose.event import Event
 from purecompose.testing.case import Case
 from purecompose.testing.faults import fault_rows, first_line
 from purecompose.testing.law import Broken, Law, LawViolation, acts_outside, never_acts
@@ -14,6 +13,7 @@ from purecompose.testing.report import Outcome, Status
 from purecompose.testing.rows import Row
 from purecompose.testing.search import Search, Tried
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
 
 
 __all__ = ["NEUTRAL", "Attempt"]

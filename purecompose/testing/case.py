@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from purecompose import batch as batches
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step, compose
-from purecompose.loop import Program, loop_events
-from purecompose.passes import DEFAULT_PASSES, Pass
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step, compose
+from purecompose.core.loop import Program, loop_events
+from purecompose.core.passes import DEFAULT_PASSES, Pass
+from purecompose.core.state import State
 from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.tasks import TASKS, Task
 

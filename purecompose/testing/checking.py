@@ -9,8 +9,8 @@ from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 
-from purecompose._checks import check_whole
-from purecompose.algorithm import Algorithm
+from purecompose._support.checks import check_whole
+from purecompose.core.algorithm import Algorithm
 from purecompose.testing.attempt import NEUTRAL, Attempt
 from purecompose.testing.case import COMPANY
 from purecompose.testing.chosen import chosen

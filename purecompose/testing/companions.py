@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["COMPANIONS", "bystander", "collector", "noise", "shrink"]

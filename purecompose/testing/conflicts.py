@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
-from purecompose._table import table, terminal_width
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
-from purecompose.event import Event
-from purecompose.loop import loop_events, walk
-from purecompose.passes import DEFAULT_PASSES, Pass, order_by_constraints, precedes, run_pass
+from purecompose._support.table import table, terminal_width
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.loop import loop_events, walk
+from purecompose.core.passes import DEFAULT_PASSES, Pass, order_by_constraints, precedes, run_pass
 from purecompose.testing.order import Commutation, OrderOptions, commutes, meeting_events
 from purecompose.testing.rows import plain
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
 
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import torch
 
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.process import process_restored
 from purecompose.testing.record import intercepted, run
 from purecompose.testing.rows import Row
+from purecompose.time.event import Event
 
 
 __all__ = ["broken_company", "fault_rows", "first_line", "is_refusal", "one_line"]

@@ -8,15 +8,15 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from purecompose.algorithm import Algorithm
-from purecompose.contract import FormError
-from purecompose.event import Event
-from purecompose.loop import events_in, loop_events
-from purecompose.predicate import NEVER
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.contract import FormError
+from purecompose.core.loop import events_in, loop_events
 from purecompose.testing.case import Case
 from purecompose.testing.process import process_restored
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import Task
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
 from purecompose.tree import Difference
 
 

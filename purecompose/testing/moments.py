@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from purecompose.event import Event
-from purecompose.loop import events_in, loop_events
-from purecompose.predicate import ALWAYS, NEVER, Predicate
+from purecompose.core.loop import events_in, loop_events
 from purecompose.schedule import collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import ALWAYS, NEVER, Predicate
 
 
 __all__ = ["Moments", "find_moments"]

@@ -11,11 +11,9 @@ from typing import Any, TypedDict
 
 from hypothesis import assume
 
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.loop import events_in, loop_events
-from purecompose.matching import MatchError
-from purecompose.predicate import Predicate, on
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.loop import events_in, loop_events
+from purecompose.core.matching import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.chosen import chosen
 from purecompose.testing.faults import broken_company, first_line
@@ -26,6 +24,8 @@ from purecompose.testing.rows import Row, plain
 from purecompose.testing.search import Search, Stop, Tried, search
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Task
+from purecompose.time.event import Event
+from purecompose.time.predicates import Predicate, on
 
 
 __all__ = ["Commutation", "OrderOptions", "commutes", "meeting_events"]

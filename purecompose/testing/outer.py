@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from purecompose.compose import Step
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.compose import Step
+from purecompose.core.state import State
+from purecompose.time.event import Event
 
 
 __all__ = ["after_batch", "begun", "ended", "fired"]

@@ -8,24 +8,24 @@ from typing import NamedTuple
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
-from purecompose.event import Event
-from purecompose.loop import Program, eval_events, loop_events, predict_events, walk
-from purecompose.passes import (
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.loop import Program, eval_events, loop_events, predict_events, walk
+from purecompose.core.passes import (
     compose_passes,
     order_by_constraints,
     set_filo_order,
     sort_fused_layernorm_last,
     sort_selective_backprop_first,
 )
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken
 from purecompose.testing.record import LASTING, STEP_FIELDS, compare
 from purecompose.testing.strategies import cases
 from purecompose.testing.tasks import Task
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["NoAnswer", "Pair"]

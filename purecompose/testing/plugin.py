@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Unpack
 
-from purecompose.algorithm import Algorithm
+from purecompose.core.algorithm import Algorithm
 from purecompose.testing.checking import CheckOptions, Trials, trials
 from purecompose.testing.law import Law
 from purecompose.testing.report import Outcome, Status

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from purecompose import batch as batches, tree
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
-from purecompose.event import Event
-from purecompose.loop import eval_events, predict_events
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.loop import eval_events, predict_events
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.faults import first_line, is_refusal, one_line
 from purecompose.testing.law import Law, acts_in_step, errors_named
@@ -16,6 +15,7 @@ from purecompose.testing.moments import find_moments
 from purecompose.testing.process import process_restored, process_settings
 from purecompose.testing.record import intercepted
 from purecompose.testing.tasks import Task
+from purecompose.time.event import Event
 
 
 __all__ = ["Refusal", "refusal"]

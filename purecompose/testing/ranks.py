@@ -7,10 +7,10 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from purecompose.compose import Step
-from purecompose.data_parallel import DataParallel
-from purecompose.ranks import Ranks
+from purecompose.core.compose import Step
+from purecompose.core.ranks import Ranks
 from purecompose.testing.process import as_rank
+from purecompose.transforms.data_parallel import DataParallel
 
 
 __all__ = ["played"]

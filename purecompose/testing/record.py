@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from purecompose import batch as batches, tree
-from purecompose.algorithm import Algorithm
-from purecompose.application import applied
-from purecompose.compose import Step
-from purecompose.context import Context
-from purecompose.event import Event
-from purecompose.loop import Grad, Microbatches, Node, Op, Program
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.application import applied
+from purecompose.core.compose import Step
+from purecompose.core.context import Context
+from purecompose.core.loop import Grad, Microbatches, Node, Op, Program
+from purecompose.core.state import State
 from purecompose.testing.law import Broken
 from purecompose.testing.outer import after_batch, begun, ended
 from purecompose.testing.process import process_settings
+from purecompose.time.event import Event
 
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from purecompose._table import table, terminal_width
+from purecompose._support.table import table, terminal_width
 from purecompose.testing.law import LawViolation
 from purecompose.testing.rows import Row, coloured, hung, plain
 

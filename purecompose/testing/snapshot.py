@@ -5,12 +5,12 @@ Nothing is executed on loading: the bytes hold tensors, plain values and strings
 
 import struct
 
-from purecompose.saving.checkpoint import assembled, snapshot
-from purecompose.saving.errors import CheckpointError
-from purecompose.saving.folder import library
-from purecompose.saving.index import from_json, to_json
-from purecompose.saving.leaves import Spec, mismatches, stored
-from purecompose.state import State
+from purecompose.core.state import State
+from purecompose.run.saving.checkpoint import assembled, snapshot
+from purecompose.run.saving.errors import CheckpointError
+from purecompose.run.saving.folder import library
+from purecompose.run.saving.index import from_json, to_json
+from purecompose.run.saving.leaves import Spec, mismatches, stored
 
 
 __all__ = ["SnapshotError", "from_bytes", "to_bytes"]

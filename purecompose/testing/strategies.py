@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from purecompose import batch as batching, optim
-from purecompose.algorithm import Algorithm
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import (
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import compose
+from purecompose.core.loop import (
     Grad,
     Microbatches,
     Node,
@@ -27,9 +26,8 @@ from purecompose.loop import (
     loss,
     update,
 )
-from purecompose.predicate import Predicate, after, before, between, epoch_ends, every, on
+from purecompose.core.state import State
 from purecompose.schedule import hparam
-from purecompose.state import State
 from purecompose.testing.case import COMPANY, Case
 from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.moments import find_moments
@@ -37,6 +35,8 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS, MakeBatch, MakeNet, Task, make_task
 from purecompose.time import RunLength, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import Predicate, after, before, between, epoch_ends, every, on
 
 
 __all__ = [

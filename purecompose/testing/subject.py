@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from purecompose import _specs as specs
-from purecompose.algorithm import Algorithm
+from purecompose._support import specs
 from purecompose.algorithms import FACTORIES
-from purecompose.event import Event
-from purecompose.predicate import on
+from purecompose.core.algorithm import Algorithm
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["Subject"]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import batch as batches, losses, optim
-from purecompose._device import AUTOCAST, PRECISIONS
-from purecompose.layers.attention import FeedForward, SelfAttention
+from purecompose._support.device import AUTOCAST, PRECISIONS
+from purecompose.core.state import State
+from purecompose.nn.layers.attention import FeedForward, SelfAttention
 from purecompose.schedule import hparam
-from purecompose.state import State
 from purecompose.testing.process import seeded
 
 

@@ -29,15 +29,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import IO, Any, NamedTuple, NoReturn
 
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.outer import after_batch
 from purecompose.testing.process import read_settings, write_settings
 from purecompose.testing.snapshot import from_bytes, to_bytes
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["RemoteError", "Unportable", "Worker", "WorkerError", "resumed", "resumed_elsewhere", "serve"]

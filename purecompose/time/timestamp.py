@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from purecompose._checks import check_number, check_whole
+from purecompose._support.checks import check_number, check_whole
 from purecompose.time.units import Time, TimeLike, TimeUnit, snapped
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from purecompose._checks import check_number, check_whole, is_number
+from purecompose._support.checks import check_number, check_whole, is_number
 
 
 __all__ = ["Time", "TimeLike", "TimeUnit", "UnitError", "named_time", "snapped"]

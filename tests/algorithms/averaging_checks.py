@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from helpers import assert_close, assert_same, make_batches, make_cnn, make_state, run_steps
 from torch import Tensor
 
 import purecompose as pc
 from purecompose import Algorithm, Evaluator, State, compose, loop_events
-from purecompose.weights import averages_in
+from purecompose.surgery.weights import averages_in
+from tests.helpers import assert_close, assert_same, make_batches, make_cnn, make_state, run_steps
 
 
 BATCHES = make_batches(12, shape=(2, 6, 6))

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import losses
-from purecompose.algorithm import Algorithm
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.core.state import State
 from purecompose.optim import sgd
-from purecompose.predicate import on
-from purecompose.state import State
 from purecompose.testing.tasks import TASKS
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 LR = 0.3

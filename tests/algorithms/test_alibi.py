@@ -5,15 +5,22 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from surgery_checks import hooked, patched
 from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, optim, surgery
 from purecompose.algorithms import alibi, seq_length_warmup
-from purecompose.functional import alibi_rules
-from purecompose.layers import AlibiAttention, ClassesSecond, NoPositions, PositionEmbedding, SelfAttention, positions
-from purecompose.models import gpt, vit
+from purecompose.algorithms.functional import alibi_rules
+from purecompose.nn.layers import (
+    AlibiAttention,
+    ClassesSecond,
+    NoPositions,
+    PositionEmbedding,
+    SelfAttention,
+    positions,
+)
+from purecompose.nn.models import gpt, vit
+from tests.algorithms.surgery_checks import hooked, patched
 
 
 VOCABULARY, LENGTH = 7, 8

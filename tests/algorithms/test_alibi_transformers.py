@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from surgery_checks import hooked, patched
 from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, optim, surgery
 from purecompose.algorithms import alibi, gated_linear_units
-from purecompose.functional import alibi_rules, gated_linear_units_rules
-from purecompose.layers import GatedLinearUnit
+from purecompose.algorithms.functional import alibi_rules, gated_linear_units_rules
+from purecompose.nn.layers import GatedLinearUnit
+from tests.algorithms.surgery_checks import hooked, patched
 
 
 transformers: Any = pytest.importorskip("transformers", reason="Hugging Face's transformers is not installed")

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from method_helpers import make_images
 from torch import nn
 
 from purecompose import State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import augmix
 from purecompose.algorithms.augmix import _chains
+from purecompose.algorithms.functional import augmix_batch
+from purecompose.algorithms.images import SETS, Primitive, Scale
 from purecompose.algorithms.randaugment import one_operation_each
-from purecompose.functional import augmix_batch
-from purecompose.images import SETS, Primitive, Scale
-from purecompose.predicate import NEVER
 from purecompose.schedule import linear
+from purecompose.time.predicates import NEVER
+from tests.algorithms.method_helpers import make_images
 
 
 SEEDS = st.integers(0, 2**64 - 1)

@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 
-import method_helpers as helpers
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -10,9 +9,10 @@ from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import Algorithm, Event, compose, loop_events, on, tree
-from purecompose.algorithm import Trait
 from purecompose.algorithms.batch_size_warmup import batch_size_warmup, warmup_batch_size
-from purecompose.predicate import NEVER
+from purecompose.core.algorithm import Trait
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 BATCH = helpers.make_batch(num=20)

@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
 from scipy import ndimage
-from surgery_checks import (
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from purecompose import compose, loop_events, surgery, testing
+from purecompose.algorithms import blurpool
+from purecompose.algorithms.functional import blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.nn.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d
+from purecompose.testing.tasks import MakeBatch, Task
+from tests.algorithms.surgery_checks import (
     check_at_init,
     check_in_steps_of_all_kinds,
     check_keeps_all,
@@ -23,14 +31,6 @@ from surgery_checks import (
     patched,
     trained,
 )
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-
-from purecompose import compose, loop_events, surgery, testing
-from purecompose.algorithms import blurpool
-from purecompose.functional import blur_2d, blurmax_pool2d, blurpool_rules
-from purecompose.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d
-from purecompose.testing.tasks import MakeBatch, Task
 
 
 FILTER = np.outer([1, 2, 1], [1, 2, 1]) / 16

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_same
 from hypothesis import given, strategies as st
 from torch import nn
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, losses, optim, tree
 from purecompose.algorithms import channels_last, no_op_model, squeeze_excite
-from purecompose.functional import to_channels_last
-from purecompose.saving import load, save
+from purecompose.algorithms.functional import to_channels_last
+from purecompose.run.saving import load, save
+from tests.helpers import assert_close, assert_same
 
 
 def make_state(optimizer: Any = None, net: nn.Module | None = None) -> State:

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from method_helpers import make_image_state, spy
 from scipy import stats
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import Algorithm, State, compose, evaluate, loop_events, losses, optim, random, tree
 from purecompose.algorithms import FACTORIES, colout
-from purecompose.event import Event
-from purecompose.functional import colout_batch
-from purecompose.predicate import NEVER, on
-from purecompose.targets import Mixture
+from purecompose.algorithms.functional import colout_batch
+from purecompose.losses.targets import Mixture
 from purecompose.testing.tasks import TASKS
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+from tests.algorithms.method_helpers import make_image_state, spy
 
 
 SEEDS = st.integers(0, 2**64 - 1)

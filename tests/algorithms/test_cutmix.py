@@ -6,21 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_state, one_step, spy
 from torch import nn
 
 from purecompose import losses, random, tree
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.cutmix import cutmix, cutmix_batch
 from purecompose.algorithms.selective_backprop import selective_backprop
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
-from purecompose.predicate import NEVER
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
 from purecompose.schedule import hparam, linear
-from purecompose.state import State
-from purecompose.targets import Mixture
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
+from tests.algorithms.method_helpers import LR, make_state, one_step, spy
 
 
 def image_state(net: nn.Module | None = None, **settings: Any) -> State:

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import functional, losses, random
 from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
+from purecompose.losses.targets import Mixture
 from purecompose.random import Rng
-from purecompose.targets import Mixture
 
 
 SEEDS = st.integers(0, 2**64 - 1)

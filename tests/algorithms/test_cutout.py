@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from method_helpers import make_image_state, spy
 from scipy import stats
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import Algorithm, compose, loop_events, random, tree
 from purecompose.algorithms import FACTORIES, cutout
-from purecompose.event import Event
-from purecompose.functional import cutout_batch
-from purecompose.images.sizes import whole_part
-from purecompose.predicate import NEVER, on
+from purecompose.algorithms.functional import cutout_batch
+from purecompose.algorithms.images.sizes import whole_part
 from purecompose.testing.tasks import TASKS
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+from tests.algorithms.method_helpers import make_image_state, spy
 
 
 SEEDS = st.integers(0, 2**64 - 1)

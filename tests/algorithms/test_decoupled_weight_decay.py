@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from averaging_checks import BATCHES, check_compiled, check_resumes_exactly, cnn_state, states_after
-from helpers import assert_close, assert_same, make_cnn, make_state
 from torch import Tensor, nn
 
 import purecompose as pc
@@ -14,6 +12,8 @@ from purecompose.algorithms.decoupled_weight_decay import decoupled_weight_decay
 from purecompose.algorithms.layer_freezing import frozen_layers
 from purecompose.optim.decaying import Decaying, DecayRule
 from purecompose.optim.guarded import Guarded
+from tests.algorithms.averaging_checks import BATCHES, check_compiled, check_resumes_exactly, cnn_state, states_after
+from tests.helpers import assert_close, assert_same, make_cnn, make_state
 
 
 CURVE = schedule.cosine(warmup="2ba")

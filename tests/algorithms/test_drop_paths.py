@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
 from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import algorithms as alg, compose, functional, loop_events
-from purecompose.layers import DropPath, GhostBatchNorm, drop_paths
+from purecompose.nn.layers import DropPath, GhostBatchNorm, drop_paths
+from tests.helpers import assert_same
 
 
 class TimmDropPath(nn.Identity):

@@ -5,7 +5,14 @@ import math
 
 import pytest
 import torch
-from averaging_checks import (
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Event, Time, algorithms as alg, compose, loop_events, optim
+from purecompose.algorithms.ema import compute_ema, ema
+from purecompose.testing import TASKS
+from tests.algorithms.averaging_checks import (
     BATCHES,
     assert_near,
     averages_of,
@@ -19,14 +26,7 @@ from averaging_checks import (
     states_after,
     weights_of,
 )
-from helpers import assert_same, make_batch, make_batches, make_mlp, make_state
-from hypothesis import given, strategies as st
-from torch import Tensor, nn
-
-import purecompose as pc
-from purecompose import Event, Time, algorithms as alg, compose, loop_events, optim
-from purecompose.algorithms.ema import compute_ema, ema
-from purecompose.testing import TASKS
+from tests.helpers import assert_same, make_batch, make_batches, make_mlp, make_state
 
 
 SHARES = st.floats(0, 1)

@@ -6,18 +6,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same
 from hypothesis import given, settings, strategies as st
-from surgery_checks import check_keeps_all, trained
 from torch import nn
 from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, surgery
 from purecompose.algorithms import factorize
-from purecompose.functional import factorize_conv2d, factorize_matrix, factorize_rules, factorizing_could_speedup
-from purecompose.layers.factorized import FactorizedConv2d, FactorizedLinear
-from purecompose.layers.low_rank import LowRankSolution, max_latent, split_weight
+from purecompose.algorithms.functional import (
+    factorize_conv2d,
+    factorize_matrix,
+    factorize_rules,
+    factorizing_could_speedup,
+)
+from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
+from purecompose.nn.layers.low_rank import LowRankSolution, max_latent, split_weight
+from tests.algorithms.surgery_checks import check_keeps_all, trained
+from tests.helpers import assert_same
 
 
 SMALL: dict[str, Any] = {"min_channels": 4, "latent_channels": 0.25, "min_features": 4, "latent_features": 0.25}

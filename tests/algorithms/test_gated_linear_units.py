@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from surgery_checks import hooked, patched
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import losses, optim, surgery
 from purecompose.algorithms import gated_linear_units
+from purecompose.algorithms.functional import gated_linear_units_rules
 from purecompose.algorithms.gated_linear_units import ACTIVATIONS
-from purecompose.functional import gated_linear_units_rules
-from purecompose.layers import FeedForward, GatedLinearUnit, SelfAttention
-from purecompose.model import from_module
-from purecompose.models import gpt
+from purecompose.nn.layers import FeedForward, GatedLinearUnit, SelfAttention
+from purecompose.nn.model import from_module
+from purecompose.nn.models import gpt
+from tests.algorithms.surgery_checks import hooked, patched
 
 
 BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {

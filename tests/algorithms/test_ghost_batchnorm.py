@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from surgery_checks import (
+from torch import Tensor, nn
+
+from purecompose import compose, loop_events
+from purecompose.algorithms import ghost_batchnorm
+from purecompose.algorithms.functional import ghost_batchnorm_rules
+from purecompose.nn.layers import GhostBatchNorm
+from tests.algorithms.surgery_checks import (
     check_at_init,
     check_in_steps_of_all_kinds,
     check_keeps_all,
@@ -21,12 +27,6 @@ from surgery_checks import (
     patched,
     trained,
 )
-from torch import Tensor, nn
-
-from purecompose import compose, loop_events
-from purecompose.algorithms import ghost_batchnorm
-from purecompose.functional import ghost_batchnorm_rules
-from purecompose.layers import GhostBatchNorm
 
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import method_helpers as helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,8 @@ from purecompose.algorithms.ema import ema
 from purecompose.algorithms.gradient_accumulation import AccumulatedGradients, gradient_accumulation
 from purecompose.algorithms.gradient_clipping import gradient_clipping
 from purecompose.algorithms.sam import sam
-from purecompose.predicate import NEVER
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 Batch = tuple[Tensor, Tensor]

@@ -2,7 +2,6 @@
 
 import math
 
-import method_helpers as helpers
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -10,13 +9,9 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, hparam, loop_events, tree
-from purecompose.algorithms.gradient_clipping import (
-    clip_adaptively,
-    clip_by_norm,
-    clip_by_value,
-    gradient_clipping,
-)
-from purecompose.predicate import NEVER
+from purecompose.algorithms.gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value, gradient_clipping
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 BATCH = helpers.make_batch()

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import method_helpers as helpers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from purecompose.algorithms.loss_scaling import loss_scaling
 from purecompose.algorithms.per_example_clipping import per_example_clipping
 from purecompose.algorithms.sam import sam
 from purecompose.testing.tasks import TASKS, make_task
+from tests.algorithms import method_helpers as helpers
 
 
 NAME = "gradient_noise_scale"

@@ -1,6 +1,5 @@
 """The gradient's norm, as the update has taken it."""
 
-import method_helpers as helpers
 import pytest
 import torch
 
@@ -8,7 +7,8 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, on, tree
 from purecompose.algorithms.gradient_norm import gradient_norm, norm_of
 from purecompose.algorithms.loss_scaling import loss_scaling
-from purecompose.predicate import NEVER
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 BATCH = helpers.make_batch()

@@ -7,20 +7,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from method_helpers import LR, make_batch, make_state
 from torch import nn
 
 import purecompose as pc
 from purecompose import random, tree
-from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.gyro_dropout import GyroDropout, gyro_dropout, gyro_dropout_mask, gyro_dropout_period
 from purecompose.algorithms.selective_backprop import selective_backprop
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
-from purecompose.predicate import NEVER, on
-from purecompose.weights import to_module
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+from tests.algorithms.method_helpers import LR, make_batch, make_state
 
 
 PLACE = "gyro_dropout_place"

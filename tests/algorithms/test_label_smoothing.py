@@ -2,19 +2,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_batch, make_state, one_step
 
 from purecompose import losses, random, tree
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.label_smoothing import label_smoothing, smooth_labels
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
-from purecompose.predicate import NEVER, on
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.losses.targets import Mixture
 from purecompose.schedule import hparam, linear
-from purecompose.targets import Mixture
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+from tests.algorithms.method_helpers import LR, make_batch, make_state, one_step
 
 
 SMOOTHINGS = [0.0, 0.1, 0.5, 0.9, 1.0]

@@ -3,7 +3,6 @@
 import functools
 from fractions import Fraction
 
-import method_helpers as helpers
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -17,8 +16,9 @@ from purecompose.algorithms.gradient_norm import gradient_norm
 from purecompose.algorithms.layer_freezing import frozen_layers, frozen_share, layer_freezing, layers_of
 from purecompose.algorithms.loss_scaling import loss_scaling
 from purecompose.algorithms.weight_standardization import weight_standardization
-from purecompose.predicate import NEVER
 from purecompose.time import Timestamp
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 BATCH = helpers.make_batch(num=12)

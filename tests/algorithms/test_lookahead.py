@@ -1,6 +1,5 @@
 """Lookahead against a loop by hand; its interval, its memory, and who is left alone."""
 
-import method_helpers as helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +9,9 @@ import purecompose as pc
 from purecompose import State, algorithms as alg, compose, hparam, loop_events, optim, tree
 from purecompose.algorithms.gradient_accumulation import gradient_accumulation
 from purecompose.algorithms.lookahead import lookahead, pull_back
-from purecompose.predicate import NEVER
-from purecompose.weights import averages_in
+from purecompose.surgery.weights import averages_in
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 BATCHES = [helpers.make_batch(num=num) for num in (10, 7, 9, 8, 10, 6, 11)]

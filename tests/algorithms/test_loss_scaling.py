@@ -1,6 +1,5 @@
 """Loss scaling against torch's GradScaler, and in company: slices, clipping, second gradients, populations."""
 
-import method_helpers as helpers
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -10,7 +9,8 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
 from purecompose.algorithms.loss_scaling import LossScale, loss_scaling, next_scale
 from purecompose.optim.guarded import Guarded
-from purecompose.predicate import NEVER
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 BATCH = helpers.make_batch()
@@ -224,11 +224,11 @@ def test_second_gradients_are_true_ones_and_their_overflow_skips():
 def test_gradients_that_an_update_has_used_count_as_well():
     """Of two players the first overflows: its own update is skipped, the other's is not, and the scale falls."""
     twice = (
-        pc.Grad(pc.forward, pc.loop.loss, Event.BEFORE_BACKWARD, wrt="0.*"),
+        pc.Grad(pc.forward, pc.loss, Event.BEFORE_BACKWARD, wrt="0.*"),
         Event.AFTER_BACKWARD,
         pc.update(wrt="0.*"),
         lambda state: state.replace(inputs=torch.nan_to_num(state.inputs, posinf=0.0)),
-        pc.Grad(pc.forward, pc.loop.loss, Event.BEFORE_BACKWARD, wrt="2.*"),
+        pc.Grad(pc.forward, pc.loss, Event.BEFORE_BACKWARD, wrt="2.*"),
         Event.AFTER_BACKWARD,
         pc.update(wrt="2.*"),
         pc.advance,
@@ -343,7 +343,7 @@ def test_an_optimizer_put_in_after_init_is_refused():
 
 @pytest.mark.filterwarnings("ignore:loss_scaling acts at .*, which the program does not have")
 def test_a_program_without_an_unscaling_event_is_refused():
-    program = (pc.Grad(pc.forward, pc.loop.loss, Event.BEFORE_BACKWARD), pc.update, pc.advance)
+    program = (pc.Grad(pc.forward, pc.loss, Event.BEFORE_BACKWARD), pc.update, pc.advance)
     step = compose(program, [loss_scaling()])
     with pytest.raises(pc.ContractError, match="slots"):
         step(step.init(helpers.make_state()), BATCH)

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_same
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, surgery
-from purecompose._device import AUTOCAST
+from purecompose._support.device import AUTOCAST
 from purecompose.algorithms import fused_layernorm, low_precision_groupnorm, low_precision_layernorm
-from purecompose.functional import low_precision_groupnorm_rules, low_precision_layernorm_rules
-from purecompose.layers.low_precision import LowPrecisionGroupNorm, LowPrecisionLayerNorm
+from purecompose.algorithms.functional import low_precision_groupnorm_rules, low_precision_layernorm_rules
+from purecompose.nn.layers.low_precision import LowPrecisionGroupNorm, LowPrecisionLayerNorm
+from tests.helpers import assert_close, assert_same
 
 
 METHODS = {

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from method_helpers import LR, make_state
 from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, random
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms.cutmix import cutmix, cutmix_box
 from purecompose.algorithms.label_smoothing import label_smoothing
 from purecompose.algorithms.mixup import mixup
-from purecompose.compose import compose
-from purecompose.loop import loop_events
-from purecompose.passes import DEFAULT_PASSES
-from purecompose.population import population, stack_states, unstack_states
-from purecompose.state import State
-from purecompose.weights import to_module
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.core.passes import DEFAULT_PASSES
+from purecompose.core.state import State
+from purecompose.surgery.weights import to_module
+from purecompose.transforms.population import population, stack_states, unstack_states
+from tests.algorithms.method_helpers import LR, make_state
 
 
 NUM, CLASSES, SIZE, SMOOTHING = 6, 3, 5, 0.1

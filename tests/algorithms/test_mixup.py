@@ -4,20 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_batch, make_state, spy
 from scipy import stats
 
 from purecompose import losses, random, tree
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.label_smoothing import label_smoothing
 from purecompose.algorithms.mixup import mixup, mixup_batch
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
-from purecompose.predicate import NEVER
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.losses.targets import Mixture
 from purecompose.schedule import hparam, linear
-from purecompose.targets import Mixture
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
+from tests.algorithms.method_helpers import LR, make_batch, make_state, spy
 
 
 SHAPES = st.tuples(st.integers(2, 9), st.integers(1, 4)) | st.tuples(st.integers(2, 9), *[st.integers(1, 3)] * 3)

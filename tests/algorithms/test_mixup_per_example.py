@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_batch, make_state
 from scipy import stats
 
 from purecompose import random
 from purecompose.algorithms.mixup import mixup, mixup_batch
-from purecompose.compose import compose
-from purecompose.loop import loop_events
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
 from purecompose.random import Rng
 from purecompose.schedule import hparam
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
+from tests.algorithms.method_helpers import LR, make_batch, make_state
 
 
 SEEDS = st.integers(0, 2**64 - 1)

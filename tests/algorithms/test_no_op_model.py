@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, surgery
 from purecompose.algorithms import loss_scaling, mixup, no_op_model
+from purecompose.algorithms.functional import no_op_model_rules
 from purecompose.algorithms.no_op_model import NoOpLoss
 from purecompose.cli import main
-from purecompose.functional import no_op_model_rules
-from purecompose.layers.no_op import NoOpModel
+from purecompose.nn.layers.no_op import NoOpModel
 from purecompose.optim.guarded import Guarded
+from tests.helpers import assert_same
 
 
 def make_state(net: nn.Module | None = None, lr: float = 0.01, **options: Any) -> State:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import method_helpers as helpers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,10 @@ from purecompose.algorithms.per_example_clipping import clip_per_example, norms_
 from purecompose.algorithms.sam import sam
 from purecompose.algorithms.selective_backprop import selective_backprop
 from purecompose.algorithms.skip_nonfinite import skip_nonfinite
-from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
 from purecompose.testing.tasks import make_task
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 NAME = "per_example_clipping"

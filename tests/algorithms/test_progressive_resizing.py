@@ -6,16 +6,16 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import random, tree
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.colout import colout
 from purecompose.algorithms.progressive_resizing import progressive_resizing
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.core.state import State
 from purecompose.optim import sgd
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 def make_state(duration="10ba", **options):

@@ -9,7 +9,7 @@ from scipy import stats
 
 from purecompose import random, tree
 from purecompose.algorithms.progressive_resizing import progressive_scale, resize_batch
-from purecompose.targets import Mixture
+from purecompose.losses.targets import Mixture
 
 
 SIDES = st.integers(1, 40)

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from method_helpers import make_images
 from scipy import stats
 from torch import nn
 
-from purecompose import Algorithm, State, compose, images, loop_events, losses, optim, random
-from purecompose.algorithms import colout, cutmix, randaugment
+from purecompose import Algorithm, State, compose, loop_events, losses, optim, random
+from purecompose.algorithms import colout, cutmix, images, randaugment
+from purecompose.algorithms.functional import randaugment_batch
+from purecompose.algorithms.images import PRIMITIVES, SETS, Primitive, Strength
 from purecompose.algorithms.randaugment import one_operation_each
-from purecompose.functional import randaugment_batch
-from purecompose.images import PRIMITIVES, SETS, Primitive, Strength
-from purecompose.predicate import NEVER
 from purecompose.schedule import hparam, linear
+from purecompose.time.predicates import NEVER
+from tests.algorithms.method_helpers import make_images
 
 
 SEEDS = st.integers(0, 2**64 - 1)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import method_helpers as helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,8 @@ from purecompose import (
 )
 from purecompose.algorithms.gradient_clipping import gradient_clipping
 from purecompose.algorithms.sam import perturb_params, sam
-from purecompose.predicate import NEVER
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 BATCH = helpers.make_batch()

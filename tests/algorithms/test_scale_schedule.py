@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, make_batches, make_mlp, make_state, run_steps
 from hypothesis import assume, given, settings, strategies as st
 
 import purecompose as pc
@@ -15,6 +14,7 @@ from purecompose.algorithms import gyro_dropout, loss_scaling, mixup
 from purecompose.algorithms.scale_schedule import scale_schedule
 from purecompose.observers import History
 from purecompose.time import RunLength
+from tests.helpers import assert_same, make_batches, make_mlp, make_state, run_steps
 
 
 RATIOS = [0.5, 0.75, 1.0]

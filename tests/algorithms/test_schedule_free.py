@@ -5,7 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from averaging_checks import (
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, optim, schedule
+from purecompose.algorithms.gradient_accumulation import gradient_accumulation
+from purecompose.algorithms.schedule_free import schedule_free, schedule_free_step
+from tests.algorithms.averaging_checks import (
     BATCHES,
     averages_of,
     check_compiled,
@@ -14,13 +20,7 @@ from averaging_checks import (
     cnn_state,
     states_after,
 )
-from helpers import assert_close, assert_same, make_batches, make_mlp, make_state, run_steps
-from torch import Tensor, nn
-
-import purecompose as pc
-from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms.gradient_accumulation import gradient_accumulation
-from purecompose.algorithms.schedule_free import schedule_free, schedule_free_step
+from tests.helpers import assert_close, assert_same, make_batches, make_mlp, make_state, run_steps
 
 
 Params = list[Tensor]

@@ -5,11 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
-from method_helpers import LR, make_batch, make_state, one_step, spy
 from torch import nn
 
 from purecompose import losses, random, tree
-from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.label_smoothing import label_smoothing
 from purecompose.algorithms.mixup import mixup
@@ -19,13 +17,15 @@ from purecompose.algorithms.selective_backprop import (
     selective_backprop,
     should_selective_backprop,
 )
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
-from purecompose.passes import DEFAULT_PASSES
-from purecompose.predicate import NEVER, on
-from purecompose.targets import Mixture
-from purecompose.weights import to_module
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.core.passes import DEFAULT_PASSES
+from purecompose.losses.targets import Mixture
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+from tests.algorithms.method_helpers import LR, make_batch, make_state, one_step, spy
 
 
 def always(**settings: Any) -> Algorithm:

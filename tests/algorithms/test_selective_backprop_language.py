@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from method_helpers import make_state
 from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, random, tree
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms._model_losses import model_losses
 from purecompose.algorithms.selective_backprop import choose_by_loss, select_using_loss, selective_backprop
-from purecompose.compose import compose
-from purecompose.loop import loop_events
-from purecompose.predicate import on
-from purecompose.weights import to_module
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.surgery.weights import to_module
+from purecompose.time.predicates import on
+from tests.algorithms.method_helpers import make_state
 
 
 VOCABULARY, LENGTH = 7, 6

@@ -5,16 +5,16 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import losses, tree
-from purecompose.algorithm import Algorithm, Trait
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms.seq_length_warmup import seq_length_warmup, warmup_length
-from purecompose.compose import compose
-from purecompose.event import Event
-from purecompose.loop import loop_events
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.compose import compose
+from purecompose.core.loop import loop_events
+from purecompose.core.state import State
 from purecompose.optim import sgd
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 class Bigram(nn.Module):

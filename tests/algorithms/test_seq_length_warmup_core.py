@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length, warmup_length
-from purecompose.targets import Mixture
+from purecompose.losses.targets import Mixture
 
 
 NUMS, LENGTHS = st.integers(1, 5), st.integers(1, 12)

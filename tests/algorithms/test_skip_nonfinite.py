@@ -1,6 +1,5 @@
 """Skipping: what a bad step leaves as it was, in what company, and that a good one is the plain step."""
 
-import method_helpers as helpers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from purecompose.algorithms.per_example_clipping import per_example_clipping
 from purecompose.algorithms.sam import sam
 from purecompose.algorithms.skip_nonfinite import SkipCount, skip_nonfinite
 from purecompose.optim.guarded import Guarded
+from tests.algorithms import method_helpers as helpers
 
 
 BATCH = helpers.make_batch()
@@ -261,7 +261,7 @@ def test_with_per_example_clipping_a_bad_example_skips_the_step():
 
 @pytest.mark.filterwarnings("ignore:skip_nonfinite acts at .*, which the program does not have")
 def test_in_a_program_without_its_other_events_updates_are_guarded():
-    short = (pc.Grad(pc.forward, pc.loop.loss), pc.update, pc.advance, Event.BATCH_END)
+    short = (pc.Grad(pc.forward, pc.loss), pc.update, pc.advance, Event.BATCH_END)
     step = compose(short, [skip_nonfinite()])
     before = step(fresh(step, net=net(norm=False)), BATCH)
     check_skipped(before, step(before, broken()))

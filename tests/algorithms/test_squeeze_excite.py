@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from surgery_checks import (
+from torch import Tensor, nn
+
+from purecompose import compose, loop_events, surgery
+from purecompose.algorithms import squeeze_excite
+from purecompose.algorithms.functional import squeeze_excite_rules
+from purecompose.nn.layers import SqueezeExcite2d, SqueezeExciteConv2d
+from tests.algorithms.surgery_checks import (
     check_at_init,
     check_in_steps_of_all_kinds,
     check_keeps_all,
@@ -17,12 +23,6 @@ from surgery_checks import (
     operated,
     trained,
 )
-from torch import Tensor, nn
-
-from purecompose import compose, loop_events, surgery
-from purecompose.algorithms import squeeze_excite
-from purecompose.functional import squeeze_excite_rules
-from purecompose.layers import SqueezeExcite2d, SqueezeExciteConv2d
 
 
 UNTYPED: Any = squeeze_excite

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_same
 from hypothesis import given, settings, strategies as st
-from method_helpers import one_step
-from surgery_checks import hooked, patched
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import purecompose as pc
 from purecompose import algorithms as alg, compose, functional, loop_events, models, surgery
 from purecompose.algorithms import stochastic_depth
-from purecompose.layers import ClassesSecond, StochasticDepth, residuals
+from purecompose.nn.layers import ClassesSecond, StochasticDepth, residuals
+from tests.algorithms.method_helpers import one_step
+from tests.algorithms.surgery_checks import hooked, patched
+from tests.helpers import assert_close, assert_same
 
 
 METHODS = ["block", "sample"]

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from averaging_checks import (
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Event, State, Timestamp, algorithms as alg, compose, loop_events, optim, schedule
+from purecompose.algorithms.swa import add_to_mean, swa
+from purecompose.optim.decay import progress
+from purecompose.optim.guarded import Guarded
+from purecompose.schedule import Scalar
+from purecompose.time import RunLength
+from tests.algorithms.averaging_checks import (
     BATCHES,
     assert_near,
     averages_of,
@@ -22,17 +32,7 @@ from averaging_checks import (
     states_after,
     weights_of,
 )
-from helpers import assert_close, assert_same, make_batch, make_batches, make_mlp, make_state, run_steps
-from hypothesis import given, strategies as st
-from torch import Tensor, nn
-
-import purecompose as pc
-from purecompose import Event, State, Timestamp, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms.swa import add_to_mean, swa
-from purecompose.optim.decay import progress
-from purecompose.optim.guarded import Guarded
-from purecompose.schedule import Scalar
-from purecompose.time import RunLength
+from tests.helpers import assert_close, assert_same, make_batch, make_batches, make_mlp, make_state, run_steps
 
 
 RUN = RunLength("3ep", batches_per_epoch=4)

@@ -1,6 +1,5 @@
 """Metrics of training outputs against sums by hand."""
 
-import method_helpers as helpers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,7 +7,8 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, compose, loop_events, metrics, tree
 from purecompose.algorithms import label_smoothing, mixup, training_metrics
-from purecompose.predicate import NEVER
+from purecompose.time.predicates import NEVER
+from tests.algorithms import method_helpers as helpers
 
 
 NUM = 4

@@ -9,7 +9,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
-from surgery_checks import (
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from purecompose import State, compile, compose, loop_events, surgery, to_module
+from purecompose.algorithms import weight_standardization
+from purecompose.algorithms.functional import (
+    blurpool_rules,
+    squeeze_excite_rules,
+    standardized,
+    weight_standardization_rules,
+    weight_standardization_undo_rules,
+)
+from purecompose.nn.layers import (
+    StandardizedConv1d,
+    StandardizedConv2d,
+    StandardizedConv3d,
+    plain_conv,
+    standardized_conv,
+)
+from tests.algorithms.surgery_checks import (
     check_at_init,
     check_in_steps_of_all_kinds,
     check_keeps_all,
@@ -21,19 +40,6 @@ from surgery_checks import (
     patched,
     trained,
 )
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
-
-from purecompose import State, compile, compose, loop_events, surgery, to_module
-from purecompose.algorithms import weight_standardization
-from purecompose.functional import (
-    blurpool_rules,
-    squeeze_excite_rules,
-    standardized,
-    weight_standardization_rules,
-    weight_standardization_undo_rules,
-)
-from purecompose.layers import StandardizedConv1d, StandardizedConv2d, StandardizedConv3d, plain_conv, standardized_conv
 
 
 KINDS = {

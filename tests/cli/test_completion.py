@@ -11,7 +11,7 @@ from purecompose.algorithms import FACTORIES
 from purecompose.cli import main
 from purecompose.cli.completion import SHELLS
 from purecompose.cli.settings import SETTINGS
-from purecompose.models import MODELS
+from purecompose.nn.models import MODELS
 
 
 shtab = pytest.importorskip("shtab")

@@ -16,9 +16,9 @@ from purecompose.cli.kinds import IMAGES, TEXT
 from purecompose.cli.loading import index_of, settings_for
 from purecompose.cli.settings import UsageError
 from purecompose.cli.telling import print_results
-from purecompose.saving import save
-from purecompose.saving.folder import read_index
-from purecompose.saving.index import to_json
+from purecompose.run.saving import save
+from purecompose.run.saving.folder import read_index
+from purecompose.run.saving.index import to_json
 
 
 NAN = math.nan

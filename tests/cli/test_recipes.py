@@ -5,8 +5,8 @@ import pathlib
 import pytest
 
 from purecompose import compose, loop_events, recipe
+from purecompose.algorithms.recipes import RECIPES
 from purecompose.cli import main
-from purecompose.recipes import RECIPES
 
 
 NETWORK = ("--model", "resnet8(width=16)", "--duration", "4ba", "--batch-size", "16", "--quiet")

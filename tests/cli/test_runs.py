@@ -16,8 +16,8 @@ import torch
 from purecompose import Event, evaluate, fit, metrics, to_module, tree
 from purecompose.cli import load_run, main
 from purecompose.cli.settings import UsageError
-from purecompose.runs import RunFolder
-from purecompose.saving import folder
+from purecompose.records import RunFolder
+from purecompose.run.saving import folder
 
 
 SMALL = ("--model", "mlp(hidden=16)", "--duration", "2ep", "--quiet")
@@ -341,7 +341,7 @@ def test_a_disk_that_is_full_to_the_end_fails_the_run_and_the_table_names_what_i
         sync(path)
 
     monkeypatch.setattr(folder, "_sync", full)
-    monkeypatch.setattr("purecompose.saving.keeping._WAITING_TIME", 0.0)
+    monkeypatch.setattr("purecompose.run.saving.keeping._WAITING_TIME", 0.0)
     status, out, err = run("train", *SMALL, "--validation", "0.2", "--out", "a")
     assert status == 1
     assert "a/report.html" not in out and re.search(r"could not be written\W+checkpoints/ep0002-\S+\W+report.html", out)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from purecompose import algorithms
+from purecompose.algorithms.recipes import RECIPES
 from purecompose.cli.settings import UsageError, add_settings, chosen, command_of, with_arguments
 from purecompose.cli.setup import OPTIMIZERS, SCHEDULES
-from purecompose.recipes import RECIPES
 
 
 FACTORIES = {"algorithms": algorithms.FACTORIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}

@@ -11,7 +11,7 @@ from purecompose import compose, data, loop_events, losses, models, optim, sched
 from purecompose.algorithms import FACTORIES
 from purecompose.cli import kinds, main
 from purecompose.cli.telling import checksum
-from purecompose.state import State
+from purecompose.core.state import State
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

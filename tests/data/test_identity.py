@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_mlp, make_state
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from purecompose import Checkpoints, compose, data as pc_data, fit, loop_events
 from purecompose.data.identity import describe_data, differences
-from purecompose.saving import CheckpointWarning
+from purecompose.run.saving import CheckpointWarning
+from tests.helpers import make_mlp, make_state
 
 
 INPUTS, TARGETS = torch.randn(16, 4), torch.arange(16) % 3

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, make_batch, make_state
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import purecompose as pc
 from purecompose import compose, fit, loop_events
 from purecompose.data import SkippingWarning, epoch_batches
 from purecompose.data.loaders import draws_globally, keyed_batches
+from tests.helpers import assert_same, make_batch, make_state
 
 
 KEY = pc.random.key(7)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, make_batch, make_state
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
@@ -19,6 +18,7 @@ import purecompose as pc
 from purecompose import compose, fit, loop_events
 from purecompose.data import arrays, loader
 from purecompose.data.seeding import kept_globals
+from tests.helpers import assert_same, make_batch, make_state
 
 
 KEY = pc.random.key(11)

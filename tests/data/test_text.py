@@ -10,9 +10,9 @@ from hypothesis import given, strategies as st
 
 from purecompose import State, compose, evaluate, losses, metrics, optim
 from purecompose.algorithms import label_smoothing, selective_backprop, seq_length_warmup
+from purecompose.core.loop import loop_events
 from purecompose.data import CharacterVocabulary, arrays, load_text, text_windows
-from purecompose.layers import ClassesSecond
-from purecompose.loop import loop_events
+from purecompose.nn.layers import ClassesSecond
 from purecompose.random import key
 
 

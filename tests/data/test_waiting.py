@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
-from helpers import Batch, make_batch, make_state
 
 from purecompose import compose, evaluate, fit, loop_events
 from purecompose.data import waiting
+from tests.helpers import Batch, make_batch, make_state
 
 
 class Slow:

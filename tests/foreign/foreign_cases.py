@@ -1,10 +1,6 @@
 """All cases of the sweep, by name."""
 
-import foreign_layers
-import foreign_libraries
-import foreign_losses
-import foreign_sequences
-import foreign_structures
+from tests.foreign import foreign_layers, foreign_libraries, foreign_losses, foreign_sequences, foreign_structures
 
 
 _FAMILIES = (foreign_layers, foreign_libraries, foreign_losses, foreign_sequences, foreign_structures)

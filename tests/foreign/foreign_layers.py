@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from foreign_case import READS, SHAPES, WRITES, Case, classes, images, mapped, tokens, vectors
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+
+from tests.foreign.foreign_case import READS, SHAPES, WRITES, Case, classes, images, mapped, tokens, vectors
 
 
 BATCH_NORM = "batch normalization sees slices"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from foreign_case import Case, classes
 from torch import Generator, Tensor, nn
 
 from purecompose import losses
+from tests.foreign.foreign_case import Case, classes
 
 
 VOCABULARY = 17

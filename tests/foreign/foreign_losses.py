@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from foreign_case import READS, SHAPES, Case, MakeBatch, classes, mapped, values, vectors
 from torch import Generator, Tensor, nn
+
+from tests.foreign.foreign_case import READS, SHAPES, Case, MakeBatch, classes, mapped, values, vectors
 
 
 class Several(nn.Module):

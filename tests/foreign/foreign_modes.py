@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from foreign_case import Batch, Case
 from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, batch as batches, optim, tree
-from purecompose.layout import Layout
-from purecompose.population import stack_states, unstack_states
+from purecompose.core.layout import Layout
 from purecompose.testing.ranks import played
+from purecompose.transforms.population import stack_states, unstack_states
+from tests.foreign.foreign_case import Batch, Case
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from foreign_case import SHAPES, Case, classes, mapped, tokens
 from torch import Generator, Tensor, nn
+
+from tests.foreign.foreign_case import SHAPES, Case, classes, mapped, tokens
 
 
 VOCABULARY = 7

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, images, mapped, tokens, values, vectors
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
+
+from tests.foreign.foreign_case import FUNCTION, READS, SHAPES, WRITES, Case, images, mapped, tokens, values, vectors
 
 
 def built(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:

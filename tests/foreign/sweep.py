@@ -1,6 +1,6 @@
 """Runs every case of the sweep in every mode, and prints what does not go as expected, and a table.
 
-python tests/foreign/sweep.py [pattern of names] [mode ...]
+python -m tests.foreign.sweep [pattern of names] [mode ...]
 """
 
 import re
@@ -8,9 +8,10 @@ import sys
 from collections import Counter
 
 import torch
-from foreign_cases import CASES
-from foreign_libraries import MISSING
-from foreign_modes import MODES, outcome_of
+
+from tests.foreign.foreign_cases import CASES
+from tests.foreign.foreign_libraries import MISSING
+from tests.foreign.foreign_modes import MODES, outcome_of
 
 
 KINDS = ("match", "refused", "obscure", "wrong")

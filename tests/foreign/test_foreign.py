@@ -1,11 +1,12 @@
 """Networks and losses as people write them, each in all modes: they do what plain PyTorch does, or are refused clearly.
 
-`python tests/foreign/sweep.py` runs the same and prints a table.
+`python -m tests.foreign.sweep` runs the same and prints a table.
 """
 
 import pytest
-from foreign_cases import CASES
-from foreign_modes import MODES, outcome_of
+
+from tests.foreign.foreign_cases import CASES
+from tests.foreign.foreign_modes import MODES, outcome_of
 
 
 RUNS = [(name, mode) for name, case in CASES.items() for mode in MODES if mode != "inductor" or case.inductor]

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from observer_helpers import make_batches, make_state
 
 from purecompose import Evaluator, Event, compose, evaluate, fit, loop_events, metrics, stack_states
 from purecompose.observers import History, Recorder
+from tests.observers.observer_helpers import make_batches, make_state
 
 
 def test_records_are_those_of_the_hand_written_loop() -> None:

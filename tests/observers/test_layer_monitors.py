@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from observer_helpers import make_batches, make_population, make_state
 from torch import nn
 
 import purecompose as pc
 from purecompose import State, compose, fit, loop_events, losses, optim
 from purecompose.observers import Recorder, activations, updates
+from tests.observers.observer_helpers import make_batches, make_population, make_state
 
 
 class Kept:

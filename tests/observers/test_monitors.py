@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from observer_helpers import at, count_reads, make_batches, make_population, make_state
 
 from purecompose import Event, State, compose, fit, loop_events, optim, population, schedule, stack_states, tree
 from purecompose.observers import Recorder, learning_rate, memory, moments, speed, stopwatch
+from tests.observers.observer_helpers import at, count_reads, make_batches, make_population, make_state
 
 
 class Kept(list[dict[str, Any]]):

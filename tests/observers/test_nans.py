@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from observer_helpers import at, count_reads, make_batches, make_population, make_state
 
 from purecompose import Event, State, compose, fit, loop_events, optim
 from purecompose.observers import NaNs, nans
+from tests.observers.observer_helpers import at, count_reads, make_batches, make_population, make_state
 
 
 def feed(guard: NaNs, losses: list[float], state: State | None = None) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pages import ROOT
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "observers.md"
+
+PAGE = ROOT / "docs" / "observers.md"
 
 
 def test_the_page_runs(

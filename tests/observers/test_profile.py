@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from observer_helpers import make_batches, make_state
 
 from purecompose import Event, State, compose, fit, loop_events
 from purecompose.observers import Profile, profile
+from tests.observers.observer_helpers import make_batches, make_state
 
 
 def is_on() -> bool:

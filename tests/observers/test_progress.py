@@ -8,10 +8,10 @@ import types
 
 import pytest
 import torch
-from observer_helpers import at, make_batches, make_population, make_state
 
 from purecompose import Checkpoints, Evaluator, Event, State, compose, evaluate, fit, loop_events, metrics, population
 from purecompose.observers import History, Progress, progress, stopwatch
+from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from observer_helpers import at, count_reads, make_batches, make_population, make_state
 
 from purecompose import Evaluator, Event, State, compose, fit, loop_events, metrics, population
 from purecompose.observers import History, Recorder, activations, memory, system
+from tests.observers.observer_helpers import at, count_reads, make_batches, make_population, make_state
 
 
 class Groups:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from observer_helpers import at, make_batches, make_population, make_state
 
 from purecompose import Evaluator, Event, State, compose, fit, loop_events, metrics, population
 from purecompose.observers import History, Records, formats, read_records
 from purecompose.observers.formats import FORMATS
+from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
 SUFFIXES = pytest.mark.parametrize("suffix", ["jsonl", "csv"])

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from observer_helpers import at, make_batches, make_population, make_state
 
 from purecompose import compose, fit, loop_events
 from purecompose.observers import (
@@ -24,6 +23,7 @@ from purecompose.observers import (
     read_records,
     text_samples,
 )
+from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
 class Kept:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from observer_helpers import at, make_batches, make_population, make_state
 
 from purecompose import Evaluator, Event, compose, fit, loop_events, metrics, population
 from purecompose.observers import Comet, History, MLflow, Neptune, TensorBoard, WandB, learning_rate
+from tests.observers.observer_helpers import at, make_batches, make_population, make_state
 
 
 def run(observer: Any) -> list[dict[str, Any]]:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, make_batch, make_batches, make_state, run_steps
 
 import purecompose as pc
 from purecompose import ContractError, compose, loop_events, optim, schedule
 from purecompose.schedule import hparam, number
+from tests.helpers import assert_close, make_batch, make_batches, make_state, run_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, losses, optim
 from purecompose.optim.decaying import Decaying, DecayRule
-from purecompose.population import population, stack_states, unstack_states
 from purecompose.schedule import Scalar, cosine, hparam, resolve
+from purecompose.transforms.population import population, stack_states, unstack_states
 
 
 Made = tuple[Any, type[torch.optim.Optimizer] | None, dict[str, Any]]

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from purecompose import batch as batches, losses, random, tree
-from purecompose.algorithm import Algorithm, Trait
-from purecompose.event import Event
-from purecompose.model import from_module
-from purecompose.predicate import after, before, every, on
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
+from purecompose.nn.model import from_module
 from purecompose.schedule import hparam
-from purecompose.state import State
-from purecompose.targets import Mixture
-from purecompose.weights import to_module
+from purecompose.surgery.weights import to_module
+from purecompose.time.event import Event
+from purecompose.time.predicates import after, before, every, on
 
 
 __all__ = ["LAWFUL"]

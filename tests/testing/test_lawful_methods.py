@@ -1,9 +1,9 @@
 """No law blames a lawful method, and a few cases are enough to judge it: `check` says ok."""
 
 import pytest
-from lawful_methods import LAWFUL
 
 from purecompose.testing import check
+from tests.testing.lawful_methods import LAWFUL
 
 
 def _blamed(name: str, max_examples: int) -> list[str]:

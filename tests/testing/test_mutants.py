@@ -1,13 +1,13 @@
 """Every mutant is found out by its law, where it is wrong; and every law has mutants, else it would be none."""
 
 import pytest
-from wrong_methods import WRONG
 
 from purecompose import Event
-from purecompose.algorithm import Algorithm
+from purecompose.core.algorithm import Algorithm
 from purecompose.testing import LAWS, MUTANTS, LawViolation, check
 from purecompose.testing.case import Case
 from purecompose.testing.mutants.mutant import mutant
+from tests.testing.wrong_methods import WRONG
 
 
 LAW = {law.name: law for law in LAWS}

@@ -11,16 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from purecompose import DEFAULT_PASSES, compose, loop_events
-from purecompose.algorithm import Algorithm, identity
 from purecompose.algorithms import label_smoothing, mixup, selective_backprop
-from purecompose.event import Event
-from purecompose.passes import OrderError
-from purecompose.predicate import after, before, every, on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, identity
+from purecompose.core.passes import OrderError
+from purecompose.core.state import State
 from purecompose.testing.companions import bystander, noise, shrink
 from purecompose.testing.conflicts import Conflicts, OrderWarning, conflicts, warn_of_conflicts
 from purecompose.testing.order import Commutation, commutes, meeting_events
 from purecompose.testing.tasks import TASKS
+from purecompose.time.event import Event
+from purecompose.time.predicates import after, before, every, on
 
 
 FEW: dict[str, Any] = {"max_examples": 3, "tasks": [TASKS["vectors"]]}

@@ -5,7 +5,6 @@ import torch
 from hypothesis import find, given, settings, strategies as st
 
 from purecompose.algorithms import FACTORIES
-from purecompose.predicate import NEVER
 from purecompose.schedule import Hparam, Product, Schedule, collect
 from purecompose.testing.case import Case
 from purecompose.testing.law import acts_in_step
@@ -14,6 +13,7 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS
+from purecompose.time.predicates import NEVER
 
 
 EXAMPLES = [(row, source) for row in SHIPPED.values() for source in row.examples]

@@ -3,10 +3,10 @@
 import functools
 
 import pytest
-from shipped_examples import examples
 
 from purecompose.testing import LAWS, SHIPPED, Status
 from purecompose.testing.checking import trials
+from tests.shipped_examples import examples
 
 
 each_example = pytest.mark.parametrize(("row", "source"), examples())

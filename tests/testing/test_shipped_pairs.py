@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
-from mixed_tasks import MIXED_TASKS
 
 from purecompose import State, Step, compose, loop_events, tree
 from purecompose.testing import SHIPPED, TASKS, Subject, Task
 from purecompose.testing.shipped.row import Row
+from tests.testing.mixed_tasks import MIXED_TASKS
 
 
 NUM_STEPS = 20

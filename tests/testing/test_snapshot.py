@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from purecompose import tree
 from purecompose.algorithms import FACTORIES
-from purecompose.state import State
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.snapshot import SnapshotError, from_bytes, to_bytes
 from purecompose.testing.strategies import cases

@@ -9,8 +9,7 @@ from hypothesis import Phase, find, given, settings, strategies as st
 
 import purecompose as pc
 from purecompose import Event, after, algorithms as alg, between, compose, epoch_ends, every, loop_events, on
-from purecompose.loop import Grad, Microbatches, advance, update, walk
-from purecompose.predicate import Predicate
+from purecompose.core.loop import Grad, Microbatches, advance, update, walk
 from purecompose.testing import strategies as strategy
 from purecompose.testing.case import Case
 from purecompose.testing.record import run
@@ -18,6 +17,7 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS, make_task
 from purecompose.time import RunLength, Timestamp
+from purecompose.time.predicates import Predicate
 
 
 def smallest(drawn: st.SearchStrategy[Any], condition=lambda value: True) -> Any:

@@ -8,10 +8,10 @@ from torch import nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, between, every, on, random
-from purecompose.algorithm import identity
-from purecompose.lease import SpentStateError
+from purecompose.core.algorithm import identity
 from purecompose.testing import MUTANTS, TASKS, Case, LawViolation, Subject, Task
 from purecompose.testing.suite import compiled, compiled_agrees
+from purecompose.transforms.lease import SpentStateError
 
 
 MUTANT = {mutant.name: mutant for mutant in MUTANTS}

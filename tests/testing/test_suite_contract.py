@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from purecompose.algorithm import Algorithm, identity
-from purecompose.event import Event
-from purecompose.predicate import on
+from purecompose.core.algorithm import Algorithm, identity
 from purecompose.schedule import hparam
 from purecompose.testing.case import Case
 from purecompose.testing.companions import bystander
@@ -13,6 +11,8 @@ from purecompose.testing.law import LawViolation
 from purecompose.testing.mutants.contract import late_slot, widens_params
 from purecompose.testing.suite.contract import buffers_kept, init_once, own_slot, structure_kept
 from purecompose.testing.tasks import TASKS
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 LAWS = [structure_kept, own_slot, buffers_kept, init_once]

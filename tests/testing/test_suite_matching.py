@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 
-from purecompose.algorithm import Algorithm, identity
-from purecompose.context import SealedTimeError
-from purecompose.event import Event
-from purecompose.matching import MatchError
-from purecompose.predicate import ALWAYS, NEVER, Predicate, every, on
+from purecompose.core.algorithm import Algorithm, identity
+from purecompose.core.context import SealedTimeError
+from purecompose.core.matching import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Law, LawViolation
 from purecompose.testing.mutants.matching import (
@@ -22,6 +20,8 @@ from purecompose.testing.mutants.mutant import Mutant
 from purecompose.testing.strategies import cases
 from purecompose.testing.suite.matching import match_pure, time_from_clock
 from purecompose.testing.tasks import TASKS
+from purecompose.time.event import Event
+from purecompose.time.predicates import ALWAYS, NEVER, Predicate, every, on
 
 
 LAWS = [match_pure, time_from_clock]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from purecompose import Algorithm, Event, algorithms as alg, between, compose, loop_events, on, random
-from purecompose.algorithm import identity
+from purecompose.core.algorithm import identity
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree, ranks_agree, vmap_agrees

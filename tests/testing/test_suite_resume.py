@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from purecompose import tree
-from purecompose.algorithm import Algorithm, identity
-from purecompose.event import Event
-from purecompose.predicate import between, on
+from purecompose.core.algorithm import Algorithm, identity
 from purecompose.testing import worker as workers
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
@@ -26,6 +24,8 @@ from purecompose.testing.subject import Subject
 from purecompose.testing.suite.resume import resume_exact
 from purecompose.testing.tasks import TASKS, Task, make_mlp
 from purecompose.testing.worker import RemoteError, Unportable, Worker, WorkerError, resumed_elsewhere
+from purecompose.time.event import Event
+from purecompose.time.predicates import between, on
 
 
 MIDDLE = Case(start=1, batches_per_epoch=5, num_batches=2, seed=3, microbatches=2, others=("bystander", "noise"))

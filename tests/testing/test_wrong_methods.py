@@ -1,9 +1,9 @@
 """Methods that are wrong as researchers' methods are: each is found, by the law that is about its mistake."""
 
 import pytest
-from wrong_methods import WRONG
 
 from purecompose.testing import LAWS, LawViolation, check
+from tests.testing.wrong_methods import WRONG
 
 
 @pytest.mark.parametrize(

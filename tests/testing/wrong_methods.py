@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from purecompose import random, surgery, tree
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.predicate import on
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
 from purecompose.schedule import hparam
-from purecompose.state import State
 from purecompose.testing.mutants.mutant import Mutant, mutant, scaled_grads, scaled_params, with_slot
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["WRONG"]

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import random, tree
-from purecompose.event import Event
-from purecompose.predicate import after, on
-from purecompose.state import State
-from purecompose.targets import one_hot
+from purecompose.core.state import State
+from purecompose.losses.targets import one_hot
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
+from purecompose.time.event import Event
+from purecompose.time.predicates import after, on
 
 
 # absent_when_unmatched

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params
+from purecompose.time.event import Event
 
 
 @mutant("compiled_agrees", at=Event.AFTER_TRAIN_BATCH)

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from purecompose import losses, random, surgery, tree
-from purecompose._device import AUTOCAST
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose._support.device import AUTOCAST
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_params, with_slot
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 # structure_kept

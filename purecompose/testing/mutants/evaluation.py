@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from purecompose import batch as batches, random
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms.label_smoothing import smooth_labels
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, with_slot
+from purecompose.time.event import Event
 
 
 # evaluation_blind

@@ -3,9 +3,9 @@
 import torch
 
 from purecompose import tree
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads
+from purecompose.time.event import Event
 
 
 @mutant("stays_finite", at=Event.AFTER_TRAIN_BATCH)

@@ -4,12 +4,12 @@ import random as python_random
 
 from torch import Tensor
 
-from purecompose.algorithm import Algorithm
-from purecompose.context import SealedTime
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.context import SealedTime
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params
 from purecompose.time import Timestamp
+from purecompose.time.event import Event
 
 
 def _shrunk(event: Event, state: State) -> State:

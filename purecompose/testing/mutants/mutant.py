@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.predicate import Predicate, on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import Predicate, on
 
 
 __all__ = ["Mutant", "mutant", "scaled", "scaled_grads", "scaled_params", "with_slot"]

@@ -3,9 +3,9 @@
 import torch
 
 from purecompose import batch as batches, random, tree
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
+from purecompose.time.event import Event
 
 
 # microbatches_agree

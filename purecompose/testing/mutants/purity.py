@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.event import Event
-from purecompose.state import State
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
+from purecompose.time.event import Event
 
 
 # input_untouched

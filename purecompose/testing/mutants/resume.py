@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from purecompose import random
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 @mutant("resume_exact", at=Event.BATCH_END)

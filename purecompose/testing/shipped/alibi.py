@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from purecompose.layers.attention import SelfAttention
+from purecompose.nn.layers.attention import SelfAttention
 from purecompose.testing.shipped.row import Row
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from purecompose.algorithms.gated_linear_units import ACTIVATIONS
-from purecompose.layers.attention import FeedForward
+from purecompose.nn.layers.attention import FeedForward
 from purecompose.testing.shipped.row import Row
 
 

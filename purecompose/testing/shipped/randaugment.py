@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from purecompose.images import PRIMITIVES
+from purecompose.algorithms.images import PRIMITIVES
 from purecompose.testing.shipped.row import Row, scalars
 
 

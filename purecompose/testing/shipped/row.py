@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import nn
 
-from purecompose.algorithm import Algorithm
 from purecompose.algorithms import FACTORIES
+from purecompose.core.algorithm import Algorithm
 from purecompose.schedule import Scalar, cosine, hparam, linear
 from purecompose.testing.tasks import FULL_TASKS, TASKS, Task
 

@@ -6,18 +6,18 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches, random
-from purecompose._functorch import is_transforming
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
-from purecompose.event import Event
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
+from purecompose._support.functorch import is_transforming
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.companions import bystander
 from purecompose.testing.law import define_law, never_acts
 from purecompose.testing.outer import after_batch, begun
 from purecompose.testing.record import LASTING, Act, Watched, changed_context, check_equal, compare, intercepted
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["absent_when_unmatched", "draws_independent", "list_position_free", "neutral_setting"]

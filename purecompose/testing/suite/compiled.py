@@ -4,15 +4,15 @@ import dataclasses
 
 import torch
 
-from purecompose.algorithm import Algorithm
-from purecompose.compilation import compile as compile_step
-from purecompose.event import Event
-from purecompose.predicate import every, on
+from purecompose.core.algorithm import Algorithm
 from purecompose.testing.case import COMPANY, Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.record import LASTING, Watched
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite.judging import attempted, compare_rounded, is_on_the_edge, judged
+from purecompose.time.event import Event
+from purecompose.time.predicates import every, on
+from purecompose.transforms.compilation import compile as compile_step
 
 
 __all__ = ["compiled_agrees"]

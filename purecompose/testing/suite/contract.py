@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.algorithm import Algorithm, Trait
-from purecompose.contract import FormError
-from purecompose.event import Event
-from purecompose.loop import Node, Op, eval_events, events_in, loop_events, loss, predict_events
-from purecompose.predicate import NEVER
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.contract import FormError
+from purecompose.core.loop import Node, Op, eval_events, events_in, loop_events, loss, predict_events
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun, ended, fired
@@ -33,6 +31,8 @@ from purecompose.testing.record import (
 )
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import Task
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
 
 
 __all__ = ["buffers_kept", "frozen_kept", "init_once", "own_slot", "structure_kept", "watching_others"]

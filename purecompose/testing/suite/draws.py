@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purecompose.algorithm import Algorithm
-from purecompose.event import Event
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
 from purecompose.random import draws as sources, salt
-from purecompose.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun
 from purecompose.testing.record import STEP_FIELDS, Act, Watched, compare
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
 
 
 __all__ = ["draws_keyed"]

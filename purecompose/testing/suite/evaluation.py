@@ -6,20 +6,20 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step, compose
-from purecompose.contract import InPlaceError
-from purecompose.evaluation import Evaluator, evaluate, predict, run_evaluator
-from purecompose.event import Event
-from purecompose.loop import Node, Op, eval_events, events_in, loop_events, predict_events, update, walk
-from purecompose.metrics import mean_loss
-from purecompose.predicate import NEVER
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step, compose
+from purecompose.core.contract import InPlaceError
+from purecompose.core.loop import Node, Op, eval_events, events_in, loop_events, predict_events, update, walk
+from purecompose.core.state import State
+from purecompose.losses.metrics import mean_loss
+from purecompose.run.evaluation import Evaluator, evaluate, predict, run_evaluator
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun
 from purecompose.testing.record import Act, Watched, check_equal, compare, copied, inserted, snapshot
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
 
 
 __all__ = ["evaluation_blind", "pairs_undone"]

@@ -3,7 +3,7 @@
 import torch
 
 from purecompose import tree
-from purecompose.state import State
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.record import run

@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
-from purecompose.evaluation import Evaluator
-from purecompose.event import Event
-from purecompose.fit import fit
-from purecompose.metrics import mean_loss
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.state import State
+from purecompose.losses.metrics import mean_loss
+from purecompose.run.evaluation import Evaluator
+from purecompose.run.fit import fit
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun
@@ -24,6 +23,7 @@ from purecompose.testing.process import elsewhere, process_settings
 from purecompose.testing.record import LASTING, Watched, check_equal, check_process, compare, snapshot
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite.contract import watching_others
+from purecompose.time.event import Event
 
 
 __all__ = ["fit_repeats", "memory_bounded"]

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose._device import AUTOCAST
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
-from purecompose.event import Event
-from purecompose.predicate import on
-from purecompose.state import State
+from purecompose._support.device import AUTOCAST
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.faults import is_refusal
 from purecompose.testing.law import Broken
 from purecompose.testing.record import LASTING, compare
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
 
 
 __all__ = ["Judge", "attempted", "compare_rounded", "is_on_the_edge", "judged", "judged_in_double", "rounding"]

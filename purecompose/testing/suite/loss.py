@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from purecompose import tree
-from purecompose._functorch import is_transforming
-from purecompose.algorithm import Algorithm, Trait
-from purecompose.event import Event
-from purecompose.loop import Grad, Microbatches, Node, Op, events_in, forward, loop_events, walk
-from purecompose.predicate import NEVER, on
-from purecompose.state import State
-from purecompose.targets import Mixture
+from purecompose._support.functorch import is_transforming
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.loop import Grad, Microbatches, Node, Op, events_in, forward, loop_events, walk
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
 from purecompose.testing.case import COMPANY, Case
 from purecompose.testing.faults import first_line, is_refusal
 from purecompose.testing.law import Broken, define_law, never_acts
@@ -21,6 +19,8 @@ from purecompose.testing.subject import Subject
 from purecompose.testing.suite.derivative import check_derivative
 from purecompose.testing.suite.judging import compare_rounded, judged, judged_in_double
 from purecompose.testing.tasks import Task
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["ignored_stay_ignored", "loss_differentiated", "mixtures_taken"]

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from purecompose import batch as batches, tree
-from purecompose.algorithm import Algorithm
-from purecompose.compose import Step
-from purecompose.context import SealedTime, SealedTimeError, Static
-from purecompose.event import Event
-from purecompose.loop import eval_events, predict_events
-from purecompose.matching import Matcher, MatchError
-from purecompose.state import State
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.context import SealedTime, SealedTimeError, Static
+from purecompose.core.loop import eval_events, predict_events
+from purecompose.core.matching import Matcher, MatchError
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.process import process_settings
 from purecompose.testing.record import STEP_FIELDS, Act, Watched, check_process, compare, run, snapshot
 from purecompose.testing.subject import Subject
 from purecompose.time import Timestamp
+from purecompose.time.event import Event
 
 
 __all__ = ["match_pure", "time_from_clock"]

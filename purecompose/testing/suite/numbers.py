@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
-from purecompose import batch as batches, loop, losses, tree
-from purecompose.algorithm import Algorithm, Trait
-from purecompose.compose import Step
-from purecompose.folding import has_mean
-from purecompose.state import State
+from purecompose import batch as batches, losses, tree
+from purecompose.core import loop
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.compose import Step
+from purecompose.core.folding import has_mean
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.ranks import played

@@ -5,10 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from purecompose import batch as batches, tree
-from purecompose.contract import GlobalDrawError, InPlaceError
-from purecompose.event import Event
-from purecompose.random.modules import UnkeyedRandomError
-from purecompose.state import State
+from purecompose.core.contract import GlobalDrawError, InPlaceError
+from purecompose.core.state import State
+from purecompose.nn.keyed.modules import UnkeyedRandomError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun, ended
@@ -27,6 +26,7 @@ from purecompose.testing.record import (
     snapshot,
 )
 from purecompose.testing.subject import Subject
+from purecompose.time.event import Event
 
 
 __all__ = ["deterministic", "global_state_kept", "input_untouched"]

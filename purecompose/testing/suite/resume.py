@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from purecompose.compose import Step
-from purecompose.state import State
+from purecompose.core.compose import Step
+from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
 from purecompose.testing.outer import after_batch, begun

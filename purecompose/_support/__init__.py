@@ -1,0 +1,1 @@
+"""What the rest of the package stands on: argument checks, tables, files, devices, warnings."""

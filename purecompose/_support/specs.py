@@ -1,0 +1,284 @@
+"""Calls written as text, such as `mixup(alpha=0.2),label_smoothing`: parsed, never run as code.
+
+A name may have a module in front, `my_module:name`.
+
+A text is a list of names separated by commas, each with or without arguments in parentheses. Arguments are
+literals: numbers, quoted strings, True, False, None, and tuples, lists and dicts of these. A time such as `0.1dur`
+needs no quotes.
+"""
+
+import ast
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+
+__all__ = [
+    "OWN_NAME",
+    "Call",
+    "SpecError",
+    "build",
+    "by_name",
+    "check_name",
+    "describe",
+    "did_you_mean",
+    "parse",
+    "parse_one",
+]
+
+OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""A name with a module in front."""
+
+# A string, to be passed over; a name with a module; or a number with a unit. The latter two are nothing in Python:
+# `1e5` and `2j` are not among them.
+_STRING_OR_TIME = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
+    rf"(?<![\w.])(?P<own>{OWN_NAME.pattern})|"
+    r"(?<![\w.])(?P<time>(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:iter|ep|ba|sp|tok|dur|sec)"
+    r"|(?=\d)(?:\d+h)?(?:\d+m)?(?:\d+s)?)(?![\w.]|\s*=)",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+class SpecError(ValueError):
+    """A text that names no known thing, or a thing that does not take these arguments, in one line."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A name with literal arguments; `str` gives a text that parses to the same call."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"{self.name}({', '.join(arguments)})"
+
+
+def parse(text: str) -> tuple[Call, ...]:
+    """The calls that a text lists; the empty text and `none` list nothing.
+
+    Raises:
+        SpecError: The text has another form, or an argument is no literal; the message gives the column.
+
+    Example:
+        >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
+        ['mixup(alpha=0.2)', 'label_smoothing()']
+    """
+    # Of equal length, so that columns stay what the user sees; at a line's end Python would stop reading.
+    line = "".join(" " if character.isspace() else character for character in text)
+    if line.strip().lower() in ("", "none"):
+        return ()
+    indent = len(line) - len(line.lstrip())
+    expression = _expression(line, indent)
+    nodes = expression.elts if isinstance(expression, ast.Tuple) else [expression]
+    return tuple(_call(node, line, indent) for node in nodes)
+
+
+def parse_one(text: str) -> Call:
+    """The only call in a text.
+
+    Raises:
+        SpecError: As `parse`, or there is none or more than one.
+
+    Example:
+        >>> parse_one("adam(lr=2e-3)").kwargs
+        {'lr': 0.002}
+    """
+    calls = parse(text)
+    if len(calls) != 1:
+        raise SpecError(f"expected one name, with or without arguments, got {len(calls)} in {text!r}")
+    return calls[0]
+
+
+def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) -> Any:
+    """What the factory of that name makes of the arguments.
+
+    Args:
+        call: The call.
+        factories: Functions by name.
+        kind: What they make, in a word, for messages.
+
+    Raises:
+        SpecError: No factory has the name, it has no such parameter, or it refuses a value.
+
+    Example:
+        >>> build(parse_one("complex(real=1, imag=2)"), {"complex": complex}, "number")
+        (1+2j)
+        >>> build(parse_one("complx"), {"complex": complex}, "number")
+        Traceback (most recent call last):
+        purecompose._support.specs.SpecError: no number is called 'complx'; did you mean 'complex'? Known: complex
+    """
+    check_name(call.name, factories, kind)
+    factory = factories[call.name]
+    _check_arguments(call, inspect.signature(factory))
+    try:
+        return factory(*call.args, **call.kwargs)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        named = message if message.startswith(call.name) else f"{call.name}: {message}"
+        raise SpecError(named) from error
+
+
+def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
+    """The call with all arguments by their names; as it is where that cannot be, which `build` then reports.
+
+    Example:
+        >>> def scaled(alpha, power=2): ...
+        >>> str(by_name(parse_one("scaled(0.2, power=3)"), {"scaled": scaled}))
+        'scaled(alpha=0.2, power=3)'
+    """
+    if call.name not in factories:
+        return call
+    parameters = inspect.signature(factories[call.name]).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    given = dict(zip(names, call.args, strict=False))
+    takes_others = any(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL) for parameter in parameters
+    )
+    if takes_others or len(call.args) > len(names) or given.keys() & call.kwargs.keys():
+        return call
+    return Call(call.name, kwargs={**given, **call.kwargs})
+
+
+def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
+    """Raises `SpecError` where a name is none of those known, and says which one may have been meant."""
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise SpecError(f"no {kind} is called {name!r};{hint} {'K' if hint else 'k'}nown: {', '.join(sorted(known))}")
+
+
+def describe(name: str, signature: inspect.Signature) -> str:
+    """A function as one types it: parameters with defaults, without annotations.
+
+    Example:
+        >>> def scaled(alpha: float, *, power: int = 2) -> float: ...
+        >>> describe("scaled", inspect.signature(scaled))
+        'scaled(alpha, *, power=2)'
+    """
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return f"{name}{inspect.Signature(plain)}"
+
+
+def _check_arguments(call: Call, signature: inspect.Signature) -> None:
+    parameters = signature.parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in call.kwargs:
+        if name not in parameters and not takes_any:
+            hint = did_you_mean(name, parameters)
+            has = f"{'It' if hint else 'it'} has {', '.join(parameters) or 'no parameters'}"
+            raise SpecError(f"{call.name} has no parameter {name!r};{hint} {has}")
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        raise SpecError(f"{call.name}: {error}; it is {describe(call.name, signature)}") from error
+
+
+def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
+    """What opens a hint where a name is close to one or two of those known, else nothing.
+
+    Args:
+        name: What was given.
+        known: What there is.
+        shown: How the known ones are shown, where that is not as they are compared.
+
+    Example:
+        >>> did_you_mean("mixpu", ["mixup", "sam"])
+        " did you mean 'mixup'?"
+    """
+    close = get_close_matches(str(name), list(known), n=2)
+    close = close if shown is None else [shown[one] for one in close]
+    return f" did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _expression(line: str, indent: int) -> ast.expr:
+    try:
+        with warnings.catch_warnings():
+            # What Python thinks of an odd escape in a string is no concern of ours.
+            warnings.simplefilter("ignore")
+            expression = ast.parse(_without_times(line).strip(), mode="eval").body
+            return _Times(_Where(line, indent)).visit(expression)
+    except SyntaxError as error:
+        column = indent + (error.offset or 1)
+        hint = _HINTS.get(error.msg, "")
+        raise SpecError(f"cannot read {_cut(line)} at column {column}: {error.msg}{hint}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"cannot read {_cut(line)}: {error}") from error
+
+
+_HINTS = {
+    "invalid decimal literal": "; a time is a number and iter, ep, ba, sp, tok, dur or sec, other text wants quotes",
+    "invalid syntax": "; expected names separated by commas, each with or without arguments in parentheses",
+}
+
+
+def _without_times(line: str) -> str:
+    """Names of equal length in place of names with a module and of times without quotes, so that columns stay."""
+    return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] or found["own"] else found[0], line)
+
+
+class _Times(ast.NodeTransformer):
+    """Puts times back, as the strings that they stand for."""
+
+    def __init__(self, where: "_Where") -> None:
+        self._where = where
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The time, where one was written there."""
+        found = _STRING_OR_TIME.fullmatch(self._where.text(node))
+        return ast.copy_location(ast.Constant(found[0]), node) if found and found["time"] else node
+
+
+def _cut(line: str) -> str:
+    return repr(line if len(line) <= 80 else line[:77] + "...")
+
+
+def _call(node: ast.expr, line: str, indent: int) -> Call:
+    where = _Where(line, indent)
+    if isinstance(node, ast.Name):
+        return Call(where.text(node))
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise SpecError(
+            f"expected a name, with or without arguments in parentheses, got {where.text(node)} "
+            f"at column {where.column(node)} of {_cut(line)}"
+        )
+    name = where.text(node.func)
+    kwargs = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise SpecError(f"{name}: write the arguments out, not as **{where.text(keyword.value)}")
+        if keyword.arg in kwargs:
+            raise SpecError(f"{name}: {keyword.arg} is given twice")
+        kwargs[keyword.arg] = _literal(keyword.value, f"{name}: {keyword.arg}=", where)
+    return Call(name, tuple(_literal(argument, f"{name}: ", where) for argument in node.args), kwargs)
+
+
+def _literal(node: ast.expr, role: str, where: "_Where") -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise SpecError(
+            f"{role}{where.text(node)} at column {where.column(node)} is no literal: expected a number, "
+            "a string in quotes, a time such as 5ep, True, False, None, or a tuple, list or dict of these"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Finds nodes in the line that the user typed."""
+
+    line: str
+    indent: int
+
+    def text(self, node: ast.expr) -> str:
+        return ast.get_source_segment(self.line.strip(), node) or ast.dump(node)
+
+    def column(self, node: ast.expr) -> int:
+        """From 1, in characters; the parser counts bytes."""
+        return self.indent + len(self.line.strip().encode()[: node.col_offset].decode()) + 1

@@ -1,0 +1,18 @@
+"""Warnings that point at the caller's own line, however many of the library's frames lie between."""
+
+import pathlib
+import sys
+import warnings
+
+
+__all__ = ["warn"]
+
+_OURS = str(pathlib.Path(__file__).parents[1])
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line outside of the library."""
+    level, frame = 1, sys._getframe(0)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

@@ -1,0 +1,231 @@
+"""The methods' cores as plain functions, for use in any training loop.
+
+Tensors and settings in, new tensors out; some give a number or a bool, as stands below. What comes in is never changed.
+Where a function draws, the key comes first, and the same key gives the same result: give every batch a key of its own,
+`random.fold_in(key, step)`. Cores do not switch themselves off. `severity=0` or `num_holes=0` leave images alone, but
+`mixup_batch(alpha=0)` still returns a `Mixture` of two terms, `smooth_labels(smoothing=0)` dense targets, and
+`choose_by_loss(keep=1)` a random order of the whole batch; leave the call out instead.
+
+    mixup_batch(key, inputs, targets) -> (inputs, targets)
+    cutmix_batch(key, inputs, targets) -> (inputs, targets)
+    cutmix_box(key, height, width) -> box
+    cutout_batch(key, images) -> images
+    colout_batch(key, inputs, targets) -> (inputs, targets), or inputs where there are no targets
+    randaugment_batch(key, images) -> images
+    augmix_batch(key, images) -> images
+    smooth_labels(logits, targets) -> targets
+    resize_batch(key, inputs, targets, scale_factor) -> (inputs, targets)
+    progressive_scale(elapsed) -> float
+    set_batch_sequence_length(batch, length) -> batch
+    warmup_length(elapsed) -> int
+    gyro_drop(key, inputs) -> inputs, in training
+    gyro_dropout_mask(key, shape) -> mask
+    gyro_dropout_period(total_batches) -> int
+    choose_by_loss(key, example_losses) -> positions in the batch
+    select_using_loss(key, inputs, targets, forward_fn, loss_fn) -> (inputs, targets)
+    should_selective_backprop(current_duration, batch_in_epoch) -> bool
+
+For the samples of a data set, PIL images or tensors, each a function `(sample, rng=None) -> sample`:
+
+    cutout_transform(num_holes, length) -> transform
+    colout_transform(p_row, p_col) -> transform
+    randaugment_transform(severity, depth) -> transform
+    augmix_transform(severity, depth, width) -> transform
+
+Methods on the model, for a plain `nn.Module`: each returns a changed copy, with weights of its own and in the mode
+(train or eval) of the network, which is not touched. Make the optimizer from the copy:
+
+    apply_blurpool(net, replace_convs, replace_maxpools, blur_first) -> net
+    apply_squeeze_excite(key, net, latent_channels, min_channels) -> net
+    apply_ghost_batchnorm(net, ghost_batch_size) -> net
+    apply_weight_standardization(net, n_last_layers_ignore) -> net
+    apply_stochastic_depth(net, stochastic_method, drop_rate, drop_distribution) -> net
+    apply_alibi(net) -> net
+    apply_gated_linear_units(key, net, act_fn, gated_layer_bias, non_gated_layer_bias) -> net
+    apply_factorize(net, factorize_convs, factorize_linears) -> net
+    apply_low_precision_layernorm(net) -> net
+    apply_low_precision_groupnorm(net) -> net
+    apply_channels_last(net) -> net
+
+Gyro dropout has none: its masks follow the number of the batch, which a plain network does not know.
+
+Their rules for `purecompose.surgery`, which put other modules into a network:
+
+    blurpool_rules(replace_convs, replace_maxpools, blur_first) -> rules
+    squeeze_excite_rules(latent_channels, min_channels) -> rules
+    ghost_batchnorm_rules(ghost_batch_size) -> rules
+    weight_standardization_rules(n_last_layers_ignore) -> rules
+    weight_standardization_undo_rules(is_baked) -> rules
+    stochastic_depth_rules(module) -> rules
+    alibi_rules() -> rules
+    gated_linear_units_rules(act_fn, gated_layer_bias, non_gated_layer_bias) -> rules
+    factorize_rules(factorize_convs, factorize_linears) -> rules
+    low_precision_layernorm_rules() -> rules
+    low_precision_groupnorm_rules() -> rules
+    no_op_model_rules() -> rules
+
+and what else methods on the model consist of:
+
+    blur_2d(input) -> images
+    blurmax_pool2d(input, kernel_size, stride) -> images
+    standardized(weight) -> weight
+    stochastic_depth_rates(num_blocks) -> the rate of each block
+    alibi_bias(num_heads, length) -> what is added to the logits of attention
+    alibi_slopes(num_heads) -> the slope of each head
+    to_channels_last(tensors) -> tensors
+    factorize_matrix(inputs, outputs, first, second) -> a product of a lower rank, fitted to data
+    factorize_conv2d(inputs, first, second) -> the same for a convolution
+    factorizing_could_speedup(module, latent) -> bool
+
+On gradients, weights and time, each by parameter names where it takes several tensors:
+
+    clip_by_norm(grads, threshold) -> grads
+    clip_by_value(grads, threshold) -> grads
+    clip_adaptively(grads, params, threshold) -> grads
+    clip_per_example(grads, max_norm) -> mean of clipped gradients
+    norms_per_example(grads) -> the norm of each example's gradient
+    perturb_params(params, grads, rho) -> params
+    pull_back(slow, fast, alpha) -> weights
+    compute_ema(averages, weights, smoothing) -> averages
+    add_to_mean(means, weights, num) -> means
+    schedule_free_step(base, averages, moved, beta, share) -> (base, averages, weights)
+    estimate_noise(small, big, small_size, big_size) -> (squared norm of the gradient, trace of its covariance)
+    critical_batch_size(squared_norm, trace) -> examples
+    layers_of(module) -> the parameters of each layer
+    frozen_share(elapsed) -> the share of layers that is frozen
+    frozen_layers(module, elapsed) -> the names of frozen parameters
+    warmup_batch_size(elapsed, batch_size) -> examples
+
+The algorithms are made of these, the drawing ones with the key `state.rng(name)`. `select_using_loss` and
+`should_selective_backprop` say for a loop of one's own what selective backprop's `apply` and `match` say inside a step.
+"""
+
+from purecompose.algorithms.alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi
+from purecompose.algorithms.augmix import augmix_batch, augmix_transform
+from purecompose.algorithms.batch_size_warmup import warmup_batch_size
+from purecompose.algorithms.blurpool import apply_blurpool, blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.algorithms.channels_last import apply_channels_last, to_channels_last
+from purecompose.algorithms.colout import colout_batch, colout_transform
+from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
+from purecompose.algorithms.cutout import cutout_batch, cutout_transform
+from purecompose.algorithms.ema import compute_ema
+from purecompose.algorithms.factorize import (
+    apply_factorize,
+    factorize_conv2d,
+    factorize_matrix,
+    factorize_rules,
+    factorizing_could_speedup,
+)
+from purecompose.algorithms.gated_linear_units import apply_gated_linear_units, gated_linear_units_rules
+from purecompose.algorithms.ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm_rules
+from purecompose.algorithms.gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
+from purecompose.algorithms.gradient_noise_scale import critical_batch_size, estimate_noise
+from purecompose.algorithms.gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms.label_smoothing import smooth_labels
+from purecompose.algorithms.layer_freezing import frozen_layers, frozen_share, layers_of
+from purecompose.algorithms.lookahead import pull_back
+from purecompose.algorithms.low_precision_groupnorm import (
+    apply_low_precision_groupnorm,
+    low_precision_groupnorm_rules,
+)
+from purecompose.algorithms.low_precision_layernorm import (
+    apply_low_precision_layernorm,
+    low_precision_layernorm_rules,
+)
+from purecompose.algorithms.mixup import mixup_batch
+from purecompose.algorithms.no_op_model import no_op_model_rules
+from purecompose.algorithms.per_example_clipping import clip_per_example, norms_per_example
+from purecompose.algorithms.progressive_resizing import progressive_scale, resize_batch
+from purecompose.algorithms.randaugment import randaugment_batch, randaugment_transform
+from purecompose.algorithms.sam import perturb_params
+from purecompose.algorithms.schedule_free import schedule_free_step
+from purecompose.algorithms.selective_backprop import choose_by_loss, select_using_loss, should_selective_backprop
+from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length, warmup_length
+from purecompose.algorithms.squeeze_excite import apply_squeeze_excite, squeeze_excite_rules
+from purecompose.algorithms.stochastic_depth import (
+    apply_stochastic_depth,
+    stochastic_depth_rates,
+    stochastic_depth_rules,
+)
+from purecompose.algorithms.swa import add_to_mean
+from purecompose.algorithms.weight_standardization import (
+    apply_weight_standardization,
+    standardized,
+    weight_standardization_rules,
+    weight_standardization_undo_rules,
+)
+
+
+__all__ = [
+    "add_to_mean",
+    "alibi_bias",
+    "alibi_rules",
+    "alibi_slopes",
+    "apply_alibi",
+    "apply_blurpool",
+    "apply_channels_last",
+    "apply_factorize",
+    "apply_gated_linear_units",
+    "apply_ghost_batchnorm",
+    "apply_low_precision_groupnorm",
+    "apply_low_precision_layernorm",
+    "apply_squeeze_excite",
+    "apply_stochastic_depth",
+    "apply_weight_standardization",
+    "augmix_batch",
+    "augmix_transform",
+    "blur_2d",
+    "blurmax_pool2d",
+    "blurpool_rules",
+    "choose_by_loss",
+    "clip_adaptively",
+    "clip_by_norm",
+    "clip_by_value",
+    "clip_per_example",
+    "colout_batch",
+    "colout_transform",
+    "compute_ema",
+    "critical_batch_size",
+    "cutmix_batch",
+    "cutmix_box",
+    "cutout_batch",
+    "cutout_transform",
+    "estimate_noise",
+    "factorize_conv2d",
+    "factorize_matrix",
+    "factorize_rules",
+    "factorizing_could_speedup",
+    "frozen_layers",
+    "frozen_share",
+    "gated_linear_units_rules",
+    "ghost_batchnorm_rules",
+    "gyro_drop",
+    "gyro_dropout_mask",
+    "gyro_dropout_period",
+    "layers_of",
+    "low_precision_groupnorm_rules",
+    "low_precision_layernorm_rules",
+    "mixup_batch",
+    "no_op_model_rules",
+    "norms_per_example",
+    "perturb_params",
+    "progressive_scale",
+    "pull_back",
+    "randaugment_batch",
+    "randaugment_transform",
+    "resize_batch",
+    "schedule_free_step",
+    "select_using_loss",
+    "set_batch_sequence_length",
+    "should_selective_backprop",
+    "smooth_labels",
+    "squeeze_excite_rules",
+    "standardized",
+    "stochastic_depth_rates",
+    "stochastic_depth_rules",
+    "to_channels_last",
+    "warmup_batch_size",
+    "warmup_length",
+    "weight_standardization_rules",
+    "weight_standardization_undo_rules",
+]

@@ -1,0 +1,86 @@
+"""Operations on grey levels that move pixels. What comes from outside of the image is black.
+
+Each is `(levels (N, C, H, W), amount (N,)) -> levels` of the same size, and means what Pillow's does: pixels are
+squares, positions are measured from the image's corner to their middles, and between pixels levels are interpolated
+linearly.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from purecompose.algorithms.images.sampling import sampled
+from purecompose.losses.targets import per_row
+
+
+__all__ = ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"]
+
+_FAR = 3.0  # in a grid's units, in which an image reaches from -1 to 1: no pixel of it is near
+
+
+def rotate(levels: Tensor, degrees: Tensor) -> Tensor:
+    """Turns images about their middle, counter-clockwise."""
+    x, y = _middles(levels)
+    radians = per_row(degrees, levels[:, 0]) * (math.pi / 180)
+    cos, sin = torch.cos(radians), torch.sin(radians)
+    half_height, half_width = levels.shape[2] / 2, levels.shape[3] / 2
+    from_x = cos * (x - half_width) - sin * (y - half_height) + half_width
+    from_y = sin * (x - half_width) + cos * (y - half_height) + half_height
+    return _sampled(levels, from_x, from_y, degrees)
+
+
+def shear_x(levels: Tensor, slope: Tensor) -> Tensor:
+    """Row y comes from `slope * y` pixels to the right."""
+    x, y = _middles(levels)
+    from_x = x + per_row(slope, levels[:, 0]) * y
+    return _sampled(levels, from_x, y.expand_as(from_x), slope)
+
+
+def shear_y(levels: Tensor, slope: Tensor) -> Tensor:
+    """Column x comes from `slope * x` pixels below."""
+    x, y = _middles(levels)
+    from_y = y + per_row(slope, levels[:, 0]) * x
+    return _sampled(levels, x.expand_as(from_y), from_y, slope)
+
+
+def translate_x(levels: Tensor, pixels: Tensor) -> Tensor:
+    """Each pixel comes from so many (a whole number) to its right."""
+    return _shifted(levels, pixels, 3)
+
+
+def translate_y(levels: Tensor, pixels: Tensor) -> Tensor:
+    """Each pixel comes from so many (a whole number) below it."""
+    return _shifted(levels, pixels, 2)
+
+
+def _middles(levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the pixels' middles: x (1, W) and y (H, 1)."""
+    height, width = levels.shape[2:]
+    options = {"dtype": levels.dtype, "device": levels.device}
+    return torch.arange(width, **options).view(1, -1) + 0.5, torch.arange(height, **options).view(-1, 1) + 0.5
+
+
+def _sampled(levels: Tensor, from_x: Tensor, from_y: Tensor, amount: Tensor) -> Tensor:
+    """The levels at positions (N, H, W); an amount of 0 leaves an image as it is."""
+    height, width = levels.shape[2:]
+    is_inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
+    # Up to half a pixel from the edge it counts alone; what is outside looks where there is nothing.
+    x = torch.where(is_inside, from_x.clamp(0.5, width - 0.5) * (2 / width) - 1, _FAR)
+    y = from_y.clamp(0.5, height - 0.5) * (2 / height) - 1
+    # Two planes, not pairs: loops over planes use vector instructions.
+    moved = sampled(levels, torch.stack((x, y), 1).permute(0, 2, 3, 1))
+    return torch.where(per_row(amount, levels) != 0, moved, levels)
+
+
+def _shifted(levels: Tensor, pixels: Tensor, dim: int) -> Tensor:
+    length = levels.shape[dim]
+    source = torch.arange(length, device=levels.device) + pixels.to(torch.int64).unsqueeze(1)
+    shape = [len(levels), 1, 1, 1]
+    shape[dim] = length
+    source = source.view(shape)
+    # What is outside comes from a row of zeros behind the others.
+    source = torch.where((source >= 0) & (source < length), source, length)
+    padded = F.pad(levels, (0, 1) if dim == 3 else (0, 0, 0, 1))
+    return padded.gather(dim, source.expand_as(levels))

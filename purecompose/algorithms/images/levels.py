@@ -1,0 +1,169 @@
+"""Images as grey levels: the scale from 0 (black) to 255 (white) on which image operations are defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purecompose._support.checks import is_number, shown
+from purecompose._support.device import sent
+from purecompose.algorithms.images.sizes import check_image_tensor
+
+
+__all__ = ["Scale", "ValueRange", "check_in_range", "check_value_range", "on_levels"]
+
+WHITE = 255.0
+_SLACK = 1e-3  # of the range: what rounding in half precision may add, far less than a level
+
+Bound: TypeAlias = "float | tuple[float, ...]"
+ValueRange: TypeAlias = "tuple[Bound, Bound] | None"
+"""The values of black and white, a number for all channels or one for each; `None` as `Scale.of` says."""
+
+
+class Scale(NamedTuple):
+    """How values become grey levels and come back.
+
+    Attributes:
+        low: The value of black, a number or (C, 1, 1).
+        high: The value of white.
+        is_whole: Whether there is nothing between two levels: images of uint8.
+    """
+
+    low: float | Tensor
+    high: float | Tensor
+    is_whole: bool
+
+    @classmethod
+    def of(cls, images: Tensor, value_range: ValueRange = None) -> Scale:
+        """The scale of a batch.
+
+        Args:
+            images: (..., C, H, W), uint8 or floating.
+            value_range: Of floats; bytes always go from 0 to 255. By default the least and the greatest value that
+                each channel has in the batch, so that normalised images need not say how they were normalised.
+        """
+        if images.dtype == torch.uint8:
+            return cls(0.0, WHITE, True)
+        if value_range is None:
+            flat = _wide(images.detach()).movedim(-3, 0).flatten(1)
+            # One pixel that is NaN must not turn the others into NaN.
+            is_finite = flat.isfinite()
+            low, high = (
+                torch.where(is_finite, flat, torch.inf).amin(1),
+                torch.where(is_finite, flat, -torch.inf).amax(1),
+            )
+            return cls(low.view(-1, 1, 1), high.view(-1, 1, 1), False)
+        low, high = (_bound(bound, images) for bound in value_range)
+        if isinstance(low, Tensor) != isinstance(high, Tensor):
+            low, high = (
+                bound if isinstance(bound, Tensor) else images.new_full((1, 1, 1), bound) for bound in (low, high)
+            )
+        return cls(low, high, False)
+
+    def stored(self, images: Tensor) -> Tensor:
+        """The levels in the form that is kept between operations: uint8 where they are whole, else floats."""
+        if self.is_whole:
+            return images
+        wide = _wide(images)
+        return ((wide - self.low) * (WHITE / self._extent(wide))).clamp(0, WHITE)
+
+    def opened(self, stored: Tensor) -> Tensor:
+        """The levels as floats, which operations take."""
+        return stored.float() if self.is_whole else stored
+
+    def settled(self, levels: Tensor) -> Tensor:
+        """Back to the form that is kept, rounded where there is nothing between two levels."""
+        return levels.round().to(torch.uint8) if self.is_whole else levels
+
+    def values(self, stored: Tensor, before: Tensor, images: Tensor) -> Tensor:
+        """The images of the levels; where a level is what it was `before`, the image's own bits."""
+        if self.is_whole:
+            return stored
+        values = stored * (self._extent(stored) / WHITE) + self.low
+        bounds: Any = (self.low, self.high)
+        return torch.where(stored == before, images, values.clamp(*bounds).to(images.dtype))
+
+    def _extent(self, like: Tensor) -> float | Tensor:
+        extent: Any = self.high - self.low  # pyright: ignore[reportOperatorIssue]
+        # A channel of one value has one level.
+        return torch.where(extent > 0, extent, 1).to(like) if isinstance(extent, Tensor) else extent
+
+
+def on_levels(
+    images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range: ValueRange, where: str, *, like: str = "images"
+) -> Tensor:
+    """Applies a function of levels to images.
+
+    Args:
+        images: (N, C, H, W) or one image (C, H, W), uint8 or floating.
+        fn: `(levels (N, C, H, W), scale) -> levels`, both in the form that the scale stores.
+        value_range: See `Scale.of`.
+        where: Opens messages.
+        like: What the argument is called there.
+
+    Returns:
+        Shape and dtype of `images`.
+
+    Raises:
+        TypeError: No tensor, or of another dtype.
+        ValueError: Another number of dimensions.
+    """
+    check_image_tensor(images, f"{where}: {like}", has_levels=True)
+    check_value_range(value_range, f"{where}: value_range", images.shape[-3])
+    batch = images if images.ndim == 4 else images.unsqueeze(0)
+    if not batch.numel():
+        return images
+    scale = Scale.of(batch, value_range)
+    stored = scale.stored(batch)
+    changed = scale.values(fn(stored, scale), stored, batch)
+    return changed if images.ndim == 4 else changed.squeeze(0)
+
+
+def check_value_range(value_range: Any, where: str, channels: int | None = None) -> None:
+    """Raises a `TypeError` or `ValueError` unless it is `None` or (black, white), a number or one for each channel."""
+    if value_range is None:
+        return
+    if not isinstance(value_range, tuple | list) or len(value_range) != 2:
+        raise TypeError(f"{where}: expected (black, white), such as (0.0, 1.0), or None, got {shown(value_range)}")
+    low, high = (tuple(bound) if isinstance(bound, tuple | list) else (bound,) for bound in value_range)
+    if not all(is_number(value) for value in (*low, *high)):
+        raise TypeError(f"{where}: expected numbers, one or one for each channel, got {shown(value_range)}")
+    counts = {len(low), len(high)} - {1}
+    if len(counts) > 1 or (channels is not None and counts - {channels}):
+        raise ValueError(
+            f"{where}: expected one number, or one for each of {channels or 'the'} channels, got {shown(value_range)}"
+        )
+    longest = max(len(low), len(high))
+    pairs = zip(low * (longest // len(low)), high * (longest // len(high)), strict=True)
+    if not all(black < white for black, white in pairs):
+        raise ValueError(f"{where}: expected black below white, got {shown(value_range)}")
+
+
+def check_in_range(images: Tensor, value_range: ValueRange, where: str) -> None:
+    """Raises a `ValueError` for floats (..., C, H, W) beyond black or white, whose values are read; NaN is nowhere.
+
+    What is beyond would be cut off, and of normalised images that is most.
+    """
+    if value_range is None or not images.numel():
+        return
+    low, high = (_bound(bound, images) for bound in value_range)
+    wide, slack = _wide(images.detach()), _SLACK * (high - low)
+    if not ((wide < low - slack) | (wide > high + slack)).any():
+        return
+    finite = wide[~wide.isnan()]
+    raise ValueError(
+        f"{where}: expected floats from black to white, value_range={value_range}, got values from "
+        f"{finite.min().item():.4g} to {finite.max().item():.4g}; put it before Normalize, or give value_range="
+    )
+
+
+def _wide(images: Tensor) -> Tensor:
+    return images if images.dtype == torch.float64 else images.float()
+
+
+def _bound(bound: Bound, images: Tensor) -> Tensor:
+    values = bound if isinstance(bound, tuple | list) else (bound,)
+    return sent(values, torch.float32, images.device).view(-1, 1, 1)

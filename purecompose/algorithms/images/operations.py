@@ -1,0 +1,137 @@
+"""The operations on images: those on grey levels, for images of any scale and with numbers or tensors as amounts.
+
+In all of them `images` are (N, C, H, W) or one image (C, H, W), uint8 or floating; an amount is a number, 0-d, or (N,),
+one for each image; and `value_range` says which values of floats are black and white, numbers or one for each channel,
+by default the least and greatest value that a channel has among the images given. Bytes always go from 0 to 255.
+Results have the shape and dtype of `images`. A tensor's values are not checked.
+
+They raise `TypeError` for other dtypes and `ValueError` for other shapes and numbers out of range.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from purecompose._support.checks import check_number
+from purecompose.algorithms.images import geometry, tones
+from purecompose.algorithms.images.levels import Scale, ValueRange, on_levels
+
+
+__all__ = [
+    "autocontrast",
+    "brightness",
+    "contrast",
+    "equalize",
+    "posterize",
+    "rotate",
+    "saturation",
+    "sharpness",
+    "shear_x",
+    "shear_y",
+    "solarize",
+    "translate_x",
+    "translate_y",
+]
+
+Amount = float | Tensor
+
+
+def autocontrast(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
+    """Stretches each channel's levels to the whole scale.
+
+    Example:
+        >>> import torch
+        >>> autocontrast(torch.tensor([[[50, 100], [100, 150]]], dtype=torch.uint8)).tolist()
+        [[[0, 128], [128, 255]]]
+    """
+    return _applied(tones.autocontrast, images, 1.0, value_range, "autocontrast")
+
+
+def equalize(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
+    """Gives each channel a histogram (of 256 bins) as flat as can be."""
+    return _applied(tones.equalize, images, 1.0, value_range, "equalize")
+
+
+def posterize(images: Tensor, bits: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Keeps the first `bits` (0 to 8) of each level; 8 is the identity."""
+    return _applied(tones.posterize, images, _checked(bits, "posterize: bits", 0, 8), value_range, "posterize")
+
+
+def solarize(images: Tensor, threshold: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Inverts the levels from `threshold` (0 to 256) on; 256 is the identity."""
+    threshold = _checked(threshold, "solarize: threshold", 0, 256)
+    return _applied(tones.solarize, images, threshold, value_range, "solarize")
+
+
+def rotate(images: Tensor, degrees: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Turns images counter-clockwise about their middle. What comes into view is black."""
+    return _applied(geometry.rotate, images, _checked(degrees, "rotate: degrees"), value_range, "rotate")
+
+
+def shear_x(images: Tensor, slope: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Shifts row y to the left by `slope * y` pixels."""
+    return _applied(geometry.shear_x, images, _checked(slope, "shear_x: slope"), value_range, "shear_x")
+
+
+def shear_y(images: Tensor, slope: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Shifts column x up by `slope * x` pixels."""
+    return _applied(geometry.shear_y, images, _checked(slope, "shear_y: slope"), value_range, "shear_y")
+
+
+def translate_x(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Shifts images to the left by a whole number of pixels (a fraction is cut off)."""
+    return _applied(geometry.translate_x, images, _checked(pixels, "translate_x: pixels"), value_range, "translate_x")
+
+
+def translate_y(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Shifts images up by a whole number of pixels (a fraction is cut off)."""
+    return _applied(geometry.translate_y, images, _checked(pixels, "translate_y: pixels"), value_range, "translate_y")
+
+
+def saturation(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Blends with the grey image: 0 is grey, 1 the image, more is more colourful. Of one channel it is the identity."""
+    return _enhanced(tones.saturation, images, factor, value_range, "saturation")
+
+
+def contrast(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Blends with the image's mean grey: 0 is that, 1 the image."""
+    return _enhanced(tones.contrast, images, factor, value_range, "contrast")
+
+
+def brightness(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Blends with black: 0 is black, 1 the image."""
+    return _enhanced(tones.brightness, images, factor, value_range, "brightness")
+
+
+def sharpness(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
+    """Blends with the image smoothed by a filter of 3x3: 0 is that, 1 the image. The outermost pixels stay."""
+    return _enhanced(tones.sharpness, images, factor, value_range, "sharpness")
+
+
+def _enhanced(
+    operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, factor: Amount, value_range: ValueRange, name: str
+) -> Tensor:
+    return _applied(operation, images, _checked(factor, f"{name}: factor", 0), value_range, name)
+
+
+def _checked(amount: Any, where: str, low: float = float("-inf"), high: float = float("inf")) -> Amount:
+    return amount if isinstance(amount, Tensor) else check_number(amount, where, low, high)
+
+
+def _applied(
+    operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, amount: Amount, value_range: ValueRange, name: str
+) -> Tensor:
+    def applied(stored: Tensor, scale: Scale) -> Tensor:
+        levels = scale.opened(stored)
+        if isinstance(amount, Tensor):
+            amounts = amount.to(levels)
+        else:
+            amounts = levels.new_full((), amount)  # filled, not copied from the host, which on a GPU would wait
+        if amounts.ndim > 1 or (amounts.ndim == 1 and len(amounts) != len(levels)):
+            raise ValueError(
+                f"{name}: expected one amount or one for each of {len(levels)} images, got shape {tuple(amounts.shape)}"
+            )
+        return scale.settled(operation(levels, amounts.expand(len(levels))))
+
+    return on_levels(images, applied, value_range, name)

@@ -1,0 +1,143 @@
+"""The augmentation primitives of RandAugment and AugMix: an operation, and how far it goes.
+
+How far follows from the severity S in [0, 10], a uniform number u in [0, 1) and a fair coin, one of each for an image.
+With s = u S and I(x) = the whole part of s x / 10:
+
+    autocontrast, equalize      all of it
+    posterize                   8 - I(4) bits
+    solarize                    from level 256 - I(256) on
+    rotate                      I(30) degrees, either way
+    shear_x, shear_y            slope 0.3 s / 10, either way
+    translate_x, translate_y    I(a third of the side) pixels, either way
+    color, contrast, sharpness  factor 1 + u max(S - 1, 0) or 1 - 0.09 u S
+    brightness                  factor 1 + 0.75 u max(S - 1, 0) or 1 - 0.09 u S
+    *_original                  factor 0.1 + 1.8 s / 10
+
+A severity of 0 leaves every image as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose.algorithms.images import geometry, tones
+
+
+__all__ = ["PRIMITIVES", "SETS", "Primitive", "Strength", "chosen_primitives"]
+
+
+@dataclass(frozen=True)
+class Strength:
+    """What an operation's amount is made of, one row for each image.
+
+    Attributes:
+        severity: A number, or 0-d.
+        share: u, (N,).
+        is_up: The coin, bool (N,).
+        height: Of the images, in pixels.
+        width: The same.
+    """
+
+    severity: float | Tensor
+    share: Tensor
+    is_up: Tensor
+    height: int
+    width: int
+
+    @property
+    def fraction(self) -> Tensor:
+        """s / 10."""
+        return self.share * self.severity / 10
+
+    def either_way(self, amount: Tensor) -> Tensor:
+        """The amount or its negative, as the coin says."""
+        return torch.where(self.is_up, amount, -amount)
+
+    def factor(self, above: float = 1.0) -> Tensor:
+        """Away from 1: up in half of the images, down in the others."""
+        over = self.severity - 1
+        over = over.clamp(min=0) if isinstance(over, Tensor) else max(over, 0.0)
+        return torch.where(self.is_up, 1 + above * self.share * over, 1 - 0.09 * self.share * self.severity)
+
+    def original_factor(self) -> Tensor:
+        """From 0.1 up; 1 where the severity is 0."""
+        return torch.where(self.fraction > 0, 0.1 + 1.8 * self.fraction, 1)
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """An operation and its amount.
+
+    Attributes:
+        name: As the sets name it.
+        operation: `(levels, amount) -> levels`.
+        amount: `strength -> (N,)`.
+    """
+
+    name: str
+    operation: Callable[[Tensor, Tensor], Tensor]
+    amount: Callable[[Strength], Tensor]
+
+    def __call__(self, levels: Tensor, strength: Strength) -> Tensor:
+        """The levels after the operation."""
+        return self.operation(levels, self.amount(strength))
+
+
+def _either(unit: float) -> Callable[[Strength], Tensor]:
+    return lambda strength: strength.either_way(strength.fraction * unit)
+
+
+_ALL = (
+    Primitive("autocontrast", tones.autocontrast, lambda s: s.fraction),
+    Primitive("equalize", tones.equalize, lambda s: s.fraction),
+    Primitive("posterize", tones.posterize, lambda s: 8 - (s.fraction * 4).floor()),
+    Primitive("rotate", geometry.rotate, lambda s: s.either_way((s.fraction * 30).floor())),
+    Primitive("solarize", tones.solarize, lambda s: 256 - (s.fraction * 256).floor()),
+    Primitive("shear_x", geometry.shear_x, _either(0.3)),
+    Primitive("shear_y", geometry.shear_y, _either(0.3)),
+    Primitive("translate_x", geometry.translate_x, lambda s: s.either_way((s.fraction * (s.width / 3)).floor())),
+    Primitive("translate_y", geometry.translate_y, lambda s: s.either_way((s.fraction * (s.height / 3)).floor())),
+    Primitive("color", tones.saturation, lambda s: s.factor()),
+    Primitive("contrast", tones.contrast, lambda s: s.factor()),
+    Primitive("brightness", tones.brightness, lambda s: s.factor(0.75)),
+    Primitive("sharpness", tones.sharpness, lambda s: s.factor()),
+)
+_ORIGINAL = tuple(
+    Primitive(f"{primitive.name}_original", primitive.operation, Strength.original_factor) for primitive in _ALL[9:]
+)
+
+PRIMITIVES = {primitive.name: primitive for primitive in (*_ALL, *_ORIGINAL)}
+"""All primitives by name."""
+
+SETS = {"all": _ALL, "safe": _ALL[:9], "original": (*_ALL[:9], *_ORIGINAL)}
+"""The sets by name: `safe` leaves out what the corruptions of ImageNet-C and CIFAR-10-C are made of."""
+
+
+def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
+    """The primitives of a set's name, or of a sequence of primitives and their names.
+
+    Raises:
+        TypeError: Something else.
+        ValueError: An unknown name, or no primitive at all.
+    """
+    if isinstance(given, str):
+        if given in PRIMITIVES:
+            raise ValueError(f"{where}={given!r}: that is one operation, not a set of them: say ({given!r},)")
+        if given not in SETS:
+            raise ValueError(f"{where}={given!r}: expected {', '.join(map(repr, SETS))}, or names of operations")
+        return SETS[given]
+    if not isinstance(given, Sequence):
+        raise TypeError(f"{where}: expected a set's name or a sequence of operations' names, got {given!r:.80}")
+    found = []
+    for member in given:
+        if not isinstance(member, Primitive | str):
+            raise TypeError(f"{where}: expected names of operations, got {member!r:.80} ({type(member).__name__})")
+        if not isinstance(member, Primitive) and member not in PRIMITIVES:
+            raise ValueError(f"{where}: no operation is called {member!r}; there are {', '.join(PRIMITIVES)}")
+        found.append(member if isinstance(member, Primitive) else PRIMITIVES[member])
+    if not found:
+        raise ValueError(f"{where}: expected one operation or more, got none")
+    return tuple(found)

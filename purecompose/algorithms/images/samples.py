@@ -1,0 +1,161 @@
+"""Batch operations as transforms of a data set's samples: PIL images or tensors, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random, tree
+from purecompose._support.checks import shown
+from purecompose.algorithms.images.assignment import can_read
+from purecompose.algorithms.images.levels import ValueRange, check_in_range
+
+
+__all__ = ["SampleTransform", "as_tensor", "like_before"]
+
+_COLOURS = {"L": torch.uint8, "RGB": torch.uint8}
+# Pixels that name something, have parts that are no light, or are measured on a scale that nobody knows: they can be
+# moved, not changed. No sums are made of the 16 bits, so their sign does not matter.
+_MOVABLE = {
+    **dict.fromkeys(("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "P"), torch.uint8),
+    "I;16": torch.int16,
+    "I": torch.int32,
+    "F": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class SampleTransform:
+    """A function of a sample, made of one of keyed batches of images.
+
+    Args:
+        core: `(key, image (C, H, W)) -> image`, of any size. A partial function of a module's own pickles, as workers
+            want it.
+        input_key: Names the image in a sample; by default the sample itself, or the first member of a tuple or list.
+        takes_target: Whether the core moves pixels without changing them, and takes a target along:
+            `(key, image, target) -> (image, target)`. PIL images in a target, a tree of anything, reach it as tensors
+            (C, H, W) and come back as images; such a core gets any mode of whole bytes, palettes and depths included.
+        target_key: Names that target; by default the second member of a tuple or list. Where there is none, the core
+            is given the image alone.
+        value_range: The values of black and white of floats, numbers or one for each channel; values outside are
+            refused. By default any will do.
+
+    Example:
+        >>> from purecompose.algorithms.images import rotate
+        >>> turn = SampleTransform(lambda key, image: rotate(image, 90.0))
+        >>> turn((torch.tensor([[[1, 2], [3, 4]]], dtype=torch.uint8), "label"), random.key(0))
+        (tensor([[[2, 4],
+                 [1, 3]]], dtype=torch.uint8), 'label')
+    """
+
+    core: Callable[..., Any]
+    input_key: batches.Key | None = None
+    takes_target: bool = False
+    target_key: batches.Key | None = None
+    value_range: ValueRange = None
+
+    def __post_init__(self) -> None:
+        for role in ("input_key", "target_key"):
+            if (key := getattr(self, role)) is not None:
+                batches.check_key(key, role)
+
+    def __call__(self, sample: Any, rng: random.Rng | Tensor | torch.Generator | None = None) -> Any:
+        """The sample with its image changed, of the same kind.
+
+        Args:
+            sample: As the data set has it.
+            rng: Where the randomness comes from: a key, as `data.loader(..., rng="key")` gives it, or a generator; with
+                `None` torch's global one, which loaders seed for each sample. Different methods draw different numbers
+                from one `Rng`; one that is applied twice wants `rng.named(...)` for the second time.
+
+        Raises:
+            TypeError: No image, or no source of randomness.
+            ValueError: Floats outside of the range; only where they are on a CPU, and nothing is traced.
+        """
+        is_sequence = isinstance(sample, tuple | list)
+        key, target_key = self.input_key, self.target_key
+        if key is None:
+            key = 0 if is_sequence else batches.WHOLE
+        if target_key is None and is_sequence and len(sample) > 1:
+            target_key = 1
+        image = batches.get(sample, key)
+        opened = as_tensor(image, is_moved=self.takes_target)
+        if opened.is_floating_point() and can_read(opened):
+            check_in_range(opened, self.value_range, self._name().replace("_batch", "_transform"))
+        target = None if not self.takes_target or target_key is None else batches.get(sample, target_key)
+        if target is None:
+            return batches.put(sample, key, like_before(self.core(self._key(rng), opened), image))
+        opened_target = tree.map(_opened, target)
+        changed, changed_target = self.core(self._key(rng), opened, opened_target)
+        sample = batches.put(sample, key, like_before(changed, image))
+        if changed_target is opened_target:
+            return sample
+        assert target_key is not None
+        return batches.put(sample, target_key, tree.map(like_before, changed_target, target))
+
+    def _key(self, rng: Any) -> Tensor:
+        """A key of this sample and this function: two transforms may be given one source."""
+        if isinstance(rng, Tensor):
+            return rng
+        if isinstance(rng, random.Rng):
+            # In draws about a whole batch, such as orders, an example's number has no part, so it goes into the key.
+            return random.bits(rng.named(self._name()), (2,))
+        if rng is None or isinstance(rng, torch.Generator):
+            return torch.randint(0, 2**32, (2,), dtype=torch.int64, generator=rng, device="cpu")
+        raise TypeError(f"expected a key, a torch.Generator or None, got {shown(rng)}; use data.loader(..., rng='key')")
+
+    def _name(self) -> str:
+        core = getattr(self.core, "func", self.core)
+        return getattr(core, "__qualname__", "transform")
+
+
+def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
+    """A PIL image as a tensor (C, H, W), uint8 if its pixels are levels; a tensor as it is.
+
+    Args:
+        image: The image.
+        is_moved: Whether pixels are moved alone, so that palettes and modes of other dtypes will do.
+
+    Raises:
+        TypeError: Something else, or a PIL image of another mode.
+    """
+    if isinstance(image, Tensor):
+        return image
+    if not _is_pil(image):
+        raise TypeError(f"expected an image, a PIL one or a tensor (C, H, W), got {shown(image)}; name it by input_key")
+    modes = _MOVABLE if is_moved else _COLOURS
+    if image.mode not in modes:
+        # Of one bit each, pixels are black and white or a mask's 0 and 1: colours would change what a mask says.
+        mode = "L" if image.mode == "1" else "RGB"
+        raise TypeError(
+            f"expected a PIL image of mode {', '.join(modes)}, got {image.mode!r}; use image.convert('{mode}')"
+        )
+    width, height = image.size
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=modes[image.mode])
+    return pixels.view(height, width, len(image.getbands())).permute(2, 0, 1)
+
+
+def like_before(changed: Any, image: Any) -> Any:
+    """The changed tensor as what the image was: with its mode, palette and information; others as they are."""
+    if not _is_pil(image):
+        return changed
+    _, height, width = changed.shape
+    pixels = changed.permute(1, 2, 0).contiguous().flatten().view(torch.uint8)
+    # Bytes by way of a buffer: a tensor gives them out in no other way that is fast and needs no numpy.
+    buffer = bytearray(len(pixels))
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(pixels)
+    result = image.crop((0, 0, width, height))  # a new image like the old one, whatever its size
+    result.frombytes(bytes(buffer))
+    return result
+
+
+def _is_pil(image: Any) -> bool:
+    return hasattr(image, "getbands") and hasattr(image, "tobytes")
+
+
+def _opened(target: Any) -> Any:
+    return as_tensor(target, is_moved=True) if _is_pil(target) else target

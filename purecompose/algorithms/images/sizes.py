@@ -1,0 +1,57 @@
+"""The form of images whatever their dtype, and parts of their sides."""
+
+import math
+import sys
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from purecompose._support.checks import shown
+
+
+__all__ = ["check_image_tensor", "whole_part"]
+
+# Three roundings, of a decimal share, of 1 - share and of the product, add up to less than this many times the distance
+# between numbers.
+_ROUNDINGS = 2
+
+
+@overload
+def whole_part(share: float, size: int) -> int: ...
+@overload
+def whole_part(share: Tensor, size: int) -> Tensor: ...
+def whole_part(share: float | Tensor, size: int) -> int | Tensor:
+    """The whole part of `share * size`, where rounding alone does not take a whole pixel away.
+
+    Args:
+        share: A number, or a floating tensor, which has been rounded to its dtype.
+        size: How many pixels there are.
+
+    Returns:
+        An int, or a tensor of the same shape, int64.
+
+    Example:
+        >>> whole_part(1 - 0.9, 10), int((1 - 0.9) * 10)
+        (1, 0)
+    """
+    if isinstance(share, Tensor):
+        slack = _ROUNDINGS * torch.finfo(share.dtype).eps
+        return ((share.double() + slack) * size).floor().to(torch.int64)
+    return math.floor((share + _ROUNDINGS * sys.float_info.epsilon) * size)
+
+
+def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:
+    """Raises a `TypeError` for what is no tensor, a `ValueError` unless it is (N, C, H, W) or (C, H, W).
+
+    Args:
+        images: What came.
+        where: Opens messages.
+        has_levels: Whether its values have to be levels, of uint8 or a floating dtype; else a `TypeError`, too.
+    """
+    if not isinstance(images, Tensor):
+        raise TypeError(f"{where}: expected a tensor of images, got {shown(images)}")
+    if has_levels and images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"{where}: expected uint8 or a floating dtype, got {images.dtype}; use images.to(torch.uint8)")
+    if images.ndim not in (3, 4):
+        raise ValueError(f"{where}: expected (N, C, H, W) or (C, H, W), got shape {tuple(images.shape)}")

@@ -1,0 +1,89 @@
+"""Operations on grey levels that leave every pixel in its place.
+
+Each is `(levels (N, C, H, W), amount (N,)) -> levels`, within [0, 255], and means what Pillow's does for uint8: equal
+to within one level.
+"""
+
+import torch
+from torch import Tensor
+
+from purecompose.losses.targets import per_row
+
+
+__all__ = ["autocontrast", "brightness", "contrast", "equalize", "posterize", "saturation", "sharpness", "solarize"]
+
+_LUMA = (19595.0, 38470.0, 7471.0)  # of 65536: BT.601, as Pillow has it
+
+
+def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
+    """Stretches each channel to the whole scale; an amount of 0 leaves it, any other does all of it."""
+    low, high = levels.amin((2, 3), keepdim=True), levels.amax((2, 3), keepdim=True)
+    is_changed = (high > low) & (per_row(amount, levels) != 0)
+    extent = torch.where(is_changed, high - low, 255)  # nowhere 0, whose gradient would be NaN
+    return (levels - torch.where(is_changed, low, 0)) * (255 / extent)
+
+
+def equalize(levels: Tensor, amount: Tensor) -> Tensor:
+    """Gives each channel a histogram as flat as can be; an amount of 0 leaves it, any other does all of it."""
+    # NaN is no index; as a whole number it is one out of range. Loops on a CPU gather fastest by 32 bits.
+    index = levels.round().to(torch.int32).clamp(0, 255).flatten(2)
+    counts = levels.new_zeros((*levels.shape[:2], 256)).scatter_add(2, index, levels.new_ones(()).expand(index.shape))
+    # In whole numbers, as Pillow does: the brightest level in use has no part in the width of a step.
+    total = index.shape[2] - counts.gather(2, index.amax(2, keepdim=True))
+    step = (total / 255).floor()
+    table = (((step / 2).floor() + counts.cumsum(2) - counts) / step.clamp(min=1)).floor().clamp(max=255)
+    flattened = table.gather(2, index).view_as(levels)
+    return torch.where((step.unsqueeze(-1) > 0) & (per_row(amount, levels) != 0), flattened, levels)
+
+
+def posterize(levels: Tensor, bits: Tensor) -> Tensor:
+    """Keeps the first bits of each level, 0 to 8."""
+    bits = per_row(bits, levels)
+    width = torch.exp2(8 - bits)
+    return torch.where(bits < 8, (levels / width).floor() * width, levels)
+
+
+def solarize(levels: Tensor, threshold: Tensor) -> Tensor:
+    """Inverts levels from the threshold on."""
+    return torch.where(levels < per_row(threshold, levels), levels, 255 - levels)
+
+
+def brightness(levels: Tensor, factor: Tensor) -> Tensor:
+    """Away from black by a factor: 0 gives black, 1 the image."""
+    return _blended(torch.zeros_like(levels), levels, factor)
+
+
+def contrast(levels: Tensor, factor: Tensor) -> Tensor:
+    """Away from the image's mean grey by a factor: 0 gives that grey, 1 the image."""
+    mean = _grey(levels).mean((1, 2, 3), keepdim=True, dtype=torch.float64)
+    return _blended((mean + 0.5).floor().to(levels.dtype).expand_as(levels), levels, factor)
+
+
+def saturation(levels: Tensor, factor: Tensor) -> Tensor:
+    """Away from the pixel's own grey by a factor: 0 gives a grey image, 1 the image. Pillow calls it Color."""
+    return _blended(_grey(levels).expand_as(levels), levels, factor) if levels.shape[1] > 1 else levels
+
+
+def sharpness(levels: Tensor, factor: Tensor) -> Tensor:
+    """Away from a smoothed image by a factor: 0 gives that one, 1 the image. The outermost pixels stay."""
+    if min(levels.shape[2:]) < 3:
+        return levels
+    rows = levels[..., :-2] + levels[..., 1:-1] + levels[..., 2:]
+    sums = rows[..., :-2, :] + rows[..., 1:-1, :] + rows[..., 2:, :]
+    inner = levels[..., 1:-1, 1:-1]
+    smooth = ((sums + 4 * inner) / 13).round()
+    middle = torch.cat((levels[..., 1:-1, :1], _blended(smooth, inner, factor), levels[..., 1:-1, -1:]), 3)
+    return torch.cat((levels[..., :1, :], middle, levels[..., -1:, :]), 2)
+
+
+def _blended(origin: Tensor, levels: Tensor, factor: Tensor) -> Tensor:
+    # lerp is exact for a factor of 1.
+    return torch.lerp(origin, levels, per_row(factor, levels).to(levels.dtype)).clamp(0, 255)
+
+
+def _grey(levels: Tensor) -> Tensor:
+    """Whole levels (N, 1, H, W): of three channels by their weights for the eye, else the mean."""
+    if levels.shape[1] == 3:
+        red, green, blue = levels.split(1, 1)
+        return ((red * _LUMA[0] + green * _LUMA[1] + blue * _LUMA[2] + 32768) / 65536).floor()
+    return (levels.mean(1, keepdim=True) + 0.5).floor()

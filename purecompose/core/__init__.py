@@ -1,0 +1,1 @@
+"""The core: the state, algorithms, passes, the program and its fold."""

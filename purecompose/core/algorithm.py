@@ -1,0 +1,221 @@
+"""An algorithm: a pair of pure functions with a name, and what a pass may want to know about it."""
+
+import dataclasses
+import enum
+import functools
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, ParamSpec, Protocol
+
+from purecompose.core.state import State
+from purecompose.schedule import Hparam, Schedule, collect
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, Predicate, as_predicate
+
+
+__all__ = ["Algorithm", "Apply", "Match", "Trait", "factory", "identity"]
+
+_P = ParamSpec("_P")
+
+
+class Match(Protocol):
+    """Decides on the host, from static facts and shapes alone, whether the algorithm acts."""
+
+    def __call__(self, event: Event, state: State, /) -> bool: ...
+
+
+class Apply(Protocol):
+    """Makes the new state; may add an exit code for the trace."""
+
+    def __call__(self, event: Event, state: State, /) -> State | tuple[State, int]: ...
+
+
+class Trait(enum.Enum):
+    """What an algorithm says about itself, for passes and transforms that know no algorithm by name."""
+
+    SELECTS_EXAMPLES = "picks examples of the raw batch: comes first"
+    LIMITS_BATCHES = "trains on a part of each batch, of a size that it sets: comes before what picks examples"
+    AUGMENTS_EXAMPLES = "changes examples one by one: comes before what mixes them and weighs their parts"
+    MIXES_EXAMPLES = "mixes the examples of a batch with each other"
+    FUSES_LAYERNORM = "replaces layer norms by fused ones: comes last"
+    EDITS_LOSS = "replaces the loss value itself, not the targets: two of these do not compose"
+    SCALES_LOSS = "scales the loss for its gradient: the last before the gradient, the first after it"
+    RENEWS_GRADIENTS = "computes the gradients anew, from the batch: comes before what edits or collects them"
+    CLIPS_EXAMPLES = "bounds the gradients of single examples: the last of those that compute gradients anew"
+    COLLECTS_GRADIENTS = "adds up the gradients of several batches, and keeps them for later"
+    CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes or collects them"
+    AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"
+    MAY_LEAVE_UNUSED = "may leave parameters without a gradient"
+    SETS_BUFFERS = "replaces the network's buffers on purpose: averages, re-estimated statistics"
+    STOPS_GRADIENTS = "stops gradients on purpose: targets from its own outputs, straight-through estimates"
+    SECOND_ORDER = "needs gradients of gradients"
+    REPLACES_LAYERS = "finds layers by their types and puts others in their place: comes before what splits layers"
+    SHORTENS_SEQUENCES = "cuts sequences to a length: comes after what writes them into rows"
+    MEASURES_MICROBATCHES = "measures microbatches: what it remembers and reports depends on how a batch is cut"
+    REQUIRED_ON_LOAD = "changes the model, so a checkpoint cannot be loaded without it"
+
+
+class _Call(NamedTuple):
+    """The call of a factory that made an algorithm."""
+
+    factory: "Callable[..., Algorithm]"
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def again(self) -> "Algorithm":
+        return self.factory(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A training method as data.
+
+    Args:
+        name: Names its slot in the state, its draws and its rows in plans and traces; unique in a step.
+        match: A predicate, or a function `(event, state) -> bool` of time and shapes.
+        apply: A function `(event, state) -> state`, or `-> (state, exit code)`. It must be pure; inside a
+            step it reads time from `state.clock` only.
+        traits: What passes and transforms should know.
+        runs_before: Names or traits of algorithms that must come later at every event both act on.
+        runs_after: The same, the other way round.
+        host: Runs outside compiled code, may read tensors' values and the timestamp, may change shapes.
+        config: The settings, for printing and for comparing with a checkpoint.
+
+    Raises:
+        TypeError, ValueError: A name that is not a non-empty string, a `match` or `apply` that cannot be
+            called, constraints that are neither names nor traits.
+
+    Example:
+        >>> from purecompose import on
+        >>> noise = Algorithm("noise", on(Event.BATCH_START), lambda event, state: state)
+        >>> noise
+        noise()
+    """
+
+    name: str
+    match: Match
+    apply: Apply
+    traits: frozenset[Trait] = frozenset()
+    runs_before: tuple[str | Trait, ...] = ()
+    runs_after: tuple[str | Trait, ...] = ()
+    host: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    _made_by: _Call | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name={self.name!r}: an algorithm needs a name, a non-empty string")
+        for role, given in (("match", self.match), ("apply", self.apply)):
+            if callable(given):
+                continue
+            expected = "a function (event, state) -> " + ("bool" if role == "match" else "state")
+            if role == "match":
+                expected = f"a predicate, such as on(Event.BATCH_END), or {expected}"
+            raise TypeError(f"{self.name}: {role}: expected {expected}, got {given!r} ({type(given).__name__})")
+        fixed = {
+            "match": as_predicate(self.match),
+            "traits": frozenset(_references(self.name, "traits", self.traits)),
+            "runs_before": _references(self.name, "runs_before", self.runs_before),
+            "runs_after": _references(self.name, "runs_after", self.runs_after),
+            "config": MappingProxyType(dict(self.config)),
+        }
+        for name, value in fixed.items():
+            object.__setattr__(self, name, value)
+        strangers = [trait for trait in self.traits if not isinstance(trait, Trait)]
+        if strangers:
+            raise TypeError(f"{self.name}: traits={strangers!r}: expected members of Trait")
+
+    @property
+    def predicate(self) -> Predicate:
+        """`match` as a predicate."""
+        return as_predicate(self.match)
+
+    @property
+    def hparams(self) -> tuple[Hparam, ...]:
+        """The named scalars among its settings."""
+        return collect(dict(self.config), Hparam)
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The schedules among its settings, which the step evaluates for it."""
+        return collect(dict(self.config), Schedule)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events at which it may act; for a plain `match` function all of them."""
+        return tuple(event for event in Event if self.predicate.at(event) != NEVER)
+
+    def __deepcopy__(self, memo: Any) -> "Algorithm":
+        return self  # immutable
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the call of the factory; without one, the fields.
+
+        Raises:
+            pickle.PicklingError: `match` or `apply` is a local function, and no `factory` can make it again.
+        """
+        if self._made_by is not None:
+            return _Call.again, (self._made_by,)
+        for role, function in (("match", self.match), ("apply", self.apply)):
+            function = getattr(function, "fn", function)  # of the predicate around a plain function
+            qualname = getattr(function, "__qualname__", "")
+            if "<locals>" in qualname or "<lambda>" in qualname:
+                raise pickle.PicklingError(
+                    f"the algorithm {self.name!r} cannot be pickled: its {role} is the local function {qualname}. "
+                    "Return the algorithm from a function at the top level of a module, decorated with "
+                    "@purecompose.factory, which is pickled as a call with the same arguments. An algorithm changed by "
+                    "dataclasses.replace needs such a function too"
+                )
+        given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.init}
+        return _from_fields, ({**given, "config": dict(self.config)},)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in self.config.items())
+        return f"{self.name}({settings})"
+
+
+def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
+    """Decorate a function that makes an algorithm, so that the algorithm can be pickled.
+
+    The functions inside an algorithm are usually closures, which `pickle` refuses. An algorithm from a decorated
+    function is pickled as the call that made it: the function by its name, and the arguments. Multiprocessing, Ray and
+    `torch.save` can then take it, and steps composed of it, to other processes.
+
+    Args:
+        make: A function at the top level of a module. Its arguments are kept, so they should not change afterwards.
+
+    Returns:
+        The same function, whose results remember their call.
+
+    Example:
+        >>> import pickle, purecompose as pc
+        >>> pickle.loads(pickle.dumps(pc.algorithms.mixup(0.2)))
+        mixup(alpha=0.2, interpolate_loss=False)
+    """
+
+    @functools.wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> Algorithm:
+        algorithm = dataclasses.replace(make(*args, **kwargs))
+        object.__setattr__(algorithm, "_made_by", _Call(made, args, kwargs))
+        return algorithm
+
+    return made
+
+
+def identity(name: str = "identity") -> Algorithm:
+    """The algorithm that never acts: the unit of composition."""
+    return Algorithm(name, NEVER, lambda event, state: state)
+
+
+def _from_fields(fields: Mapping[str, Any]) -> Algorithm:
+    return Algorithm(**fields)
+
+
+def _references(owner: str, role: str, given: Any) -> tuple[str | Trait, ...]:
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    if not all(isinstance(reference, (str, Trait)) for reference in found):
+        wanted = "members of Trait" if role == "traits" else "algorithms' names or traits"
+        raise TypeError(f"{owner}: {role}={given!r}: expected {wanted}")
+    return found

@@ -1,0 +1,75 @@
+"""One algorithm at one event, as a function of the state."""
+
+from typing import Any, Protocol
+
+from purecompose._support.functorch import is_fake
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.context import SealedTime, Static
+from purecompose.core.contract import ContractError, FormError
+from purecompose.core.gradient import Op
+from purecompose.core.state import State
+from purecompose.time.event import Event
+
+
+__all__ = ["Observe", "application", "applied"]
+
+
+class Observe(Protocol):
+    """Sees each application of an algorithm: the state before, the state after, the exit code it left."""
+
+    def __call__(
+        self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None, /
+    ) -> None: ...
+
+
+def application(algorithm: Algorithm, event: Event, observe: Observe | None = None) -> Op:
+    """One algorithm at one event, as a function of the state."""
+
+    def op(state: State) -> State:
+        before = _unsealed(state, event) if algorithm.host else state
+        after, exit_code = applied(algorithm, event, before)
+        if algorithm.host:
+            after = after.replace(static=Static(after.context, state.static.timestamp))
+        elif after.static is not before.static:
+            raise FormError(
+                f"{algorithm.name} at {event} changed the static part (model, optimizer, time): "
+                "only INIT and host algorithms may",
+                event,
+            )
+        if observe is not None:
+            observe(algorithm, event, state, after, exit_code)
+        return after
+
+    return op
+
+
+def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:
+    """What `apply` returns, checked: (state, exit code). What it raises says where it was."""
+    try:
+        if algorithm.host and is_fake(state.key):
+            raise RuntimeError(
+                f"{algorithm.name}, a host algorithm, was to be traced with fake tensors: it acts inside Microbatches, "
+                "and another algorithm takes the gradient anew with state.gradient; let it act outside of them"
+            )
+        return _checked_result(algorithm.apply(event, state), algorithm, event)
+    except Exception as error:
+        error.add_note(f"in {algorithm.name} at {event}")
+        raise
+
+
+def _checked_result(result: Any, algorithm: Algorithm, event: Event) -> tuple[State, int | None]:
+    exit_code = None
+    if isinstance(result, tuple) and len(result) == 2:
+        result, exit_code = result
+    if not isinstance(result, State):
+        raise ContractError(
+            f"{algorithm.name}: apply at {event} must return a State or (State, exit code), got "
+            f"{type(result).__name__}{' (is a return statement missing?)' if result is None else ''}"
+        )
+    return result, exit_code
+
+
+def _unsealed(state: State, event: Event) -> State:
+    sealed = state.static.timestamp
+    assert isinstance(sealed, SealedTime)
+    return state.replace(static=Static(state.context, sealed.opened(later=event.sees_new_time)))

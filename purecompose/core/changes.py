@@ -1,0 +1,122 @@
+"""What `State.replace` is asked for, as changes of a state's fields."""
+
+import dataclasses
+import numbers
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose._support.checks import shown
+from purecompose.core.context import Context, Static
+from purecompose.optim.checks import match_or_raise, matched
+from purecompose.schedule import Schedule, collect
+
+
+__all__ = ["as_hparams", "check_params", "check_trainable", "translated"]
+
+_CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) if field.init)
+
+
+def translated(changes: Mapping[str, Any], fields: Collection[str], static: Static, batch: Any) -> dict[str, Any]:
+    """Changes under the convenient names as changes of fields.
+
+    Args:
+        changes: What is asked for: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
+        fields: The names of the state's fields.
+        static: The state's static part.
+        batch: Its batch.
+
+    Raises:
+        TypeError: No field has that name; `frozen` or `paused` is no collection of names.
+        ValueError: A name or pattern in `frozen` or `paused` matches no parameter.
+    """
+    found = {name: value for name, value in changes.items() if name in fields}
+    new_batch, new_static = found.get("batch", batch), found.get("static", static)
+    context = new_static.context
+    # The model comes first: names of parameters are those of the new one.
+    for name, value in sorted(changes.items(), key=lambda change: change[0] != "model"):
+        if name in fields:
+            continue
+        if name in ("inputs", "targets"):
+            new_batch = batches.put(new_batch, context.input_key if name == "inputs" else context.target_key, value)
+        elif name == "timestamp":
+            new_static = Static(new_static.context, value)
+        elif name in _CONTEXT_FIELDS:
+            new_static = Static(_with(new_static.context, name, value), new_static.timestamp)
+        else:
+            known = sorted({*fields, *_CONTEXT_FIELDS, "inputs", "targets", "timestamp"})
+            raise TypeError(f"a state has no field {name!r}; it has {', '.join(known)}")
+    if new_batch is not batch:
+        found["batch"] = new_batch
+    if new_static is not static:
+        found["static"] = new_static
+    return found
+
+
+def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Named scalars as tensors: numbers become 0-d float32.
+
+    Raises:
+        TypeError: Something is neither a number nor a tensor.
+    """
+    if all(isinstance(value, Tensor) for value in values.values()):
+        return values
+    return {name: _scalar(name, value, device) for name, value in values.items()}
+
+
+def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
+    """Raises a `ValueError` where parameters that are not floating point are not frozen."""
+    whole = [name for name in names if not (params[name].is_floating_point() or params[name].is_complex())]
+    if whole:
+        raise ValueError(
+            f"replace(frozen=...) leaves out {', '.join(whole)}, of {params[whole[0]].dtype}: only floating numbers "
+            "have a gradient, so freeze it too"
+        )
+
+
+def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool) -> None:
+    """Raises where parameters are no mapping, or have other names than the model's."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"replace(params=...): expected tensors by name, got {shown(given)}")
+    if is_other_model or given.keys() == own.keys():
+        return
+    lacks, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    parts = [f"missing {', '.join(lacks)}"] * bool(lacks) + [f"unknown {', '.join(strange)}"] * bool(strange)
+    raise ValueError(
+        f"replace(params=...): {' and '.join(parts)}. Pass all parameters, params={{**state.params, name: value}}; to "
+        "change which there are, replace the model too, replace(model=..., params=...)"
+    )
+
+
+def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return torch.full((), float(value), dtype=torch.float32, device=device)
+    raise TypeError(
+        f"hparams[{name!r}]: expected a number or a 0-d tensor, got {shown(value)}; a population's has a row for each "
+        "member, torch.tensor([0.1, 0.2])"
+    )
+
+
+def _with(context: Context, name: str, value: Any) -> Context:
+    if name in ("frozen", "paused"):
+        value = _parameter_names(name, value, context.model.param_names)
+    context = context.replace(**{name: value})
+    if name != "optimizer":
+        return context
+    return context.replace(schedules=tuple(dict.fromkeys([*context.schedules, *collect(value, Schedule)])))
+
+
+def _parameter_names(which: str, given: Any, known: tuple[str, ...]) -> frozenset[str]:
+    """The parameters that names and patterns (as in `fnmatch`) stand for."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{which}: expected a collection of names or patterns, as in ['0.*'], got {shown(given)}")
+    given = frozenset(given)
+    patterns = given.difference(known)
+    for pattern in patterns:
+        match_or_raise(pattern, known, f"{which}: {pattern!r}")
+    return given - patterns | matched(tuple(patterns), known)

@@ -1,0 +1,178 @@
+"""The time of a step as traced code may read it: one small tensor.
+
+The host's counters are the only source. They are written into the tensor, with the values that every schedule
+takes then, so that traced code holds no changing Python number.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._support.device import sent
+from purecompose.schedule import Schedule
+from purecompose.time import Timestamp
+
+
+__all__ = ["Clock"]
+
+_FIELDS = ("batch", "epoch", "batch_in_epoch", "sample", "token", "elapsed", "draw")
+
+
+class Clock:
+    """Time inside a step. Its tensor is made when first read: a step that reads no time pays nothing.
+
+    Attributes:
+        schedules: The schedules whose values follow the counters.
+        purpose: What draws are for: "" in a training step, else the name of the program or event.
+    """
+
+    __slots__ = ("schedules", "purpose", "_source", "_row", "_values")
+
+    def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], purpose: str, row: int = 0) -> None:
+        """Takes where the numbers come from; `Clock.of` is the usual way."""
+        self._source, self.schedules, self.purpose, self._row = source, schedules, purpose, row
+        self._values: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        now: Timestamp,
+        later: Timestamp,
+        schedules: tuple[Schedule, ...],
+        device: torch.device,
+        *,
+        purpose: str = "",
+        draw: int | None = None,
+    ) -> "Clock":
+        """The clock of a step that leads from `now` to `later`; `draw` numbers its draws, by default the batch."""
+        draw = now.batch if draw is None else draw
+        return cls(_Source(now, later, schedules, draw, device), schedules, purpose)
+
+    @property
+    def table(self) -> Tensor:
+        """float64 of shape (2, fields): the numbers before `advance` and after it; exact below 2**53."""
+        return self._source.table
+
+    @property
+    def values(self) -> Tensor:
+        """float64 of shape (fields,): the numbers now."""
+        if self._values is None:
+            self._values = self._source.table[self._row]
+        return self._values
+
+    @property
+    def batch(self) -> Tensor:
+        """The number of batches finished, 0-d int64."""
+        return self.values[0].to(torch.int64)
+
+    @property
+    def epoch(self) -> Tensor:
+        """The number of epochs finished, 0-d int64."""
+        return self.values[1].to(torch.int64)
+
+    @property
+    def batch_in_epoch(self) -> Tensor:
+        """The number of batches finished in this epoch, 0-d int64."""
+        return self.values[2].to(torch.int64)
+
+    @property
+    def sample(self) -> Tensor:
+        """The number of examples seen, 0-d int64."""
+        return self.values[3].to(torch.int64)
+
+    @property
+    def token(self) -> Tensor:
+        """The number of tokens seen, 0-d int64."""
+        return self.values[4].to(torch.int64)
+
+    @property
+    def elapsed(self) -> Tensor:
+        """The fraction of the run that is over, 0-d float64; NaN in a run without a duration."""
+        return self.values[5]
+
+    @property
+    def draw(self) -> Tensor:
+        """What numbers this step's draws, 0-d int64: one number before and after `advance`, so that none repeats."""
+        return self.values[6].to(torch.int64)
+
+    def scheduled(self, schedule: Schedule) -> Tensor:
+        """The schedule's multiplier now, 0-d float64.
+
+        Raises:
+            KeyError: The schedule is none of those that the step evaluates.
+            Exception: What the schedule raised for the time after `advance`.
+        """
+        if schedule not in self.schedules:
+            raise KeyError(
+                f"{schedule!r} is not evaluated in this step: schedules work in optimizers' settings and in "
+                "those that an algorithm lists in its config"
+            )
+        value = self.values[len(_FIELDS) + self.schedules.index(schedule)]
+        if self._row == 1 and (error := self._source.failed_later.get(schedule)) is not None:
+            raise error
+        return value
+
+    def advanced(self) -> "Clock":
+        """The clock after the step's `advance`."""
+        return Clock(self._source, self.schedules, self.purpose, 1)
+
+
+class _Source:
+    """Where a clock's numbers come from: a table, or the host's counters that it can be made of."""
+
+    __slots__ = ("failed_later", "_counters", "_table")
+
+    def __init__(self, *counters: Any, table: Tensor | None = None) -> None:
+        self._counters, self._table = counters, table
+        # A list of rates may end where the run does, and few ask for what comes after `advance`; traced code sees NaN.
+        self.failed_later: dict[Schedule, Exception] = {}
+
+    @property
+    def table(self) -> Tensor:
+        if self._table is None:
+            now, later, schedules, draw, device = self._counters
+            rows = [_read(now, draw, schedules), _read(later, draw, schedules, self.failed_later)]
+            self._table = sent(rows, torch.float64, device)
+        return self._table
+
+
+def _read(
+    timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...], failed: dict[Schedule, Exception] | None = None
+) -> list[float]:
+    """The numbers at a time. What schedules raise is noted in `failed`, if there is one, and their numbers are NaN."""
+    elapsed = timestamp.elapsed()
+    row = [
+        timestamp.batch,
+        timestamp.epoch,
+        timestamp.batch_in_epoch,
+        timestamp.sample,
+        timestamp.token,
+        math.nan if elapsed is None else elapsed,
+        draw,
+    ]
+    for schedule in schedules:
+        try:
+            row.append(schedule(timestamp))
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[schedule] = error
+            row.append(math.nan)
+    return row
+
+
+def _flatten(clock: Clock) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    return ("table",), (clock.table,), (clock.schedules, clock.purpose, clock._row)
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> Clock:
+    del names
+    (table,) = children
+    return Clock(_Source(table=table), *static)
+
+
+tree.register_node(Clock, _flatten, _unflatten)

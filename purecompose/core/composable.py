@@ -1,0 +1,176 @@
+"""What may be composed: checks of programs, algorithms and passes."""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.layout import Layout
+from purecompose.core.loop import (
+    Grad,
+    Microbatches,
+    Node,
+    Program,
+    Update,
+    advance,
+    eval_forward,
+    events_in,
+    forward,
+    loss,
+    walk,
+)
+from purecompose.core.passes import Pass
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
+
+
+__all__ = [
+    "as_algorithms",
+    "as_passes",
+    "as_program",
+    "check_collects_once",
+    "check_layout",
+    "check_no_host",
+    "check_updates",
+    "events_in_grad",
+]
+
+
+def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
+    """The algorithms.
+
+    Raises:
+        TypeError: Something that is no algorithm.
+        ValueError: A name used twice.
+    """
+    chosen = _as_tuple(given, "algorithms")
+    for algorithm in chosen:
+        if not isinstance(algorithm, Algorithm):
+            raise TypeError(f"{algorithm!r} is no Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
+    twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
+    if twice:
+        raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
+    return chosen
+
+
+def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
+    """The passes.
+
+    Raises:
+        TypeError: Something that cannot be called.
+    """
+    ordering = _as_tuple(given, "passes")
+    for one_pass in ordering:
+        if not callable(one_pass):
+            raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
+    return ordering
+
+
+def as_program(given: Iterable[Node]) -> Program:
+    """The program, with events by their names made events.
+
+    Raises:
+        TypeError: Something that is no node.
+        ValueError: More than one `advance`, or an event on the wrong side of it.
+    """
+    if isinstance(given, Event) or not isinstance(given, Iterable):
+        raise TypeError(f"{given!r} is no program: a tuple of events, stages and scopes, such as loop_events")
+    program = tuple(Event(node) if isinstance(node, str) else node for node in given)
+    num_advances = sum(node is advance for node in walk(program))
+    if num_advances > 1:
+        raise ValueError("the program has more than one advance: a step moves the time by one batch")
+    is_later = False
+    for node in walk(program):
+        is_later = is_later or node is advance
+        if isinstance(node, Event):
+            if num_advances and node.sees_new_time != is_later:
+                side = "after" if node.sees_new_time else "before"
+                raise ValueError(f"{node} belongs {side} the program's advance")
+        elif not callable(node) and not hasattr(node, "body"):
+            raise TypeError(f"{node!r} is neither an event, a stage (a function State -> State), nor a scope")
+    return program
+
+
+def events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
+    """The events inside scopes of Grad."""
+    return (event for node in walk(program) if isinstance(node, Grad) for event in events_in(node.body))
+
+
+def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
+    """Raises a `ValueError` for a host algorithm at an event inside a Grad."""
+    for algorithm in algorithms:
+        if algorithm.host:
+            raise ValueError(
+                f"{algorithm.name} is a host algorithm and acts at {event}, inside a Grad: what runs there is "
+                "differentiated and compiled as a whole. Let it act before or after the gradient, or drop host=True"
+            )
+
+
+def check_updates(program: Program, trainable: Iterable[str]) -> None:
+    """Raises a `ValueError` for an `update(wrt=...)` of parameters in which no `Grad` before it differentiates.
+
+    A program with functions of the user's own passes: these may set gradients.
+
+    Args:
+        program: The loop program.
+        trainable: The names of the trainable parameters.
+    """
+    names = list(trainable)
+    patterns: list[str] = []
+    for node in walk(program):
+        if isinstance(node, Grad):
+            patterns.append(node.wrt or "*")
+        elif isinstance(node, Update) and node.wrt is not None:
+            chosen = fnmatch.filter(names, node.wrt)
+            if chosen and not any(fnmatch.filter(chosen, pattern) for pattern in patterns):
+                raise ValueError(
+                    f"{node!r} has nothing to apply: no Grad before it differentiates in {', '.join(chosen[:3])}"
+                    f"{', ...' if len(chosen) > 3 else ''}; put Grad(..., wrt={node.wrt!r}) before it"
+                )
+        elif not isinstance(node, Event | Microbatches | Update) and node not in _SETS_NO_GRADIENTS:
+            return
+
+
+def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
+    """Raises a `ValueError` for methods that take rows for examples, where the examples lie otherwise."""
+    acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
+    names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
+    if layout.is_rows or not names:
+        return
+    given = f"batch_dim={layout.dim}" if layout.splitter is None else f"{layout.splitter!r}"
+    raise ValueError(
+        f"{', '.join(names)}: expected examples along dimension 0 of the batch's tensors, got {given}; put examples "
+        "first in the data, and let the network's forward arrange them"
+    )
+
+
+def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:
+    """Raises a `ValueError` where a step has several gradients for a method that adds up one of each."""
+    event = Event.AFTER_TRAIN_BATCH
+    count = sum(node is event for node in walk(program))
+    for algorithm in algorithms:
+        acts = Trait.COLLECTS_GRADIENTS in algorithm.traits and algorithm.predicate.at(event) != NEVER
+        if acts and count > 1:
+            raise ValueError(
+                f"{algorithm.name} adds up the gradients of several steps, one of each, but the program fires {event} "
+                f"{count} times: fire it once, after all of the step's gradients"
+            )
+
+
+_TAKES_ROWS = frozenset(
+    {
+        Trait.SELECTS_EXAMPLES,
+        Trait.AUGMENTS_EXAMPLES,
+        Trait.MIXES_EXAMPLES,
+        Trait.CLIPS_EXAMPLES,
+        Trait.SHORTENS_SEQUENCES,
+    }
+)
+_SETS_NO_GRADIENTS = (forward, eval_forward, loss, advance)
+
+
+def _as_tuple(given: Any, role: str) -> tuple[Any, ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{role}={given!r}: expected a list of {role}; put a single one into a list")
+    return tuple(given)

@@ -1,0 +1,130 @@
+"""The static part of a state: what stays the same all through a run, and the host's counters.
+
+Its equality is that of structure and configuration and leaves the counters out, so that states of different times
+and seeds map, stack and subtract.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from purecompose import batch as batches
+from purecompose._support.fingerprint import fingerprint
+from purecompose.core.clock import Clock
+from purecompose.core.layout import Layout, Splitter
+from purecompose.nn.model import Model
+from purecompose.schedule import Schedule
+from purecompose.time import Timestamp
+
+
+__all__ = ["Context", "SealedTime", "SealedTimeError", "Static"]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What stays the same all through a run; equal to another by structure and configuration."""
+
+    model: Model
+    loss: Callable[..., Tensor]
+    optimizer: Any
+    frozen: frozenset[str] = frozenset()
+    """Parameters without gradient and update."""
+    precision: str = "fp32"
+    """"fp32", "tf32" (float32 with rounded products on a GPU), or "bf16" or "fp16", a forward pass under autocast."""
+    input_key: batches.Key = 0
+    target_key: batches.Key = 1
+    batch_dim: int = 0
+    """The dimension of the examples in the batch's tensors."""
+    splitter: Splitter | None = None
+    """Counts and cuts batches whose examples lie along no dimension."""
+    num_tokens: Callable[[Any], int] | None = None
+    """Counts the tokens of a batch; by default the size of `input_ids`."""
+    initialised: tuple[str, ...] = ()
+    """The algorithms whose INIT event is over."""
+    required: tuple[str, ...] = ()
+    """Those among them that a checkpoint cannot be loaded without."""
+    schedules: tuple[Schedule, ...] = ()
+    """Everything that the clock evaluates."""
+    paused: frozenset[str] = frozenset()
+    """Parameters without gradient and update in the running step alone; empty between steps."""
+    trainable: tuple[str, ...] = field(init=False)
+    """The parameters that have a gradient."""
+    layout: Layout = field(init=False)
+    """Where the examples of a batch lie."""
+
+    def __post_init__(self) -> None:
+        idle = self.frozen | self.paused
+        names = tuple(name for name in self.model.param_names if name not in idle)
+        object.__setattr__(self, "trainable", names)
+        batches.check_key(self.input_key, "input_key")
+        batches.check_key(self.target_key, "target_key")
+        layout = Layout(self.input_key, self.batch_dim, self.splitter, self.num_tokens)
+        object.__setattr__(self, "layout", layout)
+
+    def replace(self, **changes: Any) -> "Context":
+        """A context with these changes."""
+        return dataclasses.replace(self, **changes)
+
+    def rested(self) -> "Context":
+        """The context as it is between steps."""
+        return self.replace(paused=frozenset()) if self.paused else self
+
+    @property
+    def _values(self) -> tuple[Hashable, ...]:
+        return self.model, self.optimizer, self.frozen, self.paused, self.precision, self.initialised
+
+    @property
+    def _callables(self) -> tuple[Any, ...]:
+        return self.loss, self.layout, self.target_key
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Context) or self._values != other._values:
+            return False
+        pairs = zip(self._callables, other._callables, strict=True)
+        return all(mine is theirs or fingerprint(mine) == fingerprint(theirs) for mine, theirs in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self.model, self.optimizer, self.frozen, self.paused, self.initialised))
+
+
+class SealedTimeError(RuntimeError):
+    """The timestamp was read inside a step."""
+
+
+class SealedTime:
+    """Stands for the timestamp while a step runs, because a number read there would be baked into compiled code."""
+
+    __slots__ = ("_now", "_later")
+
+    def __init__(self, now: Timestamp, later: Timestamp) -> None:
+        """Keeps the time before and after the step for the host's own use."""
+        self._now, self._later = now, later
+
+    def opened(self, *, later: bool) -> Timestamp:
+        """The time before or after the step, for code that runs on the host."""
+        return self._later if later else self._now
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy, pickle and the like ask whether there is such a thing
+            raise AttributeError(name)
+        raise SealedTimeError(
+            f"timestamp.{name} was read inside a step, where it would be compiled in as a constant: read "
+            f"state.clock.{name if hasattr(Clock, name) else 'elapsed'} (a tensor), decide by time in `match`, or make "
+            "the algorithm a host one (host=True)"
+        )
+
+    def __repr__(self) -> str:
+        return "SealedTime()"
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """The static part of a state; the timestamp plays no part in its equality."""
+
+    context: Context
+    timestamp: Timestamp | SealedTime = field(compare=False)

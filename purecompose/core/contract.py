@@ -1,0 +1,220 @@
+"""What every step keeps, checked in the first run of each schedule."""
+
+import random as python_random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose._support.checks import shown
+from purecompose._support.writes import storage_of
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
+from purecompose.nn.keyed.modules import UnkeyedRandomError
+from purecompose.time.event import Event
+
+
+__all__ = ["Contract", "ContractError", "FormError", "GlobalDrawError", "InPlaceError", "check_slots"]
+
+_LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
+
+
+class ContractError(RuntimeError):
+    """An algorithm broke what every step keeps; the subclasses say what.
+
+    Attributes:
+        event: Where, as far as that is known.
+    """
+
+    def __init__(self, message: str, event: Event | None = None) -> None:
+        super().__init__(message)
+        self.event = event
+
+
+class InPlaceError(ContractError):
+    """Somebody wrote into what a step was given, which belongs to the caller."""
+
+
+class GlobalDrawError(ContractError, UnkeyedRandomError):
+    """Somebody drew from the global generator of Python's random or of NumPy."""
+
+
+class FormError(ContractError):
+    """What outlives a step changed its structure, shape or dtype, or is not what it has to be."""
+
+
+class Contract:
+    """Watches one step: nobody writes into what came in, and what outlives the step keeps its form."""
+
+    def __init__(self, start: State) -> None:
+        """Notes the form of the state, and the version and memory of each tensor."""
+        self._start = start
+        self._history: list[tuple[Algorithm, Event, State, State]] = []
+        self._incoming = _incoming(start)
+        self._marks = [_mark(tensor) for _, tensor in self._incoming]
+        self._generators = _global_generators()
+
+    def note(self, algorithm: Algorithm, event: Event, before: State, after: State) -> None:
+        """Takes down one application.
+
+        Raises:
+            InPlaceError, GlobalDrawError: It wrote into what the step was given, or drew without a key.
+        """
+        self._history.append((algorithm, event, before, after))
+        self._check_input(f"{algorithm.name} at {event}", event)
+
+    def check(self, end: State) -> None:
+        """Compares the end of the step with its start.
+
+        Raises:
+            FormError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
+                that changed it there.
+        """
+        self._check_input("the step itself")
+        self._check_metrics(end)
+        before, after = _specs(self._start), _specs(end)
+        if before == after:
+            return
+        path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
+        culprit, where = "the step itself", None
+        for algorithm, event, old, new in self._history:
+            if _specs(old).get(path) != _specs(new).get(path):
+                culprit, where = f"{algorithm.name} at {event}", event
+        raise FormError(
+            f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
+            f"a step keeps the structure, shapes and dtypes of what outlives it; {_remedy(path, where)}",
+            where,
+        )
+
+    def note_stage(self, stage: Any) -> None:
+        """Takes down that a stage has run; raises as `note`."""
+        self._check_input(f"the stage {stage!r} (a layer with inplace=True?)")
+
+    def note_update(self, state: State, result: Any) -> None:
+        """Takes down what the optimizer made of a state.
+
+        Raises:
+            InPlaceError, GlobalDrawError: As `note`.
+            FormError: It is no pair of parameters and optimizer state, each of the form that it had.
+        """
+        culprit = f"the update of the optimizer {state.optimizer!r}"
+        self._check_input(culprit, remedy="return new tensors (mul instead of mul_) by the same names")
+        wanted = (
+            "expected the pair (params, opt_state): all parameters by name, and what init gave, with the structure, "
+            "shapes and dtypes that both came with"
+        )
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise FormError(f"{culprit} returned {_told(result)}: {wanted}")
+        for name, new in zip(("params", "opt_state"), result, strict=True):
+            before, after = _specs_of(name, getattr(state, name)), _specs_of(name, new)
+            for path in {**before, **after}:
+                if before.get(path) != after.get(path):
+                    came = f"{path} = {after.get(path, 'absent')} where it was {before.get(path, 'absent')}"
+                    raise FormError(f"{culprit} returned {came}: {wanted}")
+            if list(before) != list(after):
+                raise FormError(f"{culprit} returned {name} in another order: {', '.join(after)}: {wanted}")
+
+    def _check_metrics(self, end: State) -> None:
+        for name, metric in end.metrics.items():
+            if isinstance(metric, Tensor) or metric is self._start.metrics.get(name):
+                continue
+            made = [
+                (f"{algorithm.name} at {event}", event)
+                for algorithm, event, old, new in self._history
+                if name in new.metrics and new.metrics[name] is not old.metrics.get(name)
+            ]
+            culprit, where = made[-1] if made else ("a stage of the program", None)
+            raise FormError(
+                f"state.metrics[{name!r}]: expected a tensor, got {shown(metric)} from {culprit}: observers read "
+                "tensors; write torch.full((), number, device=state.device) for a number",
+                where,
+            )
+
+    def _check_input(
+        self,
+        culprit: str,
+        event: Event | None = None,
+        remedy: str = "make a new tensor (mul instead of mul_) and return state.replace(...) with it",
+    ) -> None:
+        now = _incoming(self._start)
+        if len(now) != len(self._incoming) or any(
+            new is not old for (_, new), (_, old) in zip(now, self._incoming, strict=True)
+        ):
+            raise InPlaceError(
+                f"{culprit} replaced an entry of a dictionary or list of the state or batch it was given, which "
+                "belongs to the caller: make a new one, as in state.replace(params={**state.params, name: tensor})",
+                event,
+            )
+        for (path, tensor), mark in zip(self._incoming, self._marks, strict=True):
+            if _mark(tensor) != mark:
+                raise InPlaceError(
+                    f"{culprit} wrote in place into state.{path}, which belongs to the caller and has lost its value "
+                    f"now: {remedy}",
+                    event,
+                )
+        if _global_generators() != self._generators:
+            raise GlobalDrawError(
+                f"{culprit} drew from the global generator of Python's random or of NumPy, which no state holds: draw "
+                "with purecompose.random from state.rng(name)",
+                event,
+            )
+
+
+def _remedy(path: str, where: Event | None) -> str:
+    if where is None and path.startswith("buffers"):
+        return "if forward gives a buffer its shape, run the network once on a batch before State.create"
+    return "make slots and surgery at INIT"
+
+
+def check_slots(state: State) -> None:
+    """Raises a `FormError` for what an algorithm remembers in another form than tensors."""
+    for path, leaf in tree.leaves_with_paths(state.slots).items():
+        if not isinstance(leaf, Tensor):
+            raise FormError(
+                f"state.slots{path} is {leaf!r} ({type(leaf).__name__}): slots hold tensors, so that states stack, "
+                "map and save; write torch.zeros(()) for a number"
+            )
+
+
+def _incoming(state: State) -> list[tuple[str, Tensor]]:
+    found = [
+        (f"{name}{path}", leaf)
+        for name in (*_LASTING, "key")
+        for path, leaf in tree.leaves_with_paths(getattr(state, name)).items()
+        if isinstance(leaf, Tensor)
+    ]
+    return [*found, *[("batch", tensor) for tensor in batches.tensors(state.batch)]]
+
+
+def _global_generators() -> tuple[Any, ...]:
+    """The states of the generators that torch's modes do not see."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (python_random.getstate(),)
+    _, words, position, *_ = numpy.random.get_state()
+    return python_random.getstate(), words.tobytes(), position
+
+
+def _mark(tensor: Tensor) -> tuple[int | None, int]:
+    """How often torch saw a write into the tensor (inference tensors are not counted), and the memory it is on."""
+    return None if tensor.is_inference() else tensor._version, storage_of(tensor)
+
+
+def _specs(state: State) -> dict[str, Any]:
+    return {path: spec for name in _LASTING for path, spec in _specs_of(name, getattr(state, name)).items()}
+
+
+def _specs_of(name: str, value: Any) -> dict[str, Any]:
+    return {
+        f"{name}{path}": tree.describe(leaf, with_device=False) if isinstance(leaf, Tensor) else repr(leaf)
+        for path, leaf in tree.leaves_with_paths(value).items()
+    }
+
+
+def _told(result: Any) -> str:
+    """What came, in few words."""
+    if isinstance(result, Mapping):
+        return f"a {type(result).__name__} of {', '.join(map(repr, list(result)[:3])) or 'nothing'}"
+    return f"{len(result)} things" if isinstance(result, tuple | list) else shown(result)

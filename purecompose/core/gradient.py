@@ -1,0 +1,252 @@
+"""Gradients, taken in one place, by two engines with one meaning.
+
+`torch.autograd.grad` over the functional call costs what an imperative loop costs, and serves when nobody
+differentiates the step itself. Under a transform of `torch.func`, or when a leaf asks for an outer gradient,
+`torch.func.vjp` is used: there the first engine would be silently wrong for gradients of gradients.
+
+A parameter that the loss does not reach has no gradient, as in PyTorch, where its `grad` is `None`: it is absent from
+`state.grads`, and the update leaves it and its optimizer state as they are. A gradient of zeros is something else:
+weight decay, momentum and Adam move its parameter.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, losses
+from purecompose._support.functorch import is_fake, is_transforming
+from purecompose.core.state import State
+
+
+__all__ = [
+    "Op",
+    "averaged",
+    "averaged_by_name",
+    "averaged_grads",
+    "check_terms",
+    "differentiate",
+    "num_terms",
+    "wants_outer_gradient",
+]
+
+Op: TypeAlias = Callable[[State], State]
+
+
+def wants_outer_gradient(state: State, batch: Any) -> bool:
+    """Whether somebody differentiates through the step: a transform is active, or a leaf requires a gradient."""
+    if is_transforming():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    for tensors in (state.params, state.hparams, state.buffers):
+        for tensor in tensors.values():
+            if tensor.requires_grad:
+                return True
+    if _requires_grad(state.opt_state):
+        return True
+    if state.slots and _requires_grad(state.slots):
+        return True
+    # Loops in place of any(...), which costs more than all the rest here, in every step.
+    for member in batch if type(batch) is tuple else (batch,):
+        if member.requires_grad if type(member) is Tensor else _is_any_required(member):
+            return True
+    return False
+
+
+def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
+    """Runs the body and adds the gradients of its loss in the named parameters; those it does not reach have none.
+
+    Args:
+        body: Sets `loss`, a 0-d tensor.
+        state: Supplies everything; its parameters and batch are those of the result.
+        names: The parameters to differentiate in, at least one.
+
+    Returns:
+        The body's state with `grads`. What the body set (loss, outputs, buffers, slots, ...) is cut off from the
+        graph unless the caller differentiates through the step.
+
+    Raises:
+        ValueError: No parameter to differentiate in, or the loss is no scalar, or it reaches none of the parameters.
+        RuntimeError: Within `torch.inference_mode`, or of tensors made there.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "a step was called within torch.inference_mode, where torch records no gradients: call it outside, or use "
+            "torch.no_grad, under which a step takes its gradients all the same"
+        )
+    if not names:
+        raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
+    # A step turns grad mode off unless somebody differentiates through it.
+    is_differentiated = torch.is_grad_enabled() or is_transforming()
+    engine = _with_functorch if is_differentiated else _with_autograd
+    # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
+    with torch.enable_grad(), state.model.skeleton(train=True).held():
+        try:
+            result, grads = engine(body, state, names)
+        except RuntimeError as error:
+            if "nference tensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "the state or the batch holds tensors made within torch.inference_mode, which torch cannot "
+                "differentiate: go on from state.copy(), and load data outside of inference mode"
+            ) from error
+    if state.grads:
+        grads = {**state.grads, **grads}
+    return result.replace(params=state.params, batch=state.batch, grads=grads)
+
+
+def averaged_by_name(
+    means: dict[str, Tensor] | None,
+    values: dict[str, Tensor],
+    earlier: dict[str, Tensor] | None,
+    weight: int | Tensor,
+    total: int | Tensor,
+) -> dict[str, Tensor]:
+    """The means with one slice's values; what was there before the slices is no slice's, and stays as it is."""
+    means, earlier = means or {}, earlier or {}
+    new_means = {
+        name: value if value is earlier.get(name) else averaged(means.get(name), value, weight, total)
+        for name, value in values.items()
+    }
+    return {**means, **new_means}
+
+
+def averaged_grads(
+    means: dict[str, Tensor] | None, grads: dict[str, Tensor], weight: int | Tensor, total: int | Tensor
+) -> dict[str, Tensor]:
+    """The mean gradients with one slice's; a parameter that only some slices reach has zeros in the others."""
+    if means is not None and means.keys() != grads.keys():
+        means = {**{name: torch.zeros_like(grad) for name, grad in grads.items()}, **means}
+        grads = {name: grads[name] if name in grads else torch.zeros_like(mean) for name, mean in means.items()}
+    return averaged_by_name(means, grads, None, weight, total)
+
+
+def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
+    """The weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
+
+    A running mean, so that one set of gradients is alive besides the slice's own, whatever the number of slices.
+    Where no value has weight, the first stands: that is what the whole batch gives too.
+    """
+    if mean is None:
+        return value
+    if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
+        return torch.lerp(mean, value, weight / total)
+    # Filled, not copied from the host, which on a GPU would wait.
+    weight = weight if isinstance(weight, Tensor) else torch.full((), weight, device=value.device)
+    total = total if isinstance(total, Tensor) else torch.full((), total, device=value.device)
+    share = weight.to(value.dtype) / torch.where(total > 0, total, 1)
+    # Before the first value with weight the mean may be NaN, which lerp would keep.
+    mixed = torch.where(weight < total, torch.lerp(mean, value, share), value)
+    return torch.where(weight > 0, mixed, mean)
+
+
+@torch.no_grad()
+def num_terms(state: State) -> int | Tensor:
+    """How many terms the loss is a mean of, right after it: as an algorithm left outputs and targets to it.
+
+    It is what the gradient of a microbatch weighs beside those of others.
+    """
+    loss_fn = state.context.loss
+    # A model that computes its loss finds its targets in the batch, by a way of its own.
+    targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
+    if not state.context.layout.is_rows and not losses.counts_terms(loss_fn):
+        return state.num_examples
+    return losses.num_terms(loss_fn, state.outputs, targets)
+
+
+@torch.no_grad()
+def check_terms(state: State) -> None:
+    """Raises, right after the loss, where `num_terms` would count what a model's own loss is not the mean of."""
+    if isinstance(state.context.loss, losses.ModelLoss):
+        reads_values = not is_transforming() and not is_fake(state.key)
+        state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)
+
+
+def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
+    leaves = {name: state.params[name].detach().requires_grad_() for name in names}
+    result = body(state.replace(params={**state.params, **leaves}, loss=None))
+    grads = _grads(result.loss, leaves)
+    cut = {name: _detached(value) for name, value in _set_by_body(state, result).items()}
+    return result.replace(**cut), grads
+
+
+def _with_functorch(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
+    results: list[State] = []
+
+    def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        result = body(state.replace(params={**state.params, **leaves}, loss=None))
+        grads = _grads(result.loss, leaves, create_graph=True)
+        results.append(result)
+        # What a transform returns must come out through its result, which takes tensors only.
+        return grads, tuple(batches.tensors(_set_by_body(state, result)))
+
+    if state.clock is not None:
+        _ = state.clock.values  # made when first read: within the transform it would outlive that as a dead wrapper
+    # vjp makes the leaves differentiable at a level of their own. The gradient is taken inside, where torch.autograd
+    # tells apart what the loss does not reach; torch.func.grad would fill in zeros.
+    leaves = {name: state.params[name] for name in names}
+    grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
+    (result,), fresh = results, iter(tensors)
+    return result.replace(**batches.map_tensors(lambda _: next(fresh), _set_by_body(state, result))), grads
+
+
+def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:
+    """The gradients of the loss in the leaves that it reaches."""
+    _check_loss(loss)
+    found = torch.autograd.grad(loss, list(leaves.values()), create_graph=create_graph, allow_unused=True)
+    return {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+
+
+# All that a body can replace and keep; parameters and the batch are the caller's again.
+_CARRIED = ("loss", "outputs", "buffers", "slots", "metrics", "hparams", "opt_state", "key")
+
+
+def _set_by_body(before: State, after: State) -> dict[str, Any]:
+    """The fields that the body replaced: only these can hang on its graph."""
+    new = after.__dict__
+    # What neither has looked up yet (see `State.__getattr__`) was not replaced.
+    found = {name: new[name] for name in _CARRIED if name in new and new[name] is not getattr(before, name)}
+    return {**found, "loss": after.loss}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _cut_off(value)
+    if type(value) is dict:  # buffers, slots and metrics; walking a tree costs more than a small network's layer
+        return {name: _detached(member) for name, member in value.items()}
+    is_empty = type(value) is dict and not value
+    return value if is_empty else batches.map_tensors(_cut_off, value)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """A tensor without a graph: itself, where it has none, so that what the body left alone can be told."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _requires_grad(by_name: Any) -> bool:
+    """Whether a tensor among slots requires a gradient; quick for the usual dict of dicts of tensors."""
+    for slot in by_name.values() if type(by_name) is dict else (by_name,):
+        for tensor in slot.values() if type(slot) is dict else (slot,):
+            if tensor.requires_grad if type(tensor) is Tensor else _is_any_required(tensor):
+                return True
+    return False
+
+
+def _is_any_required(tree: Any) -> bool:
+    return any(tensor.requires_grad for tensor in batches.tensors(tree))
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(
+            f"Grad differentiates a scalar loss, got {shape}: its body must set state.loss (the stage `loss` does), "
+            "and the loss must reduce to a mean by default"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any parameter that Grad differentiates: it was computed under torch.no_grad, "
+            "from detached tensors, or without the network's outputs"
+        )

@@ -1,0 +1,112 @@
+"""Where the examples of a batch lie: how they are counted, and how a batch is cut into parts of them."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from purecompose import batch as batches
+from purecompose._support.checks import check_whole, shown
+
+
+__all__ = ["Layout", "Splitter"]
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Counts and cuts batches whose examples lie along no dimension, such as images of different sizes.
+
+    Args:
+        num_examples: `batch -> int`, the number of examples.
+        part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded.
+
+    Raises:
+        TypeError: One of them is no function.
+
+    Example:
+        >>> lists = Splitter(len, lambda batch, start, stop: batch[start:stop])
+        >>> Layout(splitter=lists).split([("image", 1), ("image", 2), ("image", 3)], 2)
+        [[('image', 1), ('image', 2)], [('image', 3)]]
+    """
+
+    num_examples: Callable[[Any], int]
+    part: Callable[[Any, int, int], Any]
+
+    def __post_init__(self) -> None:
+        for name in ("num_examples", "part"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"Splitter: {name}={getattr(self, name)!r}: expected a function")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a batch holds its examples.
+
+    Args:
+        key: Names the input, for batches whose tensors disagree; see `batch.num_examples`.
+        dim: The dimension of the examples in the batch's tensors.
+        splitter: Takes the place of both.
+        token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
+
+    Raises:
+        TypeError, ValueError: A value of the wrong kind, or both a splitter and a dimension.
+    """
+
+    key: batches.Key | None = None
+    dim: int = 0
+    splitter: Splitter | None = None
+    token_counter: Callable[[Any], int] | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(self.dim, "batch_dim", 0, hint="1 for sequences (T, N, ...)")
+        if self.splitter is not None and not isinstance(self.splitter, Splitter):
+            raise TypeError(f"splitter: expected a purecompose.core.layout.Splitter, got {shown(self.splitter)}")
+        if self.splitter is not None and self.dim:
+            raise TypeError("expected a splitter or a batch_dim, got both")
+        if self.token_counter is not None and not callable(self.token_counter):
+            raise TypeError(f"num_tokens: expected a function (batch) -> int, got {shown(self.token_counter)}")
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether the examples are the rows of the batch's tensors."""
+        return self.dim == 0 and self.splitter is None
+
+    def num_examples(self, batch: Any) -> int:
+        """How many examples a batch holds.
+
+        Raises:
+            TypeError, ValueError: As `batch.num_examples`; a splitter that gives no number.
+        """
+        if self.splitter is None:
+            return batches.num_examples(batch, self.key, self.dim)
+        return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
+
+    def num_tokens(self, batch: Any) -> int:
+        """How many tokens a batch holds, for the timestamp.
+
+        Raises:
+            TypeError, ValueError: The given function returned something other than a whole number.
+        """
+        if self.token_counter is None:
+            return batches.num_tokens(batch)
+        return check_whole(self.token_counter(batch), "num_tokens(batch)", 0)
+
+    def split(self, batch: Any, num_parts: int) -> list[Any]:
+        """Consecutive parts of nearly equal size, larger ones first.
+
+        Raises:
+            ValueError: As `batch.split`; a splitter's part of another size than was asked for.
+        """
+        if self.splitter is None:
+            return batches.split(batch, num_parts, self.key, self.dim)
+        bounds = batches.bounds(self.num_examples(batch), num_parts)
+        parts = []
+        for start, stop in itertools.pairwise(bounds):
+            part = self.splitter.part(batch, start, stop)
+            if self.num_examples(part) != stop - start:
+                raise ValueError(
+                    f"{self.splitter!r}: part(batch, {start}, {stop}) has {self.num_examples(part)} examples, "
+                    f"expected {stop - start}"
+                )
+            parts.append(part)
+        return parts

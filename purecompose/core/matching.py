@@ -1,0 +1,292 @@
+"""Staged matching: which algorithms act at which events of a step, decided before the step runs.
+
+The answers for all events form the step's schedule, one integer with a bit for each question that time or the
+batch's shapes decide. Predicates say what of them is settled for a stretch of batches, so a step asks only
+what changes from batch to batch.
+"""
+
+import copy
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from purecompose import tree
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.state import State
+from purecompose.schedule import collect
+from purecompose.time import RunLength, Time, Timestamp
+from purecompose.time.event import Event
+from purecompose.time.predicates import ALWAYS, NEVER, Predicate
+
+
+__all__ = ["Matcher", "MatchError", "Question", "SealedTensor"]
+
+
+class MatchError(RuntimeError):
+    """A `match` failed, or wanted what is not known before the step.
+
+    Attributes:
+        event: The event that it was asked about.
+    """
+
+    def __init__(self, message: str, event: Event) -> None:
+        super().__init__(message)
+        self.event = event
+
+
+class SealedTensor:
+    """Stands for a tensor while matching: shape, dtype and device can be read, values cannot."""
+
+    def __init__(self, path: str, tensor: Tensor) -> None:
+        self._path, self._tensor = path, tensor
+
+    shape = property(lambda self: self._tensor.shape)
+    dtype = property(lambda self: self._tensor.dtype)
+    device = property(lambda self: self._tensor.device)
+    ndim = property(lambda self: self._tensor.ndim)
+    requires_grad = property(lambda self: self._tensor.requires_grad)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As `Tensor.size`."""
+        return self._tensor.size() if dim is None else self._tensor.size(dim)
+
+    def dim(self) -> int:
+        """As `Tensor.dim`."""
+        return self._tensor.dim()
+
+    def numel(self) -> int:
+        """As `Tensor.numel`."""
+        return self._tensor.numel()
+
+    def stride(self) -> tuple[int, ...]:
+        """As `Tensor.stride`."""
+        return self._tensor.stride()
+
+    def is_floating_point(self) -> bool:
+        """As `Tensor.is_floating_point`."""
+        return self._tensor.is_floating_point()
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that numpy, copy and others ask for before they read
+            raise AttributeError(name)
+        raise _ValueRead(self._path, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`torch.any(sealed)` and the like."""
+        del types
+        found = (leaf for leaf in tree.leaves((args, kwargs or {})) if isinstance(leaf, cls))
+        raise _ValueRead(next(found)._path, f"torch's {func.__name__}")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise _ValueRead(self._path, "the value")
+
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __getitem__ = __iter__ = __array__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # pyright: ignore
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = _refuse
+    __rmatmul__ = __neg__ = __abs__ = __invert__ = __round__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __hash__ = None  # pyright: ignore
+
+
+class _ValueRead(Exception):
+    """Raised by `SealedTensor`: (path, what was asked)."""
+
+
+class _View:
+    """What a `match` may see: the time at the event, static facts, and shapes in place of tensors."""
+
+    def __init__(self, state: State, batch: Any, timestamp: Timestamp) -> None:
+        self._state, self._batch, self.timestamp = state, batch, timestamp
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._state.replace(batch=self._batch), name)
+        if inspect.ismethod(value):
+            raise _ValueRead(f"state.{name}(...)", "the result")
+        return value if name in _STATIC else _sealed(f"state.{name}", value)
+
+
+_STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
+
+
+def _sealed(path: str, value: Any) -> Any:
+    """The value with its tensors sealed, in dataclasses too; the value itself where it holds none."""
+
+    def seal(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return SealedTensor(path, leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        twin = copy.copy(leaf)  # a batch's dataclass may be frozen, and may check its fields when made
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(twin, field.name, _sealed(f"{path}.{field.name}", getattr(leaf, field.name)))
+        return twin
+
+    leaves, treespec = tree.leaves_with_paths(value), tree.structure(value)
+    return tree.unflatten(treespec, [seal(f"{path}{key}", leaf) for key, leaf in leaves.items()])
+
+
+class Question(NamedTuple):
+    """One answer that is not known when the step is composed."""
+
+    event: Event
+    algorithm: Algorithm
+    predicate: Predicate
+
+
+class Matcher:
+    """Answers for a fixed set of events and algorithms; what it remembers follows from its input."""
+
+    def __init__(self, algorithms: Sequence[Algorithm], events: Iterable[Event]) -> None:
+        self.always: set[tuple[Event, str]] = set()
+        self.questions: list[Question] = []
+        for event in dict.fromkeys(events):
+            for algorithm in algorithms:
+                left = algorithm.predicate.at(event)
+                if left == ALWAYS:
+                    self.always.add((event, algorithm.name))
+                elif left != NEVER:
+                    self.questions.append(Question(event, algorithm, left))
+        self.times = collect([question.predicate for question in self.questions], Time)
+        self._stretch: _Stretch | None = None
+
+    def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:
+        """The answers as bits, in the order of `questions`.
+
+        Args:
+            state: The state at the start of the step.
+            batch: The incoming batch.
+            now: The time at the start of the step.
+            later: The time after it.
+
+        Raises:
+            MatchError: A `match` read a tensor's value or failed; the message names the algorithm.
+        """
+        stretch = self._stretch
+        if stretch is None or not stretch.covers(now, later):
+            stretch = self._stretch = self._new_stretch(now, later)
+        bits = stretch.bits
+        if stretch.timed:
+            bits |= _answers(stretch.timed, _Moment(now), _Moment(later))
+        for bit, question in stretch.custom:
+            if _answer(question, state, batch, later if question.event.sees_new_time else now):
+                bits |= bit
+        return bits
+
+    def mask(self, events: Collection[Event]) -> int:
+        """The bits of the schedule that decide what happens at these events."""
+        return sum(1 << i for i, question in enumerate(self.questions) if question.event in events)
+
+    def matched(self, bits: int, event: Event, algorithms: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
+        """The algorithms that act at an event under a schedule, in their listed order."""
+        chosen = {q.algorithm.name for i, q in enumerate(self.questions) if q.event is event and bits >> i & 1}
+        return tuple(a for a in algorithms if a.name in chosen or (event, a.name) in self.always)
+
+    def _new_stretch(self, now: Timestamp, later: Timestamp) -> "_Stretch":
+        stretch = _Stretch(now, later)
+        for i, question in enumerate(self.questions):
+            is_later = question.event.sees_new_time
+            try:
+                left, end = question.predicate.during(later if is_later else now)
+            except Exception as error:
+                raise _failure(error, question) from error
+            if is_later:
+                stretch.later_end = min(stretch.later_end, end)
+            else:
+                stretch.end = min(stretch.end, end)
+            if left == ALWAYS:
+                stretch.bits |= 1 << i
+            elif left != NEVER:
+                question = question._replace(predicate=left)
+                if left.is_timed:
+                    stretch.timed.append((1 << i, left, question.event, is_later, question))
+                else:
+                    stretch.custom.append((1 << i, question))
+        return stretch
+
+
+class _Stretch:
+    """A stretch of batches, and what is settled and what is open in it; see `Predicate.during`."""
+
+    __slots__ = (
+        "run", "epoch", "iteration", "start", "end", "later_epoch", "later_iteration", "later_start",
+        "later_end", "bits", "timed", "custom",
+    )  # fmt: skip
+
+    def __init__(self, now: Timestamp, later: Timestamp) -> None:
+        self.run: RunLength = now.run
+        self.epoch, self.iteration, self.start = now.epoch, now.iteration, now.batch
+        self.later_epoch, self.later_iteration, self.later_start = later.epoch, later.iteration, later.batch
+        self.end: float = math.inf
+        self.later_end: float = math.inf
+        self.bits = 0
+        self.timed: list[tuple[int, Predicate, Event, bool, Question]] = []
+        self.custom: list[tuple[int, Question]] = []
+
+    def covers(self, now: Timestamp, later: Timestamp) -> bool:
+        return (
+            self.start <= now.batch < self.end
+            and self.later_start <= later.batch < self.later_end
+            and self.epoch == now.epoch
+            and self.later_epoch == later.epoch
+            and self.iteration == now.iteration
+            and self.later_iteration == later.iteration
+            and self.run is now.run
+        )
+
+
+class _Moment:
+    """All that a predicate about time reads."""
+
+    __slots__ = ("timestamp",)
+
+    def __init__(self, timestamp: Timestamp) -> None:
+        self.timestamp = timestamp
+
+
+def _answers(timed: list[tuple[int, Predicate, Event, bool, Question]], now: _Moment, later: _Moment) -> int:
+    """The bits of open questions about time. In every step, so without a call for each."""
+    bits, question = 0, timed[0][-1]
+    try:
+        for bit, predicate, event, is_later, question in timed:  # noqa: B007
+            if predicate(event, later if is_later else now):
+                bits |= bit
+    except Exception as error:
+        raise _failure(error, question) from error
+    return bits
+
+
+def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> bool:
+    if question.algorithm.host:
+        view: Any = state.replace(batch=batch, timestamp=moment)
+    else:
+        view = _View(state, batch, moment)
+    try:
+        return bool(question.predicate(question.event, view))
+    except _ValueRead as read:
+        path, what = read.args
+        raise MatchError(
+            f"{question.algorithm.name}: match at {question.event} read {what} of {path}. Matching is "
+            "decided before the step, from time and shapes alone. Either make the algorithm a host one "
+            "(host=True), or match always and choose inside apply with torch.where",
+            question.event,
+        ) from None
+    except Exception as error:
+        raise _failure(error, question) from error
+
+
+def _failure(error: Exception, question: Question) -> MatchError:
+    return MatchError(
+        f"{question.algorithm.name}: match failed at {question.event}: {type(error).__name__}: {error}. (Matching is "
+        "decided before the step: state.timestamp and shapes are known; outputs, grads and clock are None, loss and "
+        "metrics those of the last step. What needs values belongs into apply, or into a host algorithm, host=True.)",
+        question.event,
+    )

@@ -1,0 +1,156 @@
+"""What a step is going to do: event by event, which algorithms act, in what order, and why."""
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from purecompose._support.table import table
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.loop import events_in, loop_events
+from purecompose.core.passes import Pass, precedes, run_pass, set_filo_order
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER
+
+
+__all__ = ["Plan", "PlanRow", "describe_moment", "lacking_events", "make_plan"]
+
+_STEP_EVENTS = frozenset(events_in(loop_events))
+
+
+class PlanRow(NamedTuple):
+    """One algorithm at one event."""
+
+    event: Event
+    order: int | None
+    """The position at the event, from 0; `None` where it does not act now."""
+    algorithm: str
+    reason: str
+    """Why it stands in this place, or why it is absent."""
+
+
+class Plan(NamedTuple):
+    """The answer of `step.plan`; `str` gives a table."""
+
+    rows: tuple[PlanRow, ...]
+    warnings: tuple[str, ...]
+
+    def order(self, event: Event | str) -> tuple[str, ...]:
+        """The names of the algorithms that act at an event, in their order."""
+        rows = [row for row in self.rows if row.event is Event(event)]
+        return tuple(row.algorithm for row in rows if row.order is not None)
+
+    def __str__(self) -> str:
+        acting = [
+            [row.event.name, str(row.order), row.algorithm, row.reason] for row in self.rows if row.order is not None
+        ]
+        absent: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.order is None:
+                absent.setdefault((row.algorithm, row.reason), []).append(row.event.name)
+        for (algorithm, reason), events in absent.items():
+            where = events[0] if len(events) == 1 else f"{len(events)} events"
+            acting.append([where, "-", algorithm, reason])
+        text = table(["event", "order", "algorithm", "why"], acting) if acting else "no algorithm acts anywhere"
+        return "\n".join([text, *[f"warning: {warning}" for warning in self.warnings]])
+
+
+class _Planned(Protocol):
+    """What a plan needs of a step."""
+
+    events: tuple[Event, ...]
+    algorithms: tuple[Algorithm, ...]
+    passes: tuple[Pass, ...]
+
+
+def make_plan(step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], moment: str) -> Plan:
+    """The plan of a step.
+
+    Args:
+        step: The step.
+        matched: The algorithms that act at an event now, as listed.
+        moment: "now" in words.
+    """
+    outer = [event for event in Event if event not in step.events]
+    before = [event for event in outer if event in (Event.INIT, Event.FIT_START, Event.EPOCH_START)]
+    rows: list[PlanRow] = []
+    for event in (*before, *step.events, *[event for event in outer if event not in before]):
+        rows += _rows_at(event, step, matched(event), moment)
+    return Plan(tuple(rows), tuple(_warnings(step)))
+
+
+def _rows_at(event: Event, step: _Planned, matched: Sequence[Algorithm], moment: str) -> list[PlanRow]:
+    current = tuple(matched)
+    placed_by: dict[str, str] = {}
+    for one_pass in step.passes:
+        following = run_pass(one_pass, current, event)
+        if len(following) > 1:
+            placed_by |= {a.name: _name(one_pass) for a in following if _is_pinned(a, one_pass, current, event)}
+        current = following
+    listed = "listed order, reversed" if event.is_reversed and set_filo_order in step.passes else "listed order"
+    rows = [PlanRow(event, i, a.name, _why(a, current, placed_by.get(a.name, listed))) for i, a in enumerate(current)]
+    for algorithm in step.algorithms:
+        left = algorithm.predicate.at(event)
+        if left != NEVER and algorithm not in current:
+            why = "dropped by a pass" if algorithm in matched else f"{left!r} does not hold {moment}"
+            rows.append(PlanRow(event, None, algorithm.name, why))
+    return rows
+
+
+def _is_pinned(algorithm: Algorithm, one_pass: Pass, given: Sequence[Algorithm], event: Event) -> bool:
+    """Whether a pass puts an algorithm in its place wherever it stood before."""
+    orders = [tuple(given), tuple(reversed(given)), (*given[1:], *given[:1])]
+    return len({tuple(run_pass(one_pass, order, event)).index(algorithm) for order in orders}) == 1
+
+
+def _why(algorithm: Algorithm, current: Sequence[Algorithm], placed_by: str) -> str:
+    if len(current) == 1:
+        return "alone"
+    partners = [f"before {other.name}" for other in current if precedes(algorithm, other)]
+    partners += [f"after {other.name}" for other in current if precedes(other, algorithm)]
+    return ", ".join([placed_by, *partners])
+
+
+def _name(one_pass: Pass) -> str:
+    return getattr(one_pass, "__name__", repr(one_pass))
+
+
+def _warnings(step: _Planned) -> list[str]:
+    found = []
+    names = {algorithm.name for algorithm in step.algorithms}
+    for algorithm in step.algorithms:
+        events = algorithm.events
+        references = (*algorithm.runs_before, *algorithm.runs_after)
+        # A method may name others that need not be there; a name close to one that is there is a typing error.
+        for absent in (name for name in references if isinstance(name, str) and name not in names):
+            if near := difflib.get_close_matches(absent, names, 1, cutoff=0.75):
+                found.append(
+                    f"{algorithm.name} is ordered by {absent}, which the step does not have; did you mean {near[0]}?"
+                )
+        if not events:
+            found.append(f"{algorithm!r} never acts: its settings are neutral")
+    return [*found, *lacking_events(step.algorithms, step.events)]
+
+
+def lacking_events(algorithms: Iterable[Algorithm], present: Collection[Event]) -> list[str]:
+    """The algorithms that act at events of a training step which a program lacks, one line each.
+
+    A plain `match` function may act anywhere, so nothing is said about it.
+
+    Args:
+        algorithms: The algorithms.
+        present: The events of the program.
+    """
+    found = []
+    for algorithm in algorithms:
+        events = algorithm.events
+        lacking = [event.name for event in events if event in _STEP_EVENTS and event not in present]
+        if lacking and len(events) < len(Event):
+            found.append(f"{algorithm.name} acts at {', '.join(lacking)}, which the program does not have")
+    return found
+
+
+def describe_moment(timestamp: Any) -> str:
+    """The time in words, for reasons."""
+    elapsed = timestamp.elapsed()
+    share = "" if elapsed is None else f" ({elapsed:.1%} of the run)"
+    return f"at batch {timestamp.batch}{share}"

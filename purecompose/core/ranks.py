@@ -1,0 +1,211 @@
+"""Ranks: processes that compute a part of the batch each, and put together what they find.
+
+Messages between them are those of `torch.distributed`, in the form that traced code can hold.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._support.functorch import is_fake, is_transforming
+from purecompose.core.layout import Layout
+
+
+__all__ = ["WATCHES", "Ranks", "Regrad", "Share", "Sharing"]
+
+Sharing: TypeAlias = Literal["all", "own", "none"]
+"""What a gradient is of: the means over all ranks' parts of the batch; this rank's part alone; or the batch undivided,
+which every rank computes for itself."""
+
+
+class Share(NamedTuple):
+    """A rank's part of a batch."""
+
+    batch: Any
+    first_example: int
+    """Where it begins in the batch."""
+    num_examples: int
+    """0 for a rank to which nothing falls: it computes the first example, for the form, and that counts nothing."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a group, and which of them this is.
+
+    Attributes:
+        group: The name of the process group, by which traced code finds it.
+        rank: This process, from 0.
+        size: How many they are.
+    """
+
+    group: str
+    rank: int
+    size: int
+
+    def share(self, batch: Any, layout: Layout) -> Share:
+        """This rank's part: consecutive examples, as many as the others have, or one more."""
+        num_examples = layout.num_examples(batch)
+        num_parts = min(self.size, num_examples)
+        if self.rank >= num_parts:
+            return Share(layout.split(batch, num_examples)[0], 0, 0)
+        parts = layout.split(batch, num_parts)
+        sizes = [layout.num_examples(part) for part in parts]
+        return Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
+
+    def means(self, tensors: Sequence[Tensor], weight: int | Tensor) -> list[Tensor]:
+        """The means over ranks, element by element; see `means_and_count`."""
+        return self.means_and_count(tensors, weight, None)[0]
+
+    def means_and_count(
+        self, tensors: Sequence[Tensor], weight: int | Tensor, flags: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The means over ranks, element by element, and on how many ranks each flag is set.
+
+        Args:
+            tensors: Floating; the same forms on all ranks.
+            weight: What this rank counts, a number or 0-d. What one with 0 has is not looked at, be it NaN, unless all
+                have: then all count the same.
+            flags: Bool, of any shape; they count on ranks of every weight, and cost no message of their own.
+        """
+        if not tensors:
+            return [], None if flags is None else self.sums([flags.double()])[0]
+        weight = torch.full((), weight, device=tensors[0].device) if not isinstance(weight, Tensor) else weight
+        weight = weight.double()
+        total, *count = self.sums([weight, *([] if flags is None else [flags.double()])])
+        share = torch.where(total > 0, weight / torch.where(total > 0, total, 1), 1 / self.size)
+        parts = [torch.where(share > 0, tensor * share, 0).to(tensor.dtype) for tensor in tensors]
+        return self.sums(parts), count[0] if count else None
+
+    def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
+        """Slots that have changed as on all ranks together: numbers by the sum of what was added to them.
+
+        A bool that has changed on any of them is changed.
+
+        Args:
+            before: The same on all ranks.
+            after: This rank's.
+            counts: Whether this rank's changes do.
+
+        Raises:
+            RuntimeError: A slot has another form than before.
+        """
+        old, spec = tree.flatten(dict(before))
+        new, new_spec = tree.flatten(dict(after))
+        if spec != new_spec:
+            names = [name for name in {**before, **after} if not _are_alike(before.get(name), after.get(name))]
+            raise RuntimeError(
+                f"data_parallel: the slots of {', '.join(names)} have another form after AFTER_BACKWARD than before "
+                "BEFORE_FORWARD: what is remembered of a part of the batch must be numbers, to which each process adds"
+            )
+        changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
+        added = [_added(old[i], new[i]) for i in changed]
+        sums = self.sums([one if counts else torch.zeros_like(one) for one in added])
+        for i, total in zip(changed, sums, strict=True):
+            flips = old[i].dtype is torch.bool
+            new[i] = old[i] ^ (total > 0) if flips else (old[i] + total).to(old[i].dtype)
+        return tree.unflatten(spec, new)
+
+    def with_buffers(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
+        """Buffers that have changed by the mean of what each rank has added, weighted by its `num` examples.
+
+        Those that are no floating numbers are the greatest of all ranks. What no rank has changed stays as it was.
+        """
+        changed = {name: buffer for name, buffer in after.items() if buffer is not before.get(name)}
+        floating = [name for name, buffer in changed.items() if buffer.dtype in _FLOATING]
+        counts = [name for name, buffer in changed.items() if buffer.dtype in _SENT_AS]
+        means = self.means([_added(before[name], changed[name]) for name in floating], num)
+        for name, added in zip(floating, means, strict=True):
+            changed[name] = torch.where(added == 0, before[name], before[name] + added)
+        greatest = self.sums([changed[name].to(_SENT_AS[changed[name].dtype]) for name in counts], "max")
+        changed |= {name: most.to(changed[name].dtype) for name, most in zip(counts, greatest, strict=True)}
+        return {**after, **changed}
+
+    def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
+        """The sums over all ranks, element by element, the same bits on each; a message for each dtype and device.
+
+        Raises:
+            RuntimeError: Somebody differentiates through it, or maps it; or, in a step that is watched, other ranks
+                have tensors of other forms.
+        """
+        if WATCHES.get() and tensors and not is_fake(tensors[0]):
+            self._check_alike(tensors)
+        return self.exchange(tensors, how)
+
+    def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
+        """Which of these numbers, 0-d int64, are the same on all ranks."""
+        own = torch.stack(list(numbers))
+        least, most = (self.exchange([own], how)[0] for how in ("min", "max"))
+        return (least == most).tolist()
+
+    def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
+        """`sums`, of tensors that are known to have the same forms on all ranks."""
+        if is_transforming() or any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(
+                "data_parallel: a step of several processes can be neither differentiated nor mapped, since no "
+                "gradient goes through their messages; do that to the step itself, in one process"
+            )
+        found: dict[int, Tensor] = {}
+        for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+            own = [i for i, tensor in enumerate(tensors) if (tensor.dtype, tensor.device) == kind]
+            flat = torch.cat([tensors[i].reshape(-1) for i in own])
+            parts = self._sum(flat, how).split([tensors[i].numel() for i in own])
+            # A number outlives the step, and must not keep the whole message alive.
+            found |= {
+                i: part.reshape(tensors[i].shape) if tensors[i].ndim else part.clone().reshape(())
+                for i, part in zip(own, parts, strict=True)
+            }
+        return [found[i] for i in range(len(tensors))]
+
+    def _sum(self, flat: Tensor, how: str) -> Tensor:
+        if flat.is_complex():
+            return torch.view_as_complex(self._sum(torch.view_as_real(flat.resolve_conj()), how))
+        # torch.distributed.all_reduce writes into what it is given, which no graph of pure functions can hold.
+        sent = torch.ops._c10d_functional.all_reduce(flat, how, self.group)
+        return torch.ops._c10d_functional.wait_tensor(sent)
+
+    def _check_alike(self, tensors: Sequence[Tensor]) -> None:
+        forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+        digest = torch.tensor(zlib.crc32(repr(forms).encode()), device=tensors[0].device)
+        if not all(self.agree([digest])):
+            shown = ", ".join(map(tree.describe, tensors[:8])) + (", ..." if len(tensors) > 8 else "")
+            raise RuntimeError(
+                f"data_parallel: the processes would send different messages; this one, {self.rank}, has {shown}. "
+                "Which metrics and slots there are must not depend on the part of the batch that is at hand"
+            )
+
+
+class Regrad(Protocol):
+    """The gradient's part of the running step: see `State.gradient`."""
+
+    ranks: Ranks | None
+    """The processes that share its batch, if there are several."""
+
+    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all", /) -> tuple[dict[str, Tensor], Tensor]: ...
+
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.int32} | {
+    dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
+}
+"""The dtypes that can be sent, for those that are no floating numbers. What has another stays as it is."""
+
+WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
+"""Whether messages are compared before they are sent: in the first step of its kind."""
+
+
+def _added(old: Tensor, new: Tensor) -> Tensor:
+    """What takes the old to the new: 0 where they are the same, infinite or not; 1 for a bool that is another."""
+    if old.dtype is torch.bool:
+        return (old ^ new).int()
+    added = torch.where(new == old, 0, new - old)
+    return added.to(_SENT_AS.get(added.dtype, added.dtype))
+
+
+def _are_alike(first: Any, second: Any) -> bool:
+    return tree.structure(first) == tree.structure(second)

@@ -1,0 +1,425 @@
+"""The state: an immutable pytree that holds all that training knows.
+
+Between steps the state is the checkpoint: nothing else carries anything over. Its tensors are leaves; the
+model, the loss, the optimizer and the host's counters form one static part, whose equality leaves the counters
+out, so that states of different times and seeds map, stack and subtract.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import batch as batches, losses, random, tree
+from purecompose._support.device import PRECISIONS
+from purecompose.core.changes import as_hparams, check_params, check_trainable, translated
+from purecompose.core.clock import Clock
+from purecompose.core.context import Context, Static
+from purecompose.core.layout import Splitter
+from purecompose.core.ranks import Regrad, Sharing
+from purecompose.nn.model import Model, from_module
+from purecompose.nn.network import call_model
+from purecompose.optim.protocol import check_optimizer, checked_init
+from purecompose.random.keys import as_rng
+from purecompose.schedule import Hparam, Scalar, Schedule, collect, resolve
+from purecompose.time import RunLength, Time, Timestamp
+from purecompose.time.units import named_time
+
+
+__all__ = ["State", "check_single"]
+
+
+def _nothing() -> Any:
+    """A field's default that is no attribute of the class, so that `State.__getattr__` is asked for absent ones."""
+    return None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class State:
+    """All that training knows, as an immutable pytree.
+
+    Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are no leaves.
+    """
+
+    params: dict[str, Tensor]
+    """Parameters by qualified name."""
+    buffers: dict[str, Tensor]
+    """Buffers by qualified name."""
+    opt_state: Any
+    """The optimizer's pytree."""
+    slots: dict[str, Any]
+    """What each algorithm remembers, by its name."""
+    hparams: dict[str, Tensor]
+    """Named scalars, 0-d float32."""
+    key: Tensor
+    """The run's root key, int64 of shape (2,)."""
+    static: Static
+    loss: Tensor | None = field(default_factory=_nothing)
+    """The last step's loss, 0-d, NaN before the first; reading its value waits for the device."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What algorithms report of the last step; nothing reads it back."""
+    batch: Any = field(default_factory=_nothing)
+    """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
+    outputs: Any = field(default_factory=_nothing)
+    """Inside a step: what the model returned; after `Microbatches` the last slice's."""
+    grads: dict[str, Tensor] | None = field(default_factory=_nothing)
+    """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
+    clock: Clock | None = field(default_factory=_nothing)
+    """Inside a step: the time, as tensors."""
+    first_example: Any = field(default_factory=_nothing)
+    """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
+    regrad: Regrad | None = field(default_factory=_nothing)
+    """Inside a step, after its gradients: see `gradient`. A pytree node."""
+
+    @classmethod
+    @torch.inference_mode(False)  # tensors made in inference mode can never be differentiated
+    def create(
+        cls,
+        net: nn.Module,
+        *,
+        loss: Callable[..., Tensor],
+        optimizer: Any,
+        key: int | Tensor = 0,
+        duration: Time | str | None = None,
+        batches_per_epoch: int | None = None,
+        iteration_length: Time | str | None = None,
+        input_key: batches.Key | None = None,
+        target_key: batches.Key = 1,
+        batch_dim: int = 0,
+        splitter: Splitter | None = None,
+        num_tokens: Callable[[Any], int] | None = None,
+        precision: str = "fp32",
+        device: torch.device | str | None = None,
+    ) -> "State":
+        """The state at the start of a run.
+
+        Args:
+            net: The network; it is copied and never touched. Parameters with `requires_grad=False` start
+                frozen.
+            loss: `(outputs, targets, reduction="mean") -> loss`, or `losses.model_loss` for a model that
+                computes its own.
+            optimizer: A pure optimizer, such as `optim.sgd(0.1)`, or a frozen dataclass of your own with `init` and
+                `update`; see `optim.Optimizer`.
+            key: The run's seed, or its key (int64 of shape (2,)).
+            duration: The run's length, such as `"20ep"`; fractions of a run need one.
+            batches_per_epoch: The epoch's length in batches; without it nothing can be told in fractions of
+                an epoch.
+            iteration_length: The length of an iteration, a group of epochs or tokens.
+            input_key: Names the model's input in a batch; by default the first member, or the whole batch for
+                `losses.model_loss`. See `purecompose.batch`.
+            target_key: Names the target.
+            batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
+                as torch's recurrent layers have them by default. Tensors without this dimension have their examples
+                along the first. Methods that change single examples expect 0.
+            splitter: A `purecompose.core.layout.Splitter`, in place of `batch_dim`: it counts and cuts batches whose
+                examples lie along no dimension, such as lists of images of different sizes.
+            num_tokens: `batch -> int`, the number of tokens that the run's time counts; by default the size of
+                `input_ids`, padding included. Values of a tensor on a GPU would be waited for in each step.
+            precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
+                or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
+                `"fp16"` wants `algorithms.loss_scaling`.
+            device: Where the state lives; by default where the network is.
+
+        Raises:
+            TypeError, ValueError: An argument of the wrong kind; the message names it and the remedy.
+        """
+        parts = from_module(net)
+        losses.check_loss(loss)
+        if isinstance(loss, losses.ModelLoss):
+            loss = loss.of_network(net)
+        check_optimizer(optimizer, "optimizer")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+        if input_key is None:
+            input_key = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
+        schedules = collect(optimizer, Schedule)
+        batch_form = input_key, target_key, batch_dim, splitter, num_tokens
+        context = Context(parts.model, loss, optimizer, parts.frozen, precision, *batch_form, schedules=schedules)
+        run = RunLength(
+            None if duration is None else named_time(duration, "State.create: duration"),
+            batches_per_epoch,
+            None if iteration_length is None else named_time(iteration_length, "State.create: iteration_length"),
+        )
+        where = device or next((t.device for t in (*parts.params.values(), *parts.buffers.values())), "cpu")
+        state = cls(
+            params=parts.params,
+            buffers=parts.buffers,
+            opt_state=checked_init(optimizer, parts.params),
+            slots={},
+            hparams={},
+            key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
+            static=Static(context, Timestamp(run=run)),
+            # There is no loss yet; the leaf is there, so that states before and after a step have one structure.
+            loss=torch.full((), torch.nan, dtype=_loss_dtype(parts.params)),
+        )
+        return state.with_hparams(collect(optimizer, Hparam)).to(where)
+
+    # Reading
+
+    @property
+    def context(self) -> Context:
+        """The static part without the time."""
+        return self.static.context
+
+    @property
+    def model(self) -> Model:
+        """The architecture."""
+        return self.static.context.model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self.static.context.optimizer
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The host's counters; sealed inside a step, where `clock` holds the time."""
+        return self.static.timestamp  # pyright: ignore[reportReturnType]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lives."""
+        return self.key.device
+
+    @property
+    def inputs(self) -> Any:
+        """The batch's input, by the state's `input_key`."""
+        return batches.get(self.batch, self.context.input_key)
+
+    @property
+    def targets(self) -> Any:
+        """The batch's target, by the state's `target_key`."""
+        return batches.get(self.batch, self.context.target_key)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples in the batch."""
+        return self.context.layout.num_examples(self.batch)
+
+    # Changing
+
+    def replace(self, **changes: Any) -> "State":
+        """A copy with other values in these fields; everything else is shared.
+
+        Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
+        `model`, `optimizer`, `frozen` and other names of `Context` the static part. Numbers among `hparams`
+        become 0-d float32 tensors. `frozen` takes names of parameters and patterns of them (`fnmatch`, on the whole
+        name), all that are to be frozen: an empty one thaws everything.
+
+        Raises:
+            TypeError: No field has that name; an hparam is neither a number nor a tensor.
+            ValueError: A name or pattern in `frozen` matches no parameter; `frozen` leaves out a parameter that is no
+                floating number; `params` has other names than the model's.
+
+        Example:
+            >>> from purecompose import losses, optim
+            >>> state = State.create(nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1))
+            >>> state.replace(frozen=["b*"]).context.trainable
+            ('weight',)
+        """
+        successor = object.__new__(State)
+        values = successor.__dict__
+        values.update(self.__dict__)
+        if not changes.keys() <= _FIELDS:
+            is_freezing = "frozen" in changes
+            changes = translated(changes, _FIELDS, self.static, self.batch)
+            if is_freezing:
+                check_trainable(changes["static"].context.trainable, changes.get("params", self.params))
+        params = changes.get("params")
+        if params is not None and (type(params) is not dict or params.keys() != self.params.keys()):
+            check_params(params, self.params, is_other_model="static" in changes)
+        if "hparams" in changes:
+            changes["hparams"] = as_hparams(changes["hparams"], self.device)
+        values.update(changes)
+        return successor
+
+    def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
+        """Adds named scalars that the state lacks, with their defaults; those it has keep their values.
+
+        Raises:
+            ValueError: Two defaults for one name.
+        """
+        known: dict[str, float] = {}
+        for hparam in wanted:
+            if known.setdefault(hparam.name, hparam.default) != hparam.default:
+                raise ValueError(f"hparam {hparam.name!r} has two defaults: {known[hparam.name]} and {hparam.default}")
+        new = {
+            name: torch.tensor(default, dtype=torch.float32, device=self.device)
+            for name, default in known.items()
+            if name not in self.hparams
+        }
+        return self.replace(hparams={**self.hparams, **new}) if new else self
+
+    def to(self, device: torch.device | str) -> "State":
+        """The state on another device; shared tensors stay where they already are."""
+        return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self)
+
+    @torch.inference_mode(False)
+    def copy(self) -> "State":
+        """A state with tensors of its own, which no compiled step writes over."""
+        return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
+
+    def unleased(self) -> "State":
+        """This state, with all that it has on lease read out; see `purecompose.transforms.lease`."""
+        state = object.__new__(State)
+        state.__dict__.update(self.__getstate__())
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        # A field that is not here lies where the state's lease says; see `purecompose.transforms.lease`.
+        lease = self.__dict__.get("_lease")
+        if lease is None or name not in _FIELDS:
+            raise AttributeError(f"a state has no attribute {name!r}; its fields are {', '.join(_TENSOR_FIELDS)}")
+        value = self.__dict__[name] = lease.read(name)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`: the fields themselves, without a lease."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)
+
+    # Using
+
+    def scalar(self, scalar: Scalar) -> float | Tensor:
+        """The value of a setting now: a number as it is, hparams and schedules as 0-d tensors.
+
+        Raises:
+            KeyError: An hparam that the state lacks, or a schedule that the step does not evaluate.
+            RuntimeError: A schedule outside a step.
+        """
+        if isinstance(scalar, (int, float)):
+            return scalar
+        return resolve(scalar, hparams=self.hparams, scheduled=self._scheduled)
+
+    def rng(self, name: str) -> random.Rng:
+        """Where draws called `name` come from: the run's key, the batch, and what they are for.
+
+        The same name in the same step gives the same draws, at whichever event; other names and other steps give
+        unrelated ones, as do evaluation (whose batches are numbered from 0) and each event outside the step.
+        """
+        if self.clock is None:
+            return random.Rng(self.key, draw=random.salt(name), example=0, batch=self.timestamp.batch)
+        names = (self.clock.purpose, name) if self.clock.purpose else (name,)
+        return random.Rng(self.key, draw=random.salt(*names), example=0, batch=self.clock.draw)
+
+    def example_rng(self, name: str) -> random.Rng:
+        """Like `rng`, for draws about single examples: a microbatch draws what the whole batch would have."""
+        indices = torch.arange(self.num_examples, dtype=torch.int64, device=self.device)
+        if self.first_example is not None:
+            indices = indices + self.first_example
+        return self.rng(name).per_example(indices)
+
+    def gradient(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
+        """The running step's gradient at other parameters: same batch, microbatches, algorithms and draws.
+
+        Its buffers, slots and metrics do not leak. For algorithms that need a second gradient, at
+        AFTER_TRAIN_BATCH.
+
+        Args:
+            params: All parameters by name.
+            sharing: Where several processes share the batch (`data_parallel`): "all" for the mean over their parts,
+                "own" for this process's part alone, "none" for the whole batch, computed here. Alone these are the
+                same.
+
+        Returns:
+            The gradients of the trainable parameters that the loss reaches, and the loss (0-d).
+
+        Raises:
+            RuntimeError: No gradient has been taken yet in this step.
+            ValueError: Another `sharing`.
+        """
+        if self.regrad is None:
+            raise RuntimeError("state.gradient(params) works inside a step, at events after its gradient")
+        if sharing not in get_args(Sharing):
+            raise ValueError(f"state.gradient: sharing={sharing!r}: expected 'all', 'own' or 'none'")
+        return self.regrad(params, sharing)
+
+    def forward(self, inputs: Any, *, train: bool = False, name: str = ".state.forward") -> Any:
+        """The network's outputs for these inputs.
+
+        Args:
+            inputs: One argument, a list of arguments, or a mapping of keyword arguments.
+            train: Run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
+                Buffers that the pass changes (running statistics) are dropped either way.
+            name: Names the network's draws: two passes under one name in one step draw the same.
+
+        Raises:
+            ValueError: The state is a population's.
+        """
+        check_single(self, "state.forward(inputs)", "unstack_states(state) gives each alone")
+        return self.run_model(inputs, train=train, rng_name=name)[0]
+
+    def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
+        """The network's outputs, and the buffers as the pass leaves them. `rng_name` names its draws."""
+        context = self.context
+        first = 0 if self.first_example is None else self.first_example
+
+        def rng() -> random.Rng:
+            own = self.rng(rng_name)
+            # Rows are not examples: a slice draws as a whole, and apart from the others.
+            return own if context.layout.is_rows else dataclasses.replace(own, example=first)
+
+        return call_model(
+            context.model,
+            self.params,
+            self.buffers,
+            inputs,
+            train=train,
+            rng=rng,
+            num_examples=batches.leading_size(inputs) if context.layout.is_rows else None,
+            first_example=first,
+            precision=context.precision,
+        )
+
+    def _scheduled(self, schedule: Schedule) -> Tensor:
+        if self.clock is None:
+            raise RuntimeError(f"{schedule!r} has a value inside a step only; call schedule(timestamp) to look at it")
+        return self.clock.scheduled(schedule)
+
+    def __repr__(self) -> str:
+        lease = self.__dict__.get("_lease")
+        if lease is not None and not lease.is_live:
+            return f"State({self.model!r}, spent, {self.static.timestamp!r}, device={str(self.device)!r})"
+        size = sum(tensor.numel() for tensor in self.params.values())
+        members = f"{len(self.key)} members, " if self.key.ndim > 1 else ""
+        return (
+            f"State({members}{self.model!r}, {size:,} weights, {self.static.timestamp!r}, slots={list(self.slots)}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(State))
+_TENSOR_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name != "static")
+
+
+def check_single(state: State, where: str, remedy: str) -> None:
+    """Raises a `ValueError` where a state is a population's."""
+    if state.key.ndim > 1:
+        raise ValueError(f"{where}: expected a single state, got a stacked one of {len(state.key)} members: {remedy}")
+
+
+def _flatten(state: State) -> tuple[tuple[str, ...], tuple[Any, ...], Hashable]:
+    values = [(name, value) for name in _TENSOR_FIELDS if (value := getattr(state, name)) is not None]
+    return tuple(name for name, _ in values), tuple(value for _, value in values), state.static
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> State:
+    state = object.__new__(State)
+    state.__dict__.update(_NO_FIELDS, static=static)
+    state.__dict__.update(zip(names, children, strict=True))
+    return state
+
+
+_NO_FIELDS = dict.fromkeys(_TENSOR_FIELDS)
+tree.register_node(State, _flatten, _unflatten)
+
+
+def _loss_dtype(params: dict[str, Tensor]) -> torch.dtype:
+    """That of a double-precision network, else float32."""
+    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
+    return torch.float64 if wide else torch.float32

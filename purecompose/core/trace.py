@@ -1,0 +1,138 @@
+"""traced: a step that also says what every algorithm did."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from purecompose import tree
+from purecompose._support.table import table
+from purecompose.core.algorithm import Algorithm
+from purecompose.core.compose import Step
+from purecompose.core.state import State
+from purecompose.time.event import Event
+
+
+__all__ = ["Trace", "TraceEntry", "traced"]
+
+_WATCHED = (
+    "params",
+    "buffers",
+    "opt_state",
+    "slots",
+    "hparams",
+    "key",
+    "loss",
+    "metrics",
+    "batch",
+    "outputs",
+    "grads",
+)
+
+
+class TraceEntry(NamedTuple):
+    """What one algorithm did at one event of a step."""
+
+    algorithm: str
+    event: Event
+    order: int | None
+    """Its position at the event, from 0; `None` if it did not run."""
+    ran: bool
+    runs: int
+    """How often it ran: once a microbatch for events inside `Microbatches`."""
+    exit_code: int | None
+    """What its last `apply` left."""
+    changed: tuple[str, ...]
+    """Key paths of the leaves that differ in a bit after it, such as `batch[0]`."""
+
+
+class _Record(NamedTuple):
+    exit_code: int | None
+    changed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One entry per algorithm and event of the program, those that did not run included.
+
+    The algorithms are the step's own, and those that a pass has put in and that ran.
+    """
+
+    entries: tuple[TraceEntry, ...]
+
+    def __iter__(self) -> Iterator[TraceEntry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, place: tuple[str, Event | str]) -> TraceEntry:
+        """The entry of (algorithm's name, event)."""
+        name, event = place[0], Event(place[1])
+        for entry in self.entries:
+            if entry.algorithm == name and entry.event is event:
+                return entry
+        raise KeyError(f"the step has no algorithm {name!r} or no event {event}")
+
+    def __str__(self) -> str:
+        ran = [e for e in self.entries if e.ran]
+        silent = sorted({e.algorithm for e in self.entries} - {e.algorithm for e in ran})
+        head = ["event", "order", "algorithm", "runs", "exit", "changed"]
+        rows = [
+            [*map(str, (e.event.name, e.order, e.algorithm, e.runs, e.exit_code)), ", ".join(e.changed)] for e in ran
+        ]
+        text = table(head, rows) if rows else "nothing ran"
+        return f"{text}\ndid not run: {', '.join(silent)}" if silent else text
+
+
+def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:
+    """A step that returns `(state, trace)`; the state is the same bit for bit.
+
+    It compares every leaf before and after every algorithm, so it is for looking, not for training.
+
+    Example:
+        >>> from purecompose import compose, loop_events
+        >>> traced_step = traced(compose(loop_events))
+    """
+
+    def run(state: State, batch: Any) -> tuple[State, Trace]:
+        seen: dict[tuple[str, Event], list[_Record]] = {}
+
+        def observe(algorithm: Algorithm, event: Event, before: State, after: State, *code: int | None) -> None:
+            seen.setdefault((algorithm.name, event), []).append(_Record(code[0], _changed(before, after)))
+
+        end = step.finish(step.fold(state, batch, observe))
+        orders: dict[Event, list[str]] = {}
+        for name, event in seen:
+            orders.setdefault(event, []).append(name)
+        # A pass may have put in algorithms that the step does not list.
+        names = dict.fromkeys([*[algorithm.name for algorithm in step.algorithms], *[name for name, _ in seen]])
+        entries = [
+            _entry(name, event, seen.get((name, event), []), orders.get(event, []))
+            for event in step.events
+            for name in names
+        ]
+        entries.sort(key=lambda e: (step.events.index(e.event), not e.ran, e.order or 0))
+        return end, Trace(tuple(entries))
+
+    return run
+
+
+def _entry(name: str, event: Event, records: list["_Record"], order: list[str]) -> TraceEntry:
+    if not records:
+        return TraceEntry(name, event, None, False, 0, None, ())
+    changed = tuple(dict.fromkeys(path for record in records for path in record.changed))
+    return TraceEntry(name, event, order.index(name), True, len(records), records[-1].exit_code, changed)
+
+
+def _changed(before: State, after: State) -> tuple[str, ...]:
+    found = []
+    for name in _WATCHED:
+        old, new = getattr(before, name), getattr(after, name)
+        if old is new:
+            continue
+        ours = tree.leaves_with_paths(old, into_objects=True)
+        theirs = tree.leaves_with_paths(new, into_objects=True)
+        for path in {**ours, **theirs}:
+            if path not in ours or path not in theirs or not tree.equal(ours[path], theirs[path]):
+                found.append(f"{name}{path}")
+    return tuple(found)

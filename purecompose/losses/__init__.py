@@ -1,0 +1,48 @@
+"""Losses, their targets, and metrics."""
+
+from purecompose.losses.losses import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Dice,
+    MeanSquaredError,
+    Mixture,
+    ModelLoss,
+    binary_cross_entropy,
+    check_loss,
+    counts_terms,
+    cross_entropy,
+    dice,
+    evaluate_loss,
+    has_index_targets,
+    model_loss,
+    mse,
+    num_examples,
+    num_terms,
+    one_hot,
+    per_example,
+    share_of_mean,
+)
+
+
+__all__ = [
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "Dice",
+    "MeanSquaredError",
+    "Mixture",
+    "ModelLoss",
+    "binary_cross_entropy",
+    "check_loss",
+    "counts_terms",
+    "cross_entropy",
+    "dice",
+    "evaluate_loss",
+    "has_index_targets",
+    "model_loss",
+    "mse",
+    "num_examples",
+    "num_terms",
+    "one_hot",
+    "per_example",
+    "share_of_mean",
+]

@@ -1,0 +1,1 @@
+"""Networks: modules as pure functions, keyed randomness inside them, layers and models."""

@@ -1,0 +1,162 @@
+"""What torch's kernels cannot do, done in another way: under transforms, while traced, and one of them in plain use."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from purecompose._support.functorch import is_fake, is_transforming
+from purecompose.nn.keyed.layers import past_dispatch
+
+
+__all__ = ["kernels"]
+
+_AS_IT_IS = nullcontext()
+
+
+def kernels(
+    params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, has_group_norms: bool
+) -> AbstractContextManager[Any]:
+    """A scope in which what torch's kernels cannot do, under transforms, traced and plain, is done in another way."""
+    if is_transforming():
+        return _transformed(narrow, device)
+    if params and is_fake(next(iter(params.values()))):
+        return _Traced()
+    return _GroupNormOfData() if has_group_norms and torch.is_grad_enabled() else _AS_IT_IS
+
+
+@contextmanager
+def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
+    """A scope in which attention is plain operations, with the weights, (N, H, L, S), in memory, and norms are split.
+
+    torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
+    """
+    with sdpa_kernel(SDPBackend.MATH), _SplitNorms(), _AS_IT_IS if narrow is None else _Narrowed(narrow, device):
+        yield
+
+
+class _SplitNorms(TorchFunctionMode):
+    """Norms in two parts, the normalisation and what is learned.
+
+    Second derivatives of layer norm and batch norm with learned weights are wrong where one of the two gradients is
+    taken around a `vmap` (torch 2.13); without weights they are right.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        places = _LEARNED.get(func)
+        if places is None:
+            return func(*args, **kwargs)
+        given, named = list(args), dict(kwargs)
+        learned: list[Tensor | None] = []
+        for place, name in zip(places, ("weight", "bias"), strict=True):
+            if place < len(given):
+                learned.append(given[place])
+                given[place] = None
+            else:
+                learned.append(named.get(name))
+                named |= {name: None} if name in named else {}
+        return _affine(func(*given, **named), *learned, is_by_channel=func not in _LAYER_NORMS)
+
+
+_LAYER_NORMS = (torch.nn.functional.layer_norm, torch.layer_norm)
+_LEARNED: Mapping[Any, tuple[int, int]] = {
+    **dict.fromkeys(_LAYER_NORMS, (2, 3)),
+    torch.nn.functional.batch_norm: (3, 4),
+    torch.nn.functional.instance_norm: (3, 4),
+    torch.batch_norm: (1, 2),
+    torch.instance_norm: (1, 2),
+}
+"""Where the weight and the bias stand among the arguments."""
+
+
+def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by_channel: bool) -> Tensor:
+    """What is learned, applied to what is normalised; by channel, or over the last dimensions."""
+    shape = (-1, *[1] * (normed.ndim - 2))
+    for tensor, op in ((weight, torch.mul), (bias, torch.add)):
+        if tensor is not None:
+            normed = op(normed, tensor.view(shape) if is_by_channel else tensor)
+    return normed
+
+
+class _GroupNormOfData(TorchFunctionMode):
+    """Group normalisation of what has no gradient, an image or what frozen layers give, in the usual memory format.
+
+    With channels last torch's backward pass writes such a gradient all the same, to where there is no memory, and the
+    process ends (torch 2.13, CPU).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and not args[0].requires_grad:
+            args = (args[0].contiguous(), *args[1:])
+        return func(*args, **kwargs or {})
+
+
+class _Traced(TorchFunctionMode):
+    """Kernels whose form without numbers differs from the real one.
+
+    Group normalisation of a single example in channels last has other strides, so that views behind it are traced that
+    the real one does not allow: it is computed in the usual memory format. The backward pass of oneDNN's LSTM lacks a
+    workspace: plain operations take its place.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.group_norm and isinstance(args[0], Tensor) and args[0].shape[0] == 1:
+            args = (args[0].contiguous(), *args[1:])
+        with _without_onednn() if func is torch.lstm else _AS_IT_IS:
+            return func(*args, **kwargs or {})
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """As `torch.backends.mkldnn.flags(enabled=False)`, which warns about settings that it does not change."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+_NORMS = (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm, torch.instance_norm)
+
+
+class _Narrowed(TorchFunctionMode):
+    """Attention of what autocast would make of its arguments, without autocast in it, and norms of `_NORMS` in float32.
+
+    There torch.func.grad records plain attention's operations with the dtypes that they had before autocast, and vmap
+    knows none of those norms of half-precision inputs beside statistics in float32, in which torch's kernels sum too.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self._dtype, self._device = dtype, device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.multi_head_attention_forward:
+            with self:  # which a mode's handler is not under
+                return past_dispatch(func)(*args, **kwargs)
+        if func in _NORMS:
+            return _widened(func, self._dtype, *args, **kwargs)
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+
+        def narrowed(value: Any) -> Any:
+            is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(self._dtype) if is_float else value
+
+        with torch.autocast(self._device, enabled=False):
+            return func(*map(narrowed, args), **{name: narrowed(value) for name, value in kwargs.items()})
+
+
+def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What a function gives, computed on a wide input where it got a narrow one beside wide tensors."""
+    others = (other for other in (*args, *kwargs.values()) if isinstance(other, Tensor))
+    if input.dtype is narrow and any(other.dtype is not narrow for other in others):
+        return func(input.float(), *args, **kwargs).to(narrow)
+    return func(input, *args, **kwargs)

@@ -1,0 +1,311 @@
+"""Keyed forms of torch's random functions: the `torch.rand` family, the in-place fills, the samplers.
+
+Each handler takes the scope, torch's function and the call's own arguments (less `generator=`), and answers
+in its place. What has no keyed form is in the table as well, with a handler that refuses it by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F, init
+
+from purecompose.nn.keyed.fills import (
+    Fill,
+    Shape,
+    fill_cauchy,
+    fill_exponential,
+    fill_geometric,
+    fill_integers,
+    fill_log_normal,
+    fill_normal,
+    fill_uniform,
+    wide_dtype,
+)
+from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
+from purecompose.random.draws import bernoulli, randint, uniform
+from purecompose.random.keys import Rng
+from purecompose.random.selection import permutation
+
+
+__all__ = ["FUNCTIONS"]
+
+
+def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: torch.device) -> Tensor:
+    """True with probability `p`, a number or a tensor that broadcasts with `shape`."""
+    if not isinstance(p, Tensor):
+        return scope.draw(func, lambda rng, shape: bernoulli(rng, p, shape), shape, device)
+    # Compared outside of the draw: there the leading dimension may be split by examples, and p's is not.
+    dtype = wide_dtype(p.dtype)
+    return scope.draw(func, lambda rng, shape: uniform(rng, shape, dtype=dtype), shape, device) < p
+
+
+def _write(func: Any, target: Tensor, value: Tensor) -> Tensor:
+    """Fills `target`. Under vmap that can be impossible, and to answer with another tensor would be worse."""
+    try:
+        return target.copy_(value)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        why = "fills one tensor that all members of a vmap share with numbers that differ between them"
+        advice = "Use a function that returns a new tensor: torch.rand, torch.randn_like, ..."
+        raise unkeyed(func, why, advice) from error
+
+
+def _fill(distribution: Fill) -> Handler:
+    """The handler of an in-place fill, `tensor.normal_(mean, std)`."""
+
+    def handler(scope: Scope, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if func == Tensor.random_ and len(args) == 1 and not kwargs:
+            args = (0, *args)  # random_(to)
+        # `from` is no name in Python.
+        named = {{"from": "low", "to": "high"}.get(name, name): value for name, value in kwargs.items()}
+
+        def sampler(rng: Rng, shape: Shape) -> Tensor:
+            return distribution(rng, shape, self.dtype, *args, **named)
+
+        return _write(func, self, scope.draw(func, sampler, self.shape, self.device))
+
+    return handler
+
+
+def _bernoulli_(scope: Scope, func: Any, self: Tensor, p: float | Tensor = 0.5) -> Tensor:
+    return _write(func, self, _coins(scope, func, p, self.shape, self.device))
+
+
+def _make(
+    scope: Scope,
+    func: Any,
+    fill: Fill,
+    shape: Shape,
+    *,
+    per_example: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    layout: torch.layout | None = None,
+    memory_format: torch.memory_format | None = None,
+    out: Tensor | None = None,
+    pin_memory: bool | None = False,
+    requires_grad: bool = False,
+    **others: Any,
+) -> Tensor:
+    """A new tensor of `fill(rng, shape, dtype)`, with the options that torch's factories take."""
+    if others.get("names") is not None or layout not in (None, torch.strided):
+        advice = "Make a dense one and convert it."
+        raise unkeyed(func, "has no keyed form for named or sparse tensors", advice)
+    if out is not None:
+        dtype, device = out.dtype, out.device
+    dtype = dtype or torch.get_default_dtype()
+    device = torch.get_default_device() if device is None else torch.device(device)
+    value = scope.draw(func, lambda rng, shape: fill(rng, shape, dtype), shape, device, per_example=per_example)
+    if out is not None:
+        return _write(func, out if out.shape == value.shape else out.resize_(value.shape), value)
+    if memory_format not in (None, torch.preserve_format):
+        value = value.contiguous(memory_format=memory_format)
+    value = value.pin_memory() if pin_memory else value
+    return value.requires_grad_() if requires_grad else value
+
+
+def _factory(fill: Fill) -> Handler:
+    """The handler of `torch.rand(2, 3)`, `torch.rand((2, 3))` and `torch.rand(size=(2, 3))`."""
+
+    def handler(scope: Scope, func: Any, *args: Any, size: Any = None, **options: Any) -> Tensor:
+        size = args if size is None else size
+        is_nested = len(size) == 1 and isinstance(size[0], (tuple, list))
+        return _make(scope, func, fill, tuple(size[0] if is_nested else size), **options)
+
+    return handler
+
+
+def _like(scope: Scope, func: Any, fill: Fill, input: Tensor, **options: Any) -> Tensor:
+    given = {name: value for name, value in options.items() if value is not None}
+    options = {"dtype": input.dtype, "device": input.device, "memory_format": torch.preserve_format} | given
+    if options["memory_format"] == torch.preserve_format and input.dim() == 4 and not input.is_contiguous():
+        is_channels_last = input.is_contiguous(memory_format=torch.channels_last)
+        options["memory_format"] = torch.channels_last if is_channels_last else None
+    return _make(scope, func, fill, tuple(input.shape), **options)
+
+
+def _like_factory(fill: Fill) -> Handler:
+    """The handler of `torch.rand_like(input)`."""
+
+    def handler(scope: Scope, func: Any, input: Tensor, **options: Any) -> Tensor:
+        return _like(scope, func, fill, input, **options)
+
+    return handler
+
+
+def _between(low: Any, high: Any) -> Fill:
+    return lambda rng, shape, dtype: randint(rng, shape, low, high).to(dtype)
+
+
+def _randint(
+    scope: Scope, func: Any, *args: Any, low: Any = None, high: Any = None, size: Any = None, **options: Any
+) -> Tensor:
+    """`randint(high, size)` and `randint(low, high, size)`, each argument by position or by name."""
+    rest = list(args)
+    size = rest.pop() if size is None else size
+    high = rest.pop() if high is None else high
+    low = (rest.pop() if rest else 0) if low is None else low
+    options = {"dtype": torch.int64, **options}
+    return _make(scope, func, _between(low, high), tuple(size), **options)
+
+
+def _randint_like(
+    scope: Scope, func: Any, input: Tensor, *args: Any, low: Any = None, high: Any = None, **options: Any
+) -> Tensor:
+    rest = list(args)
+    high = rest.pop() if high is None else high
+    low = (rest.pop() if rest else 0) if low is None else low
+    return _like(scope, func, _between(low, high), input, **options)
+
+
+def _randperm(scope: Scope, func: Any, n: int, **options: Any) -> Tensor:
+    def fill(rng: Rng, shape: Shape, dtype: torch.dtype) -> Tensor:
+        return permutation(rng, shape[0]).to(dtype)
+
+    options = {"dtype": torch.int64, **options}
+    return _make(scope, func, fill, (n,), per_example=False, **options)
+
+
+def _bernoulli(scope: Scope, func: Any, input: Tensor, p: float | None = None, *, out: Tensor | None = None) -> Tensor:
+    """0 or 1 in the input's dtype: with the input's own probabilities, or all with `p`."""
+    value = _coins(scope, func, input if p is None else p, input.shape, input.device).to(input.dtype)
+    return value if out is None else _write(func, out, value)
+
+
+def _normal_of(
+    scope: Scope, func: Any, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any = None, **options: Any
+) -> Tensor:
+    """`torch.normal` of tensors, of numbers, and of one of each. As in torch, no gradient flows to them."""
+    tensors = [value.detach() for value in (mean, std) if isinstance(value, Tensor)]
+    if not tensors:
+
+        def fill(rng: Rng, shape: Shape, dtype: torch.dtype) -> Tensor:
+            return fill_normal(rng, shape, dtype, mean, std)
+
+        return _make(scope, func, fill, tuple(size), out=out, **options)
+    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    dtype = functools.reduce(torch.promote_types, (value.dtype for value in tensors))
+    standard = scope.draw(func, lambda rng, shape: fill_normal(rng, shape, dtype), shape, tensors[0].device)
+    mean, std = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
+    value = mean + std * standard
+    return value if out is None else _write(func, out, value)
+
+
+def _clocks(scope: Scope, func: Any, like: Tensor) -> Tensor:
+    """Exponential numbers, none of them 0, in the shape and wide dtype of a tensor."""
+    dtype = wide_dtype(like.dtype)
+    return scope.draw(func, lambda rng, s: fill_exponential(rng, s, dtype), like.shape, like.device)
+
+
+def _multinomial(
+    scope: Scope,
+    func: Any,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Indices drawn by the weights in each row.
+
+    With replacement: where a uniform number falls among the cumulated weights. Without: the first arrivals of
+    exponential clocks that run at the speed of the weights.
+    """
+    weights = input.detach().to(wide_dtype(input.dtype))
+    if replacement:
+        shape = (*input.shape[:-1], num_samples)
+        total = weights.cumsum(-1)
+        draws = scope.draw(func, lambda rng, s: uniform(rng, s, dtype=torch.float64), shape, input.device)
+        # right=True: a weight of 0 is an empty interval, and never holds the number.
+        index = torch.searchsorted(total / total[..., -1:], draws.to(total.dtype), right=True)
+        index = index.clamp_max(input.shape[-1] - 1)
+    else:
+        if num_samples > input.shape[-1]:
+            return func(input, num_samples, replacement)  # torch's own error
+        clocks = _clocks(scope, func, weights)
+        index = (weights / clocks).topk(num_samples, dim=-1).indices
+    return index if out is None else _write(func, out, index)
+
+
+def _gumbel_softmax(
+    scope: Scope,
+    func: Any,
+    logits: Tensor,
+    tau: float = 1,
+    hard: bool = False,
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> Tensor:
+    """softmax((logits + g) / tau), g = -log(Exp(1)); `hard`: its one-hot, with the soft one's gradient.
+
+    Not run through torch's own: that one fills a tensor in place, which a population cannot.
+    """
+    gumbels = -_clocks(scope, func, logits).log().to(logits.dtype)
+    soft = ((logits + gumbels) / tau).softmax(dim)
+    if not hard:
+        return soft
+    one_hot = torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return one_hot - soft.detach() + soft
+
+
+def _init_uniform(
+    scope: Scope, func: Any, tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: None = None
+) -> Tensor:
+    with torch.no_grad():
+        return _fill(fill_uniform)(scope, func, tensor, a, b)
+
+
+def _init_normal(
+    scope: Scope, func: Any, tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: None = None
+) -> Tensor:
+    with torch.no_grad():
+        return _fill(fill_normal)(scope, func, tensor, mean, std)
+
+
+def _refuse(advice: str) -> Handler:
+    """The handler of a function without a keyed form."""
+
+    def handler(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise unkeyed(func, "has no keyed form and would draw from the global generator", advice)
+
+    return handler
+
+
+_OWN_DRAW = "Compute it from torch.rand or torch.randn, which are keyed here, or draw outside of the model."
+_BUILD_FIRST = "Build layers in __init__, not in forward."
+
+FUNCTIONS: dict[Any, Handler] = {
+    torch.rand: _factory(fill_uniform),
+    torch.randn: _factory(fill_normal),
+    torch.rand_like: _like_factory(fill_uniform),
+    torch.randn_like: _like_factory(fill_normal),
+    torch.randint: _randint,
+    torch.randint_like: _randint_like,
+    torch.randperm: _randperm,
+    torch.normal: _normal_of,
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    torch.multinomial: _multinomial,
+    Tensor.multinomial: _multinomial,
+    F.gumbel_softmax: _gumbel_softmax,
+    Tensor.bernoulli_: _bernoulli_,
+    Tensor.cauchy_: _fill(fill_cauchy),
+    Tensor.exponential_: _fill(fill_exponential),
+    Tensor.geometric_: _fill(fill_geometric),
+    Tensor.log_normal_: _fill(fill_log_normal),
+    Tensor.normal_: _fill(fill_normal),
+    Tensor.random_: _fill(fill_integers),
+    Tensor.uniform_: _fill(fill_uniform),
+    init.uniform_: _init_uniform,
+    init.normal_: _init_normal,
+    init.kaiming_uniform_: _refuse(_BUILD_FIRST),
+    torch.poisson: _refuse(_OWN_DRAW),
+    torch.binomial: _refuse(_OWN_DRAW),
+    # Under torch.distributions: Gamma, Beta, Chi2, StudentT; Dirichlet.
+    **{getattr(torch, name): _refuse(_OWN_DRAW) for name in ("_standard_gamma", "_sample_dirichlet")},
+}

@@ -1,0 +1,286 @@
+"""Keyed forms of the random layers: the dropouts, attention, recurrent networks, RReLU, fractional pooling.
+
+Each handler takes the scope, torch's function and the call's own arguments, and answers in its place. Where a
+call draws nothing (not training, p = 0) torch's function runs untouched. Wrong arguments go to it too, for
+its own error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from purecompose.nn.keyed.scope import Handler, Scope, unkeyed
+from purecompose.random.draws import bernoulli, uniform
+from purecompose.random.keys import Rng
+
+
+__all__ = ["LAYERS", "past_dispatch"]
+
+# The value that SELU saturates at, -scale * alpha, negated: Klambauer et al., 2017, arXiv:1706.02515.
+SELU_SATURATION = 1.7580993408473766
+
+_safe_softmax = torch.ops.aten._safe_softmax
+
+
+def _keep(scope: Scope, func: Any, p: float, shape: Sequence[int], device: torch.device) -> Tensor:
+    """True where an element stays, with probability 1 - p."""
+    return scope.draw(func, lambda rng, shape: bernoulli(rng, 1.0 - p, shape), shape, device)
+
+
+def _times(input: Tensor, factor: Tensor | float, inplace: bool) -> Tensor:
+    """`input * factor`, written into `input` if asked.
+
+    Under vmap an input that all members share cannot hold what differs between them: then the result is new.
+    """
+    if inplace:
+        try:
+            return input.mul_(factor)
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+    return input * factor
+
+
+def _drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int], inplace: bool) -> Tensor:
+    """x * keep / (1 - p), one decision for each element of `shape` (broadcast over the input)."""
+    if p == 1:
+        return _times(input, 0.0, inplace)
+    # The input comes first: its memory format is the result's. Backward keeps the mask, one byte an element.
+    kept = _times(input, _keep(scope, func, p, shape, input.device), inplace)
+    return _times(kept, 1.0 / (1.0 - p), inplace)
+
+
+def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequence[int], inplace: bool) -> Tensor:
+    """Dropped elements take SELU's saturation value; then an affine map restores mean 0 and variance 1."""
+    if p == 1:
+        return _times(input, 0.0, inplace)
+    keep = _keep(scope, func, p, shape, input.device)
+    scale = 1.0 / math.sqrt((SELU_SATURATION**2 * p + 1.0) * (1.0 - p))
+    shift = (keep.to(input.dtype) - (1.0 - p)) * (SELU_SATURATION * scale)
+    kept = _times(_times(input, keep, inplace), scale, inplace)
+    return kept.add_(shift) if inplace else kept + shift
+
+
+def _feature_shape(input: Tensor) -> tuple[int, ...]:
+    """One decision for each channel of each example: (N, C, 1, ...)."""
+    return (*input.shape[:2], *(1 for _ in input.shape[2:]))
+
+
+def _dropout(scope: Scope, func: Any, input: Tensor, p=0.5, training=True, inplace=False) -> Tensor:
+    if not training or not 0 < p <= 1 or input.numel() == 0:
+        return func(input, p, training, inplace)
+    return _drop(scope, func, input, p, input.shape, inplace)
+
+
+def _kernel(drop: Callable[..., Tensor], *, features: bool, inplace: bool) -> Handler:
+    """The handler of one of torch's eight kernels, `(input, p, train)`, which `nn.functional` calls."""
+
+    def handler(scope: Scope, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        is_refused = features and input.dim() < 2
+        if not train or not 0 < p <= 1 or input.numel() == 0 or is_refused:
+            return func(input, p, train)
+        return drop(scope, func, input, p, _feature_shape(input) if features else input.shape, inplace)
+
+    return handler
+
+
+def _native_dropout(scope: Scope, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if train is False or not 0 < p <= 1 or input.numel() == 0:
+        return func(input, p, train)
+    if p == 1:
+        return input * 0.0, torch.zeros_like(input, dtype=torch.bool)
+    keep = _keep(scope, func, p, input.shape, input.device)
+    return input * keep * (1.0 / (1.0 - p)), keep
+
+
+def _attention(
+    scope: Scope,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q k^T * scale + mask) with dropout, then times v, in plain operations.
+
+    The fused kernels draw inside, from a generator; without dropout they run as ever. The memory is that of
+    the weights, (N, ..., H, L, S).
+    """
+    if not 0 < dropout_p <= 1:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if is_causal and attn_mask is not None:
+        raise ValueError("scaled_dot_product_attention takes `attn_mask` or `is_causal=True`, not both.")
+    if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter, FakeTensor):
+        advice = "Pass the mask as a plain tensor, or set dropout_p=0."
+        raise unkeyed(func, f"has no keyed dropout for a mask of type {type(attn_mask).__name__}", advice)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = _masked((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)
+    # Half precision takes the softmax in float32, as the kernels do; rows that may attend to nothing give
+    # zeros.
+    is_half = scores.dtype in (torch.float16, torch.bfloat16)
+    weights = _safe_softmax(scores, -1, torch.float32 if is_half else None).to(scores.dtype)
+    return _drop(scope, func, weights, dropout_p, weights.shape, False) @ value
+
+
+def _masked(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None:
+        return scores
+    if attn_mask.dtype == torch.bool:
+        return scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+    return scores + attn_mask
+
+
+def _recurrent(scope: Scope, func: Any, *args: Any) -> tuple[Tensor, ...]:
+    """LSTM, GRU and RNN with dropout between layers: the kernel runs layer by layer, the dropout is ours.
+
+    Torch passes (input, hx, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first), or
+    for packed sequences (data, batch_sizes, hx, weights, has_biases, num_layers, dropout, train,
+    bidirectional).
+    """
+    is_packed = not isinstance(args[3], bool)
+    num_layers, p, train = args[5:8] if is_packed else args[4:7]
+    if not train or p == 0 or num_layers == 1:
+        return func(*args)
+    if is_packed:
+        advice = "Pass padded sequences, or set dropout=0 and put nn.Dropout between single layers."
+        raise unkeyed(func, "has no keyed dropout for packed sequences", advice)
+    output, hx, weights, has_biases, _, _, _, bidirectional, batch_first = args
+    num_directions = 2 if bidirectional else 1
+    # Hidden and cell state for the LSTM, the hidden state alone for the others.
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+    per_layer = len(weights) // num_layers
+    finals = []
+    for layer in range(num_layers):
+        if layer > 0:
+            output = _drop_sequence(scope, func, output, p, 0 if batch_first else 1)
+        rows = slice(layer * num_directions, (layer + 1) * num_directions)
+        state = tuple(tensor[rows] for tensor in states)
+        flat = weights[layer * per_layer : (layer + 1) * per_layer]
+        state = state if isinstance(hx, (tuple, list)) else state[0]
+        output, *final = func(output, state, flat, has_biases, 1, 0.0, train, bidirectional, batch_first)
+        finals.append(final)
+    return (output, *(torch.cat(tensors) for tensors in zip(*finals, strict=True)))
+
+
+def _drop_sequence(scope: Scope, func: Any, input: Tensor, p: float, batch_dim: int) -> Tensor:
+    """Dropout whose draw is per example in either layout: here the batch's dimension is known."""
+    if p == 1:
+        return input * 0.0
+    batch_first = input.movedim(batch_dim, 0)
+    keep = _keep(scope, func, p, batch_first.shape, input.device)
+    return input * keep.movedim(0, batch_dim) * (1.0 / (1.0 - p))
+
+
+def _rrelu(
+    scope: Scope, func: Any, input: Tensor, lower=1.0 / 8, upper=1.0 / 3, training=False, inplace=False
+) -> Tensor:
+    """x where it is positive, x * slope with slope ~ U(lower, upper) elsewhere."""
+    if not training or not lower <= upper:
+        return func(input, lower, upper, training, **({"inplace": inplace} if func is F.rrelu else {}))
+
+    def slopes(rng: Rng, shape: tuple[int, ...]) -> Tensor:
+        return uniform(rng, shape, dtype=input.dtype) * (upper - lower) + lower
+
+    slope = scope.draw(func, slopes, input.shape, input.device)
+    return _times(input, torch.where(input > 0, torch.ones_like(slope), slope), inplace)
+
+
+def _rrelu_(scope: Scope, func: Any, input: Tensor, lower=1.0 / 8, upper=1.0 / 3, training=False) -> Tensor:
+    if not training:
+        return func(input, lower, upper, training)
+    return _rrelu(scope, func, input, lower, upper, training, True)
+
+
+def _fractional_pool(composite: Callable[..., Any]) -> Handler:
+    """The public function is a switch on `return_indices` over the composite that draws."""
+
+    def handler(
+        scope: Scope,
+        func: Any,
+        input: Tensor,
+        kernel_size: Any,
+        output_size: Any = None,
+        output_ratio: Any = None,
+        return_indices: bool = False,
+        _random_samples: Tensor | None = None,
+    ) -> Any:
+        args = (input, kernel_size, output_size, output_ratio, return_indices, _random_samples)
+        result = _enter(scope, composite, *args)
+        return result if return_indices else result[0]
+
+    return handler
+
+
+def _enter(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a Python composite with the scope switched on, so that the random calls inside are seen."""
+    with scope:
+        return past_dispatch(func)(*args, **kwargs)
+
+
+@functools.cache
+def past_dispatch(func: types.FunctionType) -> types.FunctionType:
+    """`func` without its first step, the question whether a mode wants the call.
+
+    With the mode on, the question would be answered yes for ever. The copy shares the code and sees the
+    module's names as they stood when first used, but for the question itself, which it answers no; what it
+    calls still asks.
+    """
+    questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**func.__globals__, **{question: lambda *args: False for question in questions}}
+    copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+COMPOSITES = (
+    F.alpha_dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.feature_alpha_dropout,
+    F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d_with_indices,
+    F.multi_head_attention_forward,
+)
+
+LAYERS: dict[Any, Handler] = {
+    **dict.fromkeys(COMPOSITES, _enter),
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+    F.rrelu: _rrelu,
+    F.fractional_max_pool2d: _fractional_pool(F.fractional_max_pool2d_with_indices),
+    F.fractional_max_pool3d: _fractional_pool(F.fractional_max_pool3d_with_indices),
+    torch.rrelu: _rrelu,
+    torch.rrelu_: _rrelu_,
+    torch.native_dropout: _native_dropout,
+    torch.dropout: _kernel(_drop, features=False, inplace=False),
+    torch.dropout_: _kernel(_drop, features=False, inplace=True),
+    torch.feature_dropout: _kernel(_drop, features=True, inplace=False),
+    torch.feature_dropout_: _kernel(_drop, features=True, inplace=True),
+    torch.alpha_dropout: _kernel(_alpha_drop, features=False, inplace=False),
+    torch.alpha_dropout_: _kernel(_alpha_drop, features=False, inplace=True),
+    torch.feature_alpha_dropout: _kernel(_alpha_drop, features=True, inplace=False),
+    torch.feature_alpha_dropout_: _kernel(_alpha_drop, features=True, inplace=True),
+    torch.lstm: _recurrent,
+    torch.gru: _recurrent,
+    torch.rnn_tanh: _recurrent,
+    torch.rnn_relu: _recurrent,
+}

@@ -1,0 +1,224 @@
+"""Keyed random functions inside users' modules.
+
+Inside `with keyed(rng):` dropout in all its forms, attention with dropout, the `torch.rand` family, the
+in-place fills and the samplers draw from the run's key: call number i of the scope from `rng.named(i)`. The
+global generators are neither read nor moved. A random function without a keyed form is named in an
+`UnkeyedRandomError`; `detect` names what never reached the scope (C++ extensions, scripted code, `torch.ops`
+calls).
+
+**Examples.** With `num_examples=n`, a tensor whose leading dimension is n * m holds m rows of each example,
+in order, and is drawn per example: a microbatch draws the rows that the whole batch would have drawn. That
+fits batch-first layouts, and attention weights of (batch * heads, ...). A sequence-first activation is drawn
+as one for the whole batch, which is sound but not equal between microbatch sizes; recurrent layers know their
+layout, and are right in both. A tensor that leads with a multiple of n by chance is drawn per example as
+well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from purecompose._support.checks import shown
+from purecompose._support.functorch import is_transforming
+from purecompose.nn.keyed.functions import FUNCTIONS
+from purecompose.nn.keyed.layers import LAYERS
+from purecompose.nn.keyed.scope import Handler, Scope, UnkeyedRandomError, top_hooks, unkeyed
+from purecompose.nn.skeleton import replay
+from purecompose.random.keys import Rng
+
+
+__all__ = ["Detector", "Keyed", "UnkeyedRandomError", "checkpoint", "detect", "keyed"]
+
+HANDLERS: dict[Any, Handler] = {**LAYERS, **FUNCTIONS}
+
+
+class Keyed(Scope):
+    """The mode that `keyed` switches on. Attribute `draws`: the number of random calls handled so far."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("generator", None) is not None:
+            advice = "Leave `generator` out: the call then draws from the run's key."
+            raise unkeyed(func, "was given a generator, which is state outside of the run's", advice)
+        return handler(self, func, *args, **kwargs)
+
+
+def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Tensor = 0) -> Keyed:
+    """A scope in which the random functions of a forward pass draw from `rng`.
+
+    Args:
+        rng: The key and the place of the scope. Two scopes of one `rng` draw the same numbers.
+        num_examples: How many examples the forward pass sees, for draws per example (see the module's text);
+            None makes every draw one for the whole batch.
+        first_example: Global index, in the batch, of the first of them: an int, or int64 of shape ().
+
+    Returns:
+        A context manager, for one use; `with ... as record` gives `record.draws`, the number of random calls
+        handled.
+
+    Raises:
+        TypeError: `rng` is no `Rng`, or an index is no integer.
+        ValueError: `num_examples` is negative.
+        UnkeyedRandomError: Inside the scope: a function has no keyed form, or was given a `generator`, or
+            runs in a region that `torch.utils.checkpoint` will compute again (see `checkpoint`).
+
+    Example:
+        >>> from purecompose.random import key
+        >>> x = torch.ones(4, 6)
+        >>> with keyed(Rng(key(0)), num_examples=4) as record:
+        ...     whole = torch.nn.functional.dropout(x)
+        >>> record.draws
+        1
+        >>> with keyed(Rng(key(0)), num_examples=2, first_example=2):
+        ...     half = torch.nn.functional.dropout(x[2:])
+        >>> torch.equal(half, whole[2:])
+        True
+    """
+    if not isinstance(rng, Rng):
+        raise TypeError(f"keyed expects an Rng, got {shown(rng)}. Make one from a key: Rng(key).")
+    if num_examples is not None:
+        if isinstance(num_examples, bool) or not isinstance(num_examples, (int, torch.SymInt)):
+            raise TypeError(f"keyed expects num_examples as an int or None, got {shown(num_examples)}.")
+        if num_examples < 0:
+            raise ValueError(f"keyed expects num_examples >= 0, got {num_examples}.")
+    is_index = isinstance(first_example, Tensor) and first_example.dtype == torch.int64 and first_example.dim() == 0
+    if not is_index and (isinstance(first_example, bool) or not isinstance(first_example, (int, torch.SymInt))):
+        raise TypeError(f"keyed expects first_example as an int or int64 of shape (), got {shown(first_example)}.")
+    return Keyed(rng, num_examples, first_example)
+
+
+class Detector(TorchDispatchMode):
+    """The mode that `detect` switches on.
+
+    Attributes:
+        found: the names of the random operations that were seen, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args, kwargs):
+            self.found.append(str(func))
+            advice = (
+                "In an algorithm, draw from the state: purecompose.random.normal(state.rng(name), shape), or uniform, "
+                "bernoulli, ...; in a network, use functions of torch or torch.nn.functional, called from Python"
+            )
+            raise unkeyed(str(func), "would draw from a generator, not from the run's key", advice)
+        return func(*args, **kwargs)
+
+
+def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments switch the randomness off: a dropout of p = 0, or not training."""
+    schema = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+    if given.get("train") is False or given.get("training") is False:
+        return True
+    # `p` is a rate in the dropouts alone: bernoulli_ and geometric_ draw whatever it is.
+    rates = ["dropout_p", "dropout", *(["p"] if "dropout" in func._schema.name else [])]
+    return any(name in given and given[name] == 0 for name in rates)
+
+
+@contextmanager
+def detect() -> Iterator[Detector]:
+    """A scope in which an operation that would draw from a generator raises, by name, before it draws.
+
+    It looks below Python, at the operations torch tags as seeded, so it sees what `keyed` cannot. It costs
+    far more than `keyed`: use it while tracing, and in the first step.
+
+    Raises:
+        UnkeyedRandomError: Inside the scope, at the first such operation.
+
+    Example:
+        >>> with detect():
+        ...     torch.ops.aten.rand([2])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        purecompose.nn.keyed.scope.UnkeyedRandomError: `aten.rand.default` would draw from a generator, ...
+    """
+    with Detector() as detector:
+        yield detector
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Activation checkpointing: `fn(*args, **kwargs)` without its activations, which backward computes again.
+
+    Inside `keyed`, the second computation starts from the draw at which the first did, so that it draws the
+    same numbers, also where backward runs outside of the scope. Elsewhere this is torch's non-reentrant
+    checkpoint, which restores the global generator. In the forward pass of a state's network, the second
+    computation sees the parameters and the buffers that the first saw, and its writes into buffers (batch
+    norm's statistics) are dropped. Under `torch.func` transforms, where torch has no
+    checkpointing, `fn` runs plainly.
+
+    Args:
+        fn: What to compute; a module or a function of tensors.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `fn` returns.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with keyed(Rng(key(0))):
+        ...     y = checkpoint(torch.nn.functional.dropout, x)
+        >>> torch.equal(torch.autograd.grad(y.sum(), x)[0], y.detach())
+        True
+    """
+    if is_transforming():
+        return fn(*args, **kwargs)
+    # Bound here, so that no keyword of `fn` is taken for one of torch's.
+    bound = functools.partial(fn, **kwargs)
+    scope = _innermost()
+    keeps_generator = scope is None
+    region = _replayable(bound, scope)
+    return torch_checkpoint(region, *args, use_reentrant=False, preserve_rng_state=keeps_generator)
+
+
+def _innermost() -> Keyed | None:
+    modes = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Keyed)), None)
+
+
+def _replayable(fn: Callable[..., Any], scope: Keyed | None) -> Callable[..., Any]:
+    """`fn` that draws in `scope` when first called, and the same numbers in a fresh scope each time after."""
+    start = 0 if scope is None else scope.draws
+    # Without gradients nothing will be computed again.
+    bound_again = replay() if torch.is_grad_enabled() else nullcontext
+    is_first = True
+
+    def replayable(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            with bound_again(), nullcontext() if scope is None else _from(scope, start):
+                return fn(*args, **kwargs)
+        is_first = False
+        hooks = top_hooks()
+        if hooks is None or scope is None:
+            return fn(*args, **kwargs)
+        scope.replayable_hooks.append(hooks)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            scope.replayable_hooks.pop()
+
+    return replayable
+
+
+def _from(scope: Keyed, start: int) -> Keyed:
+    return Keyed(scope.rng, scope.num_examples, scope.first_example, draws=start)

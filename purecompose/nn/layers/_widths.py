@@ -1,0 +1,40 @@
+"""How wide a layer between two others is, as settings of methods say it."""
+
+from typing import Any
+
+from purecompose._support.checks import check_number, shown
+
+
+__all__ = ["check_latent", "latent_size"]
+
+
+def check_latent(latent: Any, where: str) -> float:
+    """A width as a setting says it: a whole number of at least 1, or below 1 a share.
+
+    Args:
+        latent: The setting.
+        where: The function and the argument, which opens the message.
+
+    Raises:
+        TypeError: No number.
+        ValueError: Not above 0, not finite, or between two whole numbers above 1.
+
+    Example:
+        >>> check_latent(0.25, "mine: width"), check_latent(64.0, "mine: width")
+        (0.25, 64.0)
+    """
+    given = check_number(latent, where, 0, above=True)
+    if given > 1 and given != int(given):
+        raise ValueError(f"{where}: expected a whole number, or a share below 1, got {shown(latent)}")
+    return given
+
+
+def latent_size(latent: float, full: int) -> int:
+    """A width given as a number, or below 1 as a share of the full one, rounded down; at least 1.
+
+    Example:
+        >>> latent_size(8, 100), latent_size(0.29, 100), latent_size(0.1, 4)
+        (8, 29, 1)
+    """
+    # 0.29 of 100 is 28.999999999999996.
+    return max(1, int(latent if latent >= 1 else latent * full + 1e-9))

@@ -1,0 +1,167 @@
+"""The parts of a transformer: attention, its feed-forward part, and learned positions.
+
+    attention(x) = O concat_h softmax(Q_h x (K_h x)^T / sqrt(d)) V_h x
+
+References:
+    Ashish Vaswani et al.: Attention Is All You Need. NeurIPS 2017. https://arxiv.org/abs/1706.03762
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from purecompose._support.checks import check_flag, check_number, check_whole
+
+
+__all__ = ["FeedForward", "PositionEmbedding", "SelfAttention"]
+
+
+class SelfAttention(nn.Module):
+    """(N, L, d) to (N, L, d): each place takes a mean over all places, or over those up to itself.
+
+    Args:
+        width: d.
+        num_heads: H, a divisor of the width.
+        is_causal: Whether a place sees itself and those before it alone.
+        dropout: Probability of dropping a weight of the mean in training, [0, 1).
+
+    Attributes:
+        qkv: (d, 3 d): queries, keys and values, each the heads one after the other.
+        out: (d, d).
+        num_heads, is_causal, dropout: As given.
+
+    Raises:
+        ValueError: A width or a number of heads below 1, a width that is no multiple of the heads, or a dropout outside
+            of [0, 1).
+        TypeError: A setting of another type.
+
+    Example:
+        >>> SelfAttention(8, 2)(torch.zeros(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, width: int, num_heads: int, *, is_causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_whole(width, "SelfAttention: width", 1)
+        check_whole(num_heads, "SelfAttention: num_heads", 1)
+        if width % num_heads:
+            raise ValueError(f"SelfAttention: width={width} is no multiple of num_heads={num_heads}")
+        self.num_heads = num_heads
+        self.is_causal = check_flag(is_causal, "SelfAttention: is_causal")
+        self.dropout = check_number(dropout, "SelfAttention: dropout", 0, 1, below=True)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, L, d) to (N, L, d)."""
+        heads = self.qkv(input).unflatten(-1, (3, self.num_heads, -1))  # (N, L, 3, H, d / H)
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
+        bias, dropped = self.bias(query), self.dropout if self.training else 0.0
+        is_causal = self.is_causal and bias is None
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=dropped, is_causal=is_causal
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def bias(self, query: Tensor) -> Tensor | None:
+        """What is added to the logits, of a shape that broadcasts to (N, H, L, L), the causal mask included.
+
+        Args:
+            query: (N, H, L, d / H), for its form.
+        """
+        del query
+        return None
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"num_heads={self.num_heads}, is_causal={self.is_causal}, dropout={self.dropout}"
+
+
+class FeedForward(nn.Module):
+    """(..., d) to (..., d), each place for itself: `down(dropout(act(up(x))))`.
+
+    Args:
+        width: d.
+        hidden: Numbers between the two linear layers.
+        act: The activation, a module or a function; by default GELU.
+        dropout: Probability of dropping one of those numbers in training, [0, 1).
+
+    Attributes:
+        up: (d, hidden).
+        act: The activation.
+        dropout: `nn.Dropout`, or `nn.Identity` at 0.
+        down: (hidden, d).
+
+    Raises:
+        ValueError: A size below 1 or a dropout outside of [0, 1).
+        TypeError: A setting of another type.
+
+    Example:
+        >>> FeedForward(8, 32)(torch.zeros(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(
+        self, width: int, hidden: int, act: Callable[[Tensor], Tensor] | None = None, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        check_whole(width, "FeedForward: width", 1)
+        check_whole(hidden, "FeedForward: hidden", 1)
+        check_number(dropout, "FeedForward: dropout", 0, 1, below=True)
+        self.up = nn.Linear(width, hidden)
+        self.act = nn.GELU() if act is None else act
+        self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., d) to (..., d)."""
+        return self.down(self.dropout(self.act(self.up(input))))
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each place, to be added to what stands there.
+
+    Args:
+        max_length: Number of places.
+        width: d.
+
+    Attributes:
+        weight: (max_length, d), at first normal with deviation 0.02.
+
+    Raises:
+        ValueError: A size below 1; in `forward` more places than there are vectors.
+        TypeError: A size that is no int.
+
+    Example:
+        >>> PositionEmbedding(16, 8)(torch.zeros(3, 5, 8)).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(self, max_length: int, width: int) -> None:
+        super().__init__()
+        check_whole(max_length, "PositionEmbedding: max_length", 1)
+        check_whole(width, "PositionEmbedding: width", 1)
+        self.weight = nn.Parameter(torch.empty(max_length, width))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, input: Tensor | int) -> Tensor:
+        """The vectors of the first L places.
+
+        Args:
+            input: (N, L, ...), of which the length alone counts, or L.
+
+        Returns:
+            (L, d).
+        """
+        length, places = input if isinstance(input, int) else input.shape[1], self.weight.shape[0]
+        if length > places:
+            raise ValueError(
+                f"PositionEmbedding: expected a sequence of at most {places} places, got {length}; cut it, or build "
+                "the model with a greater max_length"
+            )
+        return self.weight[:length]
+
+    def extra_repr(self) -> str:
+        """The shape."""
+        return ", ".join(map(str, self.weight.shape))

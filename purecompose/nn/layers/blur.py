@@ -1,0 +1,209 @@
+"""Layers that smooth before they skip places, so that nothing between two steps is lost.
+
+References:
+    Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from purecompose._support.checks import check_flag, shown
+from purecompose.nn.layers._forms import Wrapping, is_plain, recast
+
+
+__all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d"]
+
+Pair = int | Sequence[int]
+
+
+def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) -> Tensor:
+    """Smooths each channel for itself, with zeros around the image.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W), floating.
+        stride: How many places a step goes, one number or two.
+        kernel: (h, w), or (C, h, w) with one for each channel, of odd sides; by default the outer product of (1, 2, 1)
+            with itself, over 16.
+
+    Returns:
+        (N, C, ceil(H / stride), ceil(W / stride)), in the dtype of the input.
+
+    Raises:
+        TypeError: An input of integers.
+        ValueError: An input of another number of dimensions, or a kernel with an even side, with another number of
+            dimensions or of channels.
+
+    Example:
+        >>> blur_2d(torch.ones(1, 1, 3, 3)).squeeze().tolist()
+        [[0.5625, 0.75, 0.5625], [0.75, 1.0, 0.75], [0.5625, 0.75, 0.5625]]
+    """
+    if input.ndim not in (3, 4):
+        raise ValueError(f"blur_2d: expected an input (N, C, H, W) or (C, H, W), got shape {tuple(input.shape)}")
+    if not input.is_floating_point():
+        raise TypeError(f"blur_2d: expected a floating input, got {input.dtype}; convert it first")
+    channels, (down, right) = input.shape[-3], _pair(stride)
+    if kernel is None:
+        # Made where the input is: numbers from the host would make a GPU wait.
+        row = (2 - (torch.arange(3, dtype=input.dtype, device=input.device) - 1).abs()) / 4
+        kernel = row.unsqueeze(1) * row
+    sides, own = kernel.shape[-2:], kernel.shape[:-2]
+    if kernel.ndim not in (2, 3) or not all(side % 2 for side in sides) or own not in ((), (1,), (channels,)):
+        raise ValueError(
+            f"blur_2d: expected a kernel (h, w) or ({channels}, h, w) of odd sides, got shape {tuple(kernel.shape)}"
+        )
+    if not input.numel():
+        return input[..., ::down, ::right]
+    filters = kernel.to(input.dtype).expand(channels, *sides).unsqueeze(1)
+    return F.conv2d(input, filters, stride=(down, right), padding=(sides[0] // 2, sides[1] // 2), groups=channels)
+
+
+def blurmax_pool2d(
+    input: Tensor,
+    kernel_size: Pair = 2,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    *,
+    ceil_mode: bool = False,
+    kernel: Tensor | None = None,
+) -> Tensor:
+    """The greatest value of each window at every place, smoothed, and then every `stride`-th of them.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W), floating.
+        kernel_size, stride, padding, dilation, ceil_mode: As of `torch.nn.functional.max_pool2d`; the stride is by
+            default the window's size.
+        kernel: See `blur_2d`.
+
+    Returns:
+        The shape that `max_pool2d` gives.
+
+    Raises:
+        TypeError, ValueError: As `blur_2d`.
+
+    Example:
+        >>> blurmax_pool2d(torch.eye(4)[None]).shape
+        torch.Size([1, 2, 2])
+    """
+    window, steps = _pair(kernel_size), _pair(kernel_size if stride is None else stride)
+    around, holes = _pair(padding), _pair(dilation)
+    if ceil_mode:
+        # Below and to the right of the image, for windows that begin in it and end beyond.
+        below, beside = (_missing(*sizes) for sizes in zip(input.shape[-2:], window, steps, around, holes, strict=True))
+        if below or beside:
+            input = F.pad(input, (0, beside, 0, below), value=-math.inf)
+    return blur_2d(F.max_pool2d(input, window, 1, around, holes), stride=steps, kernel=kernel)
+
+
+class BlurConv2d(Wrapping):
+    """A strided convolution whose input, or whose output before places are skipped, is smoothed.
+
+    What the convolution tells of itself can be read here, too: `weight`, `in_channels`.
+
+    Attributes:
+        conv: The convolution, with the weights of the one that was given.
+        blur_first: Whether the input is smoothed, which costs little, and not the output at all places, as in the
+            paper, which costs as much as the convolution without its stride.
+
+    Raises:
+        TypeError: No `nn.Conv2d`; with `blur_first=False` also one with a forward of its own, hooks or parametrized
+            tensors: its stride cannot be taken out.
+    """
+
+    _held = "conv"
+
+    def __init__(self, conv: nn.Conv2d, blur_first: bool = True) -> None:
+        super().__init__()
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"BlurConv2d: expected an nn.Conv2d, got {shown(conv)}")
+        if not check_flag(blur_first, "BlurConv2d: blur_first") and not is_plain(conv, nn.Conv2d):
+            raise TypeError(
+                "BlurConv2d: expected a convolution without a forward of its own, hooks or parametrized tensors, got "
+                f"{shown(conv)}; smooth its input with blur_first=True"
+            )
+        self.blur_first, self.stride = blur_first, _pair(conv.stride)
+        self.conv = conv
+        if not blur_first:
+            # The same tensors in a convolution that skips nothing.
+            self.conv = recast(conv, type(conv))
+            self.conv.stride = (1, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, C, H, W) or (C, H, W) to the shape that the convolution gave."""
+        if self.blur_first:
+            return self.conv(blur_2d(input))
+        return blur_2d(self.conv(input), stride=self.stride)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"blur_first={self.blur_first}, stride={self.stride}"
+
+
+class BlurMaxPool2d(nn.Module):
+    """`blurmax_pool2d` as a layer; the arguments are those of `nn.MaxPool2d`."""
+
+    @classmethod
+    def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
+        """One with the settings of another layer, and what a subclass of it has besides."""
+        return recast(pool, cls)
+
+    def __init__(
+        self,
+        kernel_size: Pair,
+        stride: Pair | None = None,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        *,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kernel_size, self.padding, self.dilation = kernel_size, padding, dilation
+        self.stride = kernel_size if stride is None else stride
+        self.ceil_mode = ceil_mode
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, C, H, W) or (C, H, W) to the shape that `max_pool2d` gives."""
+        return blurmax_pool2d(
+            input, self.kernel_size, self.stride, self.padding, self.dilation, ceil_mode=self.ceil_mode
+        )
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return (
+            f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
+            f"ceil_mode={self.ceil_mode}"
+        )
+
+
+class BlurPool2d(nn.Module):
+    """`blur_2d` as a layer."""
+
+    def __init__(self, stride: Pair = 2) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, C, ceil(H / stride), ceil(W / stride))."""
+        return blur_2d(input, stride=self.stride)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"stride={self.stride}"
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    down, right = (value, value) if isinstance(value, int) else value
+    return down, right
+
+
+def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
+    """How many places a side wants at its end so that all windows fit which `ceil_mode` counts."""
+    free = size + 2 * around - hole * (window - 1) - 1
+    steps = -(-free // step)
+    # A last window that would begin behind the image does not count.
+    steps -= steps * step >= size + around
+    return max(0, steps * step - free)

@@ -1,0 +1,108 @@
+"""Batch normalisation by the statistics of parts of the batch.
+
+References:
+    Elad Hoffer, Itay Hubara, Daniel Soudry: Train longer, generalize better. NeurIPS 2017.
+    https://arxiv.org/abs/1705.08741
+    Neofytos Dimitriou, Ognjen Arandjelovic: A New Look at Ghost Normalization. 2020. https://arxiv.org/abs/2007.08554
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from purecompose._support.checks import check_whole, shown
+from purecompose.nn.layers._forms import Wrapping, is_plain
+
+
+__all__ = ["GhostBatchNorm", "check_momentum", "is_known"]
+
+_KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+
+
+def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
+    """Refuses running statistics that are means over all batches, not steps.
+
+    Args:
+        batchnorm: The layer.
+        where: Who refuses it.
+
+    Raises:
+        ValueError: It has running statistics and `momentum=None`.
+    """
+    if batchnorm.momentum is None and batchnorm.track_running_stats:
+        raise ValueError(
+            f"{where}: expected a batch normalisation with a momentum, got momentum=None (a mean over all batches); "
+            "give it one, such as 0.1"
+        )
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether this is a batch normalisation that computes as torch's, or as timm's with an activation after it."""
+    return is_plain(module, _BatchNorm) or _has_act(module)
+
+
+def _has_act(module: nn.Module) -> bool:
+    """Whether this is timm's act(drop(batchnorm(x))), found by name, since timm need not be installed."""
+    wanted = ("timm.layers.norm_act", "BatchNormAct2d")
+    kind = next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__qualname__) == wanted), None)
+    return kind is not None and is_plain(module, kind)
+
+
+class GhostBatchNorm(Wrapping):
+    """A batch normalisation that takes a batch in ceil(B / g) parts of equal size, or with one example less.
+
+    Where the batch's own statistics count, each part has its own, and the running ones take a step with
+    momentum / parts for each, in order. By running statistics it is the batch normalisation that it holds.
+    What that tells of itself can be read here, too: `weight`, `num_features`.
+
+    Attributes:
+        batchnorm: The layer that was given.
+        ghost_batch_size: g, the greatest number of examples that are normalised together.
+
+    Raises:
+        TypeError: Not an `nn.BatchNorm1d`, `2d` or `3d`, nor timm's `BatchNormAct2d`; or one with a forward of its
+            own, hooks or parametrized tensors.
+        ValueError: A size below 1; a layer with `momentum=None` and running statistics: these are means over all
+            batches, not steps.
+    """
+
+    _held = "batchnorm"
+
+    def __init__(self, batchnorm: _BatchNorm, ghost_batch_size: int = 32) -> None:
+        super().__init__()
+        check_whole(ghost_batch_size, "GhostBatchNorm: ghost_batch_size", 1)
+        if not isinstance(batchnorm, _KINDS) or not is_known(batchnorm):
+            raise TypeError(
+                "GhostBatchNorm: expected an nn.BatchNorm1d, 2d or 3d without a forward of its own, hooks or "
+                f"parametrized tensors, got {shown(batchnorm)}"
+            )
+        check_momentum(batchnorm, "GhostBatchNorm")
+        self.batchnorm, self.ghost_batch_size = batchnorm, ghost_batch_size
+        self._has_act = _has_act(batchnorm)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The shape of the input."""
+        norm: Any = self.batchnorm
+        num_parts = -(-input.shape[0] // self.ghost_batch_size)
+        has_own = norm.training or norm.running_mean is None
+        if not has_own or num_parts < 2:
+            return norm(input)
+        norm._check_input_dim(input)
+        mean, variance, step = None, None, 0.0
+        if norm.training and norm.track_running_stats:
+            assert norm.momentum is not None  # __init__ has refused it
+            mean, variance, step = norm.running_mean, norm.running_var, norm.momentum / num_parts
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.add_(num_parts)
+        parts = input.tensor_split(num_parts)
+        output = torch.cat(
+            [F.batch_norm(part, mean, variance, norm.weight, norm.bias, True, step, norm.eps) for part in parts]
+        )
+        return norm.act(norm.drop(output)) if self._has_act else output
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"ghost_batch_size={self.ghost_batch_size}"

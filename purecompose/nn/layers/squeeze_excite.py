@@ -1,0 +1,72 @@
+"""Channels weighted by what all of them have on average.
+
+    z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a
+
+References:
+    Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
+    https://arxiv.org/abs/1709.01507
+"""
+
+from torch import Tensor, nn
+
+from purecompose._support.checks import check_whole, shown
+from purecompose.nn.layers._forms import Wrapping
+from purecompose.nn.layers._widths import check_latent, latent_size
+
+
+__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d"]
+
+
+class SqueezeExcite2d(nn.Module):
+    """Weighs the channels of (N, C, H, W) or (C, H, W).
+
+    Args:
+        num_features: C.
+        latent_channels: How wide the layer between is: a number of at least 1, or a share of C.
+
+    Attributes:
+        squeeze: W1, (width, C).
+        excite: W2, (C, width).
+
+    Raises:
+        TypeError, ValueError: Numbers of the wrong kind or out of range, such as a width of 64.5.
+    """
+
+    def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
+        super().__init__()
+        check_whole(num_features, "SqueezeExcite2d: num_features", 1)
+        width = latent_size(check_latent(latent_channels, "SqueezeExcite2d: latent_channels"), num_features)
+        self.squeeze = nn.Linear(num_features, width, bias=False)
+        self.excite = nn.Linear(width, num_features, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The shape of the input."""
+        attention = self.excite(self.squeeze(input.mean((-2, -1))).relu()).sigmoid()
+        return input * attention[..., None, None]
+
+
+class SqueezeExciteConv2d(Wrapping):
+    """A convolution, and a `SqueezeExcite2d` behind it.
+
+    What the convolution tells of itself can be read here, too: `weight`, `in_channels`.
+
+    Attributes:
+        conv: The convolution that was given.
+        se: The attention.
+
+    Raises:
+        TypeError, ValueError: No `nn.Conv2d`, or as `SqueezeExcite2d`.
+    """
+
+    _held = "conv"
+
+    def __init__(self, conv: nn.Conv2d, latent_channels: float = 0.125) -> None:
+        super().__init__()
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"SqueezeExciteConv2d: expected an nn.Conv2d, got {shown(conv)}")
+        self.conv = conv
+        self.se = SqueezeExcite2d(conv.out_channels, latent_channels)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the convolution gives, weighted."""
+        return self.se(self.conv(input))

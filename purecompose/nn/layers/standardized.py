@@ -1,0 +1,147 @@
+"""Convolutions whose filters have mean 0 and variance 1.
+
+    W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, with the biased variance
+
+References:
+    Siyuan Qiao, Huiyu Wang, Chenxi Liu, Wei Shen, Alan Yuille: Micro-Batch Training with Batch-Channel Normalization
+    and Weight Standardization. 2019. https://arxiv.org/abs/1903.10520
+"""
+
+import functools
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from purecompose.nn.layers._forms import is_plain, recast
+
+
+__all__ = [
+    "STANDARDIZED",
+    "StandardizedConv1d",
+    "StandardizedConv2d",
+    "StandardizedConv3d",
+    "plain_conv",
+    "standardized",
+    "standardized_conv",
+]
+
+_EPS = 1e-10
+
+
+def standardized(weight: Tensor) -> Tensor:
+    """Each filter with mean 0 and variance 1, computed in float32 at least.
+
+    Args:
+        weight: (out, ...), floating.
+
+    Returns:
+        Shape and dtype of the weight; zeros for a filter of one number, or of equal ones.
+
+    Raises:
+        ValueError: A weight of fewer than two dimensions.
+
+    Example:
+        >>> standardized(torch.tensor([[1.0, 3.0]]))
+        tensor([[-1.,  1.]])
+    """
+    if weight.ndim < 2:
+        raise ValueError(f"standardized: expected a weight (out, ...), got shape {tuple(weight.shape)}")
+    wide = weight if weight.dtype == torch.float64 else weight.float()
+    dims = tuple(range(1, wide.ndim))  # not flattened: strides, channels last among them, stay
+    centred = wide - wide.mean(dims, keepdim=True)
+    scale = (centred.square().mean(dims, keepdim=True) + _EPS).rsqrt()
+    return (centred * scale).to(weight.dtype)
+
+
+class _Standardized:
+    """What the three have in common: the stored weight trains, the standardized one computes."""
+
+    _plain: ClassVar[type[nn.Module]]
+    """What it was made of."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        forward: Any = super()
+        return forward._conv_forward(input, standardized(weight), bias)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By the class that it was made of, since those for subclasses have no name that can be imported."""
+        _, _, *rest = super().__reduce_ex__(protocol)  # pyright: ignore[reportGeneralTypeIssues]
+        return _empty, (self._plain,), *rest
+
+
+class StandardizedConv1d(_Standardized, nn.Conv1d):
+    """`nn.Conv1d` with standardized filters; the same parameters under the same names."""
+
+    _plain = nn.Conv1d
+
+
+class StandardizedConv2d(_Standardized, nn.Conv2d):
+    """`nn.Conv2d` with standardized filters; the same parameters under the same names."""
+
+    _plain = nn.Conv2d
+
+
+class StandardizedConv3d(_Standardized, nn.Conv3d):
+    """`nn.Conv3d` with standardized filters; the same parameters under the same names."""
+
+    _plain = nn.Conv3d
+
+
+STANDARDIZED: MappingProxyType[type[nn.Module], type[nn.Module]] = MappingProxyType(
+    {nn.Conv1d: StandardizedConv1d, nn.Conv2d: StandardizedConv2d, nn.Conv3d: StandardizedConv3d}
+)
+"""The standardized form of each kind of convolution."""
+
+
+def standardized_conv(conv: nn.Module) -> nn.Module | None:
+    """A convolution with the same parameters and settings, and standardized filters.
+
+    Returns:
+        One of the three; of a subclass, one that is of this subclass as well. `None` for what is no `nn.Conv1d`, `2d`
+        or `3d`, for one that is standardized, one with a forward of its own, hooks or parametrized tensors, and for
+        weights that are not floating.
+    """
+    kind = next((kind for kind in STANDARDIZED if isinstance(conv, kind)), None)
+    if kind is None or isinstance(conv, _Standardized):
+        return None
+    weight = conv._parameters.get("weight")
+    inherits = is_plain(conv, kind) and getattr(type(conv), "_conv_forward") is getattr(kind, "_conv_forward")  # noqa: B009
+    if not inherits or weight is None or not weight.is_floating_point():
+        return None
+    return recast(conv, _standardized_class(type(conv)))
+
+
+def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
+    """A convolution of the class that a standardized one was made of.
+
+    Args:
+        conv: The convolution.
+        is_baked: Whether the filters become the standardized ones, in a parameter of their own, so that the same is
+            computed; otherwise the parameters stay, and compute with the filters as they are stored.
+
+    Returns:
+        `None` for what is no standardized convolution.
+    """
+    if not isinstance(conv, _Standardized):
+        return None
+    new: Any = recast(conv, conv._plain)
+    if is_baked:
+        old = new.weight
+        new.weight = nn.Parameter(standardized(old.detach()), requires_grad=old.requires_grad)
+    return new
+
+
+@functools.cache
+def _standardized_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """The class of standardized convolutions for a class of convolutions: of a subclass, one that is both."""
+    kind = next(kind for base, kind in STANDARDIZED.items() if issubclass(plain, base))
+    if plain in STANDARDIZED:
+        return kind
+    return type(f"Standardized{plain.__name__}", (kind, plain), {"_plain": plain, "__module__": __name__})
+
+
+def _empty(plain: type[nn.Module]) -> nn.Module:
+    kind = _standardized_class(plain)
+    return kind.__new__(kind)

@@ -1,0 +1,268 @@
+"""Residual blocks whose branch is left out at random in training.
+
+With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is left out:
+
+    "block", in training     act(b F(x) + S(x)), one b for the whole batch, 1 with probability 1 - p
+                             where b = 0 and S is the identity: x itself
+    "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
+    in evaluation            act((1 - p) F(x) + S(x))
+
+A block of a transformer has two such steps, one after the other: each is left out by a draw of its own, both with p.
+
+References:
+    Gao Huang, Yu Sun, Zhuang Liu, Daniel Sedra, Kilian Weinberger: Deep Networks with Stochastic Depth. ECCV 2016.
+    https://arxiv.org/abs/1603.09382
+"""
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from purecompose._support.checks import check_number, shown
+from purecompose.nn.layers._forms import has_hooks
+
+
+__all__ = ["DropPath", "Residual", "StochasticDepth", "drop_paths", "residuals"]
+
+# The branches of torchvision's residual networks, and of those that took them for a model.
+_CONVOLUTIONS = (
+    ("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3"),
+    ("conv1", "bn1", "relu", "conv2", "bn2"),
+)
+_DROP_PATH = re.compile(r"drop_path\d*")
+# The branches of a transformer's block, each followed by the dropout.
+_BRANCHES = (("norm1", "attention"), ("norm2", "feed_forward"))
+
+
+class Residual(NamedTuple):
+    """What one step act(F(x) + S(x)) of a block consists of."""
+
+    branch: tuple[nn.Module, ...]
+    """F, one after the other."""
+    shortcut: nn.Module | None
+    """S; `None` for the identity."""
+    act: nn.Module | None
+    """`None` for the identity."""
+
+
+def residuals(block: nn.Module) -> tuple[Residual, ...]:
+    """The steps of a residual block, one after the other, known by the names of its children; `()` for other modules.
+
+    Blocks of one step have either a `branch` and a `shortcut`, and perhaps a `relu`, or the children of torchvision's
+    `BasicBlock` (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (and conv3, bn3), and no others. The steps
+    of the latter two are defined in this order: where normalisation comes first, so it does in the forward, presumably.
+
+    Blocks of two steps are x + dropout(attention(norm1(x))), then the same with norm2 and feed_forward, as in
+    `purecompose.models`: they have children of these names, perhaps without dropout, and no others. Each norm is
+    defined before what follows it: where it comes after, so it does in the forward, presumably. The forwards of the
+    block, the attention and the feed-forward part take one argument each: others, such as a mask, would be lost. The
+    blocks of `torch.nn` and of Hugging Face's networks are not known: they have other names, masks and caches.
+
+    Blocks with parameters, buffers or hooks of their own, or with a forward put on the instance, are not known: what
+    these do would be lost.
+
+    Example:
+        >>> block = nn.Module()
+        >>> block.branch, block.shortcut = nn.Linear(2, 2), nn.Identity()
+        >>> residuals(block)
+        (Residual(branch=(Linear(in_features=2, out_features=2, bias=True),), shortcut=None, act=None),)
+    """
+    own = (*block._parameters.values(), *block._buffers.values())
+    if has_hooks(block) or any(tensor is not None for tensor in own):
+        return ()
+    steps = _steps(block._modules)
+    callees = [block, *(block.get_submodule(name) for _, name in _BRANCHES)] if len(steps) > 1 else []
+    return steps if all(map(_takes_one, callees)) else ()
+
+
+def drop_paths(block: nn.Module) -> tuple[str, ...]:
+    """The names of the attributes by which a block of timm or Hugging Face leaves out its branches.
+
+    Such a block passes each branch through `self.drop_path`, or `drop_path1`, `drop_path2` and so on: a module of a
+    class called `DropPath` (or `...DropPath`), or where nothing is left out an `nn.Identity` or `None`. Those that are
+    `DropPath` of this module already do not count.
+
+    Example:
+        >>> block = nn.Module()
+        >>> block.drop_path1, block.drop_path2 = nn.Identity(), nn.Dropout()
+        >>> drop_paths(block)
+        ('drop_path1',)
+    """
+    attributes = {**vars(block), **block._modules}
+    return tuple(name for name, value in attributes.items() if _DROP_PATH.fullmatch(name) and _is_drop_path(value))
+
+
+def _is_drop_path(value: Any) -> bool:
+    if isinstance(value, DropPath):
+        return False
+    return value is None or isinstance(value, nn.Identity) or type(value).__name__.endswith("DropPath")
+
+
+class DropPath(nn.Module):
+    """A branch that is left out at random; takes the place of a `drop_path` of timm or Hugging Face.
+
+        in training      b x, with b = 1 with probability 1 - p, else 0
+        in evaluation    (1 - p) x
+
+    Args:
+        method: "block" for one decision for the batch, "sample" for one for each example.
+        drop_rate: p, in [0, 1].
+
+    Attributes:
+        drop_rate: p, a buffer, 0-d float32.
+    """
+
+    drop_rate: Tensor
+
+    def __init__(self, method: str = "block", drop_rate: float = 0.2) -> None:
+        super().__init__()
+        _check_settings("DropPath", method, drop_rate)
+        self.method = method
+        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, ...) to the same."""
+        if not self.training:
+            return (1 - self.drop_rate).to(input.dtype) * input
+        if self.method == "block":
+            return torch.where(torch.rand((), device=input.device) >= self.drop_rate, input, 0)
+        rows = torch.rand(input.shape[0], device=input.device) >= self.drop_rate
+        return torch.where(rows.view(-1, *[1] * (input.ndim - 1)), input, 0)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"method={self.method!r}"
+
+
+def _check_settings(where: str, method: str, drop_rate: float) -> None:
+    if method not in ("block", "sample"):
+        raise ValueError(f"{where}: method: expected 'block' or 'sample', got {shown(method)}")
+    check_number(drop_rate, f"{where}: drop_rate", 0, 1)
+
+
+class StochasticDepth(nn.Module):
+    """A residual block whose branches are left out at random; its children have the names they had.
+
+    Args:
+        block: A block whose steps `residuals` knows.
+        method: "block" for one decision for the batch, "sample" for one for each example; each branch has its own.
+        drop_rate: p, in [0, 1].
+
+    Attributes:
+        drop_rate: p, a buffer, 0-d float32. A surgery gives what it makes the dtype of the block's parameters, this
+            as well: in a network of bfloat16 parameters 0.1 becomes 0.10009765625.
+
+    Raises:
+        TypeError: Not such a block, or a rate that is no number.
+        ValueError: Another method, or a rate out of range.
+
+    Note:
+        In training the branch is always computed, and before the shortcut, which so gets what a branch that works in
+        place has made of the input. Where "block" leaves it out, what it has done to its buffers (batch statistics)
+        is taken back. Gradients through a branch that is left out are zeros as long as what it computes is finite: zero
+        times infinity is NaN, so a branch that overflows is seen in the gradients, though not in the outputs.
+    """
+
+    drop_rate: Tensor
+
+    def __init__(self, block: nn.Module, method: str = "block", drop_rate: float = 0.2) -> None:
+        super().__init__()
+        if not residuals(block):
+            raise TypeError(
+                "StochasticDepth: expected a residual block of known parts, without parameters, buffers or hooks of "
+                f"its own, got a {type(block).__name__}"
+            )
+        _check_settings("StochasticDepth", method, drop_rate)
+        self._modules.update(block._modules)
+        self.method = method
+        self.register_buffer("drop_rate", torch.tensor(float(drop_rate)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, ...) to what the block gives."""
+        steps = _steps(self._modules)
+        assert steps
+        for step in steps:
+            input = self._stepped(step, input)
+        return input
+
+    def _stepped(self, step: Residual, input: Tensor) -> Tensor:
+        act = step.act or nn.Identity()
+        if not self.training:
+            branch = _run(step.branch, input)
+            by_pass = _shortcut(step, input)
+            return act((1 - self.drop_rate).to(by_pass.dtype) * branch + by_pass)
+        if self.method == "sample":
+            rows = torch.rand(input.shape[0], device=input.device) >= self.drop_rate
+            branch = _run(step.branch, input)
+            is_kept = rows.view(-1, *[1] * (branch.ndim - 1))
+            return act(torch.where(is_kept, branch, 0) + _shortcut(step, input))
+        is_kept = torch.rand((), device=input.device) >= self.drop_rate
+        branch = _run_if(is_kept, step.branch, input)
+        by_pass = _shortcut(step, input)
+        if step.shortcut is None:
+            return torch.where(is_kept, act(branch + by_pass), input)
+        return act(torch.where(is_kept, branch, 0) + by_pass)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"method={self.method!r}"
+
+
+def _run(modules: Iterable[nn.Module], value: Tensor) -> Tensor:
+    for module in modules:
+        value = module(value)
+    return value
+
+
+def _run_if(is_kept: Tensor, modules: Iterable[nn.Module], value: Tensor) -> Tensor:
+    """As `_run`; the modules' buffers change only where the result is kept."""
+    for module in modules:
+        buffers = dict(module.named_buffers())
+        # The pass writes into copies: what autograd has saved of them must not change afterwards.
+        own = {name: buffer.clone() for name, buffer in buffers.items()}
+        value = torch.func.functional_call(module, own, (value,)) if own else module(value)
+        for name, buffer in buffers.items():
+            buffer.copy_(torch.where(is_kept, own[name], buffer))
+    return value
+
+
+def _steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual, ...]:
+    """The steps by the names of the children."""
+    branch, shortcut = parts.get("branch"), parts.get("shortcut")
+    if branch is not None and shortcut is not None and parts.keys() <= {"branch", "shortcut", "relu"}:
+        return (Residual((branch,), _unless_identity(shortcut), parts.get("relu")),)
+    for names in _CONVOLUTIONS:
+        modules = tuple(module for name in names if (module := parts.get(name)) is not None)
+        defined, expected = ([name for name in some if name[-1].isdigit()] for some in (parts, names))
+        if len(modules) == len(names) and parts.keys() <= {*names, "downsample"} and defined == expected:
+            return (Residual(modules, _unless_identity(parts.get("downsample")), parts["relu"]),)
+    return _transformer_steps(parts)
+
+
+def _transformer_steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual, ...]:
+    places = {name: place for place, (name, module) in enumerate(parts.items()) if module is not None}
+    needed = {name for branch in _BRANCHES for name in branch}
+    if not needed <= places.keys() or parts.keys() - needed - {"dropout"}:
+        return ()
+    if any(places[norm] > places[name] for norm, name in _BRANCHES):
+        return ()
+    branches = ([parts.get(name) for name in (*branch, "dropout")] for branch in _BRANCHES)
+    return tuple(Residual(tuple(part for part in branch if part is not None), None, None) for branch in branches)
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether its forward takes one argument and no more."""
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    return len(kinds) == 1 and kinds[0] in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _shortcut(step: Residual, input: Tensor) -> Tensor:
+    return input if step.shortcut is None else step.shortcut(input)
+
+
+def _unless_identity(module: nn.Module | None) -> nn.Module | None:
+    return None if isinstance(module, nn.Identity) else module

@@ -1,0 +1,228 @@
+"""A network as a skeleton and its tensors.
+
+`Model` is a deep copy of an `nn.Module` in which every tensor is a `meta` twin: it has the architecture and
+no weights. The weights live in plain dictionaries by qualified name. To run the network they are put into the
+skeleton for as long as a `with` block lasts, so a user's module is never touched, and states share skeletons.
+"""
+
+import copy
+import pickle
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from purecompose._support.fingerprint import fingerprint
+from purecompose._support.warnings import warn
+from purecompose.nn.skeleton import Member, Sharing, Skeleton, checks, places
+
+
+__all__ = ["Model", "Parts", "from_module", "to_module"]
+
+
+class Parts(NamedTuple):
+    """What a module consists of."""
+
+    model: "Model"
+    params: dict[str, Tensor]
+    """Copies of the parameters by qualified name; a tied one appears once, under its first name."""
+    buffers: dict[str, Tensor]
+    """Copies of the buffers, and of tensor attributes that were neither parameter nor buffer."""
+    frozen: frozenset[str]
+    """The parameters that came with `requires_grad=False`."""
+
+
+class Model:
+    """An architecture without weights; equal to another of the same structure and configuration."""
+
+    def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: tuple[str, ...]) -> None:
+        """Takes ownership of a module whose tensors are all on `meta`.
+
+        Args:
+            module: The module, in the mode (train or eval flags) that training is to use.
+            names: The qualified name of each tensor, by its `id`.
+            param_names: Which of them are parameters; the others are buffers.
+
+        Raises:
+            ValueError: A tensor of the module has no name: computing with an uncovered `meta` tensor would
+                return uninitialised memory without an error.
+        """
+        self.param_names = param_names
+        known = set(param_names)
+        self.buffer_names = tuple(name for name in names.values() if name not in known)
+        # The memo keeps the meta tensors themselves, so that one table of names serves both skeletons.
+        evaluation = copy.deepcopy(module, {id(place.tensor): place.tensor for place in places(module)}).eval()
+        warned: set[str] = set()
+        self._skeletons = {
+            True: Skeleton(module, names, known, warned),
+            False: Skeleton(evaluation, names, known, warned),
+        }
+        # Taken now, while the twins are in their places: what a step puts there has other flags. The names of
+        # the slots tell a tied network from an untied one.
+        self._fingerprint = fingerprint(module), self._skeletons[True].slot_names()
+
+    def skeleton(self, train: bool) -> "Skeleton":
+        """The copy whose modules are in training or in evaluation mode."""
+        return self._skeletons[train]
+
+    @property
+    def module(self) -> nn.Module:
+        """The training skeleton's module: for reading its structure, never for computing or editing."""
+        return self._skeletons[True].module
+
+    def with_modules(self, modules: Mapping[str, nn.Module]) -> "Model":
+        """The architecture with other modules in some places; weights play no part in it.
+
+        Args:
+            modules: By the qualified names of those that they replace, wherever else these stand as well. They take
+                over the mode (train or eval), and have their tensors on `meta`; parameters and buffers that come or
+                go with them are the caller's to add and drop.
+
+        Raises:
+            AttributeError: There is no module of that name.
+            ValueError: A tensor of a new module is not on `meta`.
+
+        Example:
+            >>> model = from_module(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).model
+            >>> model.with_modules({"1": nn.Tanh()}).module[1], model.module[1]
+            (Tanh(), ReLU())
+        """
+        root = self._skeletons[True].blank_copy()
+        new = {id(root.get_submodule(name)): module for name, module in modules.items()}
+        for name, module in modules.items():
+            module.train(root.get_submodule(name).training)
+        for parent in list(root.modules()):
+            changed = {key: new[id(child)] for key, child in parent._modules.items() if id(child) in new}
+            parent._modules.update(changed)
+        root = new.get(id(root), root)
+        for place in places(root):
+            if not place.tensor.is_meta:
+                raise ValueError(f"{place.name} has values, and is not on meta: build the module with device='meta'")
+        return _of_skeleton(root)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Model) and self._fingerprint == other._fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.param_names)  # equal ones share them; a fingerprint's hash walks through the whole network
+
+    def __deepcopy__(self, memo: Any) -> "Model":
+        return self  # immutable
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the training skeleton: modules whose tensors have shapes and no values.
+
+        Raises:
+            pickle.PicklingError: The network has parametrized modules, whose classes are made at run time.
+        """
+        for name, child in self.module.named_modules():
+            if parametrize.is_parametrized(child):
+                raise pickle.PicklingError(
+                    f"{name or 'the network'} is parametrized (torch.nn.utils.parametrizations), and torch does not "
+                    "pickle such modules: use purecompose.save(state, path) and load(path, like=state), which need no "
+                    "pickle"
+                )
+        return _of_skeleton, (self._skeletons[True].blank_copy(),)
+
+    def __repr__(self) -> str:
+        return f"Model({type(self.module).__name__}, {len(self.param_names)} parameters)"
+
+
+def _of_skeleton(root: nn.Module) -> Model:
+    """The architecture of a module whose tensors are all on `meta`; each tensor has the name of its first place."""
+    names: dict[int, str] = {}
+    param_names: list[str] = []
+    for place in places(root):
+        if id(place.tensor) not in names:
+            names[id(place.tensor)] = place.name
+            if place.kind == "_parameters":
+                param_names.append(place.name)
+    return Model(root, names, tuple(param_names))
+
+
+def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
+    """Takes a module apart into architecture and tensors; the module itself stays as it was.
+
+    The skeleton trains in the mode the module is in: single modules put to `eval()` stay so. A module that is
+    in evaluation mode as a whole, with all its parts (as pretrained ones come), is taken to train in training
+    mode. The tensors are copies, or with `is_shared` others on the same memory.
+
+    Parameters that are one object, or have the same memory, shape, strides and `requires_grad`, are tied, and so are
+    buffers. With `is_shared` only those that are one object are.
+
+    Raises:
+        TypeError: `module` is not a plain `nn.Module`, or cannot be copied; it holds a scripted or compiled module, one
+            that is wrapped for several devices, or a tensor of a subclass with operations of its own.
+        ValueError: It has uninitialised (lazy or meta) tensors, a tensor computed from others, as the old
+            `torch.nn.utils.weight_norm` leaves, tensors with hooks, or tensors hidden in tuples or objects; a parameter
+            that shares memory with another tensor and is not tied to it; a module in a list that is not registered,
+            with tensors of one that is; or a function or weak reference that keeps one of its modules or tensors, which
+            a copy would share with it.
+
+    Warns:
+        UserWarning: A tensor becomes a buffer, or buffers share memory in part.
+
+    Example:
+        >>> parts = from_module(nn.Linear(2, 1))
+        >>> sorted(parts.params), parts.model.module.weight.device.type
+        (['bias', 'weight'], 'meta')
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
+    checks.check_modules(module)
+    names: dict[int, str] = {}
+    twins: dict[int, Tensor] = {}
+    parts: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+    known = ChainMap(parts[True], parts[False])
+    frozen = set()
+    sharing = Sharing()
+    for tensor, _, _, name, kind in places(module):
+        if id(tensor) in names:
+            continue
+        is_param = kind == "_parameters"
+        checks.check_tensor(tensor, name, known)
+        if not is_shared:
+            tie = sharing.add(Member(name, tensor, is_param))
+            if tie.tensor is not tensor:
+                names[id(tensor)], twins[id(tensor)] = tie.name, twins[id(tie.tensor)]
+                continue
+            if kind == "__dict__":
+                warn(f"{name} is a tensor but neither parameter nor buffer: it becomes a buffer")
+        names[id(tensor)] = name
+        twins[id(tensor)] = _meta_twin(tensor)
+        parts[is_param][name] = tensor.detach() if is_shared else tensor.detach().clone()
+        if is_param and not tensor.requires_grad:
+            frozen.add(name)
+    sharing.check()
+    checks.check_functions(module, names)
+    memo: dict[int, Any] = dict(twins)
+    try:
+        skeleton = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise TypeError(f"{type(module).__name__} cannot be deep-copied: {error}") from error
+    checks.check_hidden(module, memo, twins)
+    names_of_twins = {id(twins[key]): name for key, name in names.items()}
+    checks.check_registered(skeleton, memo, names_of_twins)
+    if not any(child.training for child in skeleton.modules()):
+        skeleton.train()
+    model = Model(skeleton, names_of_twins, tuple(parts[True]))
+    return Parts(model, parts[True], parts[False], frozenset(frozen))
+
+
+def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
+    """A plain `nn.Module` in training mode with copies of these tensors; ties stay ties.
+
+    Raises:
+        KeyError: A tensor of the architecture is missing.
+    """
+    return model.skeleton(train=True).filled_copy(params, buffers)
+
+
+def _meta_twin(tensor: Tensor) -> Tensor:
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin

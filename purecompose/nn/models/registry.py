@@ -1,0 +1,124 @@
+"""The networks by name, as the command line builds them."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from purecompose._support import specs
+from purecompose._support.device import building
+from purecompose.nn.models._parts import check_sizes
+from purecompose.nn.models.plain import cnn, mlp
+from purecompose.nn.models.residual import resnet8, resnet18, resnet20, resnet50
+from purecompose.nn.models.transformer import gpt, vit
+
+
+__all__ = ["MODELS", "build", "check_options", "describe"]
+
+# The networks for images halve them at least twice: below four pixels nothing would be left.
+_MIN_IMAGE_SIZE = 4
+
+
+def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **options: Any) -> nn.Module:
+    """Builds a network of `MODELS` on the CPU, its weights drawn from `seed` alone.
+
+    torch's global generators are left as they were.
+
+    Args:
+        name: a name in `MODELS`.
+        in_shape: shape of one example, such as `(1, 8, 8)`; of the gpt `(max_length,)`.
+        num_classes: length of the logits; of the gpt its vocabulary.
+        seed: of the first weights: the same seed gives the same weights, bit for bit.
+        options: handed to the network, as `describe` shows them.
+
+    Raises:
+        ValueError: an unknown name, a shape that the network cannot take, or a refused option.
+        TypeError: an option that the network does not have.
+
+    Example:
+        >>> net = build("mlp", in_shape=(1, 8, 8), num_classes=10, seed=0, hidden=32)
+        >>> sum(p.numel() for p in net.parameters())
+        2410
+    """
+    specs.check_name(name, MODELS, "model")
+    check_options(name, options)
+    shape = tuple(in_shape)
+    check_sizes("models.build", **{f"in_shape[{i}]": size for i, size in enumerate(shape)})
+    with building(seed):
+        return MODELS[name](shape, num_classes, **options)
+
+
+def describe(name: str) -> str:
+    """A network of `MODELS` as one types it, with its options and what they are where none is given.
+
+    Example:
+        >>> describe("mlp")
+        'mlp(hidden=(256, 128), dropout=0.0)'
+    """
+    return f"{name}({', '.join(f'{option}={default!r}' for option, default in _options(name).items())})"
+
+
+def _options(name: str) -> Mapping[str, Any]:
+    """The options of a network, with their defaults."""
+    parameters = inspect.signature(MODELS[name]).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+
+def check_options(name: str, given: Iterable[str]) -> None:
+    """Raises `TypeError` where a network of `MODELS` does not have one of the options given; the message shows its own.
+
+    Example:
+        >>> check_options("resnet8", ["widht"])
+        Traceback (most recent call last):
+        TypeError: resnet8 has no option 'widht'; did you mean 'width'? it is resnet8(width=16)
+    """
+    known = _options(name)
+    for option in given:
+        if option not in known:
+            hint = specs.did_you_mean(option, known)
+            raise TypeError(f"{name} has no option {option!r};{hint} it is {describe(name)}")
+
+
+def _build_mlp(
+    in_shape: tuple[int, ...], num_classes: int, *, hidden: int | Sequence[int] = (256, 128), dropout: float = 0.0
+) -> nn.Module:
+    return mlp(math.prod(in_shape), hidden, num_classes, dropout=dropout)
+
+
+def _build_images(make_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @functools.wraps(make_fn)  # its signature shows the options
+    def builder(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
+        if len(in_shape) != 3 or min(in_shape[1:]) < _MIN_IMAGE_SIZE:
+            raise ValueError(
+                f"{make_fn.__name__}: expected in_shape (channels, height, width) with images of at least "
+                f"{_MIN_IMAGE_SIZE}x{_MIN_IMAGE_SIZE}, got {in_shape}; the mlp takes any shape"
+            )
+        return make_fn(in_shape[0], num_classes, **options)
+
+    return builder
+
+
+@functools.wraps(gpt)
+def _build_gpt(in_shape: tuple[int, ...], num_classes: int, **options: Any) -> nn.Module:
+    if len(in_shape) != 1:
+        raise ValueError(f"gpt: expected in_shape (length,) of sequences of tokens, got {in_shape}; it takes no images")
+    return gpt(num_classes, in_shape[0], **options)
+
+
+MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
+    {
+        "mlp": _build_mlp,
+        "cnn": _build_images(cnn),
+        "resnet8": _build_images(resnet8),
+        "resnet20": _build_images(resnet20),
+        "resnet18": _build_images(resnet18),
+        "resnet50": _build_images(resnet50),
+        "vit": vit,
+        "gpt": _build_gpt,
+    }
+)
+"""Name -> builder `(in_shape, num_classes, **options) -> nn.Module`, in the order shown to users."""

@@ -1,0 +1,281 @@
+"""Transformers: one that reads images, and one that continues sequences of tokens.
+
+References:
+    Alexey Dosovitskiy et al.: An Image Is Worth 16x16 Words: Transformers for Image Recognition at Scale. ICLR 2021.
+    https://arxiv.org/abs/2010.11929
+    Alec Radford, Jeffrey Wu, Rewon Child, David Luan, Dario Amodei, Ilya Sutskever: Language Models are Unsupervised
+    Multitask Learners. 2019.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from purecompose._support.checks import check_flag, check_number, shown
+from purecompose.nn.layers.attention import FeedForward, PositionEmbedding, SelfAttention
+from purecompose.nn.models._parts import check_sizes
+
+
+__all__ = ["GPT", "TransformerBlock", "VisionTransformer", "gpt", "vit"]
+
+_STD = 0.02
+_POOLS = ("token", "mean")
+
+
+class TransformerBlock(nn.Module):
+    """`x + attention(norm(x))`, and then `x + feed_forward(norm(x))`, with dropout before each sum.
+
+    Args:
+        width: d.
+        num_heads: of the attention, a divisor of the width.
+        is_causal: whether a place sees itself and those before it alone.
+        dropout: probability of dropping a weight of the attention, or a value that is added to x, [0, 1).
+    """
+
+    def __init__(self, width: int, num_heads: int, *, is_causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = SelfAttention(width, num_heads, is_causal=is_causal, dropout=dropout)
+        self.feed_forward = FeedForward(width, 4 * width)
+        self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(N, L, d) to (N, L, d)."""
+        attended = inputs + self.dropout(self.attention(self.norm1(inputs)))
+        return attended + self.dropout(self.feed_forward(self.norm2(attended)))
+
+
+class VisionTransformer(nn.Module):
+    """Images (N, channels, H, W) to logits (N, num_classes); see `vit`.
+
+    Attributes:
+        patches: a convolution whose kernel and stride are a patch.
+        token: (1, 1, d), which goes before the patches; None where their mean is taken.
+        positions: learned vectors for the places; None where the network does not know them.
+        blocks: `nn.Sequential` of `TransformerBlock`.
+        norm, head: what follows them.
+        image_size: (H, W).
+    """
+
+    def __init__(
+        self,
+        in_shape: Sequence[int],
+        num_classes: int,
+        *,
+        patch_size: int,
+        width: int,
+        depth: int,
+        num_heads: int,
+        dropout: float,
+        pool: str,
+        has_positions: bool,
+    ) -> None:
+        super().__init__()
+        channels, *image_size = in_shape
+        self.image_size, self.patch_size = tuple(image_size), patch_size
+        self.patches = nn.Conv2d(channels, width, patch_size, stride=patch_size)
+        self.token = nn.Parameter(torch.zeros(1, 1, width)) if pool == "token" else None
+        num_places = math.prod(size // patch_size for size in image_size) + (pool == "token")
+        self.positions: nn.Module | None = PositionEmbedding(num_places, width) if has_positions else None
+        self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.blocks = nn.Sequential(*(TransformerBlock(width, num_heads, dropout=dropout) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                _draw_truncated(module.weight, _STD)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, PositionEmbedding):
+                _draw_truncated(module.weight, _STD)
+        _draw_truncated(self.patches.weight, self.patches.weight[0].numel() ** -0.5)
+        if self.patches.bias is not None:
+            nn.init.zeros_(self.patches.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, channels, H, W) to (N, num_classes)."""
+        self._check_size(tuple(images.shape[-2:]))
+        places = self.patches(images).flatten(2).transpose(1, 2)  # (N, L, d)
+        if self.token is not None:
+            places = torch.cat([self.token.expand(places.shape[0], 1, -1), places], 1)
+        if self.positions is not None:
+            places = places + self.positions(places)
+        places = self.norm(self.blocks(self.dropout(places)))
+        return self.head(places.mean(1) if self.token is None else places[:, 0])
+
+    def _check_size(self, size: tuple[int, ...]) -> None:
+        side = self.patch_size
+        if not isinstance(self.positions, PositionEmbedding):  # nor after a surgery, which put in what has no length
+            if any(number % side for number in size):
+                raise ValueError(f"vit: patches of {side}x{side} do not fit images of {_by(size)}; resize them")
+        elif size != self.image_size:
+            raise ValueError(
+                f"vit: expected images of {_by(self.image_size)}, for which it has positions, got {_by(size)}; resize "
+                "them, or build it for them, or with has_positions=False"
+            )
+
+
+class GPT(nn.Module):
+    """Tokens (N, L) to the logits (N, L, vocabulary) of those that follow; see `gpt`.
+
+    Attributes:
+        tokens: the embedding of tokens.
+        positions: learned vectors for the places.
+        blocks: `nn.Sequential` of causal `TransformerBlock`s.
+        norm, head: what follows them; the head has no bias.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        max_length: int,
+        *,
+        width: int,
+        depth: int,
+        num_heads: int,
+        dropout: float,
+        is_tied: bool,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions: nn.Module = PositionEmbedding(max_length, width)
+        self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
+        blocks = [TransformerBlock(width, num_heads, is_causal=True, dropout=dropout) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in blocks:
+            # A sum of 2 depth parts, which would otherwise grow with the depth.
+            for last in (block.attention.out, block.feed_forward.down):
+                nn.init.normal_(last.weight, std=_STD / math.sqrt(2 * depth))
+        if is_tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(N, L), int64, to (N, L, vocabulary)."""
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(f"gpt: expected tokens (N, L) of an integer dtype, got {shown(tokens)}")
+        embedded = self.tokens(tokens)
+        return self.head(self.norm(self.blocks(self.dropout(embedded + self.positions(embedded)))))
+
+
+def vit(
+    in_shape: Sequence[int],
+    num_classes: int,
+    *,
+    patch_size: int = 4,
+    width: int = 64,
+    depth: int = 4,
+    num_heads: int = 4,
+    dropout: float = 0.0,
+    pool: str = "token",
+    has_positions: bool = True,
+) -> VisionTransformer:
+    """A small vision transformer: patches as tokens, learned positions, pre-norm blocks, one linear layer.
+
+    Weights start with a truncated normal of deviation 0.02, biases and the class token at 0.
+
+    Args:
+        in_shape: (channels, height, width) of an image.
+        num_classes: length of the logits.
+        patch_size: side of a patch, a divisor of the image's sides.
+        width: length of the vector at each place.
+        depth: number of blocks.
+        num_heads: of each attention, a divisor of the width.
+        dropout: probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
+        pool: what is classified: "token", one that goes before the patches, or "mean", their mean.
+        has_positions: whether the network knows where a patch was. With them it takes images of this size alone.
+
+    Raises:
+        ValueError: a size below 1, patches or heads that do not fit, another pool, a dropout outside [0, 1); in
+            `forward` images of another size.
+        TypeError: a setting of another type.
+
+    Example:
+        >>> vit((3, 32, 32), 10, width=16, depth=1)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    if len(in_shape) != 3:
+        raise ValueError(f"vit: expected in_shape (channels, height, width), got {tuple(in_shape)}")
+    check_sizes("vit", **{f"in_shape[{i}]": size for i, size in enumerate(in_shape)}, num_classes=num_classes)
+    _check_settings("vit", width, depth, num_heads, dropout)
+    check_sizes("vit", patch_size=patch_size)
+    if any(size % patch_size for size in in_shape[1:]):
+        raise ValueError(f"vit: patch_size={patch_size} does not divide images of {_by(in_shape[1:])}")
+    if pool not in _POOLS:
+        raise ValueError(f"vit: pool: expected one of {', '.join(map(repr, _POOLS))}, got {shown(pool)}")
+    return VisionTransformer(
+        in_shape,
+        num_classes,
+        patch_size=patch_size,
+        width=width,
+        depth=depth,
+        num_heads=num_heads,
+        dropout=dropout,
+        pool=pool,
+        has_positions=check_flag(has_positions, "vit: has_positions"),
+    )
+
+
+def gpt(
+    vocabulary: int,
+    max_length: int,
+    *,
+    width: int = 128,
+    depth: int = 4,
+    num_heads: int = 4,
+    dropout: float = 0.0,
+    is_tied: bool = True,
+) -> GPT:
+    """A small decoder for language: tokens, learned positions, pre-norm causal blocks, one linear layer.
+
+    Weights start as GPT-2's: normal with deviation 0.02, the last of each branch divided by sqrt(2 depth), biases at 0.
+
+    Args:
+        vocabulary: number of tokens.
+        max_length: of a sequence; shorter ones are taken as they are.
+        width: length of the vector at each place.
+        depth: number of blocks.
+        num_heads: of each attention, a divisor of the width.
+        dropout: probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
+        is_tied: whether the last layer has the weights of the first.
+
+    Raises:
+        ValueError: a size below 1, heads that do not share the width, a dropout outside [0, 1); in `forward` tokens
+            that are not (N, L) and integers, or longer than `max_length`.
+        TypeError: a setting of another type.
+
+    Example:
+        >>> gpt(65, 16, width=16, depth=1)(torch.zeros(2, 12, dtype=torch.int64)).shape
+        torch.Size([2, 12, 65])
+    """
+    check_sizes("gpt", vocabulary=vocabulary, max_length=max_length)
+    _check_settings("gpt", width, depth, num_heads, dropout)
+    return GPT(
+        vocabulary,
+        max_length,
+        width=width,
+        depth=depth,
+        num_heads=num_heads,
+        dropout=dropout,
+        is_tied=check_flag(is_tied, "gpt: is_tied"),
+    )
+
+
+def _check_settings(where: str, width: int, depth: int, num_heads: int, dropout: float) -> None:
+    check_sizes(where, width=width, depth=depth, num_heads=num_heads)
+    if width % num_heads:
+        raise ValueError(f"{where}: width={width} is no multiple of num_heads={num_heads}")
+    check_number(dropout, f"{where}: dropout", 0, 1, below=True)
+
+
+def _draw_truncated(weight: Tensor, std: float) -> None:
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def _by(size: Sequence[int]) -> str:
+    return "x".join(map(str, size))

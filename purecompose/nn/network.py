@@ -1,0 +1,283 @@
+"""One forward pass of a skeleton: tensors in place, randomness keyed, new buffers out."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._support.device import AUTOCAST, arithmetic
+from purecompose._support.functorch import is_fake, is_transforming
+from purecompose._support.writes import DataGuard, WriteGuard, kept_in_place
+from purecompose.nn.kernels import kernels
+from purecompose.nn.keyed import modules
+from purecompose.nn.model import Model
+from purecompose.nn.skeleton import Skeleton
+
+
+__all__ = ["call_model", "looking_for_draws"]
+
+_LOOKING: ContextVar[bool] = ContextVar("looking_for_draws", default=False)
+_AS_IT_IS = nullcontext()
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def looking_for_draws() -> Iterator[None]:
+    """A scope in which every forward pass is watched for random functions and for writes into parameters.
+
+    Watching costs more than a small network's forward, so a step does it once per schedule. In between, modules
+    of torch do again what they did then; where a user's own may decide anew, the generators and the parameters'
+    versions are compared.
+    """
+    token = _LOOKING.set(True)
+    try:
+        yield
+    finally:
+        _LOOKING.reset(token)
+
+
+def call_model(
+    model: Model,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Any,
+    *,
+    train: bool,
+    rng: Callable[[], random.Rng],
+    num_examples: int | None = None,
+    first_example: int | Tensor = 0,
+    precision: str = "fp32",
+) -> tuple[Any, dict[str, Tensor]]:
+    """Runs the network; nothing that is handed in changes.
+
+    Args:
+        model: The architecture.
+        params: All parameters by name.
+        buffers: All buffers by name.
+        inputs: One argument, a list of arguments, or a mapping of keyword arguments.
+        train: Whether modules are in training mode.
+        rng: Gives the place of the network's draws; called only if it draws.
+        num_examples: The batch's size, for draws per example.
+        first_example: The index of its first example in the whole batch.
+        precision: "fp32", "tf32", "bf16" or "fp16", as in `State.create`.
+
+    Returns:
+        The outputs, in float32 where autocast made them bfloat16 or float16, and the buffers as the pass left them.
+
+    Raises:
+        KeyError: A tensor of the architecture is missing.
+        UnkeyedRandomError: The network uses a random function that no key can cover.
+        RuntimeError: It wrote into a parameter. The first pass through a model is stopped before it does; a
+            later one, that decides by its inputs or buffers to write, is found out afterwards.
+    """
+    skeleton = model.skeleton(train)
+    device = _device(params)
+    narrow = AUTOCAST.get(precision)
+    if is_transforming():
+        # torch's group_norm is not written for other memory formats under vmap.
+        params = {name: _contiguous(param) for name, param in params.items()}
+        inputs = batches.map_tensors(_contiguous, inputs)
+    scope = kernels(params, narrow, device.type, has_group_norms=skeleton.has_group_norms)
+    with arithmetic(precision, device), _autocast(narrow, device.type), scope:
+        looking = _LOOKING.get()
+        if skeleton.draws is False and skeleton.is_fixed and not looking:
+            outputs, new_buffers = _run(skeleton, params, buffers, inputs)
+        else:
+            is_watched = looking or skeleton.draws is None
+            forward = _Pass(skeleton, params, buffers, inputs, rng, num_examples, first_example, is_watched)
+            outputs, new_buffers = forward.first() if is_watched else forward.later()
+    if narrow is not None:
+        # The loss and whatever edits outputs work outside of autocast: in bfloat16 a loss has three digits, and in
+        # float16 a sum soon exceeds 65504.
+        outputs = batches.map_tensors(lambda tensor: tensor.float() if tensor.dtype is narrow else tensor, outputs)
+    return outputs, new_buffers
+
+
+_Result = tuple[Any, dict[str, Tensor]]
+
+
+def _run(
+    skeleton: Skeleton,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Any,
+    context: AbstractContextManager[Any] = _AS_IT_IS,
+    *,
+    is_watched: bool = False,
+) -> _Result:
+    """A pass within a context, on its own copies of the buffers."""
+    # A forward pass writes into the buffers it is handed (batch norm's running statistics).
+    own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
+    with skeleton.bound(params, own, is_watched=is_watched) as module, context:
+        outputs = _call(module, inputs)
+        if is_watched and (rebound := skeleton.rebound(params)):
+            raise _write_error(", ".join(map(repr, rebound)), "by replacing or deleting it")
+        return outputs, _without_aliases(skeleton.current_buffers(), own) if own else own
+
+
+class _Pass(NamedTuple):
+    """One forward pass, which may have to be run again."""
+
+    skeleton: Skeleton
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    inputs: Any
+    rng: Callable[[], random.Rng]
+    num_examples: int | None
+    first_example: int | Tensor
+    is_watched: bool
+
+    def first(self) -> _Result:
+        """The watched pass: stopped before it draws without a key or writes into a parameter."""
+        with WriteGuard(self.params, _stopped):
+            if is_transforming():
+                with modules.detect():
+                    result, draws = self._drawn()
+                self.skeleton.draws = draws > 0
+                return result
+            result = self._detected() if _is_hidden() else self._compared(self._detected)
+            self.skeleton.draws = result is None
+            if result is not None:
+                return result
+            with modules.detect():
+                return self._drawn()[0]
+
+    def later(self) -> _Result:
+        """The pass of a network that has been watched before."""
+        if is_transforming():  # where vmap has an error of its own for draws without a key
+            return self._drawn()[0]
+        if self.skeleton.draws:
+            result, draws = self._drawn()
+            if draws or self.skeleton.is_fixed:
+                return result
+            # Under keys torch computes some functions to other bits; what ran before must have no say in it.
+        result = self._detected() if _is_hidden() else self._compared(self._plain)
+        self.skeleton.draws = result is None
+        return self._drawn()[0] if result is None else result
+
+    def _plain(self, context: AbstractContextManager[Any] = _AS_IT_IS) -> _Result:
+        before = _versions(self.params)
+        with self._guards():
+            result = _run(self.skeleton, self.params, self.buffers, self.inputs, context, is_watched=self.is_watched)
+        after = _versions(self.params)
+        if before != after:
+            names = [repr(name) for name, old, new in zip(self.params, before, after, strict=True) if old != new]
+            raise _write_error(", ".join(names), "so the tensor of the caller's state has changed")
+        return result
+
+    def _guards(self) -> AbstractContextManager[Any]:
+        """What stops or finds assignments to `.data`; under its transforms torch itself refuses them."""
+        is_traced = bool(self.params) and is_fake(next(iter(self.params.values())))
+        if is_transforming() or not (is_traced or self.is_watched):
+            return _AS_IT_IS
+        guards = ExitStack()
+        if is_traced:
+            guards.enter_context(DataGuard(self.params, _write_error))
+        if self.is_watched:
+            guards.enter_context(kept_in_place(self.params, _write_error))
+        return guards
+
+    def _drawn(self) -> tuple[_Result, int]:
+        scope = modules.keyed(self.rng(), num_examples=self.num_examples, first_example=self.first_example)
+        return self._plain(scope), scope.draws
+
+    def _detected(self) -> _Result | None:
+        """The plain pass, or None where it would have drawn."""
+        with modules.detect() as detector:
+            try:
+                result = self._plain()
+            except modules.UnkeyedRandomError:
+                if not detector.found:
+                    raise
+                return None
+        return None if detector.found else result
+
+    def _compared(self, run: Callable[[], _Result | None]) -> _Result | None:
+        """What `run` gives, or None where it moved a global generator; the generator is put back."""
+        device = _device(self.params)
+        cpu, cuda = _generators(device)
+        before = cpu.get_state(), 0 if cuda is None else cuda.get_offset()
+        result = run()
+        if torch.equal(cpu.get_state(), before[0]) and (cuda is None or cuda.get_offset() == before[1]):
+            return result
+        cpu.set_state(before[0])
+        if cuda is not None:
+            cuda.set_offset(before[1])
+        return None
+
+
+def _stopped(name: str, operation: Any) -> RuntimeError:
+    return _write_error(repr(name), f"by {operation}, and was stopped")
+
+
+def _write_error(names: str, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"forward wrote into the parameter {names}, {how}. Parameters change only between forward passes: compute "
+        "a new tensor from it (F.embedding on normalized rows for max_norm, weight.clamp() for weight.clamp_()), "
+        "change it in an algorithm after the update (as momentum encoders do), freeze it in the state (frozen=), or "
+        "register it as a buffer"
+    )
+
+
+def _versions(params: Mapping[str, Tensor]) -> list[int]:
+    try:
+        return [param._version for param in params.values()]
+    except RuntimeError:  # tensors of inference mode have none
+        return []
+
+
+def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers; those that forward bound anew are copied, since they may be views of the batch."""
+    return {
+        name: buffer if buffer is own[name] or not isinstance(buffer, Tensor) else buffer.clone()
+        for name, buffer in buffers.items()
+    }
+
+
+def _is_hidden() -> bool:
+    """Whether the generators say nothing, because tensors are being traced or a CUDA graph is being captured."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _generators(device: torch.device) -> tuple[torch.Generator, torch.Generator | None]:
+    cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+    return torch.default_generator, cuda
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.contiguous() if tensor.ndim == 4 else tensor
+
+
+def _device(params: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(params.values())).device if params else _CPU
+
+
+def _autocast(dtype: torch.dtype | None, device: str) -> AbstractContextManager[Any]:
+    return _AS_IT_IS if dtype is None else torch.autocast(device, dtype, cache_enabled=False)
+
+
+def _call(module: torch.nn.Module, inputs: Any) -> Any:
+    if type(inputs) is Tensor:
+        return module(inputs)
+    if isinstance(inputs, Mapping):
+        try:
+            return module(**inputs)
+        except TypeError as error:
+            if "keyword argument" in str(error) or "positional argument" in str(error):
+                error.add_note(f"{_KEYS}, got the keyword arguments {', '.join(map(str, inputs))}")
+            raise
+    if isinstance(inputs, list):
+        return module(*inputs)
+    return module(inputs)
+
+
+_KEYS = (
+    "State.create's input_key says what the network is called with: the name of a member, a list of names for several "
+    "arguments, batch.WHOLE for all members as keyword arguments, batch.AS_ARGUMENT for forward(self, batch)"
+)

@@ -1,0 +1,302 @@
+"""A network's architecture without weights, and tensors put into it for as long as a `with` block lasts."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from purecompose.nn.skeleton.guards import Guards, is_plain
+from purecompose.nn.skeleton.places import places
+
+
+__all__ = ["Skeleton", "replay"]
+
+
+class Skeleton:
+    """One copy of the architecture, and the places where its tensors go."""
+
+    def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: set[str], warned: set[str]) -> None:
+        """Finds the places; `warned` holds the attributes already named in a warning."""
+        self.module = module
+        self._param_slots: list[_Slot] = []
+        self._buffer_slots: list[_Slot] = []
+        for place in places(module):
+            if id(place.tensor) not in names:
+                raise ValueError(f"{place.name} is a tensor on meta that no parameter or buffer covers")
+            name = names[id(place.tensor)]
+            slots = self._param_slots if name in param_names else self._buffer_slots
+            slots.append(_Slot(name, place.container, place.key))
+        self._slots = self._param_slots + self._buffer_slots
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._held: list[_Bound] | None = None
+        self._guards = Guards(module, warned)
+        self._is_watched = False
+        self.is_fixed = all(map(is_plain, module.modules()))
+        """Whether all modules are torch's own: what they draw and write to depends on their settings alone."""
+        self.has_group_norms = any(isinstance(child, nn.GroupNorm) for child in module.modules())
+        self.draws: bool | None = None
+        """Whether a forward pass draws random numbers; None until one has been watched."""
+
+    def bound(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_watched: bool = False
+    ) -> "_Bound":
+        """A context in which the module holds these tensors; afterwards it holds what it held before.
+
+        Args:
+            params: All parameters by name.
+            buffers: All buffers by name.
+            is_watched: Also look for changes in torch's own layers afterwards.
+
+        Raises:
+            KeyError: A tensor of the architecture is missing.
+        """
+        return _Bound(self, params, buffers, is_watched=is_watched)
+
+    def rebound(self, params: Mapping[str, Tensor]) -> list[str]:
+        """The parameters, among those bound now, in whose place forward has put something else."""
+        return [name for name, container, key in self._param_slots if _content(container, key) is not params[name]]
+
+    def slot_names(self) -> tuple[str, ...]:
+        """Which tensor goes to each place: a tied one comes several times."""
+        return tuple(slot.name for slot in self._slots)
+
+    def current_buffers(self) -> dict[str, Tensor]:
+        """What the buffers' places hold now, those that a forward pass rebound included.
+
+        Raises:
+            RuntimeError: A forward pass removed a buffer.
+        """
+        found: dict[str, Tensor] = {}
+        for name, container, key in self._buffer_slots:
+            try:
+                found[name] = container[key]
+            except LookupError:
+                raise RuntimeError(f"forward removed the buffer {name!r}, which the state holds") from None
+        return found
+
+    def filled_copy(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_shared: bool = False
+    ) -> nn.Module:
+        """A module of its own with copies of these tensors, or with `is_shared` on their memory.
+
+        Raises:
+            KeyError: A tensor of the architecture is missing.
+        """
+        memo: dict[int, Any] = {}
+        with self._lock:
+            for name, container, key in self._param_slots:
+                twin = container[key]
+                if id(twin) not in memo:
+                    value = params[name].detach() if is_shared else params[name].detach().clone()
+                    memo[id(twin)] = nn.Parameter(value, requires_grad=twin.requires_grad)
+            for name, container, key in self._buffer_slots:
+                memo[id(container[key])] = buffers[name].detach() if is_shared else buffers[name].detach().clone()
+            return copy.deepcopy(self.module, memo)
+
+    def blank_copy(self) -> nn.Module:
+        """A module of its own, on the same `meta` twins."""
+        with self._lock:
+            return copy.deepcopy(self.module, {id(place.tensor): place.tensor for place in places(self.module)})
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A scope to whose end all bindings made in it last: activation checkpointing recomputes in it."""
+        with self._lock:
+            if self._held is not None:
+                yield
+                return
+            self._held = []
+            try:
+                yield
+            finally:
+                scope, self._held = self._held, None
+                bindings = scope.copy()
+                scope.clear()  # a binding refers to its scope: the cycle would keep its tensors for a while
+                if len(bindings) == 1:  # the stack costs as much as the release
+                    bindings[0].release()
+                else:
+                    with ExitStack() as stack:
+                        for binding in bindings:
+                            stack.callback(binding.release)
+            for binding in bindings:
+                if binding.notes:
+                    binding.check_untouched()
+
+
+class _Slot(NamedTuple):
+    """A place without its tensor: the tensor called `name` goes to `container[key]`."""
+
+    name: str
+    container: Any
+    key: Any
+
+
+_CURRENT: ContextVar["_Bound | None"] = ContextVar("binding", default=None)
+
+
+def replay() -> Callable[[], AbstractContextManager[Any]]:
+    """What brings back, for a recomputation, the tensors that the innermost bound module holds now.
+
+    Returns:
+        Gives a context in which the module holds the parameters of now and copies of the buffers of now;
+        a context that does nothing if no module is bound. It may be used in another thread, and more than once.
+    """
+    binding = _CURRENT.get()
+    if binding is None:
+        return nullcontext
+    buffers = binding.snapshot()
+
+    def again() -> _Bound:
+        return _Bound(binding.skeleton, binding.params, {n: _copied(b) for n, b in buffers.items()}, binding)
+
+    return again
+
+
+class _Bound:
+    """Swaps tensors in and out; a class, since a generator costs twice as much and this is on every step."""
+
+    __slots__ = (
+        "buffers",
+        "first",
+        "is_watched",
+        "locks",
+        "notes",
+        "params",
+        "saved",
+        "scope",
+        "skeleton",
+        "start",
+        "token",
+    )
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        first: "_Bound | None" = None,
+        *,
+        is_watched: bool = False,
+    ) -> None:
+        """`first` is the binding that this one repeats, for a recomputation."""
+        self.is_watched = is_watched
+        self.skeleton, self.params, self.buffers, self.first = skeleton, params, buffers, first
+        self.saved: list[tuple[Any, Any, Any]] = []
+        self.scope: list[_Bound] | None = None
+        self.notes: dict[str, tuple[Tensor, int | None, Tensor | None]] = {}
+
+    def __enter__(self) -> nn.Module:
+        skeleton, params, buffers = self.skeleton, self.params, self.buffers
+        try:
+            new = [params[slot.name] for slot in skeleton._param_slots]
+            if not skeleton.is_fixed:
+                _mark_parameters(new)
+            new += [buffers[slot.name] for slot in skeleton._buffer_slots]
+        except KeyError as error:
+            raise KeyError(
+                f"the model's tensor {error.args[0]!r} is missing from the given params and buffers"
+            ) from None
+        # In a held scope the recomputation may run in a thread of autograd's, while the one with the lock waits.
+        self.scope = None if self.first is None else self.first.scope
+        self.locks = self.scope is None or self.scope is not skeleton._held
+        if self.locks:
+            skeleton._lock.acquire()
+            self.scope = skeleton._held
+        self.start = 0 if self.scope is None else len(self.scope)
+        skeleton._depth += 1
+        skeleton._is_watched |= self.is_watched
+        slots = skeleton._slots
+        self.saved = [(container, key, container[key]) for _, container, key in slots]
+        for (_, container, key), tensor in zip(slots, new, strict=True):
+            container[key] = tensor
+        self.token = _CURRENT.set(self)
+        return skeleton.module
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        _CURRENT.reset(self.token)
+        if self.scope is None or self.first is not None:
+            self.release()
+        elif kind is None:
+            self.notes = self._buffers_now() if self.buffers else self.notes
+            self.scope.append(self)
+        else:  # nothing of a failed forward will be computed again
+            while len(self.scope) > self.start:
+                self.scope.pop().release()
+            self.release()
+
+    def release(self) -> None:
+        skeleton = self.skeleton
+        try:
+            for container, key, tensor in self.saved:
+                # A forward pass may have shortened a list: then its guard puts the tensor back.
+                if not isinstance(container, list) or key < len(container):
+                    container[key] = tensor
+            skeleton._depth -= 1
+            if not skeleton._depth:
+                is_watched, skeleton._is_watched = skeleton._is_watched, False
+                skeleton._guards.restore(with_layers=is_watched)
+        finally:
+            if self.locks:
+                skeleton._lock.release()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the buffers as they are now; what has not changed since the last time is not copied again."""
+        copies: dict[str, Tensor] = {}
+        for name, tensor in self.skeleton.current_buffers().items():
+            known, version, copied = self.notes.get(name, (None, None, None))
+            if known is not tensor or copied is None or version is None or version != _version(tensor):
+                copied = _copied(tensor)
+                self.notes[name] = (tensor, _version(tensor), copied)
+            copies[name] = copied
+        return copies
+
+    def check_untouched(self) -> None:
+        """After a held scope: a recomputation that did not go through `replay` writes into the pass's result.
+
+        Raises:
+            RuntimeError: It did.
+        """
+        for name, (tensor, version, _) in self.notes.items():
+            if version != _version(tensor):
+                raise RuntimeError(
+                    f"backward ran forward again and wrote into the buffer {name!r} a second time, as "
+                    "torch.utils.checkpoint does: use purecompose.checkpoint(fn, *args) in its place"
+                )
+
+    def _buffers_now(self) -> dict[str, tuple[Tensor, int | None, Tensor | None]]:
+        slots = self.skeleton._buffer_slots
+        found = {name: box[key] for name, box, key in slots if isinstance(box, dict) and key in box}
+        return {name: (tensor, _version(tensor), None) for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def _content(container: Any, key: Any) -> Any:
+    """What is in a place; nothing where the place is gone."""
+    try:
+        return container[key]
+    except LookupError:
+        return None
+
+
+def _mark_parameters(tensors: list[Tensor]) -> None:
+    """Lets isinstance(tensor, nn.Parameter) hold for what is differentiated in.
+
+    What asks for it would make a parameter of its own from any other tensor, cut off from the graph: a slice of a
+    ParameterList, an item put into one. Tensors of a state at rest, which need no gradient, stay unmarked.
+    """
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    # Autograd saves other tensors where a gradient is wanted, so that is kept.
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

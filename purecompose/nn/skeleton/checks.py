@@ -1,0 +1,205 @@
+"""What keeps a network from being taken apart, found when a state is created."""
+
+import dis
+import functools
+import types
+import weakref
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from purecompose.nn.skeleton.guards import CACHES, is_users_object
+from purecompose.nn.skeleton.places import HOOKS, OWN, places
+
+
+__all__ = ["check_functions", "check_hidden", "check_modules", "check_registered", "check_tensor"]
+
+
+def check_modules(module: nn.Module) -> None:
+    """Refuse modules whose weights cannot be exchanged, or whose gradients no optimizer takes.
+
+    Raises:
+        TypeError: A module is scripted, traced, compiled, or a wrapper for several devices.
+        ValueError: An embedding has sparse gradients.
+    """
+    for name, child in module.named_modules():
+        where, kind = f"{name!r}" if name else "the network", type(child).__name__
+        if isinstance(child, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{where} is a {kind}, scripted or traced by torch.jit, which cannot compute with other weights: pass "
+                "the module as it was before torch.jit.script or torch.jit.trace"
+            )
+        if any(hasattr(value, "_torchdynamo_orig_callable") for value in _attributes(child).values()):
+            raise TypeError(
+                f"{where} was compiled by torch.compile: pass the plain network (net._orig_mod, or the module before "
+                "torch.compile) and compile the whole step, pc.compile(step)"
+            )
+        if kind in _WRAPPERS and type(child).__module__.startswith("torch."):
+            raise TypeError(
+                f"{where} is a {kind}: pass the network inside it (net.module); pc.data_parallel(step) trains on "
+                "several devices"
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(
+                f"{where} has sparse gradients ({kind}(sparse=True)), which no optimizer here takes: set its "
+                "sparse=False; with plain SGD the result is the same"
+            )
+
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module has of its own, and a copy of it has too."""
+    return {key: value for key, value in vars(module).items() if key not in _NOT_COPIED}
+
+
+_NOT_COPIED = (OWN - set(HOOKS)) | {"_compiled_call_impl"}
+"""What torch keeps for itself, and what it does not copy."""
+
+
+def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
+    """Raises where a state could not hold a tensor, or would lose what is attached to it.
+
+    Args:
+        tensor: A parameter, buffer or attribute.
+        name: Its qualified name.
+        others: The names of the tensors before it; parameters come before attributes.
+
+    Raises:
+        ValueError: It has no values yet, is computed from other tensors, or has hooks.
+        TypeError: Its class is a subclass of Tensor that overrides operations.
+    """
+    if is_lazy(tensor):
+        raise ValueError(f"{name} has no shape yet (a lazy module): run the module once on a batch first")
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values: give it values first (to_empty, load)")
+    if tensor.grad_fn is not None and f"{name}_orig" in others and f"{name}_mask" in others:
+        raise ValueError(
+            f"{name} is computed from {name}_orig and {name}_mask, as torch.nn.utils.prune leaves it: make the "
+            "pruning permanent first, prune.remove(module, name), and keep the zeros by a parametrization that "
+            "multiplies by the mask (torch.nn.utils.parametrize)"
+        )
+    # The older spectral_norm leaves a plain copy, which only the first forward pass computes.
+    is_copy = not isinstance(tensor, nn.Parameter) and f"{name}_orig" in others and f"{name}_u" in others
+    if tensor.grad_fn is not None or is_copy:
+        raise ValueError(
+            f"{name} is computed from other tensors, as torch.nn.utils.weight_norm and spectral_norm leave "
+            "it: use the ones in torch.nn.utils.parametrizations"
+        )
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"{name} has hooks (register_hook, register_post_accumulate_grad_hook), which a state would lose, since "
+            "its tensors are others in each step: remove them, and edit state.grads in an algorithm at "
+            "Event.AFTER_TRAIN_BATCH"
+        )
+    if _has_own_operations(type(tensor)):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, a subclass of Tensor with operations of its own, which transforms "
+            "and compiled steps would drop: keep a plain tensor, and put the operations into a module or a "
+            "parametrization (torch.nn.utils.parametrize)"
+        )
+    if name.endswith(".min_val") and not tensor.numel():
+        raise ValueError(
+            f"{name} gets its shape in the first forward pass, as observers of quantization-aware training do: run the "
+            "network once on a batch, in training mode, before State.create"
+        )
+
+
+def _has_own_operations(kind: type) -> bool:
+    """Whether a class outside of torch says what operations on its tensors do."""
+    names = ("__torch_function__", "__torch_dispatch__")
+    owners = [cls for name in names for cls in kind.__mro__ if name in vars(cls)]
+    return any(cls.__module__.partition(".")[0] != "torch" for cls in owners)
+
+
+def check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int, Tensor]) -> None:
+    """Raises a `ValueError` for tensors that were copied for want of a twin: weights outside of the state."""
+    hidden = [value for key, value in memo.items() if isinstance(value, Tensor) and key not in twins]
+    if hidden:
+        found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in hidden[:3])
+        raise ValueError(
+            f"{type(module).__name__} holds {len(hidden)} tensors in tuples or objects, where no state can "
+            f"reach them: {found}. Keep them in lists or dictionaries, or register them as buffers"
+        )
+
+
+def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]) -> None:
+    """Raises a `ValueError` for modules outside of the network that hold its tensors: a state could put none there."""
+    registered = set(skeleton.modules())
+    for value in memo.values():
+        if isinstance(value, nn.Module) and value not in registered:
+            shared = [names[id(place.tensor)] for place in places(value) if id(place.tensor) in names]
+            if shared:
+                raise ValueError(
+                    f"{type(skeleton).__name__} holds a {type(value).__name__} in a list, tuple or object, and not as "
+                    f"a module of its own, with {shared[0]!r} of the network in it: register it, as an attribute or "
+                    "in an nn.ModuleList"
+                )
+
+
+def check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
+    """Raises a `ValueError` for functions and weak references that a copy of the network would share with it.
+
+    They would go on computing with the original's weights.
+    """
+    parts = {id(child): f"the module {name or 'itself'!r}" for name, child in module.named_modules()}
+    parts |= {key: f"the tensor {name!r}" for key, name in names.items()}
+    for prefix, child in module.named_modules():
+        for key, value in _attributes(child).items():
+            for held, how in _kept(value, set()) if key not in CACHES else ():
+                if id(held) in parts:
+                    where = f"{prefix}.{key}".lstrip(".")
+                    raise ValueError(
+                        f"{where} has a {how} that keeps {parts[id(held)]}: it would go on computing with the network "
+                        f"that it was made for. {_REMEDIES[how]}"
+                    )
+
+
+_REMEDIES = {
+    "function": "Make it a method, or let a hook use the module it is given",
+    "weak reference": "Keep the module itself in a list or tuple, such as self.parent = [module]",
+}
+
+
+def _kept(value: Any, seen: set[int], how: str = "") -> Iterator[tuple[Any, str]]:
+    """The modules and tensors that functions and weak references in a value keep, and which of the two does.
+
+    Functions keep them in closures, defaults and global names.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (nn.Module, Tensor)):
+        if how:
+            yield value, how
+        return
+    inside: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        how, inside = "function", [value.__defaults__, value.__kwdefaults__]
+        inside += [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        loads = (i.argval for i in dis.get_instructions(value) if i.opname == "LOAD_GLOBAL")
+        # Of globals only what stands there itself: the functions among them lead through whole libraries.
+        found = [value.__globals__.get(name) for name in set(loads)]
+        inside += [thing for thing in found if isinstance(thing, (nn.Module, Tensor, list, tuple, dict))]
+    elif isinstance(value, weakref.ReferenceType):
+        how, inside = "weak reference", [value()]
+    elif isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary)):
+        how, inside = "weak reference", list(value)
+    elif isinstance(value, weakref.WeakValueDictionary):
+        how, inside = "weak reference", list(value.values())
+    elif isinstance(value, types.MethodType):
+        inside = [value.__func__, value.__self__]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, value.args, value.keywords]
+    elif isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = list(value)
+    elif is_users_object(value):
+        inside = list(vars(value).values())
+    for member in inside:
+        yield from _kept(member, seen, how)

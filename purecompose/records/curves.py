@@ -1,0 +1,104 @@
+"""The curves of runs as a picture."""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from purecompose._support.checks import check_flag, shown
+from purecompose.records.drawing import drawn
+from purecompose.records.panels import Panel, panels_of
+from purecompose.records.reading import RunRecords, read_run
+from purecompose.run.saving.folder import written
+
+
+__all__ = ["curves_as_png", "draw_curves"]
+
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+def draw_curves(
+    runs: RunRecords | str | os.PathLike[str] | Sequence[RunRecords | str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    x: str = "batch",
+    dark: bool = False,
+) -> Path:
+    """Draws one run, or several to be compared.
+
+    There is a panel for the training loss, for each metric of evaluations and of training, for the learning rate and
+    for the throughput, as far as there are such numbers. Of many batches a mean over a thirtieth of them is drawn over
+    the faint numbers themselves. Populations appear as the median member in a band from the lowest to the highest.
+    Numbers that are not finite leave gaps, which the panel mentions.
+
+    Args:
+        runs: One or several; their folders, or what `read_run` gives.
+        path: The picture, `*.png`, `*.svg` or `*.pdf`; it appears when it is whole.
+        x: The column along which they are drawn: "batch", "epoch", "time/sample", "time/token", or "time/seconds" for
+            wall-clock time.
+        dark: Light on dark.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: Another suffix, no run, no records yet, or a column that they do not have.
+        ImportError: matplotlib is not installed.
+        FileNotFoundError, NotADirectoryError: No folder of a run; see `read_run`.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in _FORMATS:
+        raise ValueError(f"draw_curves: expected a file name that ends in {', '.join(_FORMATS)}, got {str(path)!r}")
+    content = _picture(_as_runs(runs), x, check_flag(dark, "draw_curves: dark"), target.suffix.lower()[1:])
+    with written(target) as new:
+        new.write_bytes(content)
+    return target
+
+
+def curves_as_png(run: RunRecords, *, dark: bool, narrow: bool = False) -> bytes:
+    """The curves of one run along its batches, as the bytes of a PNG file; `narrow` is for narrow screens.
+
+    Raises as `draw_curves` does.
+    """
+    return _picture([run], "batch", dark, "png", narrow)
+
+
+def _picture(runs: Sequence[RunRecords], x: str, dark: bool, kind: str, narrow: bool = False) -> bytes:
+    buffer = io.BytesIO()
+    panels = panels_of(runs, x)
+    names = [f"{name}{_members(panels, i)}" for i, name in enumerate(_names(runs))]
+    drawn(panels, names, _breaks(runs, x), x, dark, narrow).savefig(buffer, kind)
+    return buffer.getvalue()
+
+
+def _as_runs(given: object) -> list[RunRecords]:
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if not several:
+        raise ValueError("draw_curves: expected at least one run, got none")
+    runs = []
+    for one in several:
+        if not isinstance(one, (RunRecords, str, os.PathLike)):
+            raise TypeError(f"draw_curves: expected the folder of a run, or what read_run gives, got {shown(one)}")
+        runs.append(one if isinstance(one, RunRecords) else read_run(one))
+    return runs
+
+
+def _names(runs: Sequence[RunRecords]) -> list[str]:
+    """The runs' names, with those of the folders above where they would not be told apart."""
+    names = [run.name for run in runs]
+    depth = 2
+    while len(set(names)) < len(names) and depth <= max(len(run.path.resolve().parts) for run in runs):
+        names = ["/".join(run.path.resolve().parts[-depth:]) for run in runs]
+        depth += 1
+    return names
+
+
+def _members(panels: Sequence[Panel], run: int) -> str:
+    """What is to be said of a run that is a population."""
+    members = max((one.members for panel in panels for one in panel.series if one.run == run), default=1)
+    return f" (median of {members})" if members > 1 else ""
+
+
+def _breaks(runs: Sequence[RunRecords], x: str) -> list[int]:
+    """The batches from which a single run went on."""
+    return [start.batch for start in runs[0].starts[1:] if start.batch] if len(runs) == 1 and x == "batch" else []

@@ -1,0 +1,204 @@
+"""How panels look: matplotlib by its objects alone, so that nobody's settings are read or changed."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from purecompose.records.axes import dress, limit, remark
+from purecompose.records.panels import Panel, Series, smooth, spread
+from purecompose.records.theme import DARK, LIGHT, Theme
+
+
+__all__ = ["SMOOTHED_FROM", "Drawing", "drawn"]
+
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+_WIDTH, _ROW, _DPI = 10.0, 2.75, 160
+# Inches; with letters of one size, what is read on a phone has to be narrow.
+_NARROW, _NARROW_ROW = 4.4, 2.3
+_FEW = 40
+"""Up to so many points each has a dot."""
+SMOOTHED_FROM = 80
+"""From so many points on noisy lines are smoothed."""
+_AXES = {
+    "batch": "batch",
+    "epoch": "epoch",
+    "time/sample": "samples",
+    "time/token": "tokens",
+    "time/seconds": "wall-clock time (s)",
+}
+
+
+class Drawing:
+    """A finished figure."""
+
+    def __init__(self, figure: Any) -> None:
+        self._figure = figure
+
+    def savefig(self, file: Any, kind: str) -> None:
+        """Writes it to a binary file."""
+        with warnings.catch_warnings():
+            # Of characters in a run's name that the font does not have.
+            warnings.simplefilter("ignore", UserWarning)
+            self._figure.savefig(file, format=kind, dpi=_DPI, facecolor=self._figure.get_facecolor())
+
+
+def drawn(
+    panels: Sequence[Panel], names: Sequence[str], breaks: Sequence[int], x: str, dark: bool, narrow: bool = False
+) -> Drawing:
+    """A picture of panels.
+
+    Args:
+        panels: At least one.
+        names: Of the runs.
+        breaks: The batches at which the run went on.
+        x: The column along the horizontal axis.
+        dark: Light on dark.
+        narrow: One panel below the other, for narrow screens.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib; install it with `pip install 'purecompose[run]'`") from error
+    theme = DARK if dark else LIGHT
+    columns = 1 if narrow else min(len(panels), 2)
+    rows = math.ceil(len(panels) / columns)
+    legend_rows = 0 if len(names) < 2 else math.ceil(len(names) / _legend_columns(names))
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, hspace=0.02, wspace=0.02)
+    width, row_height = (_NARROW, _NARROW_ROW) if narrow else (_WIDTH, _ROW)
+    figure = Figure(figsize=(width, rows * row_height + 0.24 * legend_rows + 0.1), layout=layout)
+    FigureCanvasAgg(figure)
+    figure.set_facecolor(theme.back)
+    end = max((max(one.x) for panel in panels for one in panel.series), default=1.0) or 1.0
+    grid = figure.add_gridspec(rows, columns)
+    # Of an odd number the first one, the loss, is as wide as two.
+    wide = len(panels) % columns
+    for i, panel in enumerate(panels):
+        place = i + wide * (i > 0)
+        row, column = divmod(place, columns)
+        axes = figure.add_subplot(grid[row, :] if wide and i == 0 else grid[row, column])
+        # In points: what remains of a column beside the numbers along the axis.
+        room = 72 * (width if columns == 1 or (wide and i == 0) else width / 2) - 60
+        _draw_panel(axes, panel, theme, len(names), breaks, room)
+        axes.set_xlim(-0.012 * end, 1.012 * end)
+        dress(axes, theme, panel, is_counted=x not in ("epoch", "time/seconds"))
+        if row == rows - 1:
+            axes.set_xlabel(_AXES.get(x, x), fontsize=9, color=theme.faint)
+    if legend_rows:
+        _add_legend(figure, names, theme)
+    return Drawing(figure)
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    if sum(map(len, names)) + 8 * len(names) <= 130:  # characters beside each other
+        return len(names)
+    most = max(int(130 / (min(max(map(len, names)), 60) + 8)), 1)
+    return math.ceil(len(names) / math.ceil(len(names) / most))
+
+
+def _add_legend(figure: Any, names: Sequence[str], theme: Theme) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], **_style(i, theme), linewidth=2) for i in range(len(names))]
+    legend = figure.legend(
+        handles,
+        [str(i) for i in range(len(names))],
+        loc="outside upper center",
+        ncols=_legend_columns(names),
+        frameon=False,
+        fontsize=9,
+        labelcolor=theme.text,
+        handlelength=1.8,
+    )
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        _say(text, name if len(name) <= 60 else f"...{name[-57:]}")
+
+
+def _say(text: Any, words: str) -> None:
+    """Sets words as they are: no formulas between dollars, no special first characters."""
+    text.set_parse_math(False)
+    text.set_text(words)
+
+
+def _style(i: int, theme: Theme) -> dict[str, Any]:
+    num = len(theme.lines)
+    return {"color": theme.lines[i % num], "linestyle": _DASHES[i // num % len(_DASHES)]}
+
+
+def _draw_panel(axes: Any, panel: Panel, theme: Theme, num_runs: int, breaks: Sequence[int], room: float) -> None:
+    smoothed: list[float] = []
+    raw: list[float] = []
+    for i, series in enumerate(panel.series):
+        style = _style(series.run if num_runs > 1 else i, theme)
+        is_noisy = panel.kind in ("loss", "speed") or series.column.startswith("train/")
+        if panel.kind == "lr" and num_runs > 1:
+            # Runs often have the same schedule: the one below looks out at the sides of the one above.
+            above = sum((other.x, other.y) == (series.x, series.y) for other in panel.series[i + 1 :])
+            style["linewidth"] = 1.4 + 1.4 * min(above, 3)
+        line, around = _draw_series(axes, series, style, is_noisy=is_noisy, is_faint=num_runs > 3)
+        smoothed += line
+        raw += around
+    limit(axes, panel, smoothed, raw)
+    for batch in breaks:
+        axes.axvline(batch, color=theme.faint, alpha=0.6, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+    if num_runs == 1 and len(panel.series) > 1:
+        _name_lines(axes, panel.series, theme)
+    words, is_alarm = remark(panel, num_runs)
+    _head(axes, f"{panel.title} ({panel.unit})" if panel.unit else panel.title, words, theme, is_alarm, room)
+
+
+def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room: float) -> None:
+    """A panel's title and the remark: beside each other, or the remark below where there is no room (in points)."""
+    fits = 7 * len(title) + 5 * len(words) + 10 <= room  # letters' widths, on average, at these sizes
+    head = axes.set_title("", loc="left", fontsize=10, fontweight="bold", color=theme.text, pad=7 if fits else 20)
+    _say(head, title)
+    look = {"fontsize": 8.5, "color": theme.alarm if is_alarm else theme.faint}
+    if fits:
+        note = axes.set_title("", loc="right", pad=7, **look)
+    else:
+        note = axes.annotate("", (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", **look)
+    _say(note, words)
+
+
+def _draw_series(
+    axes: Any, series: Series, style: dict[str, Any], *, is_noisy: bool, is_faint: bool
+) -> tuple[list[float], list[float]]:
+    """Draws one line, with its band or with the numbers behind it; gives what decides on the limits of the axes."""
+    parts = spread(series.y)
+    window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
+    # More points than pixels would only take time.
+    stride = len(series.x) // 2000 if window > 1 and len(series.x) > 2000 else 1
+    low, median, high = ((smooth(side, window, stride) if window > 1 else side) for side in parts)
+    x, marker = series.x[::stride], {"marker": "o", "markersize": 3.2} if len(series.x) <= _FEW else {}
+    if series.is_population:
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0, zorder=2)
+        axes.plot(x, median, **{"linewidth": 1.6, **style}, **marker, zorder=3)
+        return [*low, *high], []
+    if window == 1:
+        axes.plot(x, median, **{"linewidth": 1.4, **style}, **marker, zorder=3)
+        return median, []
+    alpha = 0.12 if is_faint else 0.25
+    axes.plot(series.x, parts.median, color=style["color"], linewidth=0.6, alpha=alpha, zorder=2)
+    # Where a number is not finite the smoothed line has its gap as well, however wide the window.
+    single = parts.median[::stride]
+    shown = [mean if math.isfinite(one) else math.nan for mean, one in zip(median, single, strict=True)]
+    axes.plot(x, shown, **style, linewidth=1.6, zorder=3)
+    return median, parts.median
+
+
+def _name_lines(axes: Any, series: Sequence[Series], theme: Theme) -> None:
+    """A small legend for the lines of one run."""
+    legend = axes.legend(
+        axes.get_lines()[: len(series)],
+        [str(i) for i in range(len(series))],
+        frameon=False,
+        fontsize=8,
+        labelcolor=theme.text,
+    )
+    for text, one in zip(legend.get_texts(), series, strict=True):
+        _say(text, one.column)

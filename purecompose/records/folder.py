@@ -1,0 +1,412 @@
+"""RunFolder: a folder that holds all there is to know of a run, from its settings to its report."""
+
+import os
+import platform
+import shlex
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from purecompose._support.checks import check_flag, shown
+from purecompose.core.state import State
+from purecompose.observers import Records, learning_rate, memory, speed
+from purecompose.records.curves import draw_curves
+from purecompose.records.layout import (
+    CHECKPOINTS,
+    COMMAND,
+    CONFIG,
+    CURVES,
+    HISTORY,
+    PLAN,
+    RECORDS,
+    REPORT,
+    RESULT,
+    VERSIONS,
+    write_json,
+    write_text,
+)
+from purecompose.records.lock import Lock
+from purecompose.records.reading import read_history, read_json, read_run
+from purecompose.records.report import write_report
+from purecompose.records.settings import checked_settings, to_toml
+from purecompose.records.starts import Start
+from purecompose.records.watch import Watch
+from purecompose.run.evaluation import Observer
+from purecompose.run.saving import Checkpoints
+from purecompose.run.saving.description import describe, environment
+from purecompose.run.saving.folder import clear
+from purecompose.time import TimeLike
+
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """The folder of a run: settings, versions, plan, records and checkpoints; afterwards curves, result and report.
+
+    | file | what it holds |
+    | --- | --- |
+    | `config.toml` | the settings |
+    | `command.txt` | the command that reproduces the run |
+    | `versions.json` | what the bits of the run depend on beside its settings: versions, device, threads |
+    | `plan.txt` | which algorithms act at which events, in what order and why |
+    | `history.json` | when the run started and went on, and how long that took |
+    | `records.jsonl` | its records, with learning rate, speed and memory |
+    | `checkpoints/` | its checkpoints |
+    | `result.json` | after the run: the last metrics, batches, seconds |
+    | `curves.png`, `report.html` | after the run: pictures, and one page with everything |
+
+    Each file is written whole or not at all. After the first batch a full disk, a missing matplotlib or a picture
+    that cannot be drawn brings a warning, and everything else is written. Where a run goes on, nothing in its folder
+    changes before its checkpoint has been found to fit, and the settings, versions and plan not before a batch has
+    been trained with them: a run that was at its end already keeps its own.
+
+    One process at a time has the folder, from here to `finish` or `stop`; what a killed one left is taken over.
+
+    As a context manager it calls `finish` at the end, and `stop` where an exception ends the run.
+
+    Args:
+        path: The folder; it is made if need be.
+        config: The settings, flat or one level nested, with strings, numbers, bools and lists of them; `None` values
+            are left out. Where the run goes on, by default those that are there.
+        command: The command that reproduces the run, as a string or a list of arguments. By default the one that
+            started this process, but for notebooks.
+        resume: Whether to go on in the folder of a run. Where there is none, it starts.
+        every: How often a batch has a record: "10ba", "1ep", ...
+
+    Attributes:
+        path: The folder, from the root of the file system.
+        goes_on: Whether the folder was that of a run before.
+        unwritten: After `finish` or `stop`, the names of the files that could not be written, or not to their end.
+
+    Raises:
+        FileExistsError: The folder holds a run, without `resume`; or something else.
+        BlockingIOError: Another process is in the folder.
+        NotADirectoryError: The path is a file.
+        TypeError, ValueError: A setting or another argument of the wrong kind.
+        OSError: The folder cannot be made.
+
+    Warns:
+        RuntimeWarning: The folder was left by a process of another machine or container, which may still be there.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from purecompose import compose, fit, loop_events, losses, optim
+        >>> state = State.create(
+        ...     torch.nn.Linear(3, 2), loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="2ep"
+        ... )
+        >>> step, data = compose(loop_events), [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = RunFolder(f"{folder}/first", {"lr": 0.1}, command="python train.py --lr 0.1")
+        ...     run.begin(step, state)
+        ...     state = fit(step, state, data, observers=run.observer, checkpoints=run.checkpoints(), resume=run.resume)
+        ...     run.finish()
+        ...     read_run(run.path).result["batches"]
+        2
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        config: Mapping[str, Any] | None = None,
+        *,
+        command: str | Sequence[str] | None = None,
+        resume: bool = False,
+        every: TimeLike | int = "1ba",
+    ) -> None:
+        self.path = Path(path).absolute()  # wherever the process goes
+        self.unwritten: tuple[str, ...] = ()
+        settings = None if config is None else checked_settings(config, "RunFolder: config")
+        self._command = _as_command(command)
+        check_flag(resume, "RunFolder: resume")
+        # Refused here rather than at the first batch; the file itself is opened when the run begins.
+        self._records = Records(
+            self.path / RECORDS, every=every, monitors=[learning_rate(), speed(), memory(), self._clock]
+        )
+        _goes_on(self.path, resume)  # or is refused, untouched
+        self.path.mkdir(parents=True, exist_ok=True)
+        if (earlier := _OPEN.pop(self.path.resolve(), None)) is not None:
+            earlier._records.close()  # what it still holds would come in between ours
+            earlier._lock.release()
+        self._lock = Lock(self.path)
+        # What waits, where the run goes on, for its beginning and for its first batch.
+        self._at_start: list[Callable[[], None]] = []
+        self._at_batch: list[Callable[[], None]] = []
+        try:
+            self._lock.take()
+            _OPEN[self.path.resolve()] = self
+            self.goes_on = _goes_on(self.path, resume)  # by now: another process may have been here
+            trained, self._starts = read_history(self.path) if self.goes_on else ({}, [])
+            self._changed = self._write_settings(settings)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._watch = Watch(
+            self._records,
+            self.path,
+            trained,
+            self._starts,
+            self._new_start,
+            self._on_first_batch,
+            goes_on=self.goes_on,
+        )
+        self._is_over = False
+
+    @property
+    def observer(self) -> Observer:
+        """What `fit` is given as an observer: it writes records, and how the run goes on in time."""
+        return self._watch
+
+    @property
+    def resume(self) -> str | None:
+        """What `fit` is given as `resume`: "auto" where the folder is a run's that goes on."""
+        return "auto" if self.goes_on else None
+
+    def checkpoints(self, **options: Any) -> Checkpoints:
+        """Checkpoints in this folder; options as for `Checkpoints`."""
+        return Checkpoints(self.path / CHECKPOINTS, **options)
+
+    def begin(self, step: Any, state: State, batch: Any = None) -> None:
+        """Writes down what is going to be trained: the plan, and what the bits of the run depend on.
+
+        Args:
+            step: The training step.
+            state: The state that `fit` is given.
+            batch: A batch, where a `match` asks for shapes.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        now = {**environment(state, step), "platform": platform.platform(), "processor": _processor()}
+        with suppress(ValueError, OSError):  # none before, or one that is damaged
+            self._changed |= _changes(read_json(self.path / VERSIONS), now)
+        plan = f"{_plan(step, state, batch)}\n"
+        self._when_trained(lambda: write_json(self.path / VERSIONS, now))
+        self._when_trained(lambda: write_text(self.path / PLAN, plan))
+        size = sum(tensor.numel() for tensor in state.params.values())
+        run = state.timestamp.run
+        told = describe(state, step)
+        trained = {
+            "model": told["model"],
+            "weights": size // (len(state.key) if state.key.ndim > 1 else 1),
+            "members": len(state.key) if state.key.ndim > 1 else None,
+            "optimizer": told["optimizer"],
+            "loss": told["loss"],
+            "algorithms": [repr(algorithm) for algorithm in step.algorithms],
+            "duration": None if run.duration is None else str(run.duration),
+        }
+        self._when_trained(lambda: setattr(self._watch, "trained", trained))
+        if not self.goes_on:
+            self._watch.note()
+
+    def finish(self, result: Mapping[str, Any] | None = None) -> None:
+        """Closes the records and writes result, curves and report. A second call writes them anew.
+
+        Where a run was to go on and has not, because it was at its end or its checkpoint was refused, the folder stays
+        as it was; but what is given here is added to a result that is there.
+
+        Args:
+            result: What else belongs to the result, such as `{"checksum": ...}`: names and plain values.
+        """
+        self._end("finished", result or {})
+
+    def stop(self, reason: str) -> None:
+        """What `finish` does, for a run that is cut short: it has no result, and its history tells the reason."""
+        self._end(reason, None)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del traceback
+        if self._is_over:
+            return
+        if kind is None:
+            self.finish()
+        else:
+            said = " ".join(str(error).split())
+            self.stop(f"{kind.__name__}: {said}" if said else kind.__name__)
+
+    def _end(self, outcome: str, result: Mapping[str, Any] | None) -> None:
+        self._is_over = True
+        try:
+            if self._watch.has_begun or not self.goes_on:
+                self._write_end(outcome, result)
+            elif result and (self.path / RESULT).exists():
+                write_json(self.path / RESULT, {**read_json(self.path / RESULT), **result})
+        finally:
+            self._lock.release()
+
+    def _write_end(self, outcome: str, result: Mapping[str, Any] | None) -> None:
+        problems: dict[str, Exception] = {}
+        with _noted(HISTORY, problems):
+            self._watch.end(outcome)
+        with _noted(RESULT, problems):
+            self._write_result(result)
+        with _noted(CURVES, problems):
+            self._draw()
+        with _noted(REPORT, problems):
+            write_report(self.path, self.path / REPORT, curves=CURVES not in problems)
+        if problems:
+            told = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
+            warnings.warn(f"{self.path}: {'; '.join(told)}", RuntimeWarning, stacklevel=4)
+        # Curves that nobody has installed a package for are not missing.
+        lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
+        started = {RECORDS: self._records.num_unwritten > 0, HISTORY: not self._watch.is_noted}
+        self.unwritten = tuple(dict.fromkeys([*(name for name, is_lost in started.items() if is_lost), *lost]))
+
+    def _draw(self) -> None:
+        run = read_run(self.path)
+        if run.records:
+            draw_curves(run, self.path / CURVES)
+
+    def _write_result(self, given: Mapping[str, Any] | None) -> None:
+        if given is None:
+            return
+        found = {
+            "metrics": read_run(self.path).last_metrics,
+            **self._watch.reached,
+            "seconds": sum(start.seconds for start in self._starts),
+            "evaluation_seconds": sum(start.evaluation_seconds for start in self._starts),
+        }
+        write_json(self.path / RESULT, {**found, **given})
+
+    def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
+        """Writes what is known before the run; gives what differs from the settings that were there."""
+        changed: dict[str, Any] = {}
+        self._when(self._at_start, self._tidy)
+        if self.goes_on:
+            self._at_start.append(lambda: (self.path / RESULT).unlink(missing_ok=True))  # of a run that ended earlier
+            if settings is not None:
+                before = _flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
+                changed = _changes(before, _flat(settings))
+        if settings is not None or not self.goes_on:
+            text = to_toml(settings or {})
+            self._when_trained(lambda: write_text(self.path / CONFIG, text))  # first: it makes the folder a run's
+        if self._command is not None and not (self.goes_on and (self.path / COMMAND).exists()):
+            command = f"{self._command}\n"
+            self._when_trained(lambda: write_text(self.path / COMMAND, command))
+        return changed
+
+    def _tidy(self) -> None:
+        with suppress(OSError):  # what was half-written when a process was killed does no harm
+            clear(self.path)
+
+    def _when_trained(self, act: Callable[[], None]) -> None:
+        """Writes something down; where the run goes on, not before a batch has been trained on."""
+        self._when(self._at_batch, act)
+
+    def _when(self, pending: list[Callable[[], None]], act: Callable[[], None]) -> None:
+        if self.goes_on:
+            pending.append(act)
+        else:
+            act()
+
+    def _new_start(self, batch: int, started: str) -> Start:
+        self._lock.take()  # once more, for a run after `finish`
+        _carry_out(self._at_start)
+        return Start(batch, started, until=batch, command=self._command)
+
+    def _on_first_batch(self, start: Start) -> None:
+        _carry_out(self._at_batch)
+        start.changed, self._changed = self._changed, {}
+
+    def _clock(self, state: State) -> dict[str, float]:
+        del state
+        return {"time/seconds": self._watch.seconds}
+
+
+def _carry_out(pending: list[Callable[[], None]]) -> None:
+    while pending:
+        pending.pop(0)()
+
+
+# The folders that are in use in this process: one that was left by an exception may hold records yet.
+_OPEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
+
+
+@contextmanager
+def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
+    """Takes down what keeps a file from being written: it is no reason to lose the others, or the run."""
+    try:
+        yield
+    except Exception as error:
+        problems[name] = error
+
+
+def _goes_on(path: Path, resume: bool) -> bool:
+    """Whether the folder is a run's.
+
+    Raises:
+        FileExistsError, NotADirectoryError: It is not to be used.
+    """
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"RunFolder: {path} is a file; a run wants a folder of its own")
+    # Hidden files may be anybody's: a desktop's, or what a killed process was about to write.
+    inside = sorted(one.name for one in path.iterdir() if not one.name.startswith(".")) if path.is_dir() else []
+    if not inside:
+        return False
+    if CONFIG not in inside:
+        few = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+        raise FileExistsError(
+            f"RunFolder: {path} is not empty and no run's folder: it has no {CONFIG}, but {few}; give the run a "
+            "folder of its own"
+        )
+    if not resume:
+        raise FileExistsError(
+            f"RunFolder: {path} holds a run already; go on with it by resume=True, or give this run another folder"
+        )
+    return True
+
+
+def _as_command(command: Any) -> str | None:
+    if command is None:
+        return None if "ipykernel" in sys.modules else shlex.join(sys.orig_argv)
+    if isinstance(command, str):
+        return command
+    if not isinstance(command, Sequence) or not all(isinstance(one, str) for one in command):
+        raise TypeError(f"RunFolder: command: expected a string or a list of them, got {shown(command)}")
+    return shlex.join(command)
+
+
+def _plan(step: Any, state: State, batch: Any) -> str:
+    try:
+        return str(step.plan(state, batch))
+    except Exception as error:
+        if batch is not None:
+            raise
+        # A match that asks for shapes, most likely; the run itself has batches.
+        return f"The plan needs a batch, begin(step, state, batch): {error}"
+
+
+def _processor() -> str:
+    """The processor's name, which `platform` does not know on Linux."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings by names with dots."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": one for inner, one in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    names = [*before, *(name for name in now if name not in before)]
+    return {name: [before.get(name), now.get(name)] for name in names if repr(before.get(name)) != repr(now.get(name))}

@@ -1,0 +1,61 @@
+"""Where things lie in a run's folder, and how they are written: each file whole or not at all."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from purecompose.run.saving.folder import CHECKPOINTS, written
+
+
+__all__ = [
+    "CHECKPOINTS",
+    "COMMAND",
+    "CONFIG",
+    "CURVES",
+    "HISTORY",
+    "LOCK",
+    "PLAN",
+    "RECORDS",
+    "REPORT",
+    "RESULT",
+    "VERSIONS",
+    "write_json",
+    "write_text",
+]
+
+CONFIG, VERSIONS, PLAN, COMMAND = "config.toml", "versions.json", "plan.txt", "command.txt"
+RECORDS, HISTORY = "records.jsonl", "history.json"
+RESULT, CURVES, REPORT = "result.json", "curves.png", "report.html"
+LOCK = ".lock"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as UTF-8, in one move.
+
+    Raises:
+        OSError: It cannot be written; an old one stays as it was.
+    """
+    with written(path) as new:
+        new.write_bytes(text.encode("utf-8", "replace"))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes JSON, in one move. Numbers that are not finite become the strings "nan", "inf" and "-inf"; tensors, lists.
+
+    Raises:
+        OSError: It cannot be written; an old one stays as it was.
+        TypeError: Something in it that JSON has no words for.
+    """
+    write_text(path, json.dumps(_finite(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if hasattr(value, "tolist"):  # a tensor, or a number of NumPy
+        return _finite(value.tolist())
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,128 @@
+"""One process in a run's folder at a time: two would mix their records, and remove each other's checkpoints."""
+
+import os
+import secrets
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from purecompose.records.layout import LOCK, write_json
+from purecompose.records.reading import read_json
+from purecompose.run.saving.process import is_alive, place, token
+
+
+try:
+    import fcntl
+except ImportError:  # a system without; `_alone` says what that means
+    fcntl = None
+
+
+__all__ = ["Lock"]
+
+
+class Lock:
+    """Whose a run's folder is, written down in the folder; released at last when this object is dropped.
+
+    What a process left that is no more is taken over. One of another machine or container cannot be asked whether it
+    is still there: it is taken over, too, with a warning, so that a job that is started again elsewhere goes on.
+
+    Args:
+        folder: The run's folder, an existing one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._finalizer: weakref.finalize | None = None
+
+    def take(self) -> None:
+        """Makes the folder this process's; nothing happens where it is so already.
+
+        Raises:
+            BlockingIOError: Another process has it.
+
+        Warns:
+            RuntimeWarning: It may be in use elsewhere; or the disk is full, and nobody is kept out.
+        """
+        if self._finalizer is not None and self._finalizer.alive:
+            return
+        file, now = self._folder / LOCK, datetime.now().astimezone().isoformat(timespec="seconds")
+        mine = {**_own(self._folder), "since": now, "lock": secrets.token_hex(4)}
+        try:
+            with _alone(self._folder):
+                told = self._judged(_holder(self._folder))
+                write_json(file, mine)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            told = f"{file} cannot be written: {error}. Nothing keeps another process from using the folder as well"
+        self._finalizer = weakref.finalize(self, _release, self._folder, mine)
+        if told is not None:
+            warnings.warn(f"RunFolder: {told}", RuntimeWarning, stacklevel=3)
+
+    def release(self) -> None:
+        """Lets others have the folder."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def _judged(self, holder: dict[str, Any] | None) -> str | None:
+        """What there is to say of the process that has the folder, if it can be taken over.
+
+        Raises:
+            BlockingIOError: It cannot.
+        """
+        if holder is None or holder.items() >= _own(self._folder).items():
+            return None
+        who = f"process {holder['process']} on {str(holder['place']).partition(' ')[0]}, since {holder['since']}"
+        if holder["place"] != place():
+            return (
+                f"{self._folder} was left by {who}, and from here nobody can tell whether it is still there. Is it, "
+                "then end one of the two: they would mix their records"
+            )
+        if is_alive(holder["process"], holder["token"]):
+            raise BlockingIOError(
+                f"RunFolder: {self._folder} is in use by {who}: two runs in one folder would mix their records. Wait "
+                "until it is done, end it, or give this run a folder of its own"
+            )
+        return None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lets processes look and write in turn.
+
+    Where a file system knows no locks, two that begin within a millisecond are not told of each other. The system's
+    locks do not keep the folder itself: children inherit them, and would hold them after a kill.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _holder(folder: Path) -> dict[str, Any] | None:
+    """Who has the folder; `None` for nobody."""
+    with suppress(FileNotFoundError, ValueError):
+        found = read_json(folder / LOCK)
+        # One that was copied with its folder is nobody's, and so is a file that is no lock.
+        if isinstance(found.get("process"), int) and found.get("folder") == folder.stat().st_ino:
+            return {"place": "somewhere", "token": None, "since": "some time", **found}
+    return None
+
+
+def _own(folder: Path) -> dict[str, Any]:
+    return {"folder": folder.stat().st_ino, "place": place(), "process": os.getpid(), "token": token()}
+
+
+def _release(folder: Path, mine: dict[str, Any]) -> None:
+    # Not a fork's to release; nor is it ours any more where somebody has taken it over.
+    with suppress(OSError):
+        if mine["process"] == os.getpid() and _holder(folder) == mine:
+            (folder / LOCK).unlink()

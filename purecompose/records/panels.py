@@ -1,0 +1,213 @@
+"""What there is to draw of runs: which panels, and in each the numbers of each run."""
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from purecompose.records.reading import RunRecords
+
+
+__all__ = [
+    "Panel",
+    "Series",
+    "Spread",
+    "check_axis",
+    "evaluation_columns",
+    "panels_of",
+    "series_of",
+    "smooth",
+    "spread",
+]
+
+_NO_EVALUATION = ("lr", "loss", "speed/", "memory/", "time/seconds")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A column of a run's records. Numbers of a population are lists, one for each member."""
+
+    run: int
+    """Which run, counted from 0."""
+    column: str
+    x: list[float]
+    y: list[Any]
+    tail: int = 1
+    """How many of the newest numbers tell how it stands: of losses more than one, as a batch's is a matter of luck."""
+
+    @property
+    def is_population(self) -> bool:
+        """Whether it has numbers of several members."""
+        return any(isinstance(value, list) for value in self.y)
+
+    @property
+    def members(self) -> int:
+        """How many members it has numbers of."""
+        return max((len(_listed(value)) for value in self.y), default=0)
+
+    @property
+    def last(self) -> Any:
+        """The mean of the newest numbers, those that are finite; of a population for each member. Wants a number."""
+        means = [smooth(one, 2 * len(one))[-1] for one in zip(*map(_listed, self.y[-self.tail :]), strict=False)]
+        return means if self.is_population else means[0]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What shares a pair of axes."""
+
+    title: str
+    kind: str
+    """"loss", "metric", "lr" or "speed"."""
+    unit: str
+    """What the values are counted in."""
+    series: tuple[Series, ...]
+
+
+def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
+    """The panels for which some run has numbers.
+
+    Args:
+        runs: The runs.
+        x: The column along which they are drawn.
+
+    Raises:
+        ValueError: No run has this column.
+    """
+    check_axis(runs, x)
+    evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
+    trained = [name for name in _columns(runs) if name.startswith("train/") and name not in evaluated]
+    rates = [name for name in ("speed/samples", "speed/batches") if any(_has(run, name) for run in runs)]
+    # Groups of parameters are told apart for one run; for several there would be too many lines.
+    lrs = [name for name in _columns(runs) if name == "lr" or (len(runs) == 1 and name.startswith("lr/"))]
+    wanted = [("training loss", "loss", "", ["loss"])]
+    wanted += [(name, "metric", "", [name]) for name in (*evaluated, *trained)]
+    wanted += [("learning rate", "lr", "", lrs)]
+    wanted += [("throughput", "speed", f"{name.removeprefix('speed/')} / s", [name]) for name in rates[:1]]
+    panels = []
+    for title, kind, unit, columns in wanted:
+        series = [series_of(run, i, column, x) for column in columns for i, run in enumerate(runs)]
+        if drawn := tuple(one for one in series if one.y):
+            panels.append(Panel(title, kind, unit, drawn))
+    return panels
+
+
+def check_axis(runs: Sequence[RunRecords], x: str) -> None:
+    """Raises a ValueError where no record has the column along which runs are to be drawn."""
+    if not any(run.records for run in runs):
+        raise ValueError("draw_curves: the runs have no records yet")
+    known = [name for name in _columns(runs) if name in ("batch", "epoch") or name.startswith("time/")]
+    if x not in known:
+        raise ValueError(f"draw_curves: x={x!r}: expected one of {', '.join(known)}, which the records have")
+
+
+def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
+    """A column of a run. Where a record lacks x, such as that of an evaluation, the one before it tells."""
+    xs, ys, at = [], [], math.nan
+    fraction = _fractions(run.records) if x == "epoch" else None
+    for record in run.records:
+        at = fraction(record["batch"]) if fraction is not None else _number(record[x]) if x in record else at
+        if column in record and not math.isnan(at):
+            xs.append(at)
+            ys.append(record[column])
+    return Series(index, column, xs, ys, _tail(run.records) if column == "loss" else 1)
+
+
+def _tail(records: Sequence[dict[str, Any]]) -> int:
+    """How many of the newest losses tell how training stands: an epoch's, but a quarter of the run's at most.
+
+    Of a run of one epoch the first losses would be in the mean otherwise.
+    """
+    epochs = [record["epoch"] for record in records if "loss" in record]
+    # The record of an epoch's last batch counts the epoch as over.
+    ends = [i for i in range(len(epochs)) if epochs[i] > (epochs[i - 1] if i else 0)]
+    epoch = ends[-1] - (ends[-2] if len(ends) > 1 else -1) if ends else len(epochs)
+    return max(min(epoch, len(epochs) // 4), 1)
+
+
+class Spread(NamedTuple):
+    """The middle and the extremes of a population's numbers, over those that are finite; NaN where none is."""
+
+    low: list[float]
+    median: list[float]
+    high: list[float]
+
+
+def spread(values: Iterable[Any]) -> Spread:
+    """The spread at each point; a single number is its own middle.
+
+    Example:
+        >>> spread([[3.0, 1.0, 2.0, float("nan")], 5.0])
+        Spread(low=[1.0, 5.0], median=[2.0, 5.0], high=[3.0, 5.0])
+    """
+    low, median, high = [], [], []
+    for value in values:
+        members = sorted(number for one in _listed(value) if math.isfinite(number := float(one)))
+        half = len(members) // 2
+        low.append(members[0] if members else math.nan)
+        high.append(members[-1] if members else math.nan)
+        median.append((members[half] + members[-half - 1]) / 2 if members else math.nan)
+    return Spread(low, median, high)
+
+
+def smooth(values: Sequence[float], window: int, stride: int = 1) -> list[float]:
+    """Means over a window around each point, or each `stride`-th one, over numbers that are finite.
+
+    At the ends the window is shorter. NaN where it holds nothing finite.
+
+    Example:
+        >>> smooth([0.0, 3.0, 6.0, float("nan")], 3)
+        [1.5, 3.0, 4.5, 6.0]
+    """
+    half = window // 2
+    result = []
+    for i in range(0, len(values), stride):
+        # Not from running sums, in which one huge number would swallow all that come after it.
+        around = [value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)]
+        result.append(sum(around) / len(around) if around else math.nan)
+    return result
+
+
+def _columns(runs: Sequence[RunRecords]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for record in run.records for name in record))
+
+
+def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The names of the metrics of evaluations: what stands in records without anything that only batches have."""
+    for record in records:
+        if not any(name.startswith(_NO_EVALUATION) for name in record):
+            yield from (name for name in record if "/" in name and not name.startswith("time/"))
+
+
+def _has(run: RunRecords, column: str) -> bool:
+    return any(column in record for record in run.records)
+
+
+def _fractions(records: Iterable[dict[str, Any]]) -> Callable[[float], float]:
+    """From a batch to the epoch with its fraction: records count whole epochs, in which all batches would be one dot.
+
+    Epochs are told apart where the count goes up, and taken to be evenly filled.
+    """
+    batches, epochs = [0.0], [0.0]
+    for record in records:
+        if record["epoch"] > epochs[-1]:
+            batches.append(record["batch"])
+            epochs.append(record["epoch"])
+
+    def at(batch: float) -> float:
+        i = min(bisect.bisect_left(batches, batch), len(batches) - 1)
+        if i == 0:
+            return epochs[0]
+        per_batch = (epochs[i] - epochs[i - 1]) / (batches[i] - batches[i - 1])
+        return epochs[i] + (batch - batches[i]) * per_batch
+
+    return at
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,0 +1,171 @@
+"""A run's folder, read back."""
+
+import json
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from purecompose._support.files import is_nested_deeper, read_whole
+from purecompose.observers import read_records
+from purecompose.records.layout import CHECKPOINTS, COMMAND, CONFIG, HISTORY, PLAN, RECORDS, RESULT, VERSIONS
+from purecompose.records.starts import Start
+from purecompose.run.saving.folder import all_in
+
+
+__all__ = ["Kept", "RunRecords", "read_json", "read_history", "read_run"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint of a run."""
+
+    path: Path
+    batch: int
+    epoch: int
+    num_bytes: int
+    metrics: dict[str, Any]
+    """The last evaluation's."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What a run's folder tells. Of a run that is not over, or was killed, `result` is `None`."""
+
+    name: str
+    """The folder's name."""
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    """The settings."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """As `read_records` gives them: dicts of numbers, lists of them for a population."""
+    result: dict[str, Any] | None = None
+    plan: str = ""
+    command: str | None = None
+    versions: dict[str, Any] = field(default_factory=dict)
+    trained: dict[str, Any] = field(default_factory=dict)
+    """What was trained: `model`, `weights` (their number), `optimizer`, `loss`, `algorithms`, `duration`."""
+    starts: tuple[Start, ...] = ()
+    """When the run started and went on."""
+    checkpoints: tuple[Kept, ...] = ()
+    """Those that are there, the newest first."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of all starts together."""
+        return sum(start.seconds for start in self.starts)
+
+    @property
+    def last_metrics(self) -> dict[str, Any]:
+        """The last value of the loss, and of each metric that was evaluated or trained with."""
+        found: dict[str, Any] = {}
+        for record in self.records:
+            found |= {name: value for name, value in record.items() if not name.startswith(_NO_METRICS)}
+        return {name: value for name, value in found.items() if name not in ("batch", "epoch", "lr")}
+
+
+_MOST_BYTES, _MOST_NESTED = 2**26, 64
+"""The largest settings, plan, history, ... that are read, and how deep they may be nested."""
+_NO_METRICS = ("time/", "speed/", "memory/", "lr/")
+
+
+def read_run(path: str | os.PathLike[str]) -> RunRecords:
+    """What the folder of a run holds, half-finished runs included.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        NotADirectoryError: It is a file.
+        ValueError: It is no run's folder, or a file in it is damaged; the message says which.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"read_run: there is no folder {path}")
+    if not path.is_dir():
+        raise NotADirectoryError(f"read_run: expected the folder of a run, got the file {path}")
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"read_run: {path} is no run's folder: it has no {CONFIG}, which RunFolder writes first")
+    trained, starts = read_history(path)
+    result = read_json(path / RESULT) if (path / RESULT).exists() else None
+    command = _text(path / COMMAND).rstrip("\n")
+    return RunRecords(
+        name=path.resolve().name,
+        path=path,
+        config=_config(path / CONFIG),
+        records=read_records(path / RECORDS) if (path / RECORDS).exists() else [],
+        result=result,
+        plan=_text(path / PLAN).rstrip("\n"),
+        command=command or None,
+        versions=read_json(path / VERSIONS) if (path / VERSIONS).exists() else {},
+        trained=trained,
+        starts=tuple(starts),
+        checkpoints=_checkpoints(path / CHECKPOINTS),
+    )
+
+
+def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
+    """What was trained in a folder, and the starts of the run; nothing where it has no history.
+
+    Raises:
+        ValueError: The history is damaged.
+    """
+    file = path / HISTORY
+    if not file.exists():
+        return {}, []
+    try:
+        history = read_json(file)
+        return history.get("trained") or {}, [Start.of_plain(plain) for plain in history["starts"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no history of a run: {type(error).__name__}: {error}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, with numbers that are not finite.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It holds something else.
+    """
+    try:
+        content = json.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if is_nested_deeper(content, _MOST_NESTED):
+        raise ValueError(f"{file} is damaged: it is nested more than {_MOST_NESTED} levels deep")
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
+    return {name: _numbers(value) for name, value in content.items()}
+
+
+def _numbers(value: Any) -> Any:
+    """Turns "nan" and the like back into numbers."""
+    if isinstance(value, dict):
+        return {name: _numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no TOML: {error}") from error
+
+
+def _text(file: Path) -> str:
+    return read_whole(file, _MOST_BYTES).decode("utf-8", "replace") if file.exists() else ""
+
+
+def _checkpoints(folder: Path) -> tuple[Kept, ...]:
+    found, _ = all_in(folder)
+    return tuple(
+        Kept(
+            one.path,
+            one.index.batch,
+            one.index.time["epoch"],
+            sum(file.stat().st_size for file in one.path.iterdir()),
+            dict(one.index.metrics),
+        )
+        for one in found
+    )

@@ -1,0 +1,105 @@
+"""The settings of a run as a file in TOML, written so that `tomllib` reads back what was given."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from purecompose._support.checks import shown
+
+
+__all__ = ["checked_settings", "to_toml"]
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out.
+
+    Raises:
+        TypeError: A name that is no string, or a value that TOML has no words for.
+    """
+    settings: dict[str, Any] = {}
+    for name, value in _named(config, where):
+        if isinstance(value, Mapping):
+            inside = f"{where}: {name}"
+            settings[name] = {inner: _plain(one, f"{inside}.{inner}") for inner, one in _named(value, inside)}
+        else:
+            settings[name] = _plain(value, f"{where}: {name}")
+    return settings
+
+
+def to_toml(settings: Mapping[str, Any]) -> str:
+    """Checked settings as TOML: the flat ones first, then a table for each nested one.
+
+    Example:
+        >>> print(to_toml({"lr": 0.1, "model": {"name": "cnn", "widths": [8, 16]}}), end="")
+        lr = 0.1
+        <BLANKLINE>
+        [model]
+        name = "cnn"
+        widths = [8, 16]
+    """
+    lines = [_line(name, value) for name, value in settings.items() if not isinstance(value, Mapping)]
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{_key(name)}]", *(_line(inner, one) for inner, one in value.items())]
+    return "\n".join([*lines, ""]).lstrip("\n")
+
+
+def _named(config: Any, where: str) -> list[tuple[str, Any]]:
+    """The settings that are not `None`."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{where}: expected settings by name, a mapping, got {shown(config)}; of a namespace, vars(it)")
+    for name in config:
+        if not isinstance(name, str):
+            raise TypeError(f"{where}: expected names of settings as strings, got {shown(name)}")
+    return [(name, value) for name, value in config.items() if value is not None]
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value as TOML knows it."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{where}[{i}]") for i, one in enumerate(value)]
+    # Of a subclass, such as an enum's member, what is underneath.
+    if isinstance(value, str):
+        return str.__str__(value)
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(
+        f"{where}: expected a string, a number, a bool or a list of them, got {shown(value)}; give its text, such as "
+        "str(value)"
+    )
+
+
+def _line(name: str, value: Any) -> str:
+    return f"{_key(name)} = {_value(value)}"
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    return repr(value)  # of floats the shortest form that reads back to the same bits, and inf
+
+
+def _text(text: str) -> str:
+    # JSON's escapes are TOML's, which wants one more character escaped. Half a surrogate pair has no form in UTF-8.
+    whole = text.encode("utf-8", "replace").decode("utf-8")
+    return json.dumps(whole, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,245 @@
+"""Evaluation and prediction: programs of the same form as training, on a state that is thrown away afterwards."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from purecompose._support.checks import check_whole
+from purecompose._support.warnings import warn
+from purecompose.core.compose import Step, compose
+from purecompose.core.loop import eval_events, predict_events
+from purecompose.core.state import State, check_single
+from purecompose.data.checks import check_batches
+from purecompose.data.loaders import fixed_batches
+from purecompose.data.prefetch import prefetch
+from purecompose.data.waiting import watched
+from purecompose.losses.metrics import Metric, as_metric, counting, mean_loss, of_model, read_by
+from purecompose.time.event import Event
+from purecompose.time.intervals import Interval, checked_interval
+from purecompose.transforms.members import mapped
+
+
+__all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator", "tell"]
+
+_ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
+_MANY = 10_000
+"""Batches after which an evaluation on data of unknown length warns."""
+
+Observer: TypeAlias = Callable[[Event, State], None]
+"""Reads states at the outer events and at BATCH_END; never changes anything."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """What to evaluate during a run, and when.
+
+    Args:
+        data: Batches; iterated from the start at each evaluation. Data without an end need `num_batches`.
+        metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss.
+        interval: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
+            of the run. It also runs once at the end.
+            Or a function `Timestamp -> bool`, asked after every batch and epoch whether an evaluation is due, such as
+            `lambda now: now.batch in (10, 100, 1000)` or `lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 4)`.
+        label: Names it in records: a metric appears as "label/name".
+        num_batches: How many batches an evaluation takes at most; by default all.
+        microbatch_size: The most examples that go through the network at once, to save memory; by default the whole
+            batch. Algorithms see each slice as a batch. Metrics still cover all examples; a function of yours that
+            gives one number for a batch is averaged over the slices.
+
+    Raises:
+        ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1;
+            `itertools.cycle` and the like without `num_batches`.
+        TypeError: Something that is no metric.
+    """
+
+    data: Iterable[Any]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    interval: Interval | str = "1ep"
+    label: str = "eval"
+    num_batches: int | None = None
+    microbatch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size is not None:
+            check_whole(self.microbatch_size, "Evaluator: microbatch_size", 1)
+        if self.num_batches is not None:
+            check_whole(self.num_batches, "Evaluator: num_batches", 1)
+        check_batches(self.data, "Evaluator: data")
+        if self.num_batches is None and isinstance(self.data, _ENDLESS):
+            raise ValueError(
+                f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
+                "num_batches, how many of its batches to take"
+            )
+        interval = checked_interval(self.interval, "Evaluator: interval", functions=True)
+        if not isinstance(self.metrics, Mapping):
+            raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
+        object.__setattr__(self, "interval", interval)
+        object.__setattr__(self, "metrics", {name: as_metric(m) for name, m in self.metrics.items()})
+
+    def __repr__(self) -> str:
+        options = {"interval": self.interval, "label": self.label}
+        options |= {name: value for name in ("num_batches", "microbatch_size") if (value := getattr(self, name))}
+        rest = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"Evaluator({type(self.data).__name__}, metrics={list(self.metrics)}, {rest})"
+
+    @property
+    def reported(self) -> list[str]:
+        """The names of its metrics in records, "label/name"."""
+        return [f"{self.label}/{name}" for name in (self.metrics or ("loss",))]
+
+
+def evaluate(
+    state: State,
+    data: Iterable[Any],
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    step: Step | None = None,
+    num_batches: int | None = None,
+    microbatch_size: int | None = None,
+) -> dict[str, Any]:
+    """The metrics of a state on some data. The state stays as it was.
+
+    Args:
+        state: The state; evaluation starts from it and throws its own copy away.
+        data: Batches of the form that training uses.
+        metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
+            With `losses.model_loss`, those of the library that take logits (accuracy, perplexity, ...) get the
+            outputs' `logits` and the batch's labels; a function gets the outputs and, where the batch has no target
+            at the state's `target_key`, the whole batch in its place.
+        step: The training step, if its algorithms are to act at evaluation's events (averaged weights do). For
+            stacked states their `population`, whose metrics may not read values in Python.
+        num_batches: How many batches to take at most; by default all. Data without an end need it.
+        microbatch_size: The most examples that go through the network at once; see `Evaluator`.
+
+    Returns:
+        The values by name: floats; for a population a list of them, one for each member.
+
+    Raises:
+        ValueError: There is no batch.
+        KeyError: A batch has no target at the state's `target_key`.
+        TypeError: Something that is no metric.
+    """
+    evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
+    inner = _sibling(step, eval_events, state)
+    begun = inner.fire(Event.EVAL_STANDALONE_START, state)
+    result = run_evaluator(evaluator, begun, inner)
+    inner.fire(Event.EVAL_STANDALONE_END, begun)
+    return {name.removeprefix(f"{evaluator.label}/"): value.tolist() for name, value in result.metrics.items()}
+
+
+def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
+    """One evaluation, from EVAL_START to EVAL_END.
+
+    Args:
+        evaluator: What to evaluate.
+        state: The training state.
+        step: A step over `eval_events`.
+        observers: Told at EVAL_START and EVAL_END, and after every batch.
+
+    Returns:
+        The evaluation's own state, whose `metrics` hold the values as "label/name", 0-d tensors on the state's
+        device; (n,) for a population of n.
+
+    Raises:
+        ValueError: There is no batch.
+        KeyError: A batch has no target at the state's `target_key`.
+    """
+    loss_fn = state.context.loss
+    metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(loss_fn)}
+    metrics = {name: of_model(metric, loss_fn) for name, metric in metrics.items()}
+    with torch.no_grad():
+        current = tell(observers, Event.EVAL_START, step.fire(Event.EVAL_START, state))
+        totals = {name: _initial(metric, state) for name, metric in metrics.items()}
+        num_batches = num_folds = 0
+        given = watched(iter(fixed_batches(evaluator.data, state.key)), evaluator.data)
+        for batch in prefetch(itertools.islice(given, evaluator.num_batches), state.device):
+            if num_batches == _MANY and evaluator.num_batches is None and not isinstance(evaluator.data, Sized):
+                warn(
+                    f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
+                    f"({type(evaluator.data).__name__}), and goes on: give num_batches if they have no end"
+                )
+            for part in _slices(evaluator, state, batch):
+                inner = step.fold(current, part, purpose="eval", draw=num_folds)
+                count = None if state.context.layout.is_rows else step.num_examples(state, part)
+                totals = {
+                    name: _each(counting(metric, count), state)(totals[name], inner.outputs, read_by(metric, inner))
+                    for name, metric in metrics.items()
+                }
+                current = step.finish(inner)
+                num_folds += 1
+            tell(observers, Event.EVAL_BATCH_END, current)
+            num_batches += 1
+        if not num_batches:
+            raise ValueError(f"the data of evaluator {evaluator.label!r} has no batch; is it an iterator used up?")
+        values = {
+            f"{evaluator.label}/{name}": _each(metric.compute, state)(totals[name]) for name, metric in metrics.items()
+        }
+        return tell(observers, Event.EVAL_END, step.fire(Event.EVAL_END, current.replace(metrics=values)))
+
+
+def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> list[Any]:
+    """The network's outputs, batch by batch, on the state's device. The state stays as it was.
+
+    Args:
+        state: The state.
+        data: Batches of the form that training uses; targets are not read.
+        step: The training step, if its algorithms are to act at prediction's events. For stacked states their
+            `population`: the members come first in the outputs.
+    """
+    check_batches(data, "predict: data")
+    inner = _sibling(step, predict_events, state)
+    outputs = []
+    with torch.no_grad():
+        current = inner.fire(Event.PREDICT_START, state)
+        for batch in prefetch(fixed_batches(data, state.key), state.device):
+            folded = inner.fold(current, batch, purpose="predict", draw=len(outputs))
+            outputs.append(folded.outputs)
+            current = inner.finish(folded)
+        inner.fire(Event.PREDICT_END, current)
+    return outputs
+
+
+def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:
+    size = evaluator.microbatch_size
+    if size is None:
+        return [batch]
+    check_single(state, f"evaluator {evaluator.label!r} with microbatch_size", "give it smaller batches")
+    layout = state.context.layout
+    return layout.split(batch, -(-layout.num_examples(batch) // size))
+
+
+def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:
+    """A function of one state's values; for stacked states it is mapped over the members."""
+    return fn if state.key.ndim == 1 else mapped(fn)
+
+
+def _initial(metric: Metric, state: State) -> Any:
+    return _each(lambda key: metric.init(key.device), state)(state.key)
+
+
+def _sibling(step: Step | None, program: Any, state: State) -> Step:
+    """A step with the same algorithms over another program."""
+    if step is None:
+        num = len(state.key)
+        remedy = f"give step=population(step, {num}), or take the members of unstack_states(state) one by one"
+        check_single(state, "evaluate and predict", remedy)
+    return compose(program) if step is None else step.replace(program=program)
+
+
+def tell(observers: Iterable[Observer], event: Event, state: State) -> State:
+    """Calls observers, one after the other; the state comes back as it is."""
+    for observer in observers:
+        try:
+            observer(event, state)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" in str(error):
+                error.add_note(
+                    f"in the observer {observer!r} at {event}. If it reads state.batch, outputs or grads: between "
+                    "steps a state has none; an algorithm at Event.AFTER_TRAIN_BATCH sees them, and may leave a number "
+                    "in state.metrics"
+                )
+            raise
+    return state

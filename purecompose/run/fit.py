@@ -1,0 +1,378 @@
+"""fit: training until the run's length is reached, with all that a run wants around the step.
+
+Nothing happens here that the fifteen-line loop could not do: batches are asked for, the step is called, and the events
+that lie outside it are fired.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from purecompose._support.checks import shown
+from purecompose._support.warnings import warn
+from purecompose.core.algorithm import Trait
+from purecompose.core.compose import Step
+from purecompose.core.loop import eval_events
+from purecompose.core.state import State
+from purecompose.data.checks import check_batches
+from purecompose.data.identity import describe_data, differences
+from purecompose.data.loaders import SkippingWarning, own_order
+from purecompose.run.evaluation import Evaluator, Observer
+from purecompose.run.outer import EpochData, Run
+from purecompose.run.plateau import Adjuster
+from purecompose.run.saving.errors import CheckpointWarning, MismatchError
+from purecompose.run.saving.keeping import Checkpoints, Keeper, Resumed, resumed_from, resumed_from_newest
+from purecompose.run.stopping import Stopper, with_memories
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.units import named_time
+from purecompose.transforms.compilation import CompiledStep
+
+
+__all__ = ["EpochData", "fit", "training"]
+
+
+def fit(
+    step: Step | CompiledStep,
+    state: State,
+    data: Iterable[Any] | EpochData,
+    *,
+    duration: Time | str | None = None,
+    evaluate: Evaluator | Iterable[Evaluator] | None = (),
+    observers: Observer | Iterable[Observer] = (),
+    stop: Stopper | Iterable[Stopper] = (),
+    adjust: Adjuster | Iterable[Adjuster] = (),
+    checkpoints: Checkpoints | None = None,
+    resume: Path | str | None = None,
+    microbatches: str | None = None,
+) -> State:
+    """Trains until the run's length is reached, from wherever the state stands.
+
+    Args:
+        step: The training step. It is initialised here if that has not been done.
+        state: The state to start from; it stays as it was.
+        data: Batches, iterated anew for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
+            epoch's batches in an order that depends on the run's key alone, as `data.arrays` and `data.loader` do. A
+            `DataLoader` over a map-style data set without a generator follows the run's key, too, and starts in the
+            middle of an epoch. What cannot is read from the epoch's start, with a `SkippingWarning`.
+            Data without an end need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
+        duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
+            wall-clock time for this call, on top of the state's own duration if it has one.
+        evaluate: An `Evaluator`, or several, with their intervals; each has a label of its own.
+        observers: Functions `(event, state) -> None`, or one, called at every event outside the step except loading,
+            and at BATCH_END.
+        stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
+        adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
+        checkpoints: Where to keep checkpoints, and how often. With them, SIGINT and SIGTERM end the run after the
+            batch at hand, when its checkpoint is written.
+        resume: Goes on from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
+            one of `checkpoints`, or from the start where there is none; or a checkpoint's folder. `state` gives the
+            structure then, and the run's length. Where there is a checkpoint, BEFORE_LOAD fires on it, and AFTER_LOAD
+            on the state that was read.
+        microbatches: `"auto"`: where the memory does not suffice, cut batches into twice as many slices, from that
+            batch on.
+
+    Returns:
+        The state at the end. Calling `fit` again with a longer duration goes on from there.
+
+    Raises:
+        TypeError: Something that is no step, state or evaluator.
+        ValueError: No duration anywhere, one whose counter does not move with the batches, a step without
+            `advance`, nothing left to train, no batch in the data, or fewer batches in it than the state's
+            `batches_per_epoch`; in a step of several processes, a duration in seconds or `microbatches="auto"`.
+        FileExistsError: The folder of `checkpoints` holds those of a run that has come further, without `resume`.
+        MismatchError, DamagedError: The checkpoint does not fit, or is not whole; see `load`.
+    """
+    settings = (duration, evaluate, observers, stop, adjust, checkpoints, resume, microbatches)
+    for last in _training(step, state, data, *settings, is_held=True):
+        state = last
+    return state
+
+
+def training(
+    step: Step | CompiledStep,
+    state: State,
+    data: Iterable[Any] | EpochData,
+    *,
+    duration: Time | str | None = None,
+    evaluate: Evaluator | Iterable[Evaluator] | None = (),
+    observers: Observer | Iterable[Observer] = (),
+    stop: Stopper | Iterable[Stopper] = (),
+    adjust: Adjuster | Iterable[Adjuster] = (),
+    checkpoints: Checkpoints | None = None,
+    resume: Path | str | None = None,
+    microbatches: str | None = None,
+) -> Iterator[State]:
+    """The run of `fit`, batch by batch, for those who write the outer loop themselves.
+
+    Gives the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and at
+    last the state that `fit` returns, after FIT_END. Whoever leaves the loop early has the checkpoints so far.
+
+    Args and Raises: see `fit`; errors come with the first state.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import compose, loop_events, losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+        >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
+        [1, 2, 3, 3]
+    """
+    settings = (duration, evaluate, observers, stop, adjust, checkpoints, resume, microbatches)
+    yield from _training(step, state, data, *settings, is_held=False)
+
+
+def _training(
+    step: Step | CompiledStep,
+    state: State,
+    data: Any,
+    duration: Time | str | None,
+    evaluate: Evaluator | Iterable[Evaluator] | None,
+    observers: Observer | Iterable[Observer],
+    stop: Stopper | Iterable[Stopper],
+    adjust: Adjuster | Iterable[Adjuster],
+    checkpoints: Checkpoints | None,
+    resume: Path | str | None,
+    microbatches: str | None,
+    *,
+    is_held: bool,
+) -> Iterator[State]:
+    """See `training`; `is_held` where nothing of anybody's happens between two batches."""
+    _check_arguments(step, state)
+    check_batches(data, "fit: data")
+    if microbatches not in (None, "auto"):
+        raise ValueError(f"microbatches={microbatches!r}: expected 'auto'; a number is given to compose")
+    evaluators = _as_evaluators(evaluate)
+    stoppers = _members(stop, "stop", "begin", 'EarlyStopping("eval/loss")')
+    adjusters = _members(adjust, "adjust", "init", 'ReduceOnPlateau("eval/loss")')
+    observers = _as_observers(observers)
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise TypeError(f"checkpoints: expected Checkpoints(folder), got {shown(checkpoints)}")
+    _check_metrics(state, step, evaluators, stoppers, adjusters, checkpoints)
+    if state.context.precision == "fp16" and not any(Trait.SCALES_LOSS in a.traits for a in step.algorithms):
+        warn("precision='fp16' without loss scaling: small gradients become 0; add algorithms.loss_scaling()")
+    state, budget = _with_duration(state, duration)
+    if step.ranks is not None:
+        _check_in_step(budget, microbatches)
+    state = _with_epoch_length(state, data)
+    if any(algorithm.name not in state.context.initialised for algorithm in step.algorithms):
+        state = step.init(state)
+    state = with_memories(state, stoppers)
+    for adjuster in adjusters:
+        state = adjuster.init(state)
+    keeper = None if checkpoints is None else Keeper(checkpoints)
+    try:
+        resumed = _resumed(checkpoints, state, step, resume, is_adaptive=microbatches is not None)
+        if resumed is not None:
+            _check_goes_on(resumed, state, data)
+            state = step.fire(Event.AFTER_LOAD, _with_run(resumed.state, state.timestamp.run))
+        elif state.timestamp.is_finished():
+            raise ValueError(f"nothing left to train: the state stands at {_at_the_end(state.timestamp)}")
+        if keeper is not None:
+            keeper.begin(state, from_here=resumed if resume == "auto" else None)
+        composed = step.step if isinstance(step, CompiledStep) else step
+        run = Run(
+            step,
+            composed.replace(program=eval_events),
+            data,
+            evaluators,
+            observers,
+            stoppers,
+            adjusters,
+            keeper,
+            budget,
+            is_adaptive=microbatches is not None,
+            memory={} if resumed is None else {"has_begun": resumed.index.batch > 0, **resumed.index.memory},
+            metrics={} if resumed is None else resumed.index.metrics,
+        )
+        yield from run.states(state, is_held=is_held)
+    finally:
+        if keeper is not None:
+            keeper.close()
+
+
+def _at_the_end(now: Timestamp) -> str:
+    """Where a run that is over stands, and what would go on with it."""
+    duration = now.run.duration
+    assert duration is not None, "a run without one is never over"
+    reached = Time(now.get(duration.unit), duration.unit)
+    place = f"epoch {now.epoch} (batch {now.batch}), {'past ' * (reached > duration)}the end of its {duration}"
+    return f'{place}; give fit a longer duration, as in duration="{2 * reached}"'
+
+
+def _check_in_step(budget: float, microbatches: str | None) -> None:
+    """Refuses what would let one of several processes go on or end alone."""
+    if microbatches:
+        raise ValueError(
+            "microbatches='auto': one process that tries again would leave the others waiting; give a number"
+        )
+    if budget < math.inf:
+        raise ValueError(
+            f"duration={budget:g}s: processes that share their batches must end after the same one, and clocks differ; "
+            "give a number of batches or epochs"
+        )
+
+
+def _resumed(
+    checkpoints: Checkpoints | None, like: State, step: Any, how: Path | str | None, *, is_adaptive: bool
+) -> Resumed | None:
+    if how is None:
+        return None
+    if how != "auto":
+        return resumed_from(how, like, step, is_adaptive=is_adaptive)
+    if checkpoints is None:
+        raise ValueError("resume='auto' looks for checkpoints: say where, checkpoints=Checkpoints(folder)")
+    return resumed_from_newest(checkpoints.folder, like, step, is_adaptive=is_adaptive)
+
+
+def _check_metrics(
+    state: State,
+    step: Step | CompiledStep,
+    evaluators: Iterable[Evaluator],
+    stoppers: Iterable[Stopper],
+    adjusters: Iterable[Adjuster],
+    checkpoints: Checkpoints | None,
+) -> None:
+    """Raises where somebody waits for a metric that nobody reports."""
+    known = [name for one in evaluators for name in one.reported]
+    wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
+    wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
+    if checkpoints is not None and checkpoints.best is not None:
+        if state.key.ndim > 1:
+            raise ValueError("checkpoints: best: a population has no single best; keep=... counts the newest")
+        wanted["checkpoints: best"] = checkpoints.best
+    own = {"train", *(algorithm.name for algorithm in step.algorithms)}
+    for where, metric in wanted.items():
+        # Which metrics algorithms report is seen at the end of the first epoch.
+        may_be_own = where != "checkpoints: best" and metric.partition("/")[0] in own
+        if metric not in known and not may_be_own:
+            raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
+
+
+def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
+    """Says where the data are not those of the checkpoint, as far as that can be told.
+
+    Raises:
+        MismatchError: It stands in the middle of an epoch of another length.
+    """
+    now, length = resumed.state.timestamp, like.timestamp.run.batches_per_epoch
+    saved = now.run.batches_per_epoch
+    other = differences(resumed.index.memory.get("data", {}), describe_data(data))
+    if saved is not None and length is not None and saved != length:
+        line = f"batches_per_epoch: {saved} in the checkpoint, {length} here"
+        if now.batch_in_epoch > 0:
+            raise MismatchError(f"{resumed.path} stands in the middle of an epoch of other data: {line}", [line])
+        other.insert(0, line)
+    if other:
+        warn(f"{resumed.path} goes on with other data: {'; '.join(other)}", CheckpointWarning)
+    # A run in samples or tokens ends with the batch that reaches its duration, mostly a little past it.
+    has_other_length = now.run.duration != like.timestamp.run.duration
+    share = now.replace(run=like.timestamp.run).elapsed()
+    if has_other_length and share is not None and share > 1:
+        line = f"duration: past batch {now.batch} in the checkpoint, {like.timestamp.run.duration} here"
+        raise MismatchError(f"{resumed.path} stands past the end of the run: {line}", [line])
+    reason = own_order(data)
+    if reason is not None and now.batch > 0:
+        warn(f"going on from batch {now.batch}: {reason}", SkippingWarning)
+
+
+def _check_arguments(step: Any, state: Any) -> None:
+    if not isinstance(step, (Step, CompiledStep)) or not isinstance(state, State):
+        came = f"{type(step).__name__}, {type(state).__name__}"
+        raise TypeError(f"fit(step, state, data): expected a Step and a State, got {came}")
+    if not step.has_advance:
+        raise ValueError(
+            "fit: the step's program has no `advance`, so time would stand still and training never end; "
+            "put `advance` after `update` and before Event.BATCH_END, as loop_events does"
+        )
+
+
+def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
+    """One or several objects of a role, which have a metric and a method of this name."""
+    if given is None:
+        return ()
+    members = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    for member in members:
+        if isinstance(member, type) or not (hasattr(member, "metric") and callable(getattr(member, method, None))):
+            raise TypeError(f"{role}: expected an object such as {example}, got {shown(member)}")
+    return members
+
+
+def _as_observers(given: Any) -> tuple[Observer, ...]:
+    given = () if given is None else given
+    observers: tuple[Any, ...] = (given,) if callable(given) or not isinstance(given, Iterable) else tuple(given)
+    for observer in observers:
+        if isinstance(observer, type):
+            raise TypeError(
+                f"observers: expected an observer, got the class {observer.__name__}: make one, "
+                f"{observer.__name__}(...)"
+            )
+        if not callable(observer):
+            raise TypeError(f"observers: expected functions (event, state) -> None, got {shown(observer)}")
+    return observers
+
+
+def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, Evaluator):
+        return (given,)
+    # Batches for the test in an evaluator's place, a common slip: not iterated, which might load a whole data set.
+    members: Iterable[Any] = given if isinstance(given, (Collection, Iterator)) else (given,)
+    evaluators = []
+    for member in members:
+        if not isinstance(member, Evaluator):
+            came = type(given).__name__ if member is given else f"{type(member).__name__} in a {type(given).__name__}"
+            raise TypeError(
+                f"evaluate: expected Evaluator(data, metrics), or several, got {came}; "
+                "write evaluate=Evaluator(test_batches, {'accuracy': pc.metrics.accuracy})"
+            )
+        evaluators.append(member)
+    twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics could not be told apart; give one "
+            "another, as in Evaluator(validation_batches, metrics, label='validation')"
+        )
+    return tuple(evaluators)
+
+
+def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:
+    """The state with the run's length, and the budget of this call in seconds."""
+    run = state.timestamp.run
+    wanted = run.duration if duration is None else named_time(duration, "fit: duration")
+    if wanted is None:
+        raise ValueError("no duration: give State.create or fit one, such as duration='20ep'")
+    if wanted.unit is TimeUnit.SECOND:
+        return state, float(wanted.value)
+    return _with_run(state, RunLength(wanted, run.batches_per_epoch, run.iteration_length)), math.inf
+
+
+def _with_epoch_length(state: State, data: Any) -> State:
+    """Learns the epoch's length from sized data, or checks it."""
+    run = state.timestamp.run
+    length = _length(data)
+    if length == 0:
+        raise ValueError("the data has no batch: an epoch of length 0 would never end")
+    if run.batches_per_epoch is None:
+        return _with_run(state, RunLength(run.duration, length, run.iteration_length))
+    if length is not None and length < run.batches_per_epoch:
+        raise ValueError(
+            f"the data has {length} batches, but the state's batches_per_epoch is {run.batches_per_epoch}; "
+            "leave batches_per_epoch out, or make it at most the data's length"
+        )
+    return state
+
+
+def _length(data: Any) -> int | None:
+    """The number of batches. To have `__len__` is not to know it: a `DataLoader` over a stream raises."""
+    try:
+        return len(data) if hasattr(data, "__len__") else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _with_run(state: State, run: RunLength) -> State:
+    return state if run == state.timestamp.run else state.replace(timestamp=state.timestamp.replace(run=run))

@@ -1,0 +1,71 @@
+"""Microbatches found by trying: where the memory does not suffice, a batch is cut into twice as many slices."""
+
+from typing import Any
+
+import torch
+
+from purecompose._support.warnings import warn
+from purecompose.core.compose import Step
+from purecompose.core.loop import Cut
+from purecompose.core.state import State
+from purecompose.transforms.compilation import CompiledStep
+
+
+__all__ = ["Adaptive"]
+
+
+class Adaptive:
+    """A step that is repeated with more microbatches when it runs out of memory.
+
+    A step is a function, so the repetition computes what the first attempt would have. The number is kept for all
+    later batches.
+
+    Attributes:
+        step: The step with the present number of microbatches.
+        found: That number, where it is not the one that the step came with.
+    """
+
+    def __init__(self, step: Step | CompiledStep, found: int | None = None) -> None:
+        self.step = step if found is None else step.replace(microbatches=found)
+        self.found = found
+        self._proven = 0
+
+    def __call__(self, state: State, batch: Any) -> State:
+        """The state after one batch.
+
+        Raises:
+            RuntimeError: The memory does not suffice for a single example either.
+        """
+        num_examples = state.context.layout.num_examples(batch)
+        while True:
+            try:
+                new = self.step(self._safe(state, num_examples), batch)
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                k = Cut(self.step.microbatches, self.step.microbatch_size).num_slices(num_examples)
+                if k >= num_examples:
+                    error.add_note("microbatches='auto': the memory does not suffice for a single example either")
+                    raise
+                self.found = min(2 * k, num_examples)
+                self.step = self.step.replace(microbatches=self.found)
+                self._proven = 0
+                warn(
+                    f"out of memory: from batch {state.timestamp.batch} on, batches are cut into "
+                    f"{self.step.microbatches} microbatches"
+                )
+            else:
+                self._proven = max(self._proven, num_examples)
+                return new
+            if state.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _safe(self, state: State, num_examples: int) -> State:
+        """A state that is still whole after a failure: a donating step may have begun to write over its memory."""
+        is_at_risk = num_examples > self._proven and "_lease" in state.__dict__
+        return state.copy() if is_at_risk else state
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text

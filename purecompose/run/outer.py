@@ -1,0 +1,377 @@
+"""The loop around the step: batches, the events outside the step, evaluation, checkpoints, and where to stop.
+
+A run can be cut between any two batches, after all that belongs to the first one has happened: there checkpoints are
+taken, signals obeyed, and states handed out.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from purecompose._support.interrupts import Interrupts
+from purecompose.core.compose import Step
+from purecompose.core.state import State
+from purecompose.data.identity import describe_data
+from purecompose.data.loaders import epoch_batches
+from purecompose.data.prefetch import prefetch
+from purecompose.data.waiting import watched
+from purecompose.run.evaluation import Evaluator, Observer, run_evaluator, tell
+from purecompose.run.microbatching import Adaptive
+from purecompose.run.plateau import Adjuster
+from purecompose.run.saving.keeping import Keeper, newest
+from purecompose.run.stopping import Stopper, is_over, seen
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.intervals import has_passed
+from purecompose.transforms.compilation import CompiledStep
+from purecompose.transforms.lease import SpentStateError
+
+
+__all__ = ["EpochData", "Run"]
+
+
+class Train(Protocol):
+    """A training step."""
+
+    def __call__(self, state: State, batch: Any, /) -> State: ...
+
+
+class EpochData(Protocol):
+    """Data that bring their own order, so that a run goes on in the middle of an epoch without skipping."""
+
+    def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
+        """The batches of an epoch from batch `start` on, in an order that follows from the run's key alone."""
+        ...
+
+
+@dataclass
+class Run:
+    """What one call of `fit` works with. What it remembers here no state depends on."""
+
+    step: Step | CompiledStep
+    eval_step: Step
+    data: Any
+    evaluators: tuple[Evaluator, ...] = ()
+    observers: tuple[Observer, ...] = ()
+    stoppers: tuple[Stopper, ...] = ()
+    adjusters: tuple[Adjuster, ...] = ()
+    keeper: Keeper | None = None
+    budget: float = math.inf
+    """Seconds of wall-clock time."""
+    is_adaptive: bool = False
+    """Whether the number of microbatches is found by trying."""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """What earlier parts of the run have left in its checkpoint: `has_begun`, whether the algorithms have seen
+    FIT_START, and `microbatches`, the number found by trying."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """What has been measured of the state that the run goes on from."""
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.budget
+        self._evaluated: dict[int, int] = {}
+        self._is_stopped = False
+        self._metrics: dict[str, Any] = dict(self.metrics)
+        self._measured_at: Timestamp | None = None
+        self._adaptive = Adaptive(self.step, self.memory.get("microbatches")) if self.is_adaptive else None
+        self._train: Train = self._adaptive or self.step
+        self._interrupts = Interrupts()
+        self._unsaved: State | None = None
+        self._described_data = {} if self.keeper is None else describe_data(self.data)
+
+    def states(self, state: State, *, is_held: bool = False) -> Iterator[State]:
+        """The states between batches, and at last the one that the run ends with.
+
+        Signals are noted while the run works. In between, in the code of whoever iterates, they act as ever, unless
+        nothing happens there: then they are noted all through (`is_held`).
+        """
+        self._is_stopped = is_over(state, self.stoppers)
+        self._measured_at = state.timestamp if self._metrics else None
+        cuts = self._cuts(state)
+        noted = nullcontext() if self.keeper is None else self._interrupts
+        try:
+            with noted if is_held else nullcontext():
+                while True:
+                    with nullcontext() if is_held else noted:
+                        following = next(cuts, None)
+                    if following is None:
+                        return
+                    yield following
+        finally:
+            self._obey_late()
+
+    def _cuts(self, state: State) -> Iterator[State]:
+        state = self._begun(state)
+        before = state.timestamp
+        while not self._is_over(state):
+            for cut in self._epoch(state):
+                if self.keeper is not None and self.keeper.is_due(before, cut.timestamp, self._measured(cut)):
+                    self._save(cut)
+                self._obey(cut)
+                before, state = cut.timestamp, cut
+                self._unsaved = cut
+                yield cut
+        self._save(state, is_last=True)  # here, where signals are noted: after the last look for one they act at once
+        self._obey(state)
+        self._unsaved = None  # what FIT_END makes of it is no checkpoint, from which a longer run could go on
+        end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
+        if end is state:
+            self._save(state, is_last=True)  # once more, with what has been measured of it
+        self._obey(state)
+        if self.keeper is not None:
+            self.keeper.report_missing(state.timestamp)
+        yield end
+
+    def _begun(self, state: State) -> State:
+        if not self.memory.get("has_begun", False):
+            return self._fire(Event.FIT_START, state)
+        return tell(self.observers, Event.FIT_START, state)
+
+    def _is_over(self, state: State) -> bool:
+        """Whether the run's length or the time budget is used up, or there is another reason to stop."""
+        return self._is_stopped or state.timestamp.is_finished() or time.monotonic() >= self._deadline
+
+    def _fire(self, event: Event, state: State) -> State:
+        """Algorithms first, then observers, who see what the algorithms made."""
+        if event not in self.step.events:
+            state = self.step.fire(event, state)
+        return tell(self.observers, event, state)
+
+    def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
+        """Runs the evaluators that are due at an event; at FIT_END those that have not just run."""
+        due = [
+            evaluator
+            for evaluator in self.evaluators
+            if _is_due(evaluator.interval, event, before, state.timestamp)
+            and self._evaluated.get(id(evaluator)) != state.timestamp.batch
+        ]
+        if not due:
+            return state
+        current, found = self._fire(Event.EVAL_BEFORE_ALL, state), {}
+        for evaluator in due:
+            found |= run_evaluator(evaluator, current, self.eval_step, self.observers).metrics
+            self._evaluated[id(evaluator)] = state.timestamp.batch
+        self._check_decisive(found, state)
+        self._fire(Event.EVAL_AFTER_ALL, current)
+        self._metrics = {**(self._metrics if self._measured_at == state.timestamp else {}), **found}
+        self._measured_at = state.timestamp
+        return state if event is Event.FIT_END else self._decided(state, found)
+
+    def _decided(self, state: State, found: Mapping[str, Tensor]) -> State:
+        """The state after those who stop or adjust a run have seen new metrics."""
+        metrics = _plain(found)
+        if self.stoppers:
+            state = seen(state, self.stoppers, metrics)
+            self._is_stopped = is_over(state, self.stoppers)
+        for adjuster in self.adjusters:
+            state = adjuster.see(state, metrics) if adjuster.metric in metrics else state
+        return state
+
+    def _decide_by_training(self, state: State) -> State:
+        """Shows the step's own metrics to those who wait for one, at the end of an epoch."""
+        measured = {name for one in self.evaluators for name in one.reported}
+        wanted = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} - measured
+        missing = wanted - state.metrics.keys()
+        if missing:
+            raise ValueError(
+                f"no evaluator and no algorithm reports {min(missing)!r}: at the end of the epoch the step's metrics "
+                f"are {', '.join(state.metrics) or 'none'}; algorithms.training_metrics reports train/accuracy"
+            )
+        found = {name: state.metrics[name] for name in wanted}
+        self._check_decisive(found, state)
+        return self._decided(state, found) if found else state
+
+    def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
+        """Raises where a metric that a run stops by, or keeps its best checkpoint by, is not a single number."""
+        decisive = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)}
+        if self.keeper is not None and self.keeper.settings.best is not None:
+            decisive.add(self.keeper.settings.best)
+        for name in decisive:
+            if name in found and found[name].ndim != state.key.ndim - 1:
+                raise TypeError(
+                    f"{name}: expected a single number, since it decides when the run stops or which checkpoint is the "
+                    f"best; the metric gave a tensor of shape {tuple(found[name].shape)}: reduce it, as by .mean()"
+                )
+
+    # Cuts
+
+    def _obey(self, state: State) -> None:
+        """Ends the run if a signal has come; its state is saved first."""
+        if self.keeper is None or self._interrupts.received is None:
+            return
+        self._save(state, is_last=True)
+        self.keeper.close()
+        path, now = self.keeper.written or (newest(self.keeper.folder), None)
+        if now == state.timestamp:
+            self._interrupts.obey(f"the run is saved in {path}; resume='auto' goes on from there")
+        left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
+        self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
+
+    def _obey_late(self) -> None:
+        """Obeys a signal where no look for one follows: one to a group of processes may end those that read first."""
+        if self.keeper is None or self._interrupts.received is None:
+            return
+        if self._unsaved is not None:
+            with suppress(SpentStateError):  # the batch at hand has written over it
+                self._obey(self._unsaved)
+        self.keeper.close()
+        path = newest(self.keeper.folder)
+        self._interrupts.obey("there is no checkpoint of it" if path is None else f"the newest checkpoint is {path}")
+
+    def _save(self, state: State, *, is_last: bool = False) -> None:
+        if self.keeper is None:
+            return
+        for observer in self.observers:
+            # What is written down up to here must be on the disk before a run can go on from here.
+            flush = getattr(observer, "flush", None)
+            if callable(flush):
+                flush()
+        memory: dict[str, Any] = {"has_begun": True, "data": self._described_data}
+        if self._adaptive is not None and self._adaptive.found is not None:
+            memory["microbatches"] = self._adaptive.found
+        step = self.step if self._adaptive is None else self._adaptive.step
+        keep = self.keeper.keep_last if is_last else self.keeper.keep
+        keep(state, step, self._measured(state), memory)
+
+    def _measured(self, state: State) -> dict[str, Any]:
+        """The metrics of this very state, as numbers."""
+        return _plain(self._metrics) if self._measured_at == state.timestamp else {}
+
+    # Epochs
+
+    def _epoch(self, state: State) -> Iterator[State]:
+        """The states between the batches of what is left of one epoch."""
+        start = state.timestamp
+        if _begins_iteration(start):
+            state = self._fire(Event.ITERATION_START, state)
+        if start.batch_in_epoch == 0:
+            state = self._fire(Event.EPOCH_START, state)
+        loader = _sent(self.data, _batches(self.data, state), state)
+        while True:
+            state = self._fire(Event.BEFORE_DATALOADER, state)
+            batch = next(loader, _EXHAUSTED)
+            before = state.timestamp
+            if batch is _EXHAUSTED:
+                _check_exhausted(before)
+                yield self._end_epoch(state.replace(timestamp=before.advance_epoch()), before)
+                return
+            state = self._train(state, batch)
+            _check_moved(before, state.timestamp)
+            state = self._fire(Event.BATCH_END, state)
+            state = self._evaluate(Event.BATCH_END, state, before)
+            state = self._fire(Event.BATCH_CHECKPOINT, state)
+            if state.timestamp.epoch != before.epoch:
+                if not self._is_over(state) or _counts_epochs(state):
+                    state = self._fire(Event.BEFORE_DATALOADER, state)  # the one that finds the epoch exhausted
+                yield self._end_epoch(state, before)
+                return
+            state = self._end_iteration(state, before)
+            yield state
+            if self._is_over(state):
+                return
+            if state.timestamp.iteration != before.iteration:
+                state = self._fire(Event.ITERATION_START, state)
+
+    def _end_epoch(self, state: State, before: Timestamp) -> State:
+        """The events after an epoch; the time has moved on already, from `before`."""
+        state = self._decide_by_training(self._fire(Event.EPOCH_END, state))
+        state = self._evaluate(Event.EPOCH_END, state, before)
+        state = self._fire(Event.EPOCH_CHECKPOINT, state)
+        return self._end_iteration(state, before)
+
+    def _end_iteration(self, state: State, before: Timestamp) -> State:
+        """The events after an iteration, if one is over since `before`. Those of tokens may end within an epoch."""
+        if state.timestamp.iteration == before.iteration:
+            return state
+        state = self._fire(Event.ITERATION_END, state)
+        return self._fire(Event.ITERATION_CHECKPOINT, state)
+
+
+def _begins_iteration(now: Timestamp) -> bool:
+    length = now.run.iteration_length
+    is_at_seam = now.batch_in_epoch == 0 or (length is not None and length.unit is TimeUnit.TOKEN)
+    return is_at_seam and now.epoch_in_iteration == 0 and now.token_in_iteration == 0
+
+
+def _check_exhausted(now: Timestamp) -> None:
+    """Raises where the data end before the epoch does."""
+    if now.batch_in_epoch == 0:
+        raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an iterator used up?")
+    if now.run.batches_per_epoch is not None:
+        raise ValueError(
+            f"the data ended after {now.batch_in_epoch} batches of epoch {now.epoch}, but the state's "
+            f"batches_per_epoch is {now.run.batches_per_epoch}; leave it out, or give the number that comes"
+        )
+
+
+def _check_moved(before: Timestamp, now: Timestamp) -> None:
+    """Raises where the run's length is counted in what the batch has none of: the run would never end."""
+    run = now.run
+    if run.duration is None:
+        return
+    unit = run.duration.unit
+    if unit is TimeUnit.ITERATION and run.iteration_length is not None:
+        unit = run.iteration_length.unit
+    if unit is TimeUnit.TOKEN and now.token == before.token:
+        raise ValueError(
+            f"the run is counted in tokens ({_in_words(run)}), but batch {before.batch} has none: tokens are the "
+            "elements of a batch's 'input_ids'. Name the ids so, or give the duration in samples, batches or epochs"
+        )
+    if unit is TimeUnit.SAMPLE and now.sample == before.sample:
+        raise ValueError(
+            f"the run is counted in samples ({_in_words(run)}), but batch {before.batch} has none; leave empty "
+            "batches out of the data, or give the duration in batches or epochs"
+        )
+
+
+def _in_words(run: RunLength) -> str:
+    in_iterations = run.duration is not None and run.duration.unit is TimeUnit.ITERATION
+    return f"duration {run.duration}" + (f" of {run.iteration_length}" if in_iterations else "")
+
+
+_EXHAUSTED = object()
+
+
+def _batches(data: Any, state: State) -> Iterator[Any]:
+    """The epoch's batches from where the state stands."""
+    now = state.timestamp
+    # A population trains on batches of one order: the first member's.
+    key = state.key.reshape(-1, 2)[0]
+    return watched(epoch_batches(data, key, now.epoch, now.batch_in_epoch), data)
+
+
+def _sent(data: Any, loader: Iterator[Any], state: State) -> Iterator[Any]:
+    """The batches on the state's device, those for a GPU sent ahead."""
+    # What is read from an iterator stays read: where this run ends, the next must find the batch that follows.
+    return prefetch(loader, state.device, size=1 if isinstance(data, Iterator) else 2)
+
+
+def _counts_epochs(state: State) -> bool:
+    duration = state.timestamp.run.duration
+    return duration is None or duration.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION)
+
+
+def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> bool:
+    """Whether an evaluation is due at an event; epochs are counted at their end."""
+    if event is Event.FIT_END:
+        return True
+    if not isinstance(interval, Time):
+        # Asked once for each batch, and where an epoch's end was found only afterwards.
+        return (event is Event.BATCH_END or before.batch == now.batch) and has_passed(interval, before, now)
+    unit = interval.unit
+    if event is Event.EPOCH_END:
+        # Fractions too: in epochs of unknown length they move here alone.
+        is_counted_here = unit in (TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
+    else:
+        is_inside_epoch = before.epoch == now.epoch
+        is_counted_here = unit is not TimeUnit.EPOCH and (unit is not TimeUnit.ITERATION or is_inside_epoch)
+    return is_counted_here and has_passed(interval, before, now)
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as numbers; reading them waits for the device."""
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in metrics.items()}

@@ -1,0 +1,25 @@
+"""Checkpoints: states on disk, whole or not at all, verified when read, and the rules by which a run keeps them."""
+
+from purecompose.run.saving.checkpoint import load, save
+from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError
+from purecompose.run.saving.folder import read_index
+from purecompose.run.saving.index import Index
+from purecompose.run.saving.keeping import Checkpoints, newest
+from purecompose.run.saving.weights import export_onnx, load_weights, save_weights
+
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpoints",
+    "DamagedError",
+    "Index",
+    "MismatchError",
+    "export_onnx",
+    "load",
+    "load_weights",
+    "newest",
+    "read_index",
+    "save",
+    "save_weights",
+]

@@ -1,0 +1,243 @@
+"""`save` and `load`: a state and a folder, there and back to the same bits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose._support.warnings import warn
+from purecompose.core.context import Static
+from purecompose.core.state import State
+from purecompose.run.saving import folder
+from purecompose.run.saving.description import (
+    describe,
+    differences,
+    environment,
+    listed,
+    missing_required,
+    other_modules,
+    overruled_hparams,
+)
+from purecompose.run.saving.errors import CheckpointWarning, DamagedError, MismatchError
+from purecompose.run.saving.index import Index, time_from_plain, time_to_plain
+from purecompose.run.saving.leaves import Spec, filled, leaves_of, mismatches, spec_of, stored
+from purecompose.time.event import Event
+
+
+__all__ = ["Snapshot", "assembled", "check_fits", "load", "read", "restored", "save", "snapshot"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state on its way to the disk: nothing in it changes any more."""
+
+    index: Index
+    tensors: dict[str, Tensor]
+    arrived: torch.cuda.Event | None
+    """When the copies from a GPU are there."""
+
+    def write(self, target: Path) -> None:
+        """Writes it, atomically; may run in a thread of its own.
+
+        Raises:
+            OSError: See `purecompose.run.saving.folder.write`.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tensors = {name: stored(tensor) for name, tensor in self.tensors.items()}
+        folder.write(target, lambda files: _with_files(self.index, files), tensors)
+
+
+def snapshot(
+    state: State,
+    step: Any = None,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    memory: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """What a checkpoint of a state consists of, all on the host or on its way there.
+
+    On the CPU nothing is copied: tensors of a state never change, and what a compiled step would write over is copied
+    out as it is read.
+
+    Raises:
+        TypeError, CheckpointError: See `save`.
+    """
+    leaves = leaves_of(state)
+    specs = {name: str(spec_of(tensor)) for name, tensor in leaves.tensors.items()}
+    index = Index(
+        time=time_to_plain(state.timestamp),
+        description=describe(state, step),
+        environment=environment(state, step),
+        tensors=specs,
+        values=leaves.values,
+        files={},
+        metrics=dict(metrics or {}),
+        memory=dict(memory or {}),
+    )
+    return Snapshot(index, *_fetched(leaves.tensors))
+
+
+def save(state: State, path: Path | str, *, step: Any = None) -> Path:
+    """Writes a state to a folder: `index.json`, which people can read, and `state.safetensors`.
+
+    The folder appears when everything is on the disk, and takes the place of one that was there. Tied tensors are
+    written twice, since states need no ties.
+
+    Args:
+        state: The state, between steps; a population's too.
+        path: The folder.
+        step: The step that trains it: then the index tells algorithms and settings, and `load` compares them.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written to; what was there before is untouched.
+        TypeError: The state holds something that is neither a tensor nor a plain value; the message says where.
+        CheckpointError: The state stands inside a step.
+        ImportError: safetensors is not installed.
+    """
+    snapshot(state, step).write(Path(path))
+    return Path(path)
+
+
+def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
+    """The state in a folder, as `save` wrote it, after comparing every byte with its checksum.
+
+    Nothing in the files is run: they are numbers and JSON.
+
+    Args:
+        path: The folder.
+        like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
+            `step.init(state)`. It gives the structure and the device; its numbers are not read.
+        step: The step that is to go on with it, for comparing settings. Its algorithms act at BEFORE_LOAD, on the
+            template, and at AFTER_LOAD, on the state.
+        strict: Raise where something does not fit. Otherwise what fits is taken over, the rest stays as it is in
+            `like`, and a warning says what it was.
+        is_adaptive: Whether the number of microbatches is found by trying, so that another one is no difference.
+
+    Returns:
+        The state. Its timestamp is the saved one.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        DamagedError: The checkpoint is not whole, or not a checkpoint.
+        MismatchError: The model has modules of other types, or the optimizer or algorithms remember other things; the
+            message says what differs. With or without `strict`: an algorithm that changed the model is missing.
+        CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints.
+
+    Warns:
+        CheckpointWarning: Settings differ (a learning rate, an algorithm without memory, the version of torch): the
+            state is the saved one, and goes on otherwise than it would have.
+    """
+    if not isinstance(like, State):
+        raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")
+    if step is None:
+        return read(path, like, strict=strict, is_adaptive=is_adaptive)
+    like = step.fire(Event.BEFORE_LOAD, like)
+    return step.fire(Event.AFTER_LOAD, read(path, like, step=step, strict=strict, is_adaptive=is_adaptive))
+
+
+def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
+    """`load` without the events around it."""
+    path = Path(path)
+    try:
+        index = folder.read_index(path)
+        check_fits(path, index, like, step, strict=strict, is_adaptive=is_adaptive)
+        return restored(path, index, like)
+    except DamagedError as error:
+        older = _whole_before(path)
+        raise error if older is None else DamagedError(f"{error}; the next older whole one is {older}") from error
+
+
+def _whole_before(path: Path) -> Path | None:
+    """The newest whole checkpoint beside a damaged one, of no later batch if its index can tell."""
+    found, _ = folder.all_in(path.parent)
+    own = next((one.index.batch for one in found if one.path == path), None)
+    for one in found:
+        if one.path != path and (own is None or one.index.batch <= own):
+            if folder.is_whole(one.path, one.index):
+                return one.path
+    return None
+
+
+def restored(path: Path, index: Index, like: State) -> State:
+    """The state of a checkpoint whose index has been compared already.
+
+    Raises:
+        DamagedError: The tensors are not whole.
+    """
+    try:
+        return assembled(index, folder.read_tensors(path, index), like)
+    except DamagedError as error:
+        raise error if str(path) in str(error) else DamagedError(f"{path} cannot be used: {error}") from error
+
+
+def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State:
+    """The state that an index and its tensors describe, in a template that they fit.
+
+    Raises:
+        DamagedError: The tensors are not those of the index.
+    """
+    specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
+    if tensors.keys() != specs.keys():
+        raise DamagedError("the tensors in the file are not those of the index")
+    # What a method froze on the way is a part of what the run has become.
+    frozen, context = frozenset(index.description["frozen"]) & like.params.keys(), like.context
+    context = context if frozen == context.frozen else context.replace(frozen=frozen)
+    static = Static(context, time_from_plain(index.time))
+    return filled(like, static, tensors, specs, index.values)
+
+
+def check_fits(
+    path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, is_adaptive: bool = False
+) -> None:
+    """Compares a checkpoint's index with what is there; see `load`."""
+    now = describe(like, step)
+    told = [*differences(index.description, now), *overruled_hparams(index.description, like)]
+    if is_adaptive:
+        told = [line for line in told if not line.startswith("microbatches:")]
+    specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
+    misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
+    misfits += mismatches(like, specs, index.values)
+    required = missing_required(index.description, now)
+    if required or (misfits and strict):
+        lines = [*required, *told, *misfits]
+        raise MismatchError(listed(f"{path} does not fit this state", lines, _HINT), lines)
+    was = environment(like, step)
+    moved = [
+        f"{name}: {old} then, {was[name]} now" for name, old in index.environment.items() if _differs(was, name, old)
+    ]
+    if told or misfits:
+        warn(listed(f"{path} is taken over with differences", [*told, *misfits]), CheckpointWarning)
+    if moved:
+        warn(listed(f"{path} goes on, perhaps not to the same bits", moved), CheckpointWarning)
+
+
+_HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"
+
+
+def _differs(now: Mapping[str, Any], name: str, old: Any) -> bool:
+    return name in now and now[name] != old and name not in ("purecompose", "optree", "python")
+
+
+def _fetched(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+    """The tensors on the host, or on their way there, and when they arrive."""
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        return dict(tensors), None
+    found = {name: _pinned(tensor) if tensor.is_cuda else tensor for name, tensor in tensors.items()}
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return found, arrived
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _with_files(index: Index, files: dict[str, Any]) -> Index:
+    return Index(**{**vars(index), "files": files})

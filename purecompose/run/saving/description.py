@@ -1,0 +1,210 @@
+"""The static part of a run in words: what a checkpoint says it is of, and how that differs from what is there."""
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+from purecompose._support.version import __version__
+from purecompose.core.state import State
+from purecompose.nn.model import Model
+from purecompose.schedule import Hparam, collect
+
+
+__all__ = [
+    "architecture",
+    "describe",
+    "differences",
+    "environment",
+    "listed",
+    "missing_required",
+    "other_modules",
+    "other_settings",
+    "overruled_hparams",
+]
+
+_EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MOST_LINES = 12
+_ROOT = "(root)"
+_SETTINGS = ("optimizer", "loss", "precision", "input_key", "target_key", "program", "microbatches")
+
+
+def describe(state: State, step: Any = None) -> dict[str, Any]:
+    """The static part of a state, and of the step that trains it, in plain values."""
+    context = state.context
+    loss = context.loss
+    words = {
+        "model": architecture(context.model),
+        "optimizer": _words(context.optimizer),
+        "loss": getattr(loss, "__name__", None) or _words(loss),
+        "precision": context.precision,
+        "input_key": _words(context.input_key),
+        "target_key": _words(context.target_key),
+        "frozen": sorted(context.frozen),
+        "initialised": list(context.initialised),
+        "required": list(context.required),
+        "hparams": {hparam.name: hparam.default for hparam in collect((context.optimizer, _settings(step)), Hparam)},
+    }
+    if step is None:
+        return words
+    return {
+        **words,
+        "program": _EVENT.sub(r"\1", _words(step.program)),
+        "microbatches": _cut(step),
+        "algorithms": {algorithm.name: _words(algorithm) for algorithm in step.algorithms},
+    }
+
+
+def architecture(model: Model) -> list[str]:
+    """The modules of a network, one line each: qualified name, type and settings.
+
+    Example:
+        >>> from torch import nn
+        >>> from purecompose.nn.model import from_module
+        >>> architecture(from_module(nn.Sequential(nn.ReLU(), nn.Dropout(0.1))).model)
+        ['(root): Sequential()', '0: ReLU()', '1: Dropout(p=0.1, inplace=False)']
+    """
+    modules = model.module.named_modules(remove_duplicate=False)
+    return [f"{name or _ROOT}: {_without_addresses(_in_words(module))}" for name, module in modules]
+
+
+def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
+    """Where two networks have modules of other types, one line each; of those inside a listed one nothing is said.
+
+    The same weights mean another function there, whatever their names and shapes.
+
+    Args:
+        saved: One network, as `architecture` describes it.
+        now: The other one.
+        place: Where the first one comes from, such as "the file".
+    """
+    there, here = _by_name(saved), _by_name(now)
+    found: list[str] = []
+    for name in dict.fromkeys([*there, *here]):
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and _type(there.get(name)) != _type(here.get(name)):
+            found.append(name)
+    return [_difference(name, there, here, place) for name in found]
+
+
+def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
+    """Where modules of the same type have other settings, one line each; see `other_modules` for the arguments."""
+    there, here = _by_name(saved), _by_name(now)
+    both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
+    return [_difference(name, there, here, place) for name in both if there[name] != here[name]]
+
+
+def environment(state: State, step: Any = None) -> dict[str, Any]:
+    """What the bits of a run depend on beside the state: versions, device, threads, and how the step is run."""
+    device = state.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    told = {
+        "purecompose": __version__,
+        "torch": torch.__version__,
+        "optree": optree.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    options = getattr(step, "options", None)
+    return told if step is None else {**told, "compiled": str(options.backend) if options is not None else "no"}
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where two descriptions differ, one line for each thing; what only one of them tells is left out."""
+    lines = other_settings(saved["model"], now["model"], "the checkpoint")
+    for name in _SETTINGS:
+        if name in saved and name in now and saved[name] != now[name]:
+            lines.append(f"{name}: {_short(saved[name])} in the checkpoint, {_short(now[name])} here")
+    if "algorithms" in saved and "algorithms" in now:
+        lines += _of_algorithms(saved["algorithms"], now["algorithms"])
+    else:
+        lines += _of_algorithms(dict.fromkeys(saved["initialised"], ""), dict.fromkeys(now["initialised"], ""))
+    return lines
+
+
+def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
+    """Where the template wants another value of a named scalar than the run began with; one line for each."""
+    lines = []
+    for name, value in like.hparams.items():
+        began = saved.get("hparams", {}).get(name)
+        if began is not None and value.ndim == 0 and value != torch.tensor(began, dtype=value.dtype):
+            lines.append(
+                f"hparam {name!r}: {value.item():g} here is not taken over, the checkpoint's value holds: it is a part "
+                "of the state; load it, and replace its hparams"
+            )
+    return lines
+
+
+def missing_required(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The algorithms that must be there to load a checkpoint, and are not."""
+    absent = [name for name in saved.get("required", ()) if name not in now["initialised"]]
+    return [f"{name}: changed the model of the checkpoint" for name in absent]
+
+
+def _by_name(lines: list[str]) -> dict[str, str]:
+    return {name: words for name, _, words in (line.partition(": ") for line in lines)}
+
+
+def _type(words: str | None) -> str | None:
+    return None if words is None else words.partition("(")[0]
+
+
+def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str], place: str) -> str:
+    one, other = (_short(words.get(name, "nothing")) for words in (there, here))
+    return f"model: {name}: {one} in {place}, {other} here"
+
+
+def _in_words(module: nn.Module) -> str:
+    """The type and settings of a module, without its children, on one line."""
+    return f"{type(module).__name__}({' '.join(module.extra_repr().split())})"
+
+
+def listed(text: str, lines: list[str], hint: str = "") -> str:
+    """A message with lines below it, the first dozen of them, and a hint at the end."""
+    shown = [f"\n  {line}" for line in lines[:_MOST_LINES]]
+    more = [f"\n  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return "".join([f"{text}:", *shown, *more, f"\n{hint}" if hint else ""])
+
+
+def _settings(step: Any) -> list[dict[str, Any]]:
+    return [] if step is None else [dict(algorithm.config) for algorithm in step.algorithms]
+
+
+def _cut(step: Any) -> str:
+    size = step.microbatch_size
+    return str(step.microbatches or 1) if size is None else f"of at most {size} examples"
+
+
+def _of_algorithms(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    lines = [
+        f"algorithm {told or name}: in the checkpoint, not here" for name, told in saved.items() if name not in now
+    ]
+    lines += [
+        f"algorithm {told or name}: here, not in the checkpoint" for name, told in now.items() if name not in saved
+    ]
+    both = [name for name in saved if name in now and saved[name] != now[name]]
+    lines += [f"algorithm {name}: {saved[name]} in the checkpoint, {now[name]} here" for name in both]
+    if not lines and list(saved) != list(now):
+        lines.append(f"order of algorithms: {', '.join(saved)} in the checkpoint, {', '.join(now)} here")
+    return lines
+
+
+def _words(thing: Any) -> str:
+    return _without_addresses(repr(thing))
+
+
+def _without_addresses(text: str) -> str:
+    """Text without addresses in memory, which differ from process to process."""
+    return _ADDRESS.sub("", text)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,347 @@
+"""Checkpoints on disk: a folder each, written whole or not at all, and verified when read.
+
+Everything is written into a hidden folder beside the target, forced onto the disk, and renamed. Who is killed on the
+way leaves a hidden folder that nobody takes for a checkpoint, and that the next one to write there clears away.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from purecompose._support.files import opened, read_whole
+from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.run.saving.index import Index, from_json, to_json
+from purecompose.run.saving.process import is_alive, token
+from purecompose.time import Timestamp
+
+
+__all__ = [
+    "CHECKPOINTS",
+    "Found",
+    "all_in",
+    "check_tensors",
+    "clear",
+    "digest",
+    "is_whole",
+    "library",
+    "name_at",
+    "put_aside",
+    "read_index",
+    "read_tensors",
+    "remove",
+    "replaced",
+    "save_tensors",
+    "write",
+    "written",
+]
+
+CHECKPOINTS = "checkpoints"
+"""The folder of them in a run's folder."""
+
+_INDEX, _TENSORS = "index.json", "state.safetensors"
+_MOST_INDEX = 2**26
+"""The largest index that is read, in bytes; a tensor takes some 100."""
+_WRITING, _OLD = ".writing", ".old"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder of checkpoints."""
+
+    path: Path
+    index: Index
+
+
+def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: Mapping[str, Tensor]) -> None:
+    """Writes a checkpoint; one that stands there is replaced when the new one is whole.
+
+    Args:
+        target: Its folder.
+        make_index: Gives the index, from the files' lengths and checksums.
+        tensors: By name: on the CPU, contiguous.
+
+    Raises:
+        OSError: The disk is full, the folder cannot be written to, ...; what was there before is untouched.
+        ImportError: safetensors is not installed.
+    """
+    with replaced(target) as folder:
+        # Tied tensors are whole twice: the file format has no ties, and a state needs none.
+        owned = {name: tensor.clone() if _is_part(tensor) else tensor for name, tensor in _unshared(tensors).items()}
+        save_tensors(owned, folder / _TENSORS, {"format": "pt"})
+        (folder / _INDEX).write_text(to_json(make_index({_TENSORS: digest(folder / _TENSORS)})), encoding="utf-8")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: The disk is full, ...; safetensors itself raises an error of its own with the number in its text.
+        ImportError: safetensors is not installed.
+    """
+    package = library()
+    try:
+        package.torch.save_file(dict(tensors), file, dict(metadata))
+    except package.SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+
+
+@contextlib.contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the target's place at the end of the scope; an error leaves no trace.
+
+    Raises:
+        FileExistsError: Something that is no checkpoint stands there.
+    """
+    _check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new, old = _hidden(target, _WRITING), _hidden(target, _OLD)
+    new.mkdir()
+    try:
+        yield new
+        for file in new.iterdir():
+            _sync(file)
+        _sync(new)
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    _delete(old)
+
+
+@contextlib.contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """A file to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = _hidden(target, _WRITING)
+    try:
+        yield new
+        _sync(new)
+        new.replace(target)
+        _sync(target.parent)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def read_index(path: Path) -> Index:
+    """The index of the checkpoint in a folder.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        DamagedError: It holds no index, or a damaged one.
+        CheckpointError: A later version of the library wrote it, or it is a folder of checkpoints, or a run's.
+    """
+    if not path.exists():
+        with contextlib.suppress(OSError):  # its writer may have died between two renamings
+            clear(path.parent)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file; a checkpoint is a folder. load_weights reads weights from a file of safetensors"
+        )
+    try:
+        text = read_whole(path / _INDEX, _MOST_INDEX)
+    except OSError as error:
+        if found := all_in(path)[0] or all_in(path / CHECKPOINTS)[0]:
+            num = f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
+            raise CheckpointError(
+                f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}, as "
+                "purecompose.saving.newest tells"
+            ) from error
+        raise DamagedError(f"{path} is no whole checkpoint: {_INDEX} cannot be read ({_reason(error)})") from error
+    try:
+        return from_json(text)
+    except CheckpointError as error:
+        raise type(error)(f"{path} cannot be used: {error}") from error.__cause__
+
+
+def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, after comparing the file with the index.
+
+    Raises:
+        DamagedError: The file is missing, cut off or changed.
+        ImportError: safetensors is not installed.
+    """
+    package, file = library(), path / _TENSORS
+    check_tensors(path, index)
+    try:
+        return package.torch.load_file(file)
+    except (package.SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{file} cannot be read: {error}") from error
+
+
+def check_tensors(path: Path, index: Index) -> None:
+    """Compares the file of a checkpoint's tensors with its index.
+
+    Raises:
+        DamagedError: The file is missing, cut off or changed.
+    """
+    file, told = path / _TENSORS, index.files.get(_TENSORS, {})
+    try:
+        with opened(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != told.get("bytes"):  # compared before the content is read
+                raise DamagedError(f"{file} has {size} bytes, its index says {told.get('bytes')}: it is not whole")
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DamagedError(f"{path} is no whole checkpoint: {_TENSORS} cannot be read ({_reason(error)})") from error
+    if found != told.get("sha256"):
+        raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
+
+
+def is_whole(path: Path, index: Index) -> bool:
+    """Return whether the file of a checkpoint's tensors is as its index describes it."""
+    try:
+        check_tensors(path, index)
+    except DamagedError:
+        return False
+    return True
+
+
+def name_at(now: Timestamp) -> str:
+    """What a run calls its checkpoint of a point in time, such as `ep0003-ba00000120`."""
+    return f"ep{now.epoch:04d}-ba{now.batch:08d}"
+
+
+def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
+    """A run's checkpoints in a folder, the newest first, and what is wrong with the others.
+
+    Only names as `name_at` makes them count, so that others in the folder are nobody's to delete. Tensors are not
+    looked at.
+    """
+    found: list[Found] = []
+    damaged: dict[Path, CheckpointError] = {}
+    for path in sorted(folder.iterdir() if folder.is_dir() else ()):
+        if _NAME.fullmatch(path.name) and path.is_dir():
+            try:
+                found.append(Found(path, read_index(path)))
+            except CheckpointError as error:
+                damaged[path] = error
+    return sorted(found, key=lambda one: (one.index.batch, one.path.name), reverse=True), damaged
+
+
+def clear(folder: Path) -> None:
+    """Clears away what processes left that are no more; what they were about to replace comes back."""
+    for path in sorted(folder.glob(".*")):
+        left = _HIDDEN.fullmatch(path.name)
+        if left is None or is_alive(int(left["pid"]), left["token"]):
+            continue
+        target = path.with_name(left["name"])
+        if left["kind"] == _OLD and not os.path.lexists(target):
+            path.rename(target)
+        else:
+            _delete(path)
+
+
+def put_aside(path: Path) -> None:
+    """Takes a damaged checkpoint out of the run's sequence; its content stays."""
+    with contextlib.suppress(OSError):
+        path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint; out of sight first, so that nobody finds half of one.
+
+    One that holds a file of somebody else's stays, for that would be lost.
+    """
+    if not _is_ours_alone(path):
+        return
+    hidden = _hidden(path, _WRITING)
+    path.rename(hidden)
+    _delete(hidden)
+
+
+def digest(file: Path) -> dict[str, Any]:
+    """A file's length in bytes, and its sha256."""
+    with file.open("rb") as opened:
+        return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def library() -> Any:
+    """The package that knows the file format.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors; install it with `pip install 'purecompose[run]'`") from error
+    return safetensors
+
+
+_NAME = re.compile(r"ep\d{4,}-ba\d{8,}")
+_HIDDEN = re.compile(
+    r"\.(?P<name>.+)\.(?P<pid>\d+)-((?P<token>[0-9a-f]{8})-)?[0-9a-f]{8}(?P<kind>\.writing|\.old)", re.DOTALL
+)
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    """A name beside a target that says whose it is and for what; nobody else takes it."""
+    return target.with_name(f".{target.name}.{os.getpid()}-{token()}-{secrets.token_hex(4)}{kind}")
+
+
+def _delete(path: Path) -> None:
+    """Deletes a folder, a file, or a link to one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raises where something stands that is no checkpoint: it would be lost."""
+    if os.path.lexists(target) and not _is_ours_alone(target):
+        raise FileExistsError(f"{target} is no checkpoint, and would be lost: choose another name")
+
+
+def _is_ours_alone(path: Path) -> bool:
+    """Whether this is a checkpoint's folder, with nothing else in it."""
+    return path.is_dir() and {file.name for file in path.iterdir()} <= {_INDEX, _TENSORS}
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if place in seen and tensor.numel() else tensor
+        seen.add(place)
+    return result
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Whether a tensor is part of a larger one."""
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def _sync(path: Path) -> None:
+    """Forces a file, or a folder's list of names, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

@@ -1,0 +1,152 @@
+"""The index of a checkpoint: all that is no tensor, as JSON that people can read.
+
+It holds a checksum of itself and of the file with the tensors, so that a flipped bit anywhere is found.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from purecompose._support.files import is_nested_deeper
+from purecompose.run.saving.errors import CheckpointError, DamagedError
+from purecompose.time import RunLength, Time, Timestamp
+
+
+__all__ = ["FORMAT", "VERSION", "Index", "from_json", "time_from_plain", "time_to_plain", "to_json"]
+
+FORMAT, VERSION = "purecompose checkpoint", 1
+_MOST_NESTED = 64
+_COUNTERS = tuple(field.name for field in dataclasses.fields(Timestamp) if field.name != "run")
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint says of itself, in plain values."""
+
+    time: dict[str, Any]
+    """The counters, and the run's length; see `time_to_plain`."""
+    description: dict[str, Any]
+    """The static part in words, for comparing; see `purecompose.run.saving.description`."""
+    environment: dict[str, Any]
+    """Versions, and what else the bits of a run depend on."""
+    tensors: dict[str, Any]
+    """The form of each tensor in the file: dtype, shape and, where it is not contiguous, strides."""
+    values: dict[str, Any]
+    """The leaves that are no tensors: numbers, strings, `None`."""
+    files: dict[str, Any]
+    """For each file its length in bytes and its sha256."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The last evaluation's."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What the loop around the step has found out, such as the number of microbatches that fit."""
+
+    @property
+    def batch(self) -> int:
+        """The number of batches that the state has been trained on."""
+        return self.time["batch"]
+
+
+def to_json(index: Index) -> str:
+    """The index with its checksum."""
+    content = {"format": FORMAT, "version": VERSION, **{name: _plain(value) for name, value in vars(index).items()}}
+    return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False) + "\n"
+
+
+def from_json(text: bytes) -> Index:
+    """An index from its file's content.
+
+    Raises:
+        DamagedError: It is no index of a checkpoint, or has been changed since it was written.
+        CheckpointError: A later version of the library wrote it.
+    """
+    try:
+        content = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"its index is no JSON: {error}") from error
+    if is_nested_deeper(content, _MOST_NESTED):
+        raise DamagedError(f"its index is nested more than {_MOST_NESTED} levels deep, which no index is")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedError("its index is somebody else's: it does not say that it is a checkpoint of purecompose")
+    if isinstance(content.get("version"), int) and content["version"] > VERSION:
+        raise CheckpointError(f"its format is version {content['version']}, and this purecompose reads {VERSION}")
+    told = content.pop("sha256", None)
+    if told != _checksum(content):
+        raise DamagedError("its index has been changed since it was written (the checksum does not fit)")
+    fields = {field.name: _restored(content.get(field.name)) for field in dataclasses.fields(Index)}
+    _check_parts(fields)
+    return Index(**fields)
+
+
+def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
+    """A timestamp as plain values."""
+    run = timestamp.run
+    counters = {name: getattr(timestamp, name) for name in _COUNTERS}
+    return {
+        **counters,
+        "duration": None if run.duration is None else str(run.duration),
+        "batches_per_epoch": run.batches_per_epoch,
+        "iteration_length": None if run.iteration_length is None else str(run.iteration_length),
+    }
+
+
+def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
+    """The inverse of `time_to_plain`.
+
+    Raises:
+        DamagedError: Something in it is no time.
+    """
+    try:
+        duration, iteration = plain["duration"], plain["iteration_length"]
+        run = RunLength(
+            None if duration is None else Time.of(duration),
+            plain["batches_per_epoch"],
+            None if iteration is None else Time.of(iteration),
+        )
+        return Timestamp(**{name: plain[name] for name in _COUNTERS}, run=run)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"the time in its index is none: {error}") from error
+
+
+def _check_parts(fields: Mapping[str, Any]) -> None:
+    """Raises where an index was written by hand: nothing after this has to doubt what it reads.
+
+    The forms of tensors are read when they are needed.
+    """
+    for name, value in fields.items():
+        if not isinstance(value, dict):
+            raise DamagedError(f"its index has no {name}")
+    time_from_plain(fields["time"])
+    description = fields["description"]
+    texts = [*[description.get(name) for name in ("model", "initialised", "frozen")], description.get("required", [])]
+    if not all(isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in texts):
+        raise DamagedError("its index does not describe a model")
+    names = [description.get("algorithms", {}), fields["tensors"]]
+    if not all(isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()) for texts in names):
+        raise DamagedError("its index does not describe algorithms and tensors")
+    if not all(isinstance(told, dict) for told in fields["files"].values()):
+        raise DamagedError("its index does not describe files")
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can say it: numbers that are not finite, which it has no words for, as `{"float": "nan"}`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(member) for name, member in value.items()}
+    return [_plain(member) for member in value] if isinstance(value, (list, tuple)) else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        is_number = value.keys() == {"float"} and isinstance(value["float"], str)
+        return float(value["float"]) if is_number else {name: _restored(member) for name, member in value.items()}
+    return [_restored(member) for member in value] if isinstance(value, list) else value

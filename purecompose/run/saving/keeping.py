@@ -1,0 +1,412 @@
+"""Checkpoints of a run: when they are written, how many are kept, and how a run goes on from them."""
+
+import contextlib
+import errno
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from purecompose._support.checks import check_flag, check_whole
+from purecompose._support.warnings import warn
+from purecompose.core.state import State
+from purecompose.losses.metrics import is_lower_better
+from purecompose.run.saving import folder as disk
+from purecompose.run.saving.checkpoint import Snapshot, check_fits, read, restored, snapshot
+from purecompose.run.saving.errors import CheckpointWarning, DamagedError
+from purecompose.run.saving.index import Index
+from purecompose.run.saving.leaves import leaves_of
+from purecompose.time import Time, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.intervals import Interval, checked_interval, has_passed
+
+
+__all__ = ["Checkpoints", "Keeper", "Resumed", "newest", "resumed_from", "resumed_from_newest", "surplus"]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a run keeps its checkpoints, how often and how many.
+
+    Where the disk is full at the end of a run, its last checkpoint takes the place of older ones that `keep` does not
+    require beside it; one whole checkpoint always stays. If that is not enough, writing is tried again for a minute.
+
+    Args:
+        folder: The folder that holds them, one folder each; a run's own.
+        every: How often: after so many epochs, batches, samples, tokens or seconds, or every fraction of the run;
+            or a function `Timestamp -> bool` that says whether one is due. There is always one at the end, and one
+            where a signal ends the run.
+        keep: How many of the newest stay; `None` for all.
+        best: A metric of an evaluator, such as `"eval/accuracy"`: whenever it is better than ever there is a
+            checkpoint, whatever `every` says, and the best one stays.
+        mode: "min" or "max", what best means; by default lower for losses, errors and perplexities, else higher.
+        background: Write in a thread, so that a step waits for no more than a copy of the state. A checkpoint that
+            comes while two are still to be written takes the second one's place.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+    """
+
+    folder: Path | str
+    every: Interval | str = "1ep"
+    keep: int | None = 3
+    best: str | None = None
+    mode: str | None = None
+    background: bool = True
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "folder", Path(self.folder))
+        set_field(self, "every", checked_interval(self.every, "Checkpoints: every", seconds=True, functions=True))
+        if self.keep is not None:
+            check_whole(self.keep, "Checkpoints: keep", 1)
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"Checkpoints: mode={self.mode!r}: expected 'min' or 'max'")
+        if self.best is not None and self.mode is None:
+            set_field(self, "mode", "min" if is_lower_better(self.best) else "max")
+        check_flag(self.background, "Checkpoints: background")
+
+
+def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
+    """The checkpoints that need not stay.
+
+    Args:
+        found: Those there are, the newest first.
+        settings: How many stay, and by which metric.
+    """
+    if settings.keep is None:
+        return []
+    rest = found[settings.keep :]
+    rated = [(rating, one) for one in found if (rating := _rating(one.index.metrics, settings)) is not None]
+    # Of equal ones the earliest: it was there first, and stays in its place.
+    _, best = max(reversed(rated), key=lambda pair: pair[0], default=(None, None))
+    return [one for one in rest if one is not best]
+
+
+def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
+    """The metric that decides, the larger the better; `None` where it was not measured."""
+    value = metrics.get(settings.best) if settings.best is not None else None
+    if not isinstance(value, (int, float)) or value != value:
+        return None
+    return -value if settings.mode == "min" else value
+
+
+def newest(folder: Path | str) -> Path | None:
+    """The newest checkpoint in a folder, by its index; `None` where there is none."""
+    found, _ = disk.all_in(Path(folder))
+    return found[0].path if found else None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    state: State
+    index: Index
+    path: Path
+
+
+def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
+    """What a run goes on from, by a checkpoint's folder; BEFORE_LOAD fires on the template, for which see `load`.
+
+    Args:
+        path: The checkpoint.
+        like: The template.
+        step: What is to train it.
+        is_adaptive: Whether the run takes over a number of microbatches that was found by trying.
+
+    Raises:
+        FileNotFoundError, DamagedError, MismatchError, CheckpointError: See `load`.
+    """
+    state = read(path, step.fire(Event.BEFORE_LOAD, like), step=step, is_adaptive=is_adaptive)
+    return Resumed(state, disk.read_index(Path(path)), Path(path))
+
+
+def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
+    """What a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
+
+    Damaged ones are put aside, under names that say so: the run will write those batches anew. For the arguments see
+    `resumed_from`.
+
+    Raises:
+        MismatchError: It is of another model, optimizer or set of algorithms.
+        DamagedError: There are none but damaged ones.
+        CheckpointError: A later version of the library wrote one of them.
+    """
+    with contextlib.suppress(OSError):  # a folder that can be read is enough
+        disk.clear(Path(folder))
+    found, damaged = disk.all_in(Path(folder))
+    for error in damaged.values():
+        if not isinstance(error, DamagedError):
+            raise error  # not damaged, but none that this version can judge
+    like = step.fire(Event.BEFORE_LOAD, like) if found else like
+    for one in found:
+        try:
+            check_fits(one.path, one.index, like, step, is_adaptive=is_adaptive)
+            resumed = Resumed(restored(one.path, one.index, like), one.index, one.path)
+        except DamagedError as error:
+            damaged[one.path] = error
+            continue
+        if damaged:
+            warn(f"{_joined(damaged.values())}; put aside, and going on from {one.path}", CheckpointWarning)
+        for path in damaged:
+            disk.put_aside(path)
+        return resumed
+    if damaged:
+        raise DamagedError(f"no whole checkpoint is left in {folder}: {_joined(damaged.values())}")
+    return None
+
+
+class Keeper:
+    """Keeps a run's checkpoints; one for each call of `fit`.
+
+    Attributes:
+        settings: When and how many.
+        folder: Where, wherever the process goes meanwhile.
+        written: The newest one that this run has written, and its time.
+    """
+
+    def __init__(self, settings: Checkpoints) -> None:
+        self.settings = settings
+        self.written: tuple[Path, Timestamp] | None = None
+        self.folder = Path(settings.folder).absolute()
+        self._pool = ThreadPoolExecutor(1, "checkpoints") if settings.background else None
+        self._waiting: _Waiting | None = None
+        self._has_passed_over = False
+        self._problems: list[str] = []
+        self._failure: Exception | None = None
+        self._failures: Counter[str] = Counter()
+        self._deadline: float | None = None
+        self._written_at: float = time.monotonic()
+        self._last: tuple[Timestamp, Any] | None = None
+        self._best: float | None = None
+
+    def begin(self, state: State, *, from_here: Resumed | None = None) -> None:
+        """Finds out before the run whether it can be saved, and whether another run's checkpoints are there.
+
+        Args:
+            state: Where the run starts.
+            from_here: The checkpoint in this folder that it goes on from, if it does.
+
+        Raises:
+            TypeError: The state holds what no checkpoint can.
+            ImportError: safetensors is not installed.
+            FileExistsError: The folder holds a later run's checkpoints.
+        """
+        leaves_of(state)
+        disk.library()
+        found, _ = disk.all_in(self.folder)
+        later = [one for one in found if one.index.batch > state.timestamp.batch]
+        if later and from_here is None:
+            raise FileExistsError(
+                f"{self.folder} holds checkpoints of a run that has come further ({later[0].path.name}): go on from "
+                "there with resume='auto', or give this run a folder of its own"
+            )
+        self._best = self._best_of(found)
+        if from_here is not None and from_here.state.timestamp == state.timestamp:
+            self._last = state.timestamp, from_here.index.metrics  # it is there, and what was measured of it with it
+        try:
+            disk.clear(self.folder)
+        except OSError as error:
+            self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
+
+    def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
+        """Whether it is time for one, after what happened between two times, or worth one, by what was measured."""
+        if self._is_best(metrics):
+            return True
+        every = self.settings.every
+        assert not isinstance(every, str)
+        if isinstance(every, Time) and every.unit is TimeUnit.SECOND:
+            return time.monotonic() - self._written_at >= every.value
+        return has_passed(every, before, now)
+
+    def keep(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
+        """Writes a checkpoint, or lets it be written; what goes wrong on the disk is a warning.
+
+        Args:
+            state: The state.
+            step: What trains it.
+            metrics: What has been measured of this state.
+            memory: What the run knows beside it.
+        """
+        self._tell()
+        now, is_best = state.timestamp, self._is_best(metrics)
+        if self._last == (now, metrics):
+            return
+        self._last, self._written_at = (now, metrics), time.monotonic()
+        self._best = _rating(metrics, self.settings) if is_best else self._best
+        target = self.folder / disk.name_at(now)
+        try:
+            taken = snapshot(state, step, metrics=metrics, memory=memory)
+        except TypeError as error:  # a method has put something into the metrics
+            self._failed(target, error)
+        else:
+            self._hand_over(_Task(taken, target, now), is_best)
+        self._tell()
+
+    def keep_last(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
+        """Write the last checkpoint of a run, and wait for it; see `Checkpoints` for what happens on a full disk.
+
+        Args: see `keep`.
+        """
+        while True:
+            self.keep(state, step, metrics, memory)
+            self.settle()
+            if not _is_disk_full(self._failure):
+                return
+            # Where only new metrics are missing from it, nobody has to wait.
+            may_wait = self.written is None or self.written[1] != state.timestamp
+            if not self._make_room(state.timestamp) and not (may_wait and self._wait_for_room()):
+                return
+
+    def report_missing(self, now: Timestamp) -> None:
+        """Warn if the state that a run ends with is in no checkpoint."""
+        if self._failure is not None and (self.written is None or self.written[1] != now):
+            warn(
+                f"the last state of the run is in no checkpoint: {self.folder / disk.name_at(now)} could not be "
+                f"written ({_cause(self._failure)}). fit returns the state; save it with purecompose.save(state, path)",
+                CheckpointWarning,
+            )
+
+    def settle(self) -> None:
+        """Waits until everything so far is written."""
+        if self._waiting is not None:
+            wait([self._waiting.future])  # the thread takes them in their order
+        self._tell()
+
+    def close(self) -> None:
+        """Waits until everything is written, and ends the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        repeated = {cause: num for cause, num in self._failures.items() if num > 1}
+        self._problems += [f"{num} attempts to write a checkpoint failed: {cause}" for cause, num in repeated.items()]
+        self._failures.clear()
+        self._tell()
+
+    def _hand_over(self, task: "_Task", is_best: bool) -> None:
+        if self._pool is None:
+            self._write(task)
+        else:
+            self._enqueue(task, is_best)
+
+    def _enqueue(self, task: "_Task", is_best: bool) -> None:
+        assert self._pool is not None
+        if self._waiting is not None and not self._waiting.is_best and self._waiting.future.cancel():
+            if not self._has_passed_over and self._waiting.batch != task.now.batch:
+                self._problems.append(
+                    f"the checkpoint of batch {self._waiting.batch} was passed over, as others may be: writing takes "
+                    f"longer than the time between checkpoints ({self.settings.every})"
+                )
+            self._has_passed_over |= self._waiting.batch != task.now.batch
+        self._waiting = _Waiting(self._pool.submit(self._write, task), task.now.batch, is_best)
+
+    def _write(self, task: "_Task") -> None:
+        """Perhaps in the writing thread; whatever goes wrong is no reason to lose the run."""
+        try:
+            task.taken.write(task.target)
+        except Exception as error:
+            self._failed(task.target, error)
+            return
+        self.written, self._failure = (task.target, task.now), None
+        try:
+            found, _ = disk.all_in(self.folder)
+            for one in surplus(found, self.settings):
+                if one.path != task.target:
+                    disk.remove(one.path)
+        except Exception as error:
+            self._problems.append(f"{self.folder}: older checkpoints could not be removed: {_words(error)}")
+
+    def _failed(self, target: Path, error: Exception) -> None:
+        cause = _cause(error)
+        self._failure = error
+        self._failures[cause] += 1
+        if self._failures[cause] == 1:  # `close` reports how often it came again
+            self._problems.append(f"{target} was not written, and training goes on without it: {_words(error)}")
+        self._last = None  # the same state may be tried again
+        with contextlib.suppress(OSError):
+            self._best = self._best_of(disk.all_in(self.folder)[0])  # what was not written is not the best one
+
+    def _make_room(self, now: Timestamp) -> bool:
+        """Remove the oldest checkpoint that the one of this time makes superfluous; return whether there was one."""
+        with contextlib.suppress(OSError):
+            found = disk.all_in(self.folder)[0]
+            older = [one for one in found if one.index.batch < now.batch]
+            for one in reversed(_beside_a_newer_one(older, self.settings)):
+                rest = [other for other in found if other is not one]
+                if any(disk.is_whole(other.path, other.index) for other in rest):
+                    disk.remove(one.path)
+                    return not one.path.exists()
+        return False
+
+    def _wait_for_room(self) -> bool:
+        """Wait for somebody to free space; return whether to try again."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _WAITING_TIME
+            text = f"{self.folder}: the disk is full. Trying to write the last checkpoint for {_WAITING_TIME:g} s"
+            warn(f"{text}; free some space", CheckpointWarning)
+        if time.monotonic() >= self._deadline:
+            return False
+        time.sleep(_PAUSE)
+        return True
+
+    def _best_of(self, found: Iterable[disk.Found]) -> float | None:
+        ratings = [_rating(one.index.metrics, self.settings) for one in found]
+        return max((rating for rating in ratings if rating is not None), default=None)
+
+    def _is_best(self, metrics: Mapping[str, Any]) -> bool:
+        rating = _rating(metrics, self.settings)
+        return rating is not None and (self._best is None or rating > self._best)
+
+    def _tell(self) -> None:
+        """Warns of what went wrong since the last time; in the thread of the run, where warnings are filtered."""
+        problems, self._problems = self._problems, []
+        for problem in problems:
+            warn(problem, CheckpointWarning)
+
+
+class _Task(NamedTuple):
+    """A checkpoint to be written."""
+
+    taken: Snapshot
+    target: Path
+    now: Timestamp
+
+
+class _Waiting(NamedTuple):
+    """A checkpoint that the writing thread has not come to."""
+
+    future: Future[None]
+    batch: int
+    is_best: bool
+
+
+_WAITING_TIME, _PAUSE = 60.0, 2.0
+"""How long, in seconds, the last checkpoint waits for room on the disk, and how often it is tried again."""
+
+
+def _beside_a_newer_one(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
+    """The checkpoints that need not stay when a newer one is there."""
+    if not found:
+        return []
+    newer = disk.Found(found[0].path, replace(found[0].index, metrics={}))
+    return surplus([newer, *found], settings)
+
+
+def _is_disk_full(error: Exception | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, without the name of the file, so that it reads the same for each checkpoint."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _joined(problems: Iterable[object]) -> str:
+    return "; ".join(map(str, problems))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,182 @@
+"""A state as named tensors and values, and back into a template."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose.core.context import SealedTime, Static
+from purecompose.core.state import State
+from purecompose.run.saving.errors import CheckpointError, DamagedError
+
+
+__all__ = ["Leaves", "Spec", "filled", "leaves_of", "mismatches", "spec_of", "stored"]
+
+_VALUES = (bool, int, float, str, type(None))
+
+
+class Leaves(NamedTuple):
+    """A state's leaves by key path, such as `params['0.weight']`."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    """Numbers, strings and `None`."""
+
+
+def leaves_of(state: State) -> Leaves:
+    """The leaves of a state between steps.
+
+    Raises:
+        TypeError: Something in it is neither a tensor nor a plain value.
+        CheckpointError: The state stands inside a step.
+    """
+    if isinstance(state.static.timestamp, SealedTime):
+        raise CheckpointError("the state stands inside a step: save what the step returns")
+    found = {path.removeprefix("."): leaf for path, leaf in tree.leaves_with_paths(_lasting(state)).items()}
+    # Metrics by their names: no template knows which ones a run has.
+    found |= {f"{_METRICS}{name}": value for name, value in state.metrics.items()}
+    tensors, values = {}, {}
+    for name, leaf in found.items():
+        if isinstance(leaf, Tensor):
+            tensors[name] = leaf.detach()
+        elif isinstance(leaf, _VALUES):
+            values[name] = leaf
+        else:
+            raise TypeError(
+                f"state.{name} holds {type(leaf).__name__}, which no checkpoint can: keep tensors and plain numbers "
+                "in slots, or register the class as a node of the tree (purecompose.tree.register_node)"
+            )
+    return Leaves(tensors, values)
+
+
+_LISTS = ("shape", "stride")
+_SPEC = re.compile(r"(?P<dtype>\w+)\[(?P<shape>(\d+(, \d+)*)?)\]( by \[(?P<stride>(\d+(, \d+)*)?)\])?")
+
+
+class Spec(NamedTuple):
+    """The form of a saved tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    """`None` for the usual one."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" + ("" if self.stride is None else f" by {list(self.stride)}")
+
+    @staticmethod
+    def of_text(text: str) -> "Spec":
+        """The inverse of `str`.
+
+        Raises:
+            DamagedError: It is no spec.
+
+        Example:
+            >>> Spec.of_text("float32[2, 3] by [1, 2]")
+            Spec(dtype='float32', shape=(2, 3), stride=(1, 2))
+        """
+        found = _SPEC.fullmatch(text) if isinstance(text, str) else None
+        if found is None or not isinstance(getattr(torch, found["dtype"], None), torch.dtype):
+            raise DamagedError(f"its index describes a tensor as {text!r}")
+        numbers = {name: tuple(map(int, (found[name] or "").split(", "))) if found[name] else () for name in _LISTS}
+        return Spec(found["dtype"], numbers["shape"], None if found["stride"] is None else numbers["stride"])
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """The form in which a tensor comes back: dense, in the order of dimensions that it has in memory."""
+    stride = torch.empty_like(tensor, device="meta").stride()
+    is_usual = stride == torch.empty(tensor.shape, device="meta").stride()
+    return Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), None if is_usual else tuple(stride))
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The tensor as the file takes it: on the CPU, contiguous, with memory of its own, complex ones as pairs.
+
+    Raises:
+        TypeError: A layout that the file has no form for.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"a checkpoint holds dense tensors, got {tensor.layout}")
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+
+
+def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, Any]) -> list[str]:
+    """Where saved leaves do not fit a template, one line each."""
+    wanted, found = leaves_of(_lasting(like)), {*tensors, *values}
+    lines = []
+    for name, tensor in wanted.tensors.items():
+        if _is_runs_own(name) and name not in found:
+            continue
+        spec, ours = tensors.get(name), spec_of(tensor)
+        if name not in found:
+            lines.append(f"state.{name}: {ours} here, not in the checkpoint")
+        elif spec is None or not _fits(name, spec, ours):
+            saved = "a plain value" if spec is None else spec
+            lines.append(f"state.{name}: {saved} in the checkpoint, {ours} here")
+    for name in wanted.values:
+        if name not in values:
+            lines.append(f"state.{name}: a plain value here, {'a tensor' if name in tensors else 'nothing'} there")
+    known = {*wanted.tensors, *wanted.values}
+    unknown = [name for name in (*tensors, *values) if name not in known]
+    unknown = [name for name in unknown if not _is_metric(name) and not _is_runs_own(name)]
+    return lines + [f"state.{name}: in the checkpoint, not here" for name in unknown]
+
+
+def filled(
+    like: State, static: Static, tensors: Mapping[str, Tensor], specs: Mapping[str, Spec], values: Mapping[str, Any]
+) -> State:
+    """A state of the template's structure and devices with the saved leaves; those that do not fit stay its own."""
+    # In the order in which they were: the file has another, and it is part of a tree's structure.
+    found = {name: _restored(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
+    found |= {name: value for name, value in values.items() if _is_metric(name)}
+    metrics = {name.removeprefix(_METRICS): value for name, value in found.items()}
+    template = _lasting(like)
+    leaves, treespec = tree.flatten(template)
+    new = []
+    for path, leaf in zip(tree.leaves_with_paths(template), leaves, strict=True):
+        name = path.removeprefix(".")
+        if isinstance(leaf, Tensor):
+            spec, ours = specs.get(name), spec_of(leaf)
+            fits = spec is not None and _fits(name, spec, ours)
+            new.append(_restored(tensors[name], spec, leaf.device) if fits and spec is not None else leaf)
+        else:
+            new.append(values.get(name, leaf))
+    return tree.unflatten(treespec, new).replace(static=static, metrics=metrics)
+
+
+_PASSING = ("batch", "outputs", "grads", "clock", "first_example", "regrad")
+_METRICS = "metrics/"
+
+
+def _is_runs_own(name: str) -> bool:
+    """Whether a leaf belongs to no algorithm but to a reason to stop, which may come or go where a run goes on."""
+    return name.startswith("slots['.")
+
+
+def _is_metric(name: str) -> bool:
+    return name.startswith(_METRICS)
+
+
+def _fits(name: str, saved: Spec, ours: Spec) -> bool:
+    # A new state's loss has the dtype of the weights, which is not always that of the network's own.
+    return saved.shape == ours.shape and (saved.dtype == ours.dtype or name == "loss")
+
+
+def _lasting(state: State) -> State:
+    """Without what ends with the step, and without metrics."""
+    passing = {name: None for name in _PASSING if getattr(state, name) is not None}
+    return state.replace(metrics={}, **passing)
+
+
+def _restored(saved: Tensor, spec: Spec, device: torch.device) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    value = torch.view_as_complex(saved) if dtype.is_complex else saved
+    if value.dtype != dtype or tuple(value.shape) != spec.shape:
+        raise DamagedError(f"a tensor is {tree.describe(value)} in the file and {spec} in the index")
+    if spec.stride is None:
+        return value.to(device)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device).copy_(value)

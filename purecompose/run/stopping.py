@@ -1,0 +1,219 @@
+"""Reasons to stop a run before its end, by metrics. They are asked after each evaluation and, where the metric is one
+that the step's algorithms report ("train/accuracy", "gradient_norm"), after each epoch.
+
+What a reason remembers lies in the state, as an algorithm's memory does, so a run that goes on from a checkpoint stops
+where the uninterrupted one would have.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from purecompose._support.checks import check_number
+from purecompose.core.state import State
+from purecompose.losses.metrics import is_lower_better
+from purecompose.time import Time, Timestamp, TimeUnit
+from purecompose.time.intervals import checked_interval
+
+
+__all__ = [
+    "UNITS",
+    "EarlyStopping",
+    "Stopper",
+    "Threshold",
+    "check_metric",
+    "counts",
+    "is_over",
+    "seen",
+    "with_memories",
+]
+
+
+class Stopper(Protocol):
+    """A reason to stop: pure functions of its own memory, a dict of tensors."""
+
+    @property
+    def metric(self) -> str:
+        """The metric that it looks at, such as "eval/loss"."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Names its memory in the state's slots; with a dot in front, as what belongs to no algorithm."""
+        ...
+
+    def begin(self, now: Timestamp) -> dict[str, Tensor]:
+        """The memory at the start of a run, on the CPU."""
+        ...
+
+    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+        """The memory after an evaluation."""
+        ...
+
+    def is_over(self, memory: dict[str, Tensor]) -> bool:
+        """Whether the run should stop; by the memory alone, so that it is the same after going on."""
+        ...
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stops a run in which a metric has not become better for a while.
+
+    Args:
+        metric: Of an evaluator, such as `"eval/loss"`, or of an algorithm, such as `"train/accuracy"` of
+            `training_metrics`, looked at after each epoch.
+        patience: How long to wait for a better value, in epochs, batches, samples or tokens.
+        min_delta: By how much a value must be better to count.
+        mode: "min" or "max", what better means; by default lower for losses, errors and perplexities, else higher.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+
+    Example:
+        >>> EarlyStopping("eval/loss", patience="2ep").mode
+        'min'
+    """
+
+    metric: str
+    patience: Time | str = "3ep"
+    min_delta: float = 0.0
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        check_metric(self.metric, self.mode, "EarlyStopping")
+        patience = checked_interval(self.patience, "EarlyStopping: patience")
+        if patience.unit is TimeUnit.DURATION:
+            raise ValueError(f"EarlyStopping: patience={self.patience!r}: expected epochs, batches, samples or tokens")
+        object.__setattr__(self, "patience", patience)
+        object.__setattr__(self, "min_delta", check_number(self.min_delta, "EarlyStopping: min_delta", 0))
+        object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
+
+    @property
+    def name(self) -> str:
+        """As in `Stopper`."""
+        return f".early_stopping({self.metric})"
+
+    def begin(self, now: Timestamp) -> dict[str, Tensor]:
+        """The best value so far, NaN before the first, when it was, and when the metric was last looked at."""
+        return {"best": torch.full((), torch.nan), "at": counts(now), "last": counts(now)}
+
+    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+        """As in `Stopper`; a value that is NaN is never better, and wears the patience out."""
+        best = memory["best"].item()
+        value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded as the best one was
+        gain = best - value if self.mode == "min" else value - best
+        is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
+        return {
+            "best": torch.tensor(value if is_better else best, dtype=torch.float32),
+            "at": counts(now) if is_better else memory["at"],
+            "last": counts(now),
+        }
+
+    def is_over(self, memory: dict[str, Tensor]) -> bool:
+        """Whether the patience was used up at the last evaluation."""
+        assert isinstance(self.patience, Time)
+        waited = memory["last"] - memory["at"]
+        return int(waited[UNITS.index(self.patience.unit)]) >= self.patience.value
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Stops a run when a metric has come as far as was wanted.
+
+    Args:
+        metric: Of an evaluator, such as `"eval/accuracy"`, or of an algorithm, such as `"train/accuracy"`.
+        value: How far.
+        mode: "min" to stop at or below it, "max" at or above it; by default by the metric's name.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+    """
+
+    metric: str
+    value: float
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        check_metric(self.metric, self.mode, "Threshold")
+        object.__setattr__(self, "value", check_number(self.value, "Threshold: value"))
+        object.__setattr__(self, "mode", self.mode or ("min" if is_lower_better(self.metric) else "max"))
+
+    @property
+    def name(self) -> str:
+        """As in `Stopper`."""
+        return f".threshold({self.metric})"
+
+    def begin(self, now: Timestamp) -> dict[str, Tensor]:
+        """The last value, NaN before the first."""
+        del now
+        return {"last": torch.full((), torch.nan, dtype=torch.float64)}
+
+    def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
+        """As in `Stopper`."""
+        del memory, now
+        return {"last": torch.tensor(metrics[self.metric], dtype=torch.float64)}
+
+    def is_over(self, memory: dict[str, Tensor]) -> bool:
+        """Whether the last value has come as far."""
+        last = memory["last"].item()
+        return last <= self.value if self.mode == "min" else last >= self.value
+
+
+def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
+    """The state with a slot for each reason that has none yet.
+
+    Raises:
+        ValueError: Two reasons of one name, or a population, whose members would stop at different times.
+    """
+    if not stoppers:
+        return state
+    names = [stopper.name for stopper in stoppers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"stop: two reasons to stop have one name: {', '.join(names)}")
+    if state.key.ndim > 1:
+        raise ValueError("stop: the members of a population would stop at different times: train them one by one")
+    new = {s.name: _on(s.begin(state.timestamp), state) for s in stoppers if s.name not in state.slots}
+    return state.replace(slots={**state.slots, **new}) if new else state
+
+
+def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
+    """The state after the reasons have seen an evaluation's metrics; those whose metric was not measured wait."""
+    new = {}
+    for stopper in stoppers:
+        if stopper.metric in metrics:
+            memory = {name: value.cpu() for name, value in state.slots[stopper.name].items()}
+            new[stopper.name] = _on(stopper.see(memory, state.timestamp, metrics), state)
+    return state.replace(slots={**state.slots, **new}) if new else state
+
+
+def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
+    """Whether one of the reasons holds."""
+    return any(
+        stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()})
+        for stopper in stoppers
+    )
+
+
+# Counted in all units, so that a run may go on with patience in another one.
+UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+
+
+def counts(now: Timestamp) -> Tensor:
+    """The time in all units, int64 of shape (4,)."""
+    return torch.tensor([int(now.get(unit)) for unit in UNITS])
+
+
+def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:
+    return {name: value.to(state.device) for name, value in memory.items()}
+
+
+def check_metric(metric: Any, mode: Any, where: str) -> None:
+    """Raises for a metric that is no name, and for an unknown mode."""
+    if not isinstance(metric, str) or not metric:
+        raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
+    if mode not in (None, "min", "max"):
+        raise ValueError(f"{where}: mode={mode!r}: expected 'min' or 'max'")

@@ -1,0 +1,179 @@
+"""Predicates and how they combine: `&`, `|`, `~`, constants, and plain functions in a predicate's place."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from purecompose.time import Timestamp
+from purecompose.time.event import Event
+
+
+__all__ = ["ALWAYS", "NEVER", "Custom", "Predicate", "Timed", "as_predicate"]
+
+
+class Predicate:
+    """The shared part of all predicates: the operators, and the most careful answers about itself."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it reads the event and `state.timestamp` alone, and nothing else of the state."""
+        return False
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        """Whether it holds at this event, for a state (anything with a `timestamp`)."""
+        raise NotImplementedError
+
+    def at(self, event: Event) -> "Predicate":
+        """What remains of the predicate once the event is known."""
+        del event
+        return self
+
+    def during(self, timestamp: Timestamp) -> "tuple[Predicate, float]":
+        """What remains of the predicate from `timestamp` on, and the batch count at which that ends.
+
+        The remainder agrees with the predicate at every timestamp of the same run, epoch and iteration whose
+        `batch` is at least `timestamp.batch` and below the second result. `ALWAYS` or `NEVER` remain of what
+        cannot change in that stretch.
+        """
+        del timestamp
+        return self, math.inf
+
+    def negated_words(self) -> str:
+        """How the opposite prints."""
+        return f"~{self!r}"
+
+    def __and__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
+        return _both(self, as_predicate(other))
+
+    def __rand__(self, other: Callable[[Event, Any], bool]) -> "Predicate":
+        return _both(as_predicate(other), self)
+
+    def __or__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
+        return ~(~self & ~as_predicate(other))
+
+    def __ror__(self, other: Callable[[Event, Any], bool]) -> "Predicate":
+        return as_predicate(other) | self
+
+    def __invert__(self) -> "Predicate":
+        return _Not(self)
+
+
+class Timed(Predicate):
+    """A predicate about event and time alone."""
+
+    @property
+    def is_timed(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, repr=False)
+class _Constant(Timed):
+    value: bool
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del event, state
+        return self.value
+
+    def __invert__(self) -> Predicate:
+        return NEVER if self.value else ALWAYS
+
+    def __repr__(self) -> str:
+        return "always" if self.value else "never"
+
+
+ALWAYS: Predicate = _Constant(True)
+"""Holds at every event and time."""
+
+NEVER: Predicate = _Constant(False)
+"""Holds nowhere: what neutral settings match."""
+
+
+@dataclass(frozen=True, repr=False)
+class _And(Predicate):
+    first: Predicate
+    second: Predicate
+
+    @property
+    def is_timed(self) -> bool:
+        return self.first.is_timed and self.second.is_timed
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        return self.first(event, state) and self.second(event, state)
+
+    def at(self, event: Event) -> Predicate:
+        return _both(self.first.at(event), self.second.at(event))
+
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        first, end = self.first.during(timestamp)
+        if first == NEVER:
+            return first, end
+        second, second_end = self.second.during(timestamp)
+        return _both(first, second), second_end if second == NEVER else min(end, second_end)
+
+    def __repr__(self) -> str:
+        return f"{self.first!r} & {self.second!r}"
+
+    def negated_words(self) -> str:
+        if isinstance(self.first, _Not) and isinstance(self.second, _Not):
+            return f"({~self.first!r} | {~self.second!r})"
+        return f"~({self!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Not(Predicate):
+    inner: Predicate
+
+    @property
+    def is_timed(self) -> bool:
+        return self.inner.is_timed
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        return not self.inner(event, state)
+
+    def at(self, event: Event) -> Predicate:
+        return ~self.inner.at(event)
+
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        inner, end = self.inner.during(timestamp)
+        return ~inner, end
+
+    def __invert__(self) -> Predicate:
+        return self.inner
+
+    def __repr__(self) -> str:
+        return self.inner.negated_words()
+
+
+@dataclass(frozen=True, repr=False)
+class Custom(Predicate):
+    """A plain function `(event, state) -> bool`; its answer may depend on more than time."""
+
+    fn: Callable[[Event, Any], bool]
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        return bool(self.fn(event, state))
+
+    def __repr__(self) -> str:
+        return getattr(self.fn, "__qualname__", repr(self.fn))
+
+
+def as_predicate(match: Predicate | Callable[[Event, Any], bool]) -> Predicate:
+    """A predicate from a plain function `(event, state) -> bool`; a predicate comes back as it is.
+
+    Raises:
+        TypeError: Neither a predicate nor callable.
+    """
+    if isinstance(match, Predicate):
+        return match
+    if not callable(match):
+        raise TypeError(f"match={match!r}: expected a predicate or a function (event, state) -> bool")
+    return Custom(match)
+
+
+def _both(first: Predicate, second: Predicate) -> Predicate:
+    if NEVER in (first, second):
+        return NEVER
+    if first == ALWAYS:
+        return second
+    return first if second == ALWAYS else _And(first, second)

@@ -1,0 +1,291 @@
+"""Predicates about event and time: which events, from when on, every how many batches."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from purecompose.time import RunLength, Time, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates.logic import ALWAYS, NEVER, Predicate, Timed
+from purecompose.time.units import named_point, named_time, snapped
+
+
+__all__ = ["after", "before", "between", "epoch_ends", "every", "first_turn", "on", "through"]
+
+
+# How many batches an event's timestamp lags behind its own batch, counted from 1. Read many times a step.
+_LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
+
+# From how many batches on an interval is settled between its turns. Settling anew at both ends of a turn costs some
+# ten times what asking costs, so in short intervals asking in every step is the cheaper way.
+_LONG_INTERVAL = 64
+
+
+_COUNTED = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
+
+
+@dataclass(frozen=True, repr=False)
+class _On(Timed):
+    events: frozenset[Event]
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del state
+        return event in self.events
+
+    def at(self, event: Event) -> Predicate:
+        return ALWAYS if event in self.events else NEVER
+
+    def __repr__(self) -> str:
+        return f"on({', '.join(event.name for event in Event if event in self.events)})"
+
+
+@dataclass(frozen=True, repr=False)
+class _From(Timed):
+    """Holds from the first batch at which `time` is reached or, with `is_strict`, passed."""
+
+    time: Time
+    is_strict: bool = False
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        del event
+        return self._holds(state.timestamp)
+
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        unit = _counter(self.time, timestamp.run)
+        if unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
+            return self, math.inf  # any batch may bring any number of them
+        if self._holds(timestamp):
+            return ALWAYS, math.inf
+        if unit is not TimeUnit.BATCH and self.is_strict and timestamp.reached(self.time):
+            return self, math.inf  # the next batch decides
+        is_plain = self.time.unit is TimeUnit.BATCH
+        turn = self.time.value if is_plain else timestamp.run.in_batches(self.time)
+        if unit is not TimeUnit.BATCH or turn is None:
+            return NEVER, math.inf
+        return NEVER, math.floor(turn) + 1 if self.is_strict else math.ceil(turn)
+
+    def _holds(self, timestamp: Timestamp) -> bool:
+        return timestamp.passed(self.time) if self.is_strict else timestamp.reached(self.time)
+
+    def __repr__(self) -> str:
+        return f"~{self.negated_words()}" if self.is_strict else f"after({str(self.time)!r})"
+
+    def negated_words(self) -> str:
+        return f"{'through' if self.is_strict else 'before'}({str(self.time)!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Every(Timed):
+    interval: Time
+    in_epoch: bool
+    since: Time | None = None
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        timestamp: Timestamp = state.timestamp
+        length = self._length(timestamp.run)
+        first = self._first(timestamp.run, length)
+        number = _number(event, timestamp, self.in_epoch)
+        if number < first:
+            return False
+        if type(length) is int:
+            return (number - first) % length == 0
+        # Snapped, so that the third of three thirds is passed at the end, not a batch later.
+        number += length - first
+        return math.floor(snapped(number / length)) != math.floor(snapped((number - 1) / length))
+
+    def during(self, timestamp: Timestamp) -> tuple[Predicate, float]:
+        length = self._length(timestamp.run)
+        if type(length) is not int:
+            return self, math.inf
+        first = int(self._first(timestamp.run, length))
+        settled = _Settled(length, first, self.in_epoch)
+        if length < _LONG_INTERVAL:
+            return settled, math.inf
+        # Which event asks is not known here: before the time advances the turn comes one batch count earlier.
+        passed = ((timestamp.batch_in_epoch if self.in_epoch else timestamp.batch) - first) % length
+        if passed == length - 1:
+            return settled, timestamp.batch + 2
+        if passed == 0 and timestamp.batch:
+            return settled, timestamp.batch + 1
+        return NEVER, timestamp.batch + length - 1 - passed
+
+    def _first(self, run: RunLength, length: int | float) -> int | float:
+        """Which batch, counted from 1, is the first turn; after the first interval where nobody can tell."""
+        return length if self.since is None else first_turn(self.since, self.interval, run) or length
+
+    def _length(self, run: RunLength) -> int | float:
+        if self.interval.unit is TimeUnit.BATCH:
+            return self.interval.value
+        length = run.in_batches(self.interval)
+        if length is None:
+            raise ValueError(
+                f"{self!r} cannot be counted in batches in this run: give State.create batches_per_epoch "
+                "(and a duration, for fractions of it), or give the interval in batches"
+            )
+        return int(length) if length.is_integer() else length
+
+    def __repr__(self) -> str:
+        since = "" if self.since is None else f", since={str(self.since)!r}"
+        return f"every({str(self.interval)!r}{', in_epoch=True' if self.in_epoch else ''}{since})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Settled(Timed):
+    """`_Every` of a run, in plain numbers: asked in every step, where those would be worked out anew."""
+
+    length: int
+    first: int
+    in_epoch: bool
+
+    def __call__(self, event: Event, state: Any) -> bool:
+        number = _number(event, state.timestamp, self.in_epoch)
+        return number >= self.first and (number - self.first) % self.length == 0
+
+    def __repr__(self) -> str:
+        since = None if self.first == self.length else Time(self.first, TimeUnit.BATCH)
+        return repr(_Every(Time(self.length, TimeUnit.BATCH), self.in_epoch, since))
+
+
+def _number(event: Event, timestamp: Timestamp, in_epoch: bool) -> int:
+    """Which batch the event belongs to, counted from 1; 0 before the first one has been done."""
+    lag = _LAG[event]
+    if not in_epoch:
+        return timestamp.batch + lag
+    if lag or timestamp.batch_in_epoch or not timestamp.batch:
+        return timestamp.batch_in_epoch + lag
+    return timestamp.run.batches_per_epoch or 0  # the epoch has just been closed
+
+
+@dataclass(frozen=True, repr=False)
+class _EpochEnds(Timed):
+    def __call__(self, event: Event, state: Any) -> bool:
+        timestamp: Timestamp = state.timestamp
+        length = timestamp.run.batches_per_epoch
+        if length is None:
+            raise ValueError(f"{self!r} needs to know the epoch's length: State.create(..., batches_per_epoch=...)")
+        if _LAG[event] == 0:
+            return timestamp.batch > 0 and timestamp.batch_in_epoch == 0
+        return timestamp.batch_in_epoch + 1 == length
+
+    def __repr__(self) -> str:
+        return "epoch_ends()"
+
+
+def on(*events: Event | str) -> Predicate:
+    """Holds at these events.
+
+    Raises:
+        ValueError: No event given, or a name that is none.
+
+    Example:
+        >>> on(Event.BATCH_END, "init")
+        on(INIT, BATCH_END)
+    """
+    if not events:
+        raise ValueError("on() needs at least one event")
+    return _On(frozenset(Event(event) for event in events))
+
+
+def after(time: float | Time | str) -> Predicate:
+    """Holds from this point of the run on, the point included.
+
+    Args:
+        time: A fraction of the run in [0, 1], or a time such as `"10ep"` or `"0.5dur"`.
+
+    Raises:
+        TypeError, ValueError: It is no time, negative, a fraction above 1, or in seconds, which are no part of a state.
+    """
+    return _From(named_point(time, "after: time"))
+
+
+def before(time: float | Time | str) -> Predicate:
+    """Holds up to this point of the run, the point excluded; see `after`."""
+    return ~_From(named_point(time, "before: time"))
+
+
+def through(time: float | Time | str) -> Predicate:
+    """Holds up to this point of the run, the point included; see `after`.
+
+    Example:
+        >>> through("10ba"), ~through("10ba")
+        (through('10ba'), ~through('10ba'))
+    """
+    return ~_From(named_point(time, "through: time"), is_strict=True)
+
+
+def between(start: float | Time | str, end: float | Time | str) -> Predicate:
+    """Holds from `start` (included) to `end` (excluded); see `after`. Nowhere, when both are the same.
+
+    Raises:
+        ValueError: As `after`; or two points in one unit of which the second comes first.
+
+    Example:
+        >>> on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2)
+        on(AFTER_DATALOADER) & after('0.5dur') & before('0.9dur') & ~every('2ba')
+    """
+    first, last = named_point(start, "between: start"), named_point(end, "between: end")
+    if first.unit is last.unit and last < first:
+        raise ValueError(f"between({start!r}, {end!r}): expected the start before the end")
+    return _From(first) & ~_From(last)
+
+
+def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | Time | str | None = None) -> Predicate:
+    """Holds in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
+
+    It picks the same batches at events before and after the time advances.
+
+    Args:
+        interval: A number of batches, or a time in batches, epochs, iterations or fractions of the run. A fractional
+            number of batches picks those batches in which a multiple of it is passed.
+        in_epoch: Count from the start of each epoch instead of the start of the run.
+        since: Count from the first batch that comes to this point of the run, or that ends an epoch or an iteration
+            there where the interval is in these; that batch is the first turn. As for `after`. A point that the run
+            cannot tell in batches leaves the count from the start of the run.
+
+    Raises:
+        ValueError: An interval that is not positive, or in a unit that batches cannot count; `since` together with
+            `in_epoch`.
+
+    Example:
+        >>> every("2ep", since=0.7)
+        every('2ep', since='0.7dur')
+    """
+    if isinstance(interval, float):
+        raise TypeError(f"every({interval!r}): expected a number of batches; write '{interval}dur' for a fraction")
+    time = named_time(interval, "every: interval", TimeUnit.BATCH)
+    if time.value <= 0:
+        raise ValueError(f"every({interval!r}): expected a positive interval")
+    if time.unit not in _COUNTED:
+        raise ValueError(
+            f"every({interval!r}): expected batches (ba), epochs (ep), iterations (iter) or a fraction of the run (dur)"
+        )
+    if since is not None and in_epoch:
+        raise ValueError(f"every({interval!r}): expected in_epoch or since={since!r}, got both")
+    return _Every(time, in_epoch, None if since is None else named_point(since, "every: since"))
+
+
+def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
+    """The first batch, counted from 1, that comes to a point, or ends an epoch or an iteration there where the interval
+    is in these; `None` where it cannot be told in batches.
+
+    Example:
+        >>> first_turn(Time.of("0.6dur"), Time.of("2ep"), RunLength("10ba", batches_per_epoch=4))
+        8
+    """
+    start = run.in_batches(since)
+    one = 1.0 if interval.unit is TimeUnit.DURATION else run.in_batches(Time(1, interval.unit))
+    return None if start is None or one is None else int(max(1, math.ceil(snapped(start / one))) * one)
+
+
+def epoch_ends() -> Predicate:
+    """Holds in the last batch of each epoch. Needs a run that knows its `batches_per_epoch`."""
+    return _EpochEnds()
+
+
+def _counter(time: Time, run: RunLength) -> TimeUnit:
+    """The unit of the counter by which `Timestamp.reached` decides about a time."""
+    if time.unit is not TimeUnit.DURATION:
+        return time.unit
+    if run.duration is None or run.total_batches is not None:
+        return TimeUnit.BATCH
+    return run.duration.unit

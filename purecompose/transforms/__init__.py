@@ -1,0 +1,1 @@
+"""Transforms of a step: compilation, populations, several processes."""

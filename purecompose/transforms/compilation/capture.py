@@ -1,0 +1,351 @@
+"""Capture: a part of a step as a flat graph of tensor operations.
+
+The part runs once on fake tensors, which have a form but no numbers. Which fields of the state it looks at is noted
+on the way: these, and no others, decide later whether the graph may be used again.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purecompose import tree
+from purecompose._support.culprits import layer_of, line_of
+from purecompose.core.context import Static
+from purecompose.core.folding import Body, Notes
+from purecompose.core.state import State
+from purecompose.transforms.compilation.seam import FIELDS, Seam, Source, Writes
+from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Size, size_of
+from purecompose.transforms.form import Form, Spec
+from purecompose.transforms.lease import LASTING
+
+
+__all__ = ["FALLBACK_ADVICE", "Captured", "TraceError", "capture", "explained", "fake_mode", "state_of"]
+
+FALLBACK_ADVICE = "; or let such steps run eagerly with compile(step, fallback=True)"
+_LEFT_AT_THE_END = (*LASTING, "key", "loss", "metrics")
+
+
+class TraceError(RuntimeError):
+    """A part of a step cannot be compiled: it reads a number, or does something that no graph can hold."""
+
+
+class Captured(NamedTuple):
+    """A part of a step, flat."""
+
+    graph: fx.GraphModule
+    """Takes the tensors of `takes`, returns those that `writes` asks for; writes into `targets` before it returns."""
+    takes: tuple[Source, ...]
+    targets: tuple[Source, ...]
+    """The lane's tensors that are written but not read, after those of `takes`."""
+    reads: dict[str, Form]
+    """The fields that the part looked at, as they were."""
+    writes: Writes
+    """The fields that it replaced."""
+    copies: frozenset[int]
+    """The results that share memory with a lane: they are copied before anybody sees them."""
+    used: frozenset[str]
+    """The gradients that updates have applied by the end."""
+    size: Size | None = None
+    """The number of examples, where it is left open."""
+    writes_lane: bool = False
+    """Whether it writes all that lasts into the lane."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """Where fake tensors live; constants of closures are let in."""
+    # Imported here: it brings sympy along, which eager runs never need.
+    symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    # Numbers read from tensors would become symbols, and waits for the device.
+    env = symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+
+
+class _Recorder:
+    """In a lease's place while tracing: hands out fields, and notes which."""
+
+    def __init__(self, forms: Mapping[str, Form], tensors: Mapping[str, list[Tensor]]) -> None:
+        self.forms, self.tensors = forms, tensors
+        self.issued: dict[str, Any] = {}
+
+    def read(self, name: str) -> Any:
+        if name not in self.issued:
+            self.issued[name] = self.forms[name].build(self.tensors[name])
+        return self.issued[name]
+
+
+def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = None) -> State:
+    """A state with these fields, which asks the reader for the others."""
+    state = object.__new__(State)
+    state.__dict__.update(fields or {}, static=static, _lease=reader)
+    return state
+
+
+def capture(body: Body, seam: Seam, *, is_last: bool = False, is_open: bool = False) -> Captured:
+    """Traces a part of a step.
+
+    Args:
+        body: The part.
+        seam: The state that comes in. If it travels on a lane that is donated, the last part writes there.
+        is_last: Whether the step ends here: what is temporary is left out.
+        is_open: Leave the number of examples open.
+
+    Raises:
+        TraceError: The part cannot be traced; the message names algorithm and line.
+    """
+    mode, forms, inputs = fake_mode(), seam.forms, seam.inputs()
+    size = Size(mode, size_of(forms)) if is_open else None
+    sources = [place for place, source in inputs.items() if place == source]
+    with mode:
+        flat = [_fake(forms[name].specs[i], size if name in OPEN_FIELDS else None) for name, i in sources]
+    ends: list[_End] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        given = dict(zip(sources, tensors, strict=True))
+        by_field: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
+        for place, source in inputs.items():
+            by_field[place.field].append(given[source])
+        recorder, notes = _Recorder(forms, by_field), Notes(set(seam.used))
+        with torch.no_grad():
+            end = body(state_of(seam.static, recorder), notes)
+        incoming = {id(tensor): source for source, tensor in given.items()}
+        ends.append(_End(end, recorder, incoming, frozenset(notes.used), is_last=is_last))
+        return ends[-1].results
+
+    with explained():
+        graph = make_fx(run, tracing_mode="symbolic" if is_open else "fake", _allow_non_fake_inputs=True)(*flat)
+    _check_constants(graph)
+    draft = _Draft(graph, sources, ends[-1], seam)
+    if seam.lane is not None:
+        draft.keep_out_of_lane()
+        if is_last and draft.fits(seam.lane):
+            draft.write_into_lane(seam.lane, seam.held)
+            return draft.finished()._replace(size=size, writes_lane=True)
+    return draft.finished()._replace(size=size)
+
+
+def _check_constants(graph: fx.GraphModule) -> None:
+    """Raises where a tensor got in by another way than the state: it has no number, now or later."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(graph, str(node.target), None), FakeTensor):
+            raise TraceError(
+                "a step cannot be compiled: an algorithm, the loss or the network keeps a tensor of one step for "
+                f"another ({tree.describe(getattr(graph, str(node.target)))}), in a closure, a cache or a global. A "
+                "graph would hold on to what it was while tracing: keep it in state.slots[name]"
+            )
+
+
+def _fake(spec: Spec, size: Size | None) -> Tensor:
+    return spec.empty() if size is None else size.empty(spec)
+
+
+class _End:
+    """How the part left the state."""
+
+    def __init__(
+        self, state: State, recorder: _Recorder, incoming: Mapping[int, Source], used: frozenset[str], *, is_last: bool
+    ) -> None:
+        self.reads, self.used = tuple(recorder.issued), used
+        self.results: list[Tensor] = []
+        self.writes: dict[str, tuple[Form, tuple[Source, ...]]] = {}
+        for name in _LEFT_AT_THE_END if is_last else FIELDS:
+            if name not in state.__dict__ or state.__dict__[name] is recorder.issued.get(name, _MISSING):
+                continue
+            value = state.__dict__[name]
+            if any(isinstance(leaf, torch.SymInt) for leaf in tree.leaves(value)):
+                raise TraceError(f"state.{name} holds the number of examples, which was to be left open")
+            form, tensors = Form.of(value)
+            self.writes[name] = form, tuple(incoming.get(id(t)) or self._result(t) for t in tensors)
+
+    def _result(self, tensor: Tensor) -> Source:
+        for index, known in enumerate(self.results):
+            if known is tensor:
+                return Source("", index)
+        self.results.append(tensor)
+        return Source("", len(self.results) - 1)
+
+
+_MISSING = object()
+
+
+class _Draft:
+    """A traced graph on its way: donation is added, and what is not needed taken out."""
+
+    def __init__(self, graph: fx.GraphModule, sources: list[Source], end: _End, seam: Seam) -> None:
+        self.module, self.graph, self.forms = graph, graph.graph, seam.forms
+        self.writes, self.reads, self.used = dict(end.writes), end.reads, end.used
+        self.taken_from = seam.inputs()
+        nodes = self.graph.find_nodes(op="placeholder")
+        self.inputs: dict[Source, fx.Node] = dict(zip(sources, nodes, strict=True))
+        self.lane = {seam.held[source]: node for source, node in self.inputs.items() if source in seam.held}
+        """The inputs that are a lane's tensors, by their place in the lane."""
+        (self.output,) = self.graph.find_nodes(op="output")
+        self.results: list[fx.Node] = list(self.output.args[0])  # pyright: ignore[reportArgumentType]
+        self.targets: list[Source] = []
+        self.read_first: list[fx.Node] = []
+        """Copies of what is about to be written over. They are results too: a compiler takes a copy of an input that is
+        no result for the input itself."""
+        self.copies: set[int] = set()
+        """Results that the backend may give out in a lane's memory."""
+
+    def keep_out_of_lane(self) -> None:
+        """Copies what is a view of a lane's tensor, or lasts as one: the end of the step will write there."""
+        lane = {_storage(node) for node in self.lane.values()}
+        with self.graph.inserting_before(self.output):
+            for index, node in enumerate(self.results):
+                if _storage(node) in lane:
+                    self.results[index] = self._clone(node)
+            for name in ("loss", "metrics"):
+                if name in self.writes:
+                    form, where = self.writes[name]
+                    self.writes[name] = form, tuple(self._out_of_lane(source) for source in where)
+
+    def fits(self, lane: Mapping[str, Form]) -> bool:
+        """Whether what lasts has the lane's form: a host algorithm may have given it another."""
+        return all(
+            (self.writes[name][0] if name in self.writes else self.forms[name]).is_alike(lane[name]) for name in lane
+        )
+
+    def write_into_lane(self, lane: Mapping[str, Form], held: Mapping[Source, Source]) -> None:
+        """Lets the graph end with copies of the new values into the lane's tensors."""
+        moves: list[tuple[fx.Node, fx.Node]] = []
+        for name, form in lane.items():
+            _, where = self.writes.pop(name, (None, None))
+            for i, spec in enumerate(form.specs):
+                place = Source(name, i)
+                source = place if where is None else where[i]
+                if held.get(source) != place:
+                    value = self._input(source) if source.field else self.results[source.place]
+                    moves.append((self.lane.get(place) or self._target(place, spec), value))
+        written = {_storage(target) for target, _ in moves}
+        values = {_storage(value) for _, value in moves}
+        self.copies = {index for index, node in enumerate(self.results) if _storage(node) in values}
+        with self.graph.inserting_before(self.output):
+            # All reading comes before all writing: one tensor's new value may be another's old one.
+            moves = [(to, self._clone(value) if _storage(value) in written else value) for to, value in moves]
+            self.read_first += [value for _, value in moves if value.target is torch.ops.aten.clone.default]
+            for to, value in moves:
+                self.graph.call_function(torch.ops.aten.copy_.default, (to, value))
+
+    def finished(self) -> Captured:
+        asked = {source.place for _, where in self.writes.values() for source in where if not source.field}
+        place = {index: position for position, index in enumerate(sorted(asked))}
+        self.output.args = ([*[self.results[index] for index in place], *self.read_first],)
+        self.graph.eliminate_dead_code()
+        for node in self.inputs.values():
+            if not node.users:
+                self.graph.erase_node(node)
+        self.module.recompile()
+        left = set(self.graph.find_nodes(op="placeholder"))
+        return Captured(
+            self.module,
+            tuple(source for source, node in self.inputs.items() if node in left),
+            tuple(self.targets),
+            {name: self.forms[name] for name in self.reads},
+            {
+                name: (form, tuple(s if s.field else Source("", place[s.place]) for s in where))
+                for name, (form, where) in self.writes.items()
+            },
+            frozenset(place[index] for index in self.copies & asked),
+            self.used,
+        )
+
+    def _input(self, place: Source) -> fx.Node:
+        """The input for a place, which may be another's that shares its memory."""
+        return self.inputs[self.taken_from[place]]
+
+    def _out_of_lane(self, source: Source) -> Source:
+        node = None if not source.field else self._input(source)
+        if node is None or node not in self.lane.values():
+            return source
+        self.results.append(self._clone(node))
+        return Source("", len(self.results) - 1)
+
+    def _clone(self, node: fx.Node) -> fx.Node:
+        clone = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+        with node.meta["val"].fake_mode:
+            clone.meta["val"] = node.meta["val"].clone()
+        return clone
+
+    def _target(self, place: Source, spec: Spec) -> fx.Node:
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(f"target_{len(self.targets)}")
+        with last.meta["val"].fake_mode:
+            node.meta["val"] = spec.empty()
+        self.targets.append(place)
+        return node
+
+
+def _storage(node: fx.Node) -> int:
+    return node.meta["val"].untyped_storage()._cdata
+
+
+_UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """A scope for tracing: what cannot be traced is reported with algorithm, line and remedy.
+
+    Every other error stays as it is. Anomaly detection, which reads numbers, is off.
+
+    Raises:
+        TraceError: Something read a number that a graph does not have yet, or has a result of unknown shape.
+    """
+    try:
+        with torch.autograd.set_detect_anomaly(False):  # it reads numbers
+            yield
+    except Exception as error:
+        if not _is_untraceable(error):
+            raise
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+        raise TraceError(
+            f"a step cannot be compiled {notes[-1] if notes else 'here'}: {_what(error)}, at {line_of(error)}"
+            f"{layer_of(error)}. While a step is compiled, tensors have no numbers: choose with torch.where, keep "
+            "shapes fixed, read time from state.clock as a tensor; or make the algorithm a host one (host=True)"
+            f"{FALLBACK_ADVICE}"
+        ) from error
+
+
+def _is_untraceable(error: Exception) -> bool:
+    # Reading a fake tensor's memory (numpy(), tolist(), data_ptr()) raises plain RuntimeErrors of torch.
+    words = (
+        "FakeTensor",
+        "fake tensor",
+        "data-dependent",
+        "tensor subclasses",
+        "Cannot access data pointer",
+        "tracing tensor",
+    )
+    text = str(error)
+    if isinstance(error, _UNTRACEABLE):
+        return True
+    # "unsupported operand type(s) for +: 'FakeTensor' and 'NoneType'" is wrong in an eager step, too.
+    is_told = isinstance(error, (RuntimeError, TypeError, ValueError)) and not text.startswith("unsupported operand")
+    return is_told and any(word in text for word in words)
+
+
+def _what(error: Exception) -> str:
+    if isinstance(error, DataDependentOutputException):
+        return f"a tensor's number is read ({error.func})"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"a result's shape depends on numbers ({error.func})"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"

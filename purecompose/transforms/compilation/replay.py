@@ -1,0 +1,68 @@
+"""CUDA graphs: a compiled part recorded once for the memory that it works on, and replayed from then on.
+
+A small network's step is a hundred short kernels, and launching them costs more than running them. Nothing in a step
+reads a host clock or a generator, and a lane's tensors stay where they are, so that the launches can be recorded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose.transforms.compilation.backends import Compiled
+
+
+__all__ = ["Replay"]
+
+
+class Replay:
+    """A compiled part, recorded at its second call: the first one loads kernels and chooses algorithms.
+
+    Args:
+        call: The part.
+        num_bound: How many of its arguments, the first ones, are the same tensors in every call. The others are
+            copied to fixed places.
+    """
+
+    def __init__(self, call: Compiled, num_bound: int) -> None:
+        self._call, self._num_bound = call, num_bound
+        self._is_warm = False
+        self._graph: Any = None
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+
+    def __call__(self, args: list[Tensor]) -> list[Tensor]:
+        """The part's results, in memory of their own."""
+        if self._graph is None:
+            if not self._is_warm:
+                self._is_warm = True
+                return list(self._call(args))
+            self._record(args)
+        else:
+            for place, value in zip(self._inputs, args[self._num_bound :], strict=True):
+                _stretch(place).copy_(_stretch(value), non_blocking=True)
+        self._graph.replay()  # pyright: ignore[reportOptionalMemberAccess]
+        return [output.clone() for output in self._outputs]
+
+    def _record(self, args: list[Tensor]) -> None:
+        """Recording runs nothing: the launches are written down, with the addresses they were given."""
+        self._inputs = [_alike(tensor) for tensor in args[self._num_bound :]]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._outputs = list(self._call([*args[: self._num_bound], *self._inputs]))
+        self._graph = graph
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which the part takes for granted; `clone` would close gaps and undo repeats."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    _stretch(copy).copy_(_stretch(tensor))
+    return copy
+
+
+def _stretch(tensor: Tensor) -> Tensor:
+    """All memory between a tensor's first and last element, which can be copied whatever the strides are."""
+    if tensor.is_contiguous():
+        return tensor
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))

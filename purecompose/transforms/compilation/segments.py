@@ -1,0 +1,89 @@
+"""Segments: where a step may be cut, so that the variants of its parts add instead of multiplying."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from purecompose.core.compose import Step
+from purecompose.core.folding import Unit
+from purecompose.core.loop import Grad, Microbatches, Node, Update, events_in
+from purecompose.time.event import Event
+
+
+__all__ = ["Part", "Segments"]
+
+
+class Part(NamedTuple):
+    """A stretch of a step: compiled as one graph, or what runs between two graphs."""
+
+    segment: int
+    """Where in the program it lies."""
+    number: int
+    """Its place in the step: host algorithms may divide a segment."""
+    units: tuple[Unit, ...]
+    kind: str
+    """"graph"; "host", a host algorithm or a scope in which one acts; or "sliced", a scope whose body runs compiled on
+    slice after slice."""
+    bits: int
+    """The part of the schedule that decides what is in it."""
+
+
+class Segments:
+    """The cuts of one step.
+
+    The gradient's scope and every update may be a segment of their own, and so may what lies between. A seam costs
+    some microseconds, so a cut is made only between two stretches in both of which the schedule changes what is done:
+    what varies in one stretch alone makes as many variants of the whole as of the part.
+    """
+
+    def __init__(self, step: Step) -> None:
+        """Decides the cuts from the program and the open questions of the step's algorithms."""
+        varying = {question.event for question in step.matcher.questions if not question.algorithm.host}
+        self._of_node: list[int] = []
+        segment, is_varying = 0, False
+        for piece in _pieces(step.program):
+            piece_varies = any(event in varying for event in events_in(piece))
+            if is_varying and piece_varies:
+                segment, is_varying = segment + 1, False
+            is_varying = is_varying or piece_varies
+            self._of_node += [segment] * len(piece)
+        events: dict[Event, int] = {}
+        for node, segment in zip(step.program, self._of_node, strict=True):
+            events |= dict.fromkeys(events_in([node]), segment)
+        self._masks = [0] * (segment + 1 if self._of_node else 1)
+        for i, question in enumerate(step.matcher.questions):
+            if not question.algorithm.host:  # those run between the graphs
+                self._masks[events[question.event]] |= 1 << i
+
+    @property
+    def num(self) -> int:
+        """The number of segments."""
+        return len(self._masks)
+
+    def parts(self, units: Sequence[Unit], bits: int) -> list[Part]:
+        """A schedule's units, cut at the seams and around host algorithms; what is empty is left out."""
+        runs: list[tuple[int, str, list[Unit]]] = []
+        for unit in units:
+            segment, kind = self._of_node[unit.node], _kind(unit)
+            if kind != "graph" or not runs or runs[-1][:2] != (segment, "graph"):
+                runs.append((segment, kind, []))
+            runs[-1][2].append(unit)
+        return [
+            Part(segment, number, tuple(members), kind, bits & self._masks[segment])
+            for number, (segment, kind, members) in enumerate(runs)
+        ]
+
+
+def _kind(unit: Unit) -> str:
+    if unit.is_host:
+        return "host"
+    return "graph" if unit.sliced is None else "sliced"
+
+
+def _pieces(program: Sequence[Node]) -> list[list[Node]]:
+    pieces: list[list[Node]] = [[]]
+    for node in program:
+        is_scope = isinstance(node, (Grad, Microbatches))
+        if pieces[-1] and (is_scope or isinstance(node, Update) or isinstance(pieces[-1][-1], (Grad, Microbatches))):
+            pieces.append([])
+        pieces[-1].append(node)
+    return pieces

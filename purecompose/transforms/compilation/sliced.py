@@ -1,0 +1,135 @@
+"""Microbatches in a compiled step: the slice's graph is built once, and called slice after slice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
+
+from purecompose._support.functorch import is_transforming
+from purecompose.core.folding import Body, Notes, Unit
+from purecompose.core.state import State
+from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
+from purecompose.transforms.compilation.links import Link, Values
+from purecompose.transforms.compilation.seam import FIELDS, Seam, Source, Writes
+from purecompose.transforms.form import Form, spec_of
+from purecompose.transforms.lease import LASTING, Lane
+
+
+__all__ = ["SlicedLink"]
+
+_TERMS = ".terms"
+"""The metric under which a slice's graph returns how many terms its loss is a mean of."""
+
+
+class SlicedLink:
+    """A scope that cuts the batch: runs as composed, but for the slices, which run compiled.
+
+    Averaging and cutting are the composed step's own; what they cost is small beside a slice that had to be cut off
+    from a batch too large for the memory. One graph for all slices would be as many times as long.
+    """
+
+    takes_clock, is_plain, writes_lane = True, False, False
+
+    def __init__(self, unit: Unit, seam: Seam, find: Callable[[Body, Seam], Link]) -> None:
+        """Builds the slices' graphs for what comes in.
+
+        Args:
+            unit: The scope.
+            seam: What comes in.
+            find: Gives the compiled form of a body, for what comes in there.
+        """
+        assert unit.sliced is not None
+        self._find, self._seam, self._is_building = find, seam, True
+        self._links: dict[Any, tuple[Link, int | None]] = {}
+        self._run = unit.sliced(self._compiled)
+        mode = fake_mode()
+        with explained(), mode, torch.no_grad():
+            fakes = {name: [spec.empty() for spec in seam.forms[name].specs] for name in FIELDS}
+            before = {name: seam.forms[name].build(fakes[name]) for name in FIELDS}
+            state, notes = state_of(seam.static, None, before), Notes(set(seam.used))
+            end = self._run(state, notes)
+        self._is_building = False
+        self.used = frozenset(notes.used)
+        places = {id(tensor): Source(name, i) for name in reversed(FIELDS) for i, tensor in enumerate(fakes[name])}
+        lane = {_storage(fakes[name][i]) for name, i in seam.held if name}
+        self.writes: dict[str, Any] = {}
+        self._views: list[tuple[str, int]] = []
+        """Results that are views of a lane's tensors: the end of the step will write there."""
+        for name in FIELDS:
+            if getattr(end, name) is not before[name]:
+                form, tensors = Form.of(getattr(end, name))
+                where = tuple(places.get(id(tensor), Source("", 0)) for tensor in tensors)
+                if name in ("loss", "metrics"):  # they outlive the step, and may be a lane's tensors themselves
+                    where = tuple(Source("", 0) if source in seam.held else source for source in where)
+                views = [i for i, t in enumerate(tensors) if not where[i].field and _storage(t) in lane]
+                specs = [spec_of(t.clone()) if i in views else spec_of(t) for i, t in enumerate(tensors)]
+                self.writes[name] = form.with_specs(specs), where
+                self._views += [(name, i) for i in views]
+
+    def after(self, seam: Seam) -> Seam:
+        """The seam after the scope."""
+        writes: Writes = self.writes
+        return seam.after(writes, self.used)
+
+    def run(self, values: Values, lane: Lane, *, is_first: bool) -> None:
+        """Runs the scope, and puts its results into `values`."""
+        del lane, is_first
+        before = {name: self._seam.forms[name].build(values[name]) for name in FIELDS}
+        with torch.no_grad():
+            end = self._run(state_of(self._seam.static, None, before), Notes(set(self._seam.used)))
+        values.update({name: Form.of(getattr(end, name))[1] for name in self.writes})
+        for name, i in self._views:
+            values[name][i] = values[name][i].clone()
+
+    def _compiled(self, body: Body) -> Body:
+        def with_terms(state: State, notes: Notes) -> State:
+            state = body(state, notes)
+            if isinstance(notes.terms, Tensor):
+                state = state.replace(metrics={**state.metrics, _TERMS: notes.terms})
+            return state
+
+        def run(state: State, notes: Notes) -> State:
+            if is_transforming() or (is_fake(state.key) and not self._is_building):
+                return body(state, notes)  # the gradient taken again in a part that is being traced
+            # Where a slice begins differs from slice to slice, and must not differ in the graph.
+            if not isinstance(state.first_example, Tensor):
+                first = torch.full((), state.first_example or 0, dtype=torch.int64, device=state.key.device)
+                state = state.replace(first_example=first)
+            found = {name: Form.of(getattr(state, name)) for name in FIELDS}
+            seam = Seam(self._seam.static, {name: form for name, (form, _) in found.items()}, frozenset(notes.used))
+            place = tuple(seam.forms.values()), seam.used
+            if place not in self._links:
+                self._links[place] = self._built(with_terms, seam)
+            link, num_terms = self._links[place]
+            if self._is_building:
+                return body(state, notes)
+            values = {name: tensors for name, (_, tensors) in found.items()}
+            link.run(values, _NO_LANE, is_first=False)
+            after = state.replace(**{name: form.build(values[name]) for name, (form, _) in link.writes.items()})
+            notes.used.clear()
+            notes.used |= link.used
+            notes.terms = after.metrics.get(_TERMS, num_terms)
+            return after.replace(metrics={name: v for name, v in after.metrics.items() if name != _TERMS})
+
+        return run
+
+    def _built(self, body: Body, seam: Seam) -> tuple[Link, int | None]:
+        counts: list[int | None] = []
+
+        def counted(state: State, notes: Notes) -> State:
+            state = body(state, notes)
+            counts.append(None if isinstance(notes.terms, Tensor) else notes.terms)
+            return state
+
+        with unset_fake_temporarily():
+            link = self._find(counted, seam)
+        return link, counts[-1]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_NO_LANE = Lane({}, {name: [] for name in LASTING}, is_donated=False)

@@ -1,0 +1,336 @@
+"""compile: a step in, a step out that runs compiled graphs."""
+
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose._support.checks import check_flag, check_whole, shown
+from purecompose._support.device import arithmetic
+from purecompose._support.functorch import is_transforming
+from purecompose.core.compose import Prepared, Step
+from purecompose.core.context import Context
+from purecompose.core.state import State
+from purecompose.transforms.compilation.backends import BACKENDS, MODES
+from purecompose.transforms.compilation.flight import Boarding, fly
+from purecompose.transforms.compilation.library import Library, Options, environment
+from purecompose.transforms.compilation.links import EAGER, Entry, Route
+from purecompose.transforms.compilation.seam import Seam
+from purecompose.transforms.compilation.variants import Variants
+from purecompose.transforms.form import Form, spec_of
+from purecompose.transforms.lease import LASTING, Lane, Lease
+from purecompose.transforms.rank_timeouts import naming_late_ranks
+
+
+__all__ = ["CompiledStep", "compile"]
+
+
+def compile(  # noqa: A001
+    step: Step,
+    *,
+    donate: bool = True,
+    mode: str | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    fallback: bool = False,
+    eager_below: int = 0,
+    dynamic: bool = False,
+    max_variants: int = 32,
+    quiet: bool = False,
+) -> "CompiledStep":
+    """A step that does the same in compiled code.
+
+    Each schedule (which algorithms act) and each form of batch is traced once into a flat graph of tensor operations,
+    forward, backward and update together, and compiled; from then on a step is one look-up and one call. No guards
+    run: the key of the look-up holds everything that the graph takes for granted.
+
+    With `donate`, the new parameters are written into the old ones' memory, and the state that a step was given is
+    *spent*, if it came from this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
+    `SpentStateError`. The first state that is given stays whole, and so does every tensor that was read from a state:
+    reading copies out. `state.copy()` keeps a state.
+
+    Under a transform of `torch.func`, and where a leaf requires a gradient, the step runs as it was composed.
+
+    Args:
+        step: What `compose` or `population` gave.
+        donate: Write new values over old ones.
+        mode: As in `torch.compile`: `"max-autotune"` tries kernels out, `"reduce-overhead"` replays CUDA graphs.
+        backend: `"inductor"`; `"eager"`, which runs the traced graph as it is, to tell faults of tracing from faults
+            of compiling; or any other backend of `torch.compile`.
+        fallback: Run steps that cannot be traced as they were composed, with one warning, instead of raising.
+        eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
+            worth a variant. A fixed rule, so that a resumed run does the same.
+        dynamic: Leave the number of examples open: one variant serves all sizes from 2 on, where the algorithms let it.
+            Good for batches whose size changes often; code for a fixed size is faster.
+        max_variants: How many parts may be compiled before a `VariantLimitError` says what makes so many.
+        quiet: Do not announce compilations on standard error.
+
+    Returns:
+        A step with `variants()` and `warmup(state, batch)` beside all that it had.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind.
+
+    Example:
+        >>> from purecompose import State, compose, loop_events, losses, optim
+        >>> net = torch.nn.Linear(2, 1)
+        >>> state = State.create(net, loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> step = compile(compose(loop_events), backend="eager", quiet=True)
+        >>> step(state, (torch.ones(4, 2), torch.zeros(4, 1))).timestamp.batch
+        1
+    """
+    if isinstance(step, CompiledStep):
+        raise TypeError("compile: the step is compiled already; compile(step.step, ...) compiles it anew")
+    if not all(callable(getattr(step, name, None)) for name in ("prepare", "units", "body")):
+        raise TypeError(f"compile: expected a step, as compose(...) gives it, got {shown(step)}")
+    if mode not in MODES:
+        raise ValueError(f"compile: mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+    if not isinstance(backend, str) and not callable(backend):
+        raise TypeError(f"compile: backend: expected a name or a function (graph, inputs) -> function, got {backend!r}")
+    if isinstance(backend, str) and backend not in BACKENDS and backend not in torch.compiler.list_backends(()):
+        known = ", ".join(dict.fromkeys([*BACKENDS, *torch.compiler.list_backends()]))
+        raise ValueError(f"compile: backend={backend!r}: expected one of {known}")
+    for flag, name in ((donate, "donate"), (fallback, "fallback"), (quiet, "quiet"), (dynamic, "dynamic")):
+        check_flag(flag, f"compile: {name}")
+    check_whole(max_variants, "compile: max_variants", 1)
+    check_whole(eager_below, "compile: eager_below", 0)
+    announce = None if quiet else _to_stderr
+    return CompiledStep(step, Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, announce))
+
+
+class CompiledStep:
+    """A step that runs compiled; made by `compile`. What else a `Step` has, it has too, and does as composed."""
+
+    def __init__(self, step: Step, options: Options) -> None:
+        """Compiles nothing yet."""
+        self.step, self.options = step, options
+        self._library = Library(step, options)
+        self._met: set[Any] = set()
+        self._eager: dict[Any, Context] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "step":
+            raise AttributeError(name)
+        return getattr(self.step, name)
+
+    def __call__(self, state: State, batch: Any) -> State:
+        """The state after one batch; see `compile`.
+
+        Raises:
+            SpentStateError: The state was given to an earlier step, which wrote over its memory.
+            TypeError: It is no state, or state or batch hold sparse tensors, which compiled code does not read.
+            TraceError: The step cannot be compiled.
+            VariantLimitError: It wants more variants than `max_variants`.
+        """
+        if not isinstance(state, State):
+            raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
+        lease: Lease | None = state.__dict__.get("_lease")
+        if lease is not None:
+            lease.check()
+        prepared = self.step.prepare(state, batch)
+        try:
+            shape, tensors = _shape_of(batch)
+            place = (prepared.bits, shape, environment())
+            if place in self._eager and self._eager[place] is state.static.context:
+                return self.step(state, batch)
+            boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, lease)
+        except TypeError as error:
+            self._library.fall_back(error)
+            return self.step(state, batch)
+        if boarding is None:
+            return self.step(state, batch)
+        route = boarding.entry.routes.get(place)
+        if route is None and self._is_watched_first(prepared):
+            return self.step(state, batch)
+        with arithmetic(state.static.context.precision, state.key.device):
+            route = route or self._find(boarding.entry, place, prepared)
+            if route is not EAGER and self.step.ranks is None:
+                return fly(self._library, boarding, prepared, tensors, route)
+            if route is not EAGER:
+                with naming_late_ranks(self.step.ranks, state.timestamp.batch):
+                    return fly(self._library, boarding, prepared, tensors, route)
+        self._eager[place] = state.static.context  # the next step need not make a lane to find this out
+        return self.step(state, batch)
+
+    def variants(self) -> Variants:
+        """What has been compiled so far; prints as a table."""
+        return Variants(self._library.variants)
+
+    def warmup(self, state: State, *examples: Any) -> Variants:
+        """Compiles ahead what a run from this state will need.
+
+        Args:
+            state: Where the run starts; it is not changed, nor is it spent.
+            examples: Batches, one of each form that will come.
+
+        Returns:
+            As `variants`. What comes after a host algorithm is not built ahead: its result decides the form.
+
+        Raises:
+            TypeError: No state comes first.
+            ValueError: No batch; or the run has neither a duration nor an epoch's length.
+        """
+        if not isinstance(state, State):
+            raise TypeError(f"warmup(state, *batches): expected a State first, got {type(state).__name__}")
+        if not examples:
+            raise ValueError("warmup(state, *batches): expected a batch of each form that will come, got none")
+        if state.__dict__.get("_lease") is not None:
+            state = state.copy()
+        for batch in examples:
+            for prepared in _moments(self.step, state, batch):
+                shape, _ = _shape_of(batch)
+                boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, None)
+                if boarding is not None:
+                    place = (prepared.bits, shape, environment())
+                    with arithmetic(state.static.context.precision, state.key.device):
+                        if place not in boarding.entry.routes:
+                            self._find(boarding.entry, place, prepared)
+        return self.variants()
+
+    def replace(self, **changes: Any) -> "CompiledStep":
+        """The step with another program, other algorithms, passes or microbatches, compiled anew."""
+        return CompiledStep(self.step.replace(**changes), self.options)
+
+    def __deepcopy__(self, memo: Any) -> "CompiledStep":
+        return self  # what it has compiled is a cache
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the step and the options; what has been compiled is compiled again, or read from the cache on disk."""
+        return CompiledStep, (self.step, self.options)
+
+    def __repr__(self) -> str:
+        return f"compile({self.step!r}, {len(self._library.variants)} variants)"
+
+    def _must_be_eager(self, state: State, batch: Any, shape: "_Shape") -> bool:
+        if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
+            return True
+        fields = state.__dict__
+        for name in _GIVEN:  # in every step: a loop costs less than any(...)
+            if fields.get(name) is not None:
+                return True
+        floor = self.options.eager_below
+        return bool(floor) and state.context.layout.num_examples(batch) < floor
+
+    def _is_watched_first(self, prepared: Prepared) -> bool:
+        """Whether this is a schedule's first step, and host algorithms are in it, whom no fake tensors serve.
+
+        It runs as composed, which watches it: they would act twice if it were run for that alone.
+        """
+        variant = prepared.bits, prepared.num_examples
+        if variant in self._met or not self._library.has_host(prepared.bits):
+            return False
+        self._met.add(variant)
+        return True
+
+    def _find(self, entry: Entry, place: Any, prepared: Prepared) -> Route:
+        """The route for a schedule and a batch that come the first time."""
+        bits, start = prepared.bits, prepared.start()
+        forms = {**entry.forms, "batch": Form.of(start.batch)[0], "clock": Form.of(start.clock)[0]}
+        seam = Seam.start(start.static, forms, is_donated=self.options.donate)
+        watched = None if self._library.has_host(bits) else start
+        route = entry.routes[place] = self._library.route_or_eager(seam, bits, start=watched)
+        return route
+
+    def _board(self, state: State, lease: Lease | None) -> Boarding | None:
+        """The lane that the step will run on; `None` where somebody differentiates in the state."""
+        fields, is_donated = state.__dict__, self.options.donate
+        if lease is not None and lease.entry is None:
+            lease = None  # a host algorithm's: the step that it is called in will write there
+        if (
+            lease is not None
+            and lease.lane.is_donated is is_donated
+            and not lease.is_read
+            and fields.keys().isdisjoint(LASTING)
+        ):
+            key, loss, context, home = lease.frees
+            if fields["key"] is key and fields["loss"] is loss and state.static.context is context:
+                if home is self._library:
+                    return Boarding(lease.lane, lease.entry, state)
+            return self._with_entry(lease.lane, state)
+        keeps = lease is not None and lease.lane.is_donated is is_donated
+        found: dict[str, tuple[Form, list[Tensor]]] = {}
+        for name in LASTING:
+            if lease is None or not (keeps and lease.has_kept(name, fields)):
+                found[name] = Form.of(getattr(state, name))
+        if torch.is_grad_enabled() and any(t.requires_grad for _, tensors in found.values() for t in tensors):
+            return None
+        old = lease.lane if keeps and lease is not None else None
+        if old is not None and is_donated and all(form.is_alike(old.forms[name]) for name, (form, _) in found.items()):
+            copies = [pair for name, (_, new) in found.items() for pair in zip(old.values[name], new, strict=True)]
+            return self._with_entry(old, state, copies=copies)
+        lane = _new_lane(found, old, is_donated=is_donated)
+        return self._with_entry(lane, state, spends=old if is_donated else None)
+
+    def _with_entry(self, lane: Lane, state: State, **rest: Any) -> Boarding:
+        forms = {**lane.forms, "key": Form.of(state.key)[0], "loss": Form.of(state.loss)[0]}
+        return Boarding(lane, self._library.entry(state.context, forms), state, **rest)
+
+
+_GIVEN = ("grads", "outputs", "first_example", "regrad")
+"""What is no part of a state between steps; who sets it from outside has a step of their own in mind."""
+
+
+class _Shape(NamedTuple):
+    """What a batch is but for its numbers, as cheaply as it can be told."""
+
+    form: Hashable
+    is_differentiated: bool
+    """Whether somebody wants a gradient in it."""
+
+
+def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
+    """The batch's shape, and its tensors."""
+    if type(batch) is tuple:
+        specs, requires_grad = [], False
+        for tensor in batch:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+                break
+            specs.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
+            requires_grad = requires_grad or tensor.requires_grad
+        else:
+            return _Shape(tuple(specs), requires_grad and torch.is_grad_enabled()), list(batch)
+    form, tensors = Form.of(batch)
+    return _Shape(form, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), tensors
+
+
+def _new_lane(found: dict[str, tuple[Form, list[Tensor]]], old: Lane | None, *, is_donated: bool) -> Lane:
+    """A lane of its own memory (with donation), which takes over what is not found from an earlier one."""
+    forms, values = {}, {}
+    for name in LASTING:
+        if name not in found:
+            assert old is not None
+            forms[name], values[name] = old.forms[name], old.values[name]
+            continue
+        form, tensors = found[name]
+        tensors = [tensor.detach() for tensor in tensors]
+        if is_donated:
+            # One by one: a slot may alias a parameter, and two writes into one memory would be one too many.
+            tensors = [tensor.clone() for tensor in tensors]
+            form = form.with_specs(map(spec_of, tensors))
+        forms[name], values[name] = form, tensors
+    return Lane(forms, values, is_donated=is_donated)
+
+
+def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
+    """The step's beginning once for each schedule that the rest of the run will have, with batches of this form."""
+    run, seen = state.timestamp.run, set()
+    if run.duration is None and run.batches_per_epoch is None:
+        raise ValueError(
+            "warmup: the run's length is not known: give State.create a duration or batches_per_epoch; or call the "
+            "step once for what you want compiled"
+        )
+    end = None if run.duration is not None else state.timestamp.epoch + 1
+    while not state.timestamp.is_finished() and state.timestamp.epoch != end:
+        prepared = step.prepare(state, batch)
+        if prepared.bits not in seen:
+            seen.add(prepared.bits)
+            yield prepared
+        if prepared.later == state.timestamp:
+            return
+        state = state.replace(timestamp=prepared.later)
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

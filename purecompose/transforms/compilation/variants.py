@@ -1,0 +1,105 @@
+"""Variants: what has been compiled, as a table, and the error for too many."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from purecompose._support.table import table
+
+
+__all__ = ["Variant", "VariantLimitError", "Variants", "too_many"]
+
+
+class VariantLimitError(RuntimeError):
+    """A step wants more compiled variants than its limit."""
+
+
+@dataclass
+class Variant:
+    """One compiled part of a step, and what it cost."""
+
+    segment: int
+    """Which part of the step, from 0."""
+    acting: tuple[str, ...]
+    """Which algorithms act in it, as "name at event"."""
+    batch: str
+    """The shapes of the batch that comes in."""
+    nodes: int = 0
+    """Operations in its graph."""
+    trace_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    hits: int = 0
+    """How often it has run."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took to trace and to compile."""
+        return self.trace_seconds + self.compile_seconds
+
+    @property
+    def title(self) -> str:
+        """For an announcement."""
+        acting = ", ".join(self.acting) or "no algorithm"
+        return f"part {self.segment} of the step ({acting}; batch {self.batch or 'gone'})"
+
+
+class Variants(tuple[Variant, ...]):
+    """All variants of a compiled step; prints as a table."""
+
+    __slots__ = ()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took to trace and to compile all of them."""
+        return sum(variant.seconds for variant in self)
+
+    def __str__(self) -> str:
+        if not self:
+            return "nothing is compiled yet"
+        head = ["part", "batch", "operations", "trace s", "compile s", "hits", "acting"]
+        return table(head, list(map(_row, self)))
+
+
+def _row(variant: Variant) -> list[str]:
+    seconds = [f"{variant.trace_seconds:.2f}", f"{variant.compile_seconds:.2f}"]
+    acting = ", ".join(variant.acting) or "-"
+    return [str(variant.segment), variant.batch, str(variant.nodes), *seconds, str(variant.hits), acting]
+
+
+def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> VariantLimitError:
+    """The error for one variant more; it names what makes them."""
+    # By segment: what one makes of the batch is no other batch, and each has at least one variant.
+    wanted = (*variants, refused)
+    segments = [[v for v in wanted if v.segment == segment] for segment in dict.fromkeys(v.segment for v in wanted)]
+    most = max(segments, key=lambda segment: (len(segment), segment[-1] is refused))
+    batches, schedules = dict.fromkeys(v.batch for v in most), {v.acting for v in most}
+    if len(batches) == len(schedules) == 1 < len(most):
+        cause = (
+            f"{len(most)} of them are for one form of batch ({next(iter(batches)) or '()'}) and the same algorithms, "
+            "and differ in what shapes do not show: a Python value in the batch (ids, names, numbers: keep what "
+            "changes from batch to batch in tensors), the form of another field of the state, or torch's settings"
+        )
+    elif len(batches) > len(schedules):
+        shown = "; ".join(batch or "()" for batch in list(batches)[:4])
+        cause = (
+            f"the batch came in {len(batches)} forms ({shown}{'; ...' if len(batches) > 4 else ''}), and each is "
+            "compiled for itself: pad or crop batches to few sizes, or give compile(eager_below=...) for short last "
+            "batches, or compile(dynamic=True)"
+        )
+    elif len(schedules) > 1:
+        name, times = _busiest(most)
+        cause = (
+            f"{name} is in {times} of {len(most)} and not in the others, as its match decides: let it match in coarser "
+            "stretches, or always, choosing by torch.where inside apply"
+        )
+    else:
+        cause = f"it has {len(segments)} parts, and each needs one at least"
+    return VariantLimitError(
+        f"the step needs more than max_variants={limit} compiled variants: {cause}. step.variants() lists them"
+    )
+
+
+def _busiest(variants: Sequence[Variant]) -> tuple[str, int]:
+    """The algorithm that divides the variants most evenly: in some of them and not in others."""
+    names = Counter(place.split(" at ")[0] for variant in variants for place in set(variant.acting))
+    return max(names.items(), key=lambda item: min(item[1], len(variants) - item[1]))

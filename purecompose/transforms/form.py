@@ -1,0 +1,118 @@
+"""The form of a value: all of it but the numbers in its tensors.
+
+Compiled code runs without guards, so what it was built for must be known in full: the containers, the constants
+among the leaves, and each tensor's shape, strides, dtype and device.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose._support.fingerprint import fingerprint
+
+
+__all__ = ["ABSENT", "Form", "Spec", "spec_of"]
+
+
+class Spec(NamedTuple):
+    """What compiled code takes for granted in a tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """A tensor of this form, its numbers left open."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """The tensor's form.
+
+    Raises:
+        TypeError: It is sparse or of a subclass: compiled code reads plain, strided memory.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"expected a dense tensor, got one with layout {tensor.layout}; to_dense() makes it one")
+    return Spec(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """The tensor with its numbers as they lie in memory: without a lazy sign or conjugation."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_neg() or tensor.is_conj() else tensor
+
+
+class Form:
+    """A value without its numbers; forms compare and hash.
+
+    Attributes:
+        specs: The tensors' forms, in order.
+    """
+
+    __slots__ = ("specs", "_structure", "_build", "_hash")
+
+    def __init__(self, specs: tuple[Spec, ...], structure: Hashable, build: Callable[[list[Tensor]], Any]) -> None:
+        """`Form.of` is the usual way."""
+        self.specs, self._structure, self._build = specs, structure, build
+        self._hash: int | None = None  # made when asked for: sizes that are still open have none
+
+    @classmethod
+    def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
+        """The form of a value, and its tensors."""
+        leaves, treespec = tree.flatten(value)
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            leaves = list(map(as_it_lies, leaves))
+            return cls(tuple(map(spec_of, leaves)), treespec, lambda new: tree.unflatten(treespec, new)), leaves
+        # Constants, and objects that the registries do not know, such as a batch's dataclass.
+        found = list(map(as_it_lies, batches.tensors(value)))
+        template = batches.map_tensors(lambda _: _HOLE, value)
+        if not found:
+            return cls((), fingerprint(template), lambda _: value), found
+
+        def build(new: Iterable[Tensor]) -> Any:
+            fresh = iter(new)
+            return batches.map_tensors(lambda _: next(fresh), value)
+
+        return cls(tuple(map(spec_of, found)), fingerprint(template), build), found
+
+    def build(self, tensors: list[Tensor]) -> Any:
+        """The value of this form with these tensors."""
+        return self._build(tensors)
+
+    def with_specs(self, specs: Iterable[Spec]) -> "Form":
+        """The same containers around other tensors."""
+        return Form(tuple(specs), self._structure, self._build)
+
+    def is_alike(self, other: "Form") -> bool:
+        """Whether the forms are equal but for strides."""
+        return self._structure == other._structure and [spec._replace(stride=()) for spec in self.specs] == [
+            spec._replace(stride=()) for spec in other.specs
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Form)
+            and hash(self) == hash(other)
+            and self.specs == other.specs
+            and self._structure == other._structure
+        )
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.specs, self._structure))
+        return self._hash
+
+
+class _Hole:
+    """Stands where a tensor was."""
+
+
+_HOLE = _Hole()
+ABSENT, _ = Form.of(None)
+"""The form of a field that is `None`."""

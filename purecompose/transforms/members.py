@@ -1,0 +1,154 @@
+"""Trees of members: every tensor has one more dimension in front, with a row for each member of a population.
+
+What all members have in common stays as it is: the time, everything that is no tensor, and what is `Shared`, such as
+one batch for all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose.core.clock import Clock
+
+
+__all__ = ["Shared", "expanded", "mapped", "member", "shared", "stacked"]
+
+
+class Shared:
+    """A leaf that all members have in common; a node, so that it stays one where a step is cut into parts."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        """Wraps a tensor, or an object that holds some."""
+        self.value = value
+
+
+tree.register_node(
+    Shared, lambda leaf: (("value",), (leaf.value,), None), lambda names, leaves, static: Shared(*leaves)
+)
+
+
+def shared(given: Any) -> Any:
+    """The tree with every tensor marked as common to all members."""
+    return tree.map(lambda leaf: Shared(leaf) if batches.tensors(leaf) else leaf, given)
+
+
+def expanded(given: Any, num: int) -> Any:
+    """The tree with so many rows of what was common to all members, without copies."""
+
+    def rows(leaf: Any) -> Any:
+        return batches.map_tensors(lambda t: t.expand(num, *t.shape), leaf.value) if isinstance(leaf, Shared) else leaf
+
+    return tree.map(rows, given, is_leaf=_is_whole)
+
+
+def member(given: Any, index: int) -> Any:
+    """One member's tree, of views."""
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[index]
+        if isinstance(leaf, (Shared, Clock)):
+            return leaf.value if isinstance(leaf, Shared) else leaf
+        return batches.map_tensors(lambda tensor: tensor[index], leaf)
+
+    return tree.map(own, given, is_leaf=_is_whole)
+
+
+def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
+    """The inverse of `member`, for trees of one form; what is no tensor is the first one's.
+
+    Args:
+        members: The trees.
+        with_shared: Mark what is one and the same object in all as common, instead of stacking it.
+    """
+
+    def together(*leaves: Any) -> Any:
+        is_same = all(leaf is leaves[0] for leaf in leaves)
+        if isinstance(leaves[0], Clock) or not batches.tensors(leaves[0]):
+            return leaves[0]
+        if with_shared and is_same:
+            return Shared(leaves[0])
+        columns = zip(*map(batches.tensors, leaves), strict=True)
+        return batches.map_tensors(lambda _: torch.stack(next(columns)), leaves[0])
+
+    return tree.map(together, *members, is_leaf=_is_whole)
+
+
+def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..., Any]:
+    """`fn` of single members' trees as a function of all members' trees, by `torch.vmap`.
+
+    Trees may hold what vmap refuses: constants, and objects that only `purecompose.batch` sees into. What `fn`
+    returns as it was given comes out as it went in, also where it is common to all members.
+
+    Args:
+        fn: Trees to a tree.
+        chunk_size: How many members are computed at a time; by default all.
+    """
+
+    def run(*given: Any) -> Any:
+        inside = _Inside(fn, given)
+        rows = torch.vmap(inside, chunk_size=chunk_size)(*_own_tensors(given, {}))
+        return inside.refilled(rows)
+
+    return run
+
+
+class _Inside:
+    """What `torch.vmap` is given: tensors of one member to new tensors; it keeps what surrounds them."""
+
+    def __init__(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> None:
+        self.fn, self.given = fn, given
+        self._result: Any = None
+        # What went in unchanged, by the identity that it has inside. The last tree is kept with it, since identities
+        # hold only as long as their objects live.
+        self._known: dict[int, Any] = {}
+        self._entered: Any = None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        fresh, self._known = iter(tensors), {}
+
+        def enter(leaf: Any) -> Any:
+            if isinstance(leaf, Clock):
+                return leaf
+            inner = leaf.value if isinstance(leaf, Shared) else _refill(leaf, fresh)
+            self._known[id(inner)] = leaf
+            return inner
+
+        self._entered = tree.map(enter, self.given, is_leaf=_is_whole)
+        self._result = self.fn(*self._entered)
+        return tuple(_own_tensors(self._result, self._known))
+
+    def refilled(self, rows: Sequence[Tensor]) -> Any:
+        """The result with all members' tensors in place of the last member's."""
+        fresh, known = iter(rows), self._known
+        return tree.map(
+            lambda leaf: known[id(leaf)] if id(leaf) in known else _refill(leaf, fresh), self._result, is_leaf=_is_whole
+        )
+
+
+def _own_tensors(given: Any, known: dict[int, Any]) -> list[Tensor]:
+    """The tensors with a row for each member, less those of known leaves."""
+    found: list[Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if id(leaf) not in known and not _is_whole(leaf):
+            found.extend(batches.tensors(leaf))
+        return leaf
+
+    tree.map(collect, given, is_leaf=_is_whole)
+    return found
+
+
+def _refill(leaf: Any, fresh: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return next(fresh)
+    return leaf if _is_whole(leaf) else batches.map_tensors(lambda _: next(fresh), leaf)
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, (Shared, Clock))

@@ -1,0 +1,71 @@
+"""A process of a group that does not answer: an error that names it, in place of the transport's own."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from purecompose.core.ranks import Ranks
+
+
+__all__ = ["RankTimeoutError", "naming_late_ranks"]
+
+_GIVEN_UP = re.compile(r"[Tt]imed? ?out|[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe")
+_ROLL_CALL = 5.0
+"""How many seconds processes have to say that they are there, once one has given up."""
+
+
+class RankTimeoutError(RuntimeError):
+    """A process has not answered within the process group's timeout, or has ended."""
+
+
+@contextmanager
+def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
+    """A scope in which messages that nobody answers raise an error with the ranks that are missing.
+
+    Args:
+        ranks: The processes; without them nothing changes.
+        batch: The number of the batch at hand, for the message.
+
+    Raises:
+        RankTimeoutError: The process group gave up on a message; its `timeout` says when.
+    """
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks is None or isinstance(error, RankTimeoutError) or not _GIVEN_UP.search(str(error)):
+            raise
+        seconds = time.monotonic() - start
+        late = _late(ranks, batch)
+        names = f"rank {', '.join(map(str, late))}" if late else "another process (could not determine which)"
+        raise RankTimeoutError(
+            f"data_parallel: in batch {batch} rank {ranks.rank} of {ranks.size} waited {seconds:.0f} s for {names}, "
+            "which is stopped, hangs or has ended. How long to wait is the timeout of init_process_group(timeout=...)"
+        ) from error
+
+
+def _late(ranks: Ranks, batch: int) -> list[int]:
+    """The ranks that do not answer a roll call in the group's store."""
+    missing: list[int] = []
+
+    def call() -> None:
+        # The store belongs to the group's transport, not to the connections that have been given up.
+        store: Any = dist.distributed_c10d._get_default_store()
+        place = f"purecompose/{ranks.group}/{batch}"
+        store.set(f"{place}/{ranks.rank}", "here")
+        end = time.monotonic() + _ROLL_CALL
+        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        while time.monotonic() < end and (others := [r for r in others if not store.check([f"{place}/{r}"])]):
+            time.sleep(0.1)
+        missing.extend(others)
+
+    # In a thread, since the process that holds the store may be the one that does not answer.
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(2 * _ROLL_CALL)
+    return missing

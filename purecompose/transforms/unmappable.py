@@ -1,0 +1,115 @@
+"""What `torch.vmap` refuses while a population runs, with the layer, the line and a remedy."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._support.culprits import layer_of, line_of
+from purecompose.core.state import State
+from purecompose.nn.keyed.modules import UnkeyedRandomError
+
+
+__all__ = ["explained"]
+
+_REFUSED = (
+    (
+        "calling .item()",
+        "a number is read (.item(), float(), `if` on a tensor), which differs among members",
+        "Choose with torch.where",
+    ),
+    (
+        "dynamic shape",
+        "a result's shape depends on numbers (a boolean mask, nonzero, unique), which differ among members",
+        "Multiply by the mask, or choose with torch.where",
+    ),
+    (
+        r"in-?place arithmetic|output with shape \[(.*)\] doesn't match the broadcast shape \[\d+, \1\]",
+        "a tensor that all members share is written into in place",
+        "Make a new tensor (a + b), or make the one written into from a member's (x.new_zeros(shape))",
+    ),
+    (
+        "mutate a captured Tensor",
+        "the batch, or a tensor that all members share, is written into in place",
+        "Make a new tensor (a + b, or a.clone() first)",
+    ),
+    (
+        "saved tensor hooks",
+        "a hook replaces what is saved for the backward pass (torch.utils.checkpoint), which torch.func cannot do",
+        "Leave checkpointing out; population(..., chunk_size=) saves memory too",
+    ),
+    (
+        "Cannot access data pointer",
+        "a tensor's memory is read (numpy(), tolist()), in which no member has a part of its own",
+        "Compute with torch",
+    ),
+    (
+        "setup_context|generate_vmap_rule",
+        "an autograd.Function cannot be mapped as it is (nor can backward hooks of modules, which are made of one)",
+        "Define setup_context, and set generate_vmap_rule = True",
+    ),
+    (
+        r"`\.?data`",
+        "`.data` of a tensor is assigned",
+        "Write self.name = value for a buffer of the network",
+    ),
+    (
+        "[Bb]atching rule|^vmap",
+        "torch.vmap cannot map an operation",
+        "Replace the layer or the operation",
+    ),
+)
+"""Words of torch's messages (regular expressions), what they mean, and what to do."""
+
+
+@contextmanager
+def explained(state: State, num: int) -> Iterator[None]:
+    """A scope in which what vmap refuses is reported with the layer, the line and a remedy.
+
+    Args:
+        state: The stacked state.
+        num: The number of its members.
+
+    Raises:
+        ValueError: A leaf lacks a row for each member.
+        UnkeyedRandomError: Something drew from a global generator.
+        RuntimeError: An operation cannot be mapped.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        new = _of_rows(error, state, num) if isinstance(error, ValueError) else _of_operations(error)
+        if new is None:
+            raise
+        for note in getattr(error, "__notes__", ()):
+            new.add_note(note)
+        raise new from error
+
+
+def _of_rows(error: ValueError, state: State, num: int) -> Exception | None:
+    if not str(error).startswith("vmap"):
+        return None
+    for path, leaf in tree.leaves_with_paths(state.replace(clock=None, batch=None)).items():
+        if isinstance(leaf, Tensor) and leaf.shape[:1] != (num,):
+            return ValueError(
+                f"population: expected a row for each of {num} members in state{path}, got {tree.describe(leaf)}"
+            )
+    return None
+
+
+def _of_operations(error: Exception) -> Exception | None:
+    text = str(error)
+    if "randomness error mode" in text:
+        return UnkeyedRandomError(
+            "something drew from a global generator, which knows no members: draw with purecompose.random from "
+            "state.rng(name)"
+        )
+    for words, what, remedy in _REFUSED:
+        if re.search(words, text):
+            return RuntimeError(
+                f"population: {what}, at {line_of(error)}{layer_of(error)}. {remedy}; or step the members one after "
+                f"the other (unstack_states). torch.vmap says: {text.partition('. ')[0]}"
+            )
+    return None

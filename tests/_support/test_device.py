@@ -1,0 +1,225 @@
+"""Numbers sent to a device, and the switches of TensorFloat-32, which a machine without a GPU has too."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from purecompose import Event, State, compose, loop_events, optim, tree
+from purecompose._support.device import PRECISIONS, arithmetic, sent
+from tests.helpers import changing, make_batch, make_batches, make_cnn, make_state, run_steps
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+BACKENDS: Any = torch.backends
+OPERATORS = (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
+PARENTS = (BACKENDS, BACKENDS.cudnn)
+MKLDNN = BACKENDS.mkldnn.matmul
+
+
+def old(read: Callable[[], Any]) -> Any:
+    """A switch by its older name, which raises where the newer ones say what it cannot."""
+    try:
+        return read()
+    except RuntimeError:
+        return "raises"
+
+
+def switches() -> list[Any]:
+    return [
+        *(operator.fp32_precision for operator in (*OPERATORS, *PARENTS, MKLDNN)),
+        old(torch.get_float32_matmul_precision),
+        old(lambda: torch.backends.cuda.matmul.allow_tf32),
+        old(lambda: torch.backends.cudnn.allow_tf32),
+    ]
+
+
+def multiplied() -> list[bool]:
+    """Whether matrix products, convolutions and recurrent layers use TensorFloat-32."""
+    return [operator.fp32_precision == "tf32" for operator in OPERATORS]
+
+
+def set_all(values: dict[Any, str]) -> None:
+    for operator, value in values.items():
+        operator.fp32_precision = value
+
+
+def in_matmul_alone() -> None:
+    set_all({BACKENDS.cuda.matmul: "tf32"})
+
+
+STARTS: dict[str, Callable[[], Any]] = {
+    "torch's own": lambda: None,
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "older names": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "newer names, a mix": in_matmul_alone,
+    "newer names, off": lambda: set_all(dict.fromkeys(OPERATORS, "ieee")),
+    "newer names, on for all": lambda: set_all({BACKENDS: "tf32"}),
+    "convolutions apart": lambda: set_all({BACKENDS.cudnn.conv: "ieee"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def torch_defaults() -> Iterator[None]:
+    """The switches as torch starts with them, before and after each test."""
+    for is_first in (True, False):
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
+        set_all({BACKENDS: "none", BACKENDS.cudnn: "none", MKLDNN: "none", BACKENDS.cuda.matmul: "none"})
+        set_all({BACKENDS.cudnn.conv: "tf32", BACKENDS.cudnn.rnn: "tf32"})
+        if is_first:
+            yield
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("start", STARTS)
+def test_cuda_multiplies_as_the_precision_says_and_afterwards_as_before(start: str, precision: str) -> None:
+    STARTS[start]()
+    before = switches()
+    with arithmetic(precision, CUDA):
+        assert multiplied() == [precision == "tf32"] * 3
+        with arithmetic(precision, CUDA):
+            assert multiplied() == [precision == "tf32"] * 3
+        assert multiplied() == [precision == "tf32"] * 3
+    assert switches() == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("start", [name for name in STARTS if name != "newer names, off"])
+def test_what_reads_the_older_names_meanwhile_finds_them_in_agreement(start: str, precision: str) -> None:
+    STARTS[start]()
+    if multiplied() == [precision == "tf32"] * 3 and "raises" in switches():
+        pytest.skip("nothing is to be switched, and the caller's own mix stays")
+    with arithmetic(precision, CUDA):
+        assert torch.backends.cuda.matmul.allow_tf32 is (precision == "tf32")
+        assert torch.backends.cudnn.allow_tf32 is (precision == "tf32")
+        assert torch.get_float32_matmul_precision() in (["high", "medium"] if precision == "tf32" else ["highest"])
+
+
+def test_an_error_leaves_the_switches_as_they_were() -> None:
+    before = switches()
+    with pytest.raises(OSError), arithmetic("tf32", CUDA):
+        raise OSError
+    assert switches() == before
+
+
+def test_other_devices_have_no_such_switch() -> None:
+    before = switches()
+    for device in (CPU, torch.device("mps"), torch.device("meta")):
+        with arithmetic("tf32", device):
+            assert switches() == before
+
+
+class Watched(torch.autograd.Function):
+    """The identity; notes the switches on the way there and back."""
+
+    seen: list[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Watched.seen.append(multiplied())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        Watched.seen.append(multiplied())
+        return grads[0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Watched.apply(self.layer(x))  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_forward_and_backward_runs_within_the_scope(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["purecompose.core.compose"]  # in the package, the function has its name
+    devices = []
+
+    def on_cuda(asked: str, device: torch.device) -> Any:
+        devices.append(device)
+        return arithmetic(asked, CUDA)
+
+    monkeypatch.setattr(module, "arithmetic", on_cuda)
+    before, step, state = switches(), compose(loop_events), make_state(Net(), precision=precision)
+    Watched.seen = []
+    for seed in (0, 1):  # the watched step, and the next one
+        state = step(state, make_batch(seed))
+    assert Watched.seen[-2:] == [[precision == "tf32"] * 3] * 2 and len(Watched.seen) >= 4
+    assert all(seen == [precision == "tf32"] * 3 for seen in Watched.seen)
+    assert switches() == before and devices == [CPU, CPU]
+
+
+@pytest.mark.parametrize("numbers", [[1, 2], [[0.5], [float("inf")]], []])
+def test_numbers_arrive(numbers: list[Any]) -> None:
+    there = sent(numbers, torch.float64, CPU)
+    assert there.tolist() == numbers and there.dtype is torch.float64
+    elsewhere = sent(numbers, torch.float64, torch.device("meta"))
+    assert elsewhere.shape == there.shape and elsewhere.device.type == "meta"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_numbers_arrive_on_a_gpu_without_waiting() -> None:
+    mode = torch.cuda.get_sync_debug_mode()
+    busy = torch.randn(2048, 2048, device=CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        arrived = []
+        for i in range(200):
+            busy = torch.tanh(busy @ busy)
+            arrived.append(sent([i], torch.float64, CUDA))  # pinned memory that is used again is not written too soon
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert torch.cat(arrived).tolist() == list(range(200))
+
+
+class Widths(nn.Module):
+    """Notes the dtypes that it computes in."""
+
+    seen: list[torch.dtype] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_cnn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.net(x)
+        Widths.seen.append(outputs.dtype)
+        return outputs
+
+
+@pytest.mark.parametrize("optimizer", [optim.sgd(0.1, momentum=0.9), optim.adamw(0.01)])
+def test_bf16_computes_forward_in_bfloat16_and_keeps_everything_else_in_float32(optimizer: Any) -> None:
+    found: dict[str, set[torch.dtype]] = {}
+
+    def look(state: State) -> State:
+        assert state.grads is not None
+        found["grads"] = {grad.dtype for grad in state.grads.values()}
+        found["outputs"] = {state.outputs.dtype}
+        return state
+
+    def trained(precision: str) -> State:
+        Widths.seen = []
+        state = make_state(Widths(), precision=precision, optimizer=optimizer)
+        step = compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)])
+        return run_steps(step, state, make_batches(4, shape=(2, 6, 6)))
+
+    wide = trained("fp32")
+    assert set(Widths.seen) == {torch.float32}
+    narrow = trained("bf16")
+    assert set(Widths.seen) == {torch.bfloat16}
+    assert found == {"grads": {torch.float32}, "outputs": {torch.float32}}
+    leaves = [leaf for leaf in tree.leaves((narrow.params, narrow.opt_state, narrow.loss)) if leaf.ndim]
+    assert {leaf.dtype for leaf in leaves} == {torch.float32}
+    assert {n: b.dtype for n, b in narrow.buffers.items()} == {n: b.dtype for n, b in wide.buffers.items()}
+    for name, param in narrow.params.items():
+        assert not torch.equal(param, wide.params[name])
+        torch.testing.assert_close(param, wide.params[name], rtol=0.05, atol=0.05)

@@ -1,0 +1,61 @@
+"""Treatments are spread evenly, each with the same chance for each image, and by the same indices on every path."""
+
+import torch
+from hypothesis import given, strategies as st
+from scipy import stats
+
+from purecompose import random
+from purecompose.algorithms.images.assignment import assigned, treated
+
+
+def rng(seed: int) -> random.Rng:
+    return random.Rng(random.key(seed))
+
+
+def owners(seed: int, num: int, num_treatments: int) -> torch.Tensor:
+    """The treatment that each image gets."""
+    marks = [lambda images, index, mark=mark: images + mark for mark in range(num_treatments)]
+    return treated(rng(seed), torch.zeros(num, dtype=torch.int64), marks)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 15))
+def test_every_image_gets_one_and_treatments_are_spread_evenly(seed: int, num: int, num_treatments: int) -> None:
+    counts = owners(seed, num, num_treatments).bincount(minlength=num_treatments)
+    assert len(counts) == num_treatments and counts.sum() == num
+    assert counts.max() - counts.min() <= 1
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 15))
+def test_images_come_back_in_their_places(seed: int, num: int, num_treatments: int) -> None:
+    images = torch.arange(num)
+    negated = [lambda some, index: -some] * num_treatments
+    assert torch.equal(treated(rng(seed), images, negated), -images)
+    indexed = [lambda some, index: index] * num_treatments
+    assert torch.equal(treated(rng(seed), images, indexed), images)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 15))
+def test_the_lists_are_of_one_length_and_hold_everyone(seed: int, num: int, num_treatments: int) -> None:
+    lists, places = assigned(rng(seed), num, num_treatments, torch.device("cpu"))
+    assert {len(chosen) for chosen in lists} == {-(-num // num_treatments)}
+    assert torch.equal(torch.cat(lists)[places], torch.arange(num))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 20), st.integers(1, 6))
+def test_mapped_it_is_the_same(seed: int, num: int, num_treatments: int) -> None:
+    marks = [lambda images, index, mark=mark: images + mark for mark in range(num_treatments)]
+    zeros = torch.zeros(num, dtype=torch.int64)
+    keys = torch.stack([random.key(seed), random.key(seed + 1)])
+    mapped = torch.func.vmap(lambda key: treated(random.Rng(key), zeros, marks))(keys)
+    assert torch.equal(mapped, torch.stack([owners(seed, num, num_treatments), owners(seed + 1, num, num_treatments)]))
+
+
+def test_each_treatment_has_the_same_chance_for_each_image() -> None:
+    chosen = torch.stack([owners(seed, 5, 4) for seed in range(2000)])
+    for image in range(5):
+        assert stats.chisquare(chosen[:, image].bincount(minlength=4).numpy()).pvalue > 1e-3
+
+
+def test_few_images_get_any_treatments() -> None:
+    pairs = {tuple(sorted(owners(seed, 2, 5).tolist())) for seed in range(400)}
+    assert len(pairs) == 10

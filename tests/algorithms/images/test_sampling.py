@@ -1,0 +1,109 @@
+"""The operator that stands for `grid_sample` in compiled steps: its values, gradients and rows are those of torch's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from purecompose.algorithms.images import rotate
+from purecompose.algorithms.images.sampling import sampled
+from purecompose.random import key, uniform
+
+
+def make_case(*leading: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    levels = uniform(key(0), (*leading, 3, 5, 4), dtype=dtype) * 255
+    grid = uniform(key(1), (*leading, 6, 2, 2), dtype=dtype) * 2.4 - 1.2  # some of it beyond the borders
+    return levels, grid
+
+
+def reference(levels: Tensor, grid: Tensor) -> Tensor:
+    return F.grid_sample(levels, grid, padding_mode="zeros", align_corners=False)
+
+
+def operator(levels: Tensor, grid: Tensor) -> Tensor:
+    return torch.ops.purecompose.sampled(levels, grid)
+
+
+def test_values_are_those_of_grid_sample() -> None:
+    levels, grid = make_case(2, dtype=torch.float64)
+    assert torch.equal(operator(levels, grid), reference(levels, grid))
+    assert torch.equal(sampled(levels, grid), reference(levels, grid))
+
+
+def test_it_is_an_operator_as_torch_wants_it() -> None:
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    checked = torch.library.opcheck(torch.ops.purecompose.sampled.default, make_case(2), test_utils=tests)
+    assert set(checked.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)])
+def test_mapped_it_is_a_loop(in_dims: tuple[int | None, int | None]) -> None:
+    levels, grid = make_case(3, 2)
+    given = [
+        value[0] if dim is None else value.movedim(0, dim) for value, dim in zip((levels, grid), in_dims, strict=True)
+    ]
+    alone = [
+        operator(*(value if dim is None else value.select(dim, i) for value, dim in zip(given, in_dims, strict=True)))
+        for i in range(3)
+    ]
+    assert torch.equal(torch.func.vmap(operator, in_dims)(*given), torch.stack(alone))
+
+
+def test_a_traced_turn_calls_it_and_gives_the_same() -> None:
+    images = (uniform(key(2), (4, 3, 9, 8)) * 255).to(torch.uint8)
+    degrees = torch.tensor([0.0, 90.0, -17.0, 200.0])
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    turned = torch.compile(rotate, backend=kept, fullgraph=True)(images, degrees)
+    assert torch.equal(turned, rotate(images, degrees))
+    assert torch.ops.purecompose.sampled.default in {node.target for node in graphs[0].graph.nodes}
+
+
+def turned(images: Tensor, degrees: Tensor) -> Tensor:
+    return rotate(images, degrees, value_range=(0.0, 1.0)).square().sum()
+
+
+def mapped_grad(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.func.vmap(torch.func.grad(fn))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 traces no gradient of grid_sample in transforms")
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, mapped_grad])
+def test_transforms_compile(transform: Callable[..., Any]) -> None:
+    images = uniform(key(2), (2, 3, 9, 8))
+    degrees = torch.tensor([20.0, 35.0])
+
+    def differentiated(values: Tensor) -> Tensor:
+        return transform(lambda value: turned(images, value.expand(2) if value.ndim == 0 else value))(values)
+
+    compiled = torch.compile(differentiated, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(degrees), differentiated(degrees))
+
+
+def test_autograd_compiles() -> None:
+    images, degrees = uniform(key(2), (2, 3, 9, 8)), torch.tensor([20.0, 35.0], requires_grad=True)
+    expected = torch.autograd.grad(turned(images, degrees), degrees)
+    found = torch.autograd.grad(torch.compile(turned, backend="aot_eager", fullgraph=True)(images, degrees), degrees)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's own forward mode uses
+def test_forward_mode_is_right_where_torch_has_it() -> None:
+    images, degrees = uniform(key(2), (2, 3, 9, 8)), torch.tensor([20.0, 35.0])
+
+    def tangent(values: Tensor) -> Tensor:
+        return torch.func.jvp(lambda value: turned(images, value), (values,), (torch.ones(2),))[1]
+
+    if torch.__version__ < "2.15":
+        with pytest.raises(Exception, match="forward AD"):
+            tangent(degrees)
+        return
+    expected = torch.func.grad(lambda value: turned(images, value))(degrees).sum()
+    torch.testing.assert_close(tangent(degrees), expected)

@@ -1,0 +1,82 @@
+"""What the cores' overview says is what they are, and the loop that shows them draws anew in every batch."""
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import functional
+from purecompose.algorithms import FACTORIES
+from tests.pages import ROOT
+
+
+DOCS = ROOT / "docs"
+
+
+def overview() -> dict[str, list[str]]:
+    """The parameters that the docstring shows, by function."""
+    assert functional.__doc__ is not None
+    rows = re.findall(r"^    (\w+)\((.*?)\) -> ", functional.__doc__, re.M)
+    return {name: parameters.split(", ") if parameters else [] for name, parameters in rows}
+
+
+def test_every_core_stands_in_the_overview() -> None:
+    assert sorted(overview()) == sorted(functional.__all__) == functional.__all__
+
+
+def test_the_overview_shows_parameters_in_their_order() -> None:
+    for name, shown in overview().items():
+        parameters = list(inspect.signature(getattr(functional, name)).parameters)
+        assert parameters[: len(shown)] == shown, name
+
+
+def test_every_method_that_has_a_core_or_a_transform_shares_it_here() -> None:
+    for name in FACTORIES:
+        module: Any = inspect.getmodule(FACTORIES[name])
+        cores = {member for member in module.__all__ if member.endswith(("_batch", "_transform"))}
+        assert cores <= set(functional.__all__), name
+
+
+def run_page() -> dict[str, Any]:
+    """The names that the blocks of the page on methods leave."""
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        for block in re.findall(r"```python\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.S):
+            exec(compile(block, "algorithms.md", "exec"), names)  # noqa: S102
+    return names
+
+
+def test_the_pages_loop_has_a_key_for_every_batch_and_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for name in ("randaugment_batch", "mixup_batch"):
+        core = getattr(functional, name)
+
+        def noting(key: torch.Tensor, *args: Any, core: Any = core, **settings: Any) -> Any:
+            keys.append(tuple(key.tolist()))
+            return core(key, *args, **settings)
+
+        monkeypatch.setattr(functional, name, noting)
+    run_page()
+    assert len(set(keys)) == len(keys) == 6
+
+
+def test_the_pages_narrower_match_acts_in_every_second_batch_of_the_first_half() -> None:
+    early, acted, number = run_page()["early"], [], 0
+
+    def noting(event: pc.Event, state: pc.State) -> Any:
+        if event is not pc.Event.INIT:
+            acted.append(number)
+        return early.apply(event, state)
+
+    step = pc.compose(pc.loop_events, [dataclasses.replace(early, apply=noting)])
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    state = pc.State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="8ba")
+    state, batch = step.init(state), (torch.rand(4, 1, 4, 4), torch.arange(4) % 2)
+    while number < 8:
+        number += 1
+        state = step(state, batch)
+    assert acted == [2, 4]

@@ -1,0 +1,415 @@
+"""compose: what it refuses, when it asks, what algorithms may do, and what a step keeps."""
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import (
+    Algorithm,
+    Event,
+    MatchError,
+    State,
+    Trait,
+    advance,
+    compose,
+    loop_events,
+    on,
+    optim,
+    schedule,
+    update,
+)
+from tests.helpers import (
+    assert_close,
+    assert_same,
+    changing,
+    decay,
+    make_batch,
+    make_batches,
+    make_mlp,
+    make_state,
+    noise,
+    recorder,
+    run_steps,
+)
+
+
+# What compose refuses
+
+
+def test_names_are_unique():
+    with pytest.raises(ValueError, match="'noise' is used twice"):
+        compose(loop_events, [noise(), decay(), noise()])
+    assert len(compose(loop_events, [noise(), noise("other")]).algorithms) == 2
+
+
+@pytest.mark.parametrize("stranger", [noise, "mixup", None, lambda event, state: state])
+def test_what_is_no_algorithm(stranger):
+    with pytest.raises(TypeError, match="is no Algorithm"):
+        compose(loop_events, [stranger])
+
+
+@pytest.mark.parametrize("stranger", [3, "filo", None])
+def test_what_is_no_pass(stranger):
+    with pytest.raises(TypeError, match="is no pass"):
+        compose(loop_events, passes=[stranger])
+
+
+@pytest.mark.parametrize("node", [3, None, pc.Grad(pc.forward, "loss")])  # pyright: ignore
+def test_what_is_no_node(node):
+    with pytest.raises(TypeError, match="neither an event, a stage"):
+        compose([Event.BATCH_START, node])
+
+
+@pytest.mark.parametrize(
+    ("program", "side"),
+    [
+        ([advance, Event.BATCH_START], "BATCH_START belongs before"),
+        ([Event.BATCH_END, advance], "BATCH_END belongs after"),
+        ([pc.Microbatches(Event.BATCH_END), advance], "BATCH_END belongs after"),
+        ([advance, pc.Microbatches(pc.Grad(Event.AFTER_LOSS))], "AFTER_LOSS belongs before"),
+    ],
+)
+def test_events_on_the_wrong_side_of_advance(program, side):
+    with pytest.raises(ValueError, match=f"{side} the program's advance"):
+        compose(program)
+
+
+def test_time_advances_once():
+    with pytest.raises(ValueError, match="more than one advance"):
+        compose([*loop_events[:-1], advance])
+
+
+@pytest.mark.parametrize("k", [0, -2, True, "2", 1.0])
+def test_microbatches_of_a_step(k):
+    with pytest.raises((TypeError, ValueError), match="microbatches: expected an int >= 1, got"):
+        compose(loop_events, microbatches=k)
+
+
+def test_unknown_event_names():
+    with pytest.raises(ValueError, match="no event is called 'batch_strat'; did you mean 'batch_start'"):
+        compose(["batch_strat"])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_prints_and_is_replaced():
+    step = compose(loop_events, [noise()], microbatches=2)
+    assert repr(step) == "Step(noise())"
+    other = step.replace(algorithms=[decay()])
+    assert repr(other) == "Step(decay())"
+    assert (other.program, other.microbatches) == (step.program, 2)
+
+
+# A plain list of events
+
+
+def test_a_plain_list_of_events_is_a_program():
+    log = []
+    events = [Event.EVAL_START, "batch_start", Event.AFTER_LOSS]
+    step = compose(events, [recorder(log, "a", Event.AFTER_LOSS, Event.BATCH_START, Event.FIT_END)])
+    state, batch = make_state(), make_batch()
+    end = step(state, batch)
+    assert log == [("a", Event.BATCH_START), ("a", Event.AFTER_LOSS)]
+    assert_same(end.params, state.params)
+    assert end.timestamp == state.timestamp
+
+
+def test_the_empty_program_is_the_identity():
+    state = make_state()
+    assert_same(compose([])(state, make_batch()), state)
+
+
+# Staged matching
+
+
+def test_a_plain_match_is_asked_once_per_event_and_step():
+    asked = []
+
+    def match(event, state):
+        asked.append((event, state.timestamp.batch))
+        return event is Event.BEFORE_FORWARD
+
+    log = []
+    chosen = Algorithm("plain", match, recorder(log, "plain").apply)
+    step = compose(loop_events, [chosen], microbatches=3)
+    state = step.init(make_state())
+    asked.clear()
+    state = run_steps(step, state, make_batches(2))
+    expected = [(e, batch + e.sees_new_time) for batch in range(2) for e in step.events]
+    assert asked == expected
+    assert log == [("plain", Event.BEFORE_FORWARD)] * 6
+
+
+def test_a_match_sees_shapes_and_time_but_no_values():
+    def match(event, state):
+        return event is Event.BATCH_START and len(state.batch[0]) == 8 and state.params["0.weight"].shape == (8, 4)
+
+    log = []
+    step = compose(loop_events, [Algorithm("big", match, recorder(log, "big").apply)])
+    state = step.init(make_state())
+    run_steps(step, state, [make_batch(size=8), make_batch(size=7), make_batch(size=8)])
+    assert len(log) == 2
+
+
+def by_loss_value(event, state):
+    return event is Event.BATCH_START and bool(state.batch[0].mean() > 0)
+
+
+def test_a_match_that_reads_a_value_is_told_the_two_ways_out():
+    curious = Algorithm("curious", by_loss_value, lambda event, state: state)
+    with pytest.raises(MatchError, match=r"(?s)curious.*state\.batch\[0\].*host=True.*torch\.where"):
+        compose(loop_events, [curious])(compose(loop_events, [curious]).init(make_state()), make_batch())
+
+
+def test_a_host_match_reads_values():
+    log = []
+    host = Algorithm("host", by_loss_value, recorder(log, "host").apply, host=True)
+    step = compose(loop_events, [host])
+    state = step.init(make_state())
+    inputs, targets = make_batch()
+    state = step(state, (inputs.abs(), targets))
+    step(state, (-inputs.abs(), targets))
+    assert log == [("host", Event.BATCH_START)]
+
+
+def test_an_outer_event_asks_about_itself_alone():
+    asked = []
+
+    def match(event, state):
+        asked.append(event)
+        return False
+
+    step = compose(loop_events, [Algorithm("asked", match, lambda event, state: state)])
+    step.fire(Event.EPOCH_END, step.init(make_state()))
+    assert asked == [Event.INIT, Event.EPOCH_END]
+
+
+def test_predicates_about_later_events_do_not_stop_init():
+    halfway = decay("halfway")
+    at_epochs = Algorithm("at_epochs", on(Event.EPOCH_END) & pc.after(0.5), halfway.apply)
+    step = compose(loop_events, [at_epochs])
+    state = step.init(make_state(duration=None))
+    with pytest.raises(MatchError, match="at_epochs: match failed at Event.EPOCH_END"):
+        step.fire(Event.EPOCH_END, state)
+
+
+# Host algorithms
+
+
+def test_a_host_algorithm_runs_in_place_and_may_change_shapes():
+    log = []
+
+    def halve(state: State) -> State:
+        log.append(("halve", state.timestamp.batch, len(state.inputs)))
+        return state.replace(batch=tuple(member[:4] for member in state.batch))
+
+    def look(name):
+        return lambda state: (log.append((name, len(state.inputs))), state)[1]
+
+    step = compose(
+        loop_events,
+        [
+            changing("before", Event.BATCH_START, look("before")),
+            changing("halve", Event.BATCH_START, halve, host=True),
+            changing("after", Event.BATCH_START, look("after")),
+        ],
+    )
+    inputs, targets = make_batch(size=8)
+    end = step(make_state(), (inputs, targets))
+    assert log == [("before", 8), ("halve", 0, 8), ("after", 4)]
+    assert_same(end.params, compose(loop_events)(make_state(), (inputs[:4], targets[:4])).params)
+    assert end.timestamp.sample == 8
+
+
+def test_a_host_algorithm_sees_the_new_time_at_batch_end():
+    times = []
+
+    def apply(event, state):
+        times.append((event, state.timestamp.batch, state.timestamp.epoch))
+        return state
+
+    host = Algorithm("host", on(Event.BATCH_START, Event.BATCH_END), apply, host=True)
+    run_steps(compose(loop_events, [host]), make_state(batches_per_epoch=2), make_batches(2))
+    start, end = Event.BATCH_START, Event.BATCH_END
+    assert times == [(start, 0, 0), (end, 1, 0), (start, 1, 0), (end, 2, 1)]
+
+
+def test_a_host_algorithm_may_change_the_static_part():
+    freeze = changing("freeze", Event.BATCH_END, lambda s: s.replace(frozen=frozenset({"0.weight"})), host=True)
+    step = compose(loop_events, [freeze])
+    first = step(make_state(), make_batch())
+    second = step(first, make_batch())
+    assert first.context.frozen == {"0.weight"}
+    assert first.timestamp.batch == 1
+    assert torch.equal(first.params["0.weight"], second.params["0.weight"])
+    assert not torch.equal(first.params["0.bias"], second.params["0.bias"])
+
+
+# Time inside a step
+
+
+def rates(*values: float) -> schedule.Schedule:
+    """A schedule that is a list: there is none for what would come after the run."""
+    return schedule.scheduled(lambda timestamp: values[timestamp.batch])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_list_of_rates_may_end_where_the_run_does(compiled):
+    step = compose(loop_events)
+    step = pc.compile(step, backend="eager") if compiled else step
+    end = run_steps(step, make_state(optimizer=optim.sgd(rates(0.1, 0.2, 0.3))), make_batches(3))
+    expected = make_state(optimizer=optim.sgd(schedule.linear(0.1, 0.4, t_max="3ba")))
+    assert_close(end.params, run_steps(step, expected, make_batches(3)).params)
+    with pytest.raises(IndexError) as caught:
+        step(end, make_batch())
+    assert "at batch 3" in caught.value.__notes__[0] and "rates" in caught.value.__notes__[0]
+
+
+def test_what_reads_a_schedule_after_advance_is_told_that_it_has_ended():
+    last = rates(1.0)
+    late = changing("late", Event.BATCH_END, lambda s: s.replace(metrics={"r": s.scalar(last)}), config={"r": last})
+    with pytest.raises(IndexError) as caught:
+        step = compose(loop_events, [late])
+        step(step.init(make_state()), make_batch())
+    assert "at batch 1" in caught.value.__notes__[0]
+
+
+def test_a_traced_apply_that_reads_the_timestamp_is_told_about_the_clock():
+    curious = changing("curious", Event.BATCH_START, lambda s: s if s.timestamp.batch else s)
+    with pytest.raises(RuntimeError, match=r"timestamp\.batch was read inside a step.*state\.clock\.batch") as caught:
+        compose(loop_events, [curious])(make_state(), make_batch())
+    assert caught.value.__notes__ == ["in curious at Event.BATCH_START"]
+
+
+def test_the_clock_is_old_before_and_new_after_advance():
+    seen = {}
+
+    def apply(event, state):
+        clock = state.clock
+        seen[event] = (clock.batch.item(), clock.epoch.item(), clock.sample.item(), clock.elapsed.item())
+        return state
+
+    step = compose(loop_events, [Algorithm("look", on(Event.BATCH_START, Event.BATCH_END), apply)])
+    state = make_state(batches_per_epoch=2, duration="2ep")
+    end = run_steps(step, state, make_batches(2))
+    assert seen == {Event.BATCH_START: (1, 0, 8, 0.25), Event.BATCH_END: (2, 1, 16, 0.5)}
+    assert (end.timestamp.epoch, end.timestamp.batch_in_epoch, end.clock) == (1, 0, None)
+
+
+def test_stages_after_advance_read_the_new_time():
+    seen = []
+
+    def stage(state: State) -> State:
+        assert state.clock is not None
+        seen.append(state.clock.batch.item())
+        return state
+
+    program = [pc.Grad(pc.forward, pc.loss), stage, advance, stage, update]
+    optimizer = optim.sgd(0.1 * schedule.linear(1.0, 0.0, t_max="4ba"))
+    end = compose(program)(make_state(optimizer=optimizer), make_batch())
+    assert seen == [0, 1]
+    # The update after advance uses the rate of batch 1: 0.75 of the whole.
+    expected = compose(loop_events)(make_state(optimizer=optim.sgd(0.075)), make_batch())
+    assert_close(end.params, expected.params)
+
+
+# The order in real steps
+
+
+def order_at(event, names, **options):
+    log = []
+    chosen = [recorder(log, name, event, **options.get(name, {})) for name in names]
+    compose(loop_events, chosen)(make_state(), make_batch())
+    return [name for name, _ in log]
+
+
+@pytest.mark.parametrize("event", [e for e in compose(loop_events).events])
+def test_after_events_run_in_reverse(event):
+    expected = ["c", "b", "a"] if event.name.startswith("AFTER_") else ["a", "b", "c"]
+    assert order_at(event, "abc") == expected
+
+
+def test_selection_comes_first_on_the_raw_batch():
+    options = {"b": {"traits": {Trait.SELECTS_EXAMPLES}}}
+    assert order_at(Event.AFTER_DATALOADER, "abc", **options) == ["b", "c", "a"]
+    assert order_at(Event.BATCH_START, "abc", **options) == ["b", "a", "c"]
+
+
+def test_constraints_hold_on_after_events_too():
+    options = {"b": {"runs_after": ("a",)}, "c": {"runs_before": ("b",)}}
+    for event in (Event.AFTER_TRAIN_BATCH, Event.BEFORE_LOSS):
+        order = order_at(event, "abc", **options)
+        assert order.index("a") < order.index("b") and order.index("c") < order.index("b")
+
+
+def test_passes_are_the_callers_choice():
+    log = []
+    chosen = [recorder(log, name, Event.AFTER_LOSS, Event.BATCH_START) for name in "ab"]
+
+    def drop_a(algorithms, event):
+        return [a for a in algorithms if a.name != "a" or event is Event.BATCH_START]
+
+    compose(loop_events, chosen, passes=[drop_a])(make_state(), make_batch())
+    assert log == [("a", Event.BATCH_START), ("b", Event.BATCH_START), ("b", Event.AFTER_LOSS)]
+
+
+def test_host_algorithms_are_refused_inside_a_gradient():
+    host = Algorithm("host", on(Event.BEFORE_LOSS), lambda event, state: state, host=True)
+    with pytest.raises(ValueError, match="host is a host algorithm and acts at Event.BEFORE_LOSS, inside a Grad"):
+        compose(loop_events, [host])
+    hidden = Algorithm("hidden", lambda event, state: event is Event.AFTER_FORWARD, host.apply, host=True)
+    step = compose(loop_events, [hidden])  # a plain function tells only when it is asked
+    with pytest.raises(ValueError, match="hidden .* Event.AFTER_FORWARD"):
+        step(step.init(make_state()), make_batch())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_after_the_gradient_the_batch_is_whole_and_outputs_are_the_last_slices(k):
+    seen = []
+
+    def look(state):
+        assert not state.outputs.requires_grad
+        seen.append((state.num_examples, state.outputs))
+        return state
+
+    events = (Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+    looks = [changing(f"look {event}", event, look) for event in events]
+    batch = make_batch(size=8)
+    end = compose(loop_events, looks, microbatches=k)(make_state(), batch)
+    with torch.no_grad():
+        expected = make_mlp()(batch[0].tensor_split(k)[-1])
+    assert [num for num, _ in seen] == [8, 8]
+    for _, outputs in seen:
+        torch.testing.assert_close(outputs, expected)
+    assert end.outputs is None
+
+
+# What does nothing
+
+
+def test_a_program_that_differentiates_and_never_updates_is_warned_of_once() -> None:
+    state, batch = make_state(), make_batch()
+    step = compose([pc.Grad(pc.forward, pc.loss), pc.advance])
+    with pytest.warns(UserWarning, match="trains nothing: its program has a Grad and no update"):
+        after = step(state, batch)
+    assert step(after, batch).params is state.params  # and says nothing more
+
+
+def test_an_update_of_ones_own_is_no_lack_of_one() -> None:
+    def descend(state: State) -> State:
+        assert state.grads is not None
+        params = {name: param - 0.1 * state.grads[name] for name, param in state.params.items()}
+        return state.replace(params=params)
+
+    state, batch = make_state(), make_batch()
+    for step in (
+        compose([pc.Grad(pc.forward, pc.loss), descend, pc.advance]),
+        compose(
+            [pc.Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, pc.advance],
+            [changing("descent", Event.AFTER_TRAIN_BATCH, descend)],
+        ),
+    ):
+        assert not torch.equal(step(state, batch).params["0.weight"], state.params["0.weight"])
+
+
+@pytest.mark.parametrize("program", [pc.eval_events, pc.predict_events])
+def test_training_methods_are_silently_absent_from_evaluation(program: tuple[pc.Event, ...]) -> None:
+    compose(loop_events, [decay()]).replace(program=program)

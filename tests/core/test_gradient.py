@@ -1,0 +1,489 @@
+"""The two engines against each other, second gradients inside a step, and gradients through whole steps."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Event, Grad, Microbatches, advance, compose, hparam, loop_events, optim, update
+from purecompose.core.gradient import wants_outer_gradient
+from tests.helpers import (
+    assert_close,
+    assert_same,
+    changing,
+    counter,
+    loss_of,
+    make_batch,
+    make_batches,
+    make_cnn,
+    make_mlp,
+    make_state,
+    noise,
+    run_steps,
+)
+
+
+def required(state):
+    """The state with parameters that ask for an outer gradient, which selects the functorch engine."""
+    return state.replace(params={name: param.clone().requires_grad_() for name, param in state.params.items()})
+
+
+# The two engines
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(("net", "shape"), [(make_mlp(dropout=0.4), (4,)), (make_cnn(), (2, 6, 6))], ids=["mlp", "cnn"])
+def test_the_engines_agree(net, shape, k):
+    state, batch = make_state(net), make_batch(shape=shape)
+    step = compose(loop_events, [noise()], microbatches=k)
+    first, second = step(state, batch), step(required(state), batch)
+    assert all(param.grad_fn is not None for param in second.params.values())
+    assert not any(param.requires_grad for param in first.params.values())
+    assert_close(first.params, second.params, rtol=1e-6, atol=1e-7)
+    assert_close(first.buffers, second.buffers, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(first.loss, second.loss, rtol=1e-6, atol=0)
+
+
+def test_who_wants_an_outer_gradient():
+    state, (inputs, targets) = make_state(), make_batch()
+    assert not wants_outer_gradient(state, (inputs, targets))
+    assert wants_outer_gradient(required(state), (inputs, targets))
+    wanted = inputs.clone().requires_grad_()
+    for batch in ((wanted, targets), {"x": wanted, "y": targets}):
+        assert wants_outer_gradient(state, batch)
+        assert not wants_outer_gradient(state.replace(slots={"a": torch.zeros(2)}), (inputs, targets))
+    assert wants_outer_gradient(state.replace(slots={"a": wanted}), (inputs, targets))
+    assert wants_outer_gradient(state.replace(slots={"a": (wanted, targets)}), (inputs, targets))
+    momentum = {**state.opt_state["momentum"], "3.bias": torch.zeros(3, requires_grad=True)}
+    for opt_state in ({"momentum": momentum}, (momentum,), momentum["3.bias"], {"a": {"b": [momentum["3.bias"]]}}):
+        assert wants_outer_gradient(state.replace(opt_state=opt_state), (inputs, targets))
+    with torch.no_grad():
+        assert not wants_outer_gradient(required(state), (wanted, targets))
+    torch.vmap(lambda x: (x, wants_outer_gradient(state, ()) or pytest.fail("a transform is active"))[0])(inputs)
+
+
+def test_a_plain_step_leaves_no_graph():
+    seen = []
+
+    def look(state):
+        seen.extend([state.loss, state.outputs, *state.buffers.values(), *state.slots.values()])
+        return state
+
+    keep = changing("keep", Event.AFTER_LOSS, lambda s: s.replace(slots={**s.slots, "counter": loss_of(s).clone()}))
+    step = compose(loop_events, [counter(), keep, changing("look", Event.AFTER_BACKWARD, look)])
+    state = step.init(make_state(make_cnn()))
+    step(state, make_batch(shape=(2, 6, 6)))
+    assert len(seen) > 3
+    assert not any(tensor.requires_grad for tensor in seen)
+
+
+def test_parameters_without_influence_have_no_gradient():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = make_mlp(), nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return self.used(inputs)
+
+    seen = {}
+
+    def look(state):
+        seen.update(state.grads)
+        return state
+
+    for prepare in (lambda s: s, required):
+        seen.clear()
+        state = prepare(make_state(Half()))
+        compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)])(state, make_batch())
+        assert seen and not any(name.startswith("unused") for name in seen)
+        assert seen["used.0.weight"].abs().sum() > 0
+
+
+def per_example_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    del reduction
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def test_a_loss_that_is_no_scalar_is_named():
+    for prepare in (lambda s: s, required):
+        state = prepare(make_state(loss=per_example_loss))
+        with pytest.raises(ValueError, match=r"scalar loss, got a tensor of shape \(8,\)"):
+            compose(loop_events)(state, make_batch())
+
+
+def test_a_body_without_a_loss_is_named():
+    with pytest.raises(ValueError, match="scalar loss, got None"):
+        compose([Grad(pc.forward), update])(make_state(), make_batch())
+
+
+def test_changes_of_params_inside_stay_inside():
+    shrink = changing(
+        "shrink", Event.BEFORE_FORWARD, lambda s: s.replace(params={n: 0.5 * p for n, p in s.params.items()})
+    )
+    state = make_state(optimizer=optim.sgd(0.1))
+    end = compose(loop_events, [shrink])(state, make_batch())
+
+    net = make_mlp()
+    inputs, targets = make_batch()
+    halves = {name: 0.5 * param for name, param in net.named_parameters()}
+    loss = nn.functional.cross_entropy(torch.func.functional_call(net, halves, inputs), targets)
+    # The gradient is in the parameters before the change, as in a function of them.
+    names, params = zip(*net.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, params)
+    expected = {n: param - 0.1 * grad for n, param, grad in zip(names, params, grads, strict=True)}
+    assert_close(end.params, expected)
+
+
+@pytest.mark.parametrize("prepare", [lambda state: state, required], ids=["autograd", "functorch"])
+def test_changes_of_the_batch_inside_stay_inside(prepare):
+    seen = []
+
+    def look(state):
+        seen.append(state.batch)
+        return state
+
+    zero = changing("zero", Event.BEFORE_FORWARD, lambda s: s.replace(inputs=0 * s.inputs))
+    step = compose(loop_events, [zero, changing("look", Event.AFTER_BACKWARD, look)])
+    step(prepare(make_state()), make_batch())
+    assert_same(seen, [make_batch()])
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Outputs that no pytree knows, one of them no tensor."""
+
+    logits: Tensor
+    name: str
+
+
+class Predictor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, inputs):
+        return Prediction(self.net(inputs), "mlp")
+
+
+def dataclass_loss(outputs: Prediction, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return nn.functional.cross_entropy(outputs.logits, targets, reduction=reduction)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("prepare", [lambda state: state, required], ids=["autograd", "functorch"])
+def test_outputs_may_be_a_plain_dataclass(prepare, k):
+    seen = []
+
+    def look(state):
+        seen.append(state.outputs)
+        return state
+
+    state = prepare(make_state(Predictor(), loss=dataclass_loss))
+    step = compose(loop_events, [changing("look", Event.AFTER_TRAIN_BATCH, look)], microbatches=k)
+    end, expected = step(state, make_batch()), compose(loop_events, microbatches=k)(make_state(), make_batch())
+    assert_close({name.removeprefix("net."): param for name, param in end.params.items()}, expected.params)
+    (outputs,) = seen
+    assert type(outputs) is Prediction and outputs.name == "mlp"
+    last = make_batch()[0].tensor_split(k)[-1]
+    torch.testing.assert_close(outputs.logits.detach(), make_mlp()(last).detach())
+
+
+def own_stage(state):
+    """Sets the loss and nothing else."""
+    inputs, targets = state.batch
+    return state.replace(loss=nn.functional.cross_entropy(state.forward(inputs, train=True), targets))
+
+
+def test_a_stage_that_sets_the_loss_alone_works_under_transforms():
+    step = compose([Grad(own_stage), update, advance])
+    plain = step(make_state(), make_batch())
+    stacked = pc.tree.map(lambda leaf: torch.stack([leaf, leaf]), make_state())
+    mapped = torch.vmap(step, in_dims=(0, None))(stacked, make_batch())
+    for i in range(2):
+        assert_close({name: param[i] for name, param in mapped.params.items()}, plain.params)
+    state = make_state(optimizer=optim.sgd(hparam("lr", 0.1)))
+
+    def norm(lr: Tensor) -> Tensor:
+        return pc.tree.global_norm(step(state.replace(hparams={"lr": lr}), make_batch()).params)
+
+    lr, eps = torch.tensor(0.1), 1e-2
+    expected = (norm(lr + eps) - norm(lr - eps)) / (2 * eps)
+    torch.testing.assert_close(torch.func.grad(norm)(lr), expected, rtol=1e-2, atol=1e-3)
+
+
+def set_everything(state):
+    """Writes values that hang on the graph into all that a body can replace."""
+    loss = state.loss
+    momentum = {name: value + loss for name, value in state.opt_state["momentum"].items()}
+    return state.replace(
+        hparams={"lr": state.hparams["lr"] + 0 * loss},
+        opt_state={"momentum": momentum},
+        metrics={"seen": 2 * loss},
+        slots={"memory": {"losses": [loss + 1]}},
+        key=state.key + (0 * loss).long(),
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_nothing_that_the_body_sets_carries_a_graph_out(k):
+    state = make_state(optimizer=optim.sgd(hparam("lr", 0.1), momentum=0.9))
+    state = state.replace(slots={"memory": {"losses": [torch.zeros(())]}})
+    step = compose(loop_events, [changing("set", Event.AFTER_LOSS, set_everything)], microbatches=k)
+    end = step(state, make_batch())
+    assert not [path for path, leaf in pc.tree.leaves_with_paths(end).items() if getattr(leaf, "requires_grad", False)]
+
+    # The other engine, mapped: what it returns are the same values, and no wrappers of a transform that is over.
+    stacked = pc.tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
+    mapped = torch.vmap(step, in_dims=(0, None))(stacked, make_batch())
+    for path, leaf in pc.tree.leaves_with_paths(mapped).items():
+        torch.testing.assert_close(leaf[1], pc.tree.leaves_with_paths(end)[path], msg=path)
+    outer = step(required(state), make_batch())
+    assert_close(outer.hparams, end.hparams)
+    assert_close(outer.opt_state["momentum"], end.opt_state["momentum"])
+    assert outer.opt_state["momentum"]["3.bias"].requires_grad
+
+
+def test_the_time_read_inside_is_no_wrapper_outside():
+    seen = []
+
+    def read(state):
+        seen.append(state.clock.values)
+        return state
+
+    step = compose(loop_events, [changing(f"read {e}", e, read) for e in (Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH)])
+    step(required(make_state()), make_batch())
+    assert len(seen) == 2
+    assert not any(torch._C._functorch.is_gradtrackingtensor(values) for values in seen)  # pyright: ignore
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_body_starts_without_a_loss(k):
+    stale = make_state().replace(loss=torch.tensor(1.0, requires_grad=True))
+    program = [Microbatches(Grad(pc.forward)), update]
+    with pytest.raises(ValueError, match="scalar loss, got None"):
+        compose(program, microbatches=k)(stale, make_batch())
+
+
+def test_inference_mode_is_named():
+    state, batch = make_state(), make_batch()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="within torch.inference_mode.*no_grad"):
+        compose(loop_events)(state, batch)
+    with torch.no_grad():
+        assert_same(compose(loop_events)(state, batch), compose(loop_events)(state, batch))
+
+
+def test_states_made_in_inference_mode_train():
+    step, batch = compose(loop_events, [counter()]), make_batch()
+    expected = step(step.init(make_state()), batch)
+    with torch.inference_mode():
+        state = step.init(make_state())
+        frozen_in_time = state.replace(params={name: param.clone() for name, param in state.params.items()})
+    assert_same(step(state, batch), expected)
+    with pytest.raises(RuntimeError, match=r"made within torch.inference_mode.*state.copy\(\)"):
+        step(frozen_in_time, batch)
+    assert_same(step(frozen_in_time.copy(), batch), expected)
+
+
+# state.gradient
+
+
+def second_gradients(found, at=lambda state: state.params):
+    def look(state):
+        found["first"] = dict(state.grads), state.loss
+        found["second"] = state.gradient(at(state))
+        found["state"] = state
+        return state
+
+    return changing("look", Event.AFTER_TRAIN_BATCH, look)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("prepare", [lambda state: state, required], ids=["autograd", "functorch"])
+def test_the_second_gradient_at_the_same_place_is_the_first(k, prepare):
+    found = {}
+    step = compose(loop_events, [noise(), second_gradients(found)], microbatches=k)
+    step(prepare(make_state(make_mlp(dropout=0.5))), make_batch())
+    assert_same(tuple(found["first"]), tuple(found["second"]))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_second_gradient_equals_finite_differences(k):
+    found = {}
+    batch = make_batch(dtype=torch.float64)
+
+    def moved(state):
+        return {name: param + 0.01 for name, param in state.params.items()}
+
+    step = compose(loop_events, [second_gradients(found, moved)], microbatches=k)
+    step(make_state(make_mlp(dropout=0.5, dtype=torch.float64)), batch)
+    grads, loss = found["second"]
+    state, params, eps = found["state"], moved(found["state"]), 1e-6
+    assert torch.equal(loss, state.gradient(params)[1])
+    for name in ("0.weight", "3.bias"):
+        bump = torch.zeros_like(params[name])
+        bump.view(-1)[2] = eps
+        up = state.gradient({**params, name: params[name] + bump})[1]
+        down = state.gradient({**params, name: params[name] - bump})[1]
+        torch.testing.assert_close(grads[name].view(-1)[2], (up - down) / (2 * eps), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_second_gradient_leaks_nothing(k):
+    found = {}
+    count = changing(
+        "count", Event.BEFORE_FORWARD, lambda s: s.replace(slots={**s.slots, "counter": s.slots["counter"] + 10})
+    )
+    batch, state = make_batch(size=9, shape=(2, 6, 6)), make_state(make_cnn())
+    plain, with_second = (
+        compose(loop_events, [counter(), count, *more], microbatches=k) for more in ([], [second_gradients(found)])
+    )
+    state = plain.init(state)
+    assert_same(plain(state, batch), with_second(with_second.init(state), batch))
+    assert found["second"][1] == found["first"][1]
+
+
+def test_a_program_without_microbatches_has_a_second_gradient_too():
+    found = {}
+    program = [Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update, advance]
+    compose(program, [second_gradients(found)])(make_state(), make_batch())
+    assert_same(tuple(found["first"]), tuple(found["second"]))
+
+
+def test_no_second_gradient_before_the_first():
+    early = changing("early", Event.BATCH_START, lambda s: s.replace(grads=s.gradient(s.params)[0]))
+    with pytest.raises(RuntimeError, match="at events after its gradient") as caught:
+        compose(loop_events, [early])(make_state(), make_batch())
+    assert caught.value.__notes__ == ["in early at Event.BATCH_START"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_no_second_gradient_within_slices_though_an_earlier_part_has_one(microbatches: int):
+    late = changing("late", Event.AFTER_TRAIN_BATCH, lambda s: s.replace(grads=s.gradient(s.params)[0]))
+    part = Grad(pc.forward, pc.loss)
+    program = [Microbatches(part), update, Microbatches(part, Event.AFTER_TRAIN_BATCH), update, advance]
+    with pytest.raises(RuntimeError, match="at events after its gradient"):
+        compose(program, [late], microbatches=microbatches)(make_state(), make_batch())
+
+
+# Activation checkpointing
+
+
+class Blocks(nn.Module):
+    """Two blocks with dropout; the middle one is computed again in backward if asked."""
+
+    def __init__(self, is_checkpointed: bool):
+        super().__init__()
+        self.is_checkpointed = is_checkpointed
+        self.first, self.block = make_mlp(1, dropout=0.5), nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5))
+        self.last = nn.Linear(5, 3)
+        with torch.no_grad():
+            for param in (*self.block.parameters(), *self.last.parameters()):
+                param.copy_(torch.linspace(-1, 1, param.numel()).reshape(param.shape))
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        hidden = pc.checkpoint(self.block, hidden) if self.is_checkpointed else self.block(hidden)
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_checkpointing_changes_no_bit(k):
+    step = compose(loop_events, microbatches=k)
+    plain, recomputed = (
+        run_steps(step, make_state(Blocks(is_checkpointed)), make_batches(3)) for is_checkpointed in (False, True)
+    )
+    assert_same(plain, recomputed)
+
+
+# Gradients through steps
+
+FOUR = [make_batch(seed, dtype=torch.float64) for seed in range(4)]
+
+
+def lr_state():
+    return make_state(make_mlp(dropout=0.2, dtype=torch.float64), optimizer=optim.sgd(hparam("lr", 0.3), momentum=0.9))
+
+
+def loss_after(state, step, lr: Tensor) -> Tensor:
+    end = run_steps(step, state.replace(hparams={"lr": lr}), FOUR)
+    outputs = end.forward(FOUR[0][0])
+    return nn.functional.cross_entropy(outputs, FOUR[0][1])
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_gradient_in_the_learning_rate_equals_finite_differences(k):
+    step, state = compose(loop_events, [noise()], microbatches=k), lr_state()
+    lr = torch.tensor(0.3, dtype=torch.float64)
+    by_func = torch.func.grad(lambda lr: loss_after(state, step, lr))(lr)
+    leaf = lr.clone().requires_grad_()
+    (by_autograd,) = torch.autograd.grad(loss_after(state, step, leaf), leaf)
+    eps = 1e-5
+    expected = (loss_after(state, step, lr + eps) - loss_after(state, step, lr - eps)) / (2 * eps)
+    assert expected.abs() > 1e-3
+    torch.testing.assert_close(by_func, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(by_autograd, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", [optim.sgd(0.3, momentum=0.9), optim.adam(0.05)], ids=["sgd", "adam"])
+def test_the_gradient_in_the_first_weights_equals_finite_differences(optimizer):
+    step = compose(loop_events)
+    state = make_state(make_mlp(dtype=torch.float64), optimizer=optimizer)
+
+    def loss(weight: Tensor) -> Tensor:
+        end = run_steps(step, state.replace(params={**state.params, "0.weight": weight}), FOUR)
+        assert end.loss is not None
+        return end.loss
+
+    weight = state.params["0.weight"]
+    by_func = torch.func.grad(loss)(weight)
+    leaf = weight.clone().requires_grad_()
+    (by_autograd,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(by_func, by_autograd)
+    for index in (0, 13):
+        bump = torch.zeros_like(weight)
+        bump.view(-1)[index] = eps = 1e-5
+        expected = (loss(weight + bump) - loss(weight - bump)) / (2 * eps)
+        torch.testing.assert_close(by_func.view(-1)[index], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_the_gradient_in_the_batch():
+    step, state = compose(loop_events), make_state(make_mlp(dtype=torch.float64))
+    inputs, targets = FOUR[0]
+
+    def total(inputs: Tensor) -> Tensor:
+        return pc.tree.global_norm(step(state, (inputs, targets)).params)
+
+    leaf = inputs.clone().requires_grad_()
+    (found,) = torch.autograd.grad(total(leaf), leaf)
+    bump = torch.zeros_like(inputs)
+    bump[1, 2] = eps = 1e-5
+    expected = (total(inputs + bump) - total(inputs - bump)) / (2 * eps)
+    torch.testing.assert_close(found[1, 2], expected, rtol=1e-5, atol=1e-10)
+
+
+# vmap over states
+
+
+def test_vmap_over_states_equals_the_loop():
+    step = compose(loop_events, [noise()], microbatches=2)
+    members = [
+        make_state(make_cnn(seed), optimizer=optim.sgd(hparam("lr", 0.01 * (seed + 1)), momentum=0.9), key=seed)
+        for seed in range(3)
+    ]
+    # One static part for all: the learning rates differ as hparams.
+    members = [member.replace(static=members[0].static) for member in members]
+    batches = [make_batch(seed, 6, (2, 6, 6)) for seed in range(2)]
+    stacked = pc.tree.map(lambda *leaves: torch.stack(leaves), *members)
+    for batch in batches:
+        # In from a state without a loss, out to one with it: the structures differ once.
+        stacked = torch.vmap(step, in_dims=(0, None))(stacked, batch)
+    for i, member in enumerate(members):
+        alone = run_steps(step, member, batches)
+        mapped = pc.tree.map(lambda leaf, i=i: leaf[i], stacked)
+        assert_close(mapped.params, alone.params)
+        assert_close(mapped.buffers, alone.buffers)
+        torch.testing.assert_close(mapped.loss, alone.loss)
+        assert mapped.timestamp == alone.timestamp

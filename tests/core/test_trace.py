@@ -1,0 +1,177 @@
+"""A trace says what every algorithm did, and changes nothing."""
+
+from collections import UserDict
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import purecompose as pc
+from purecompose import Algorithm, Event, compose, loop_events, on, traced
+from tests.helpers import (
+    assert_same,
+    changing,
+    counter,
+    decay,
+    loss_of,
+    make_batch,
+    make_cnn,
+    make_mlp,
+    make_state,
+    noise,
+    recorder,
+)
+
+
+def trace_of(algorithms, *, k=1, state=None, batch=None, **options):
+    step = compose(loop_events, algorithms, microbatches=k, **options)
+    return traced(step)(step.init(make_state() if state is None else state), batch or make_batch())[1]
+
+
+def test_an_entry_for_every_algorithm_and_event():
+    trace = trace_of([noise(), counter(), pc.identity()])
+    events = compose(loop_events).events
+    assert len(trace) == 3 * len(events)
+    assert {(e.algorithm, e.event) for e in trace} == {
+        (name, event) for name in ("noise", "counter", "identity") for event in events
+    }
+    ran = {(e.algorithm, e.event): e.runs for e in trace if e.ran}
+    assert ran == {("noise", Event.AFTER_DATALOADER): 1, ("counter", Event.BATCH_END): 1}
+    idle = trace["identity", "batch_start"]
+    assert idle == ("identity", Event.BATCH_START, None, False, 0, None, ())
+
+
+def test_which_leaves_changed():
+    trace = trace_of([noise(), counter(), decay()])
+    assert trace["noise", Event.AFTER_DATALOADER].changed == ("batch[0]",)
+    assert trace["counter", Event.BATCH_END].changed == ("slots['counter']",)
+    assert set(trace["decay", Event.BATCH_END].changed) == {
+        f"params['{name}']" for name in ("0.weight", "0.bias", "3.weight", "3.bias")
+    }
+
+
+def test_a_leaf_written_anew_with_the_same_bits_has_not_changed():
+    same = changing("same", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs.clone()))
+    entry = trace_of([same])["same", Event.BATCH_START]
+    assert (entry.ran, entry.changed) == (True, ())
+
+
+def test_new_and_lost_leaves_have_changed():
+    report = changing("report", Event.AFTER_LOSS, lambda s: s.replace(metrics={"twice": 2 * loss_of(s)}))
+    lose = changing("lose", Event.BATCH_END, lambda s: s.replace(metrics={}))
+    trace = trace_of([report, lose])
+    assert trace["report", Event.AFTER_LOSS].changed == ("metrics['twice']",)
+    assert trace["lose", Event.BATCH_END].changed == ("metrics['twice']",)
+
+
+def test_runs_count_microbatches_and_changes_come_together():
+    zero = changing(
+        "zero", Event.BEFORE_FORWARD, lambda s: s.replace(inputs=s.inputs.clamp(min=0)) if s.first_example else s
+    )
+    entry = trace_of([zero], k=3)["zero", Event.BEFORE_FORWARD]
+    assert (entry.runs, entry.changed) == (3, ("batch[0]",))
+
+
+def test_exit_codes():
+    log = []
+
+    def apply(event, state):
+        log.append(event)
+        return state, len(log)
+
+    trace = trace_of([Algorithm("coded", on(Event.BATCH_START, Event.BEFORE_LOSS), apply), noise()], k=2)
+    assert trace["coded", Event.BATCH_START].exit_code == 1
+    assert trace["coded", Event.BEFORE_LOSS].exit_code == 3
+    assert trace["noise", Event.AFTER_DATALOADER].exit_code is None
+
+
+def test_a_pass_that_adds_an_algorithm_shows_in_the_states_it_makes():
+    log = []
+    extra = recorder(log, "a", Event.BATCH_START)
+
+    def twice(algorithms, event):
+        return [*algorithms, extra] if event is Event.BATCH_START else algorithms
+
+    trace = trace_of([recorder([], "a", Event.AFTER_LOSS)], passes=[twice])
+    assert log == [("a", Event.BATCH_START)]
+    assert trace["a", Event.BATCH_START].ran
+
+
+def test_an_algorithm_that_a_pass_adds_has_entries():
+    log = []
+
+    def with_extra(algorithms, event):
+        return [extra, *algorithms] if event is Event.BATCH_START else algorithms
+
+    def scaled(event, state):
+        log.append(event)
+        return state.replace(inputs=2 * state.inputs), 7
+
+    extra = Algorithm("extra", on(Event.BATCH_START), scaled)
+    trace = trace_of([recorder([], "a", Event.BATCH_START)], passes=[with_extra])
+    assert log == [Event.BATCH_START]
+    assert trace["extra", Event.BATCH_START] == ("extra", Event.BATCH_START, 0, True, 1, 7, ("batch[0]",))
+    assert trace["a", Event.BATCH_START].order == 1
+    assert not trace["extra", Event.AFTER_LOSS].ran and len(trace) == 2 * len(compose(loop_events).events)
+
+
+@dataclass
+class Data:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("make, path", [(Data, "batch.x"), (lambda x, y: UserDict(x=x, y=y), "batch['x']")])
+def test_batches_of_kinds_that_no_registry_knows(make, path):
+    state = make_state(input_key="x", target_key="y")
+    double = changing("double", Event.BATCH_START, lambda s: s.replace(inputs=2 * s.inputs))
+    same = changing("same", Event.AFTER_DATALOADER, lambda s: s.replace(inputs=s.inputs.clone()))
+    trace = trace_of([double, same], state=state, batch=make(*make_batch()))
+    assert trace["double", Event.BATCH_START].changed == (path,)
+    assert trace["same", Event.AFTER_DATALOADER].changed == ()
+
+
+def test_orders():
+    log = []
+    names = "abc"
+    trace = trace_of([recorder(log, n, Event.BATCH_START, Event.AFTER_LOSS) for n in names])
+    assert [trace[n, Event.BATCH_START].order for n in names] == [0, 1, 2]
+    assert [trace[n, Event.AFTER_LOSS].order for n in names] == [2, 1, 0]
+    ran = [(e.algorithm, e.event) for e in trace if e.ran]
+    assert ran == log
+
+
+def test_an_unknown_entry():
+    trace = trace_of([noise()])
+    with pytest.raises(KeyError, match="no algorithm 'mixup'"):
+        trace["mixup", Event.BATCH_START]
+    with pytest.raises(KeyError, match="no event Event.EPOCH_END"):
+        trace["noise", Event.EPOCH_END]
+
+
+def test_a_trace_prints_what_ran_and_names_the_silent():
+    text = str(trace_of([noise(), counter(), pc.identity(), noise("late", when=pc.after(1.0))], state=finite()))
+    lines = text.splitlines()
+    assert lines[0].split() == ["event", "order", "algorithm", "runs", "exit", "changed"]
+    assert any(line.split() == ["AFTER_DATALOADER", "0", "noise", "1", "None", "batch[0]"] for line in lines)
+    assert lines[-1] == "did not run: identity, late"
+    assert str(trace_of([pc.identity()])).splitlines()[0] == "nothing ran"
+
+
+def finite():
+    return make_state(duration="9ba")
+
+
+@settings(max_examples=8)
+@given(names=st.lists(st.sampled_from(["noise", "decay", "counter"]), unique=True), k=st.integers(1, 3))
+def test_the_traced_state_is_the_same_bit_for_bit(names, k):
+    makers = {"noise": noise, "decay": decay, "counter": counter}
+    for net, shape in ((make_mlp(dropout=0.5), (4,)), (make_cnn(), (2, 6, 6))):
+        step = compose(loop_events, [makers[name]() for name in names], microbatches=k)
+        plain = look = step.init(make_state(net))
+        for seed in range(2):
+            plain = step(plain, make_batch(seed, shape=shape))
+            look, _ = traced(step)(look, make_batch(seed, shape=shape))
+        assert_same(look, plain)
+        assert look.timestamp == plain.timestamp

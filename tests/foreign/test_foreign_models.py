@@ -1,0 +1,184 @@
+"""Models of transformers, of tiny sizes and with weights drawn here, train as they come."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, losses, optim, tree
+from purecompose.transforms.population import stack_states, unstack_states
+
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+VOCABULARY, LENGTH = 13, 6
+
+
+def gpt2(dropout: float = 0.0, **options: Any) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=8,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        **options,
+    )
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert(dropout: float = 0.0, problem_type: str | None = "single_label_classification", **options: Any) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=3,
+        problem_type=problem_type,
+        **options,
+    )
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(config)
+
+
+def batch_for(make_net: Any) -> dict[str, Tensor]:
+    """Sequences of which the second half of the examples is padded by two tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (4, LENGTH), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[2:, -2:] = 0
+    labels = tokens.masked_fill(mask == 0, -100) if make_net is gpt2 else tokens[:, 0] % 3
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def make_state(make_net: Any, dropout: float = 0.0, key: int = 0, **options: Any) -> State:
+    net, optimizer = make_net(dropout, **options), optim.sgd(0.1)
+    return State.create(net, loss=losses.model_loss, optimizer=optimizer, key=key, duration="4ba", batches_per_epoch=2)
+
+
+def assert_near(one: State, other: State) -> None:
+    near = tree.differences(one.params, other.params, tolerance=lambda _: tree.Tolerance(1e-4, 1e-6))
+    assert list(map(str, near)) == []
+
+
+EAGER = {"attn_implementation": "eager"}
+CASES = [(net, dropout, options) for net in (gpt2, bert) for dropout in (0.0, 0.2) for options in ({}, EAGER)]
+
+
+@pytest.mark.parametrize("options", [{}, EAGER], ids=["sdpa", "eager"])
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_a_step_is_that_of_the_loop_by_hand(make_net, options):
+    net, batch = make_net(0.0, **options), batch_for(make_net)
+    state = make_state(make_net, **options)
+    step = pc.compose(pc.loop_events, [])
+    state = step.init(state)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(3):
+        state = step(state, batch)
+        optimizer.zero_grad()
+        loss = net(**batch).loss
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(state.loss, loss.detach())
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(state.params[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_dropout_is_drawn_with_the_states_key(make_net):
+    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
+    first = step(step.init(make_state(make_net, 0.2)), batch)
+    torch.manual_seed(1)
+    again = step(step.init(make_state(make_net, 0.2)), batch)
+    assert tree.equal(again.params, first.params)
+    other = step(step.init(make_state(make_net, 0.2, key=1)), batch)
+    assert not tree.equal(other.params, first.params)
+
+
+@pytest.mark.parametrize(("make_net", "dropout", "options"), CASES)
+def test_a_population_of_two_is_two_runs(make_net, dropout, options):
+    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
+    alone = [step.init(make_state(make_net, dropout, key, **options)) for key in range(2)]
+    together = pc.population(step, 2)(stack_states(alone), batch)
+    alone = [step(state, batch) for state in alone]
+    for found, expected in zip(unstack_states(together), alone, strict=True):
+        assert_near(found, expected)
+
+
+def test_a_config_that_forward_completes_is_named():
+    """BERT writes down in its first pass which loss it has, unless it is told before."""
+    step = pc.compose(pc.loop_events, [])
+    state = step.init(make_state(bert, problem_type=None))
+    with pytest.warns(UserWarning, match=r"forward changed config\.problem_type"):
+        after = step(state, batch_for(bert))
+    told = step(step.init(make_state(bert)), batch_for(bert))
+    assert tree.equal(after.params, told.params)
+
+
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_the_model_comes_back_trained(make_net):
+    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
+    state = step(step.init(make_state(make_net)), batch)
+    net = pc.to_module(state)
+    assert type(net) is type(make_net())
+    assert all(torch.equal(param, state.params[name]) for name, param in net.named_parameters())
+
+
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_two_microbatches_give_the_gradient_of_the_batch(make_net):
+    batch = batch_for(make_net)
+    steps = [pc.compose(pc.loop_events, [], microbatches=number) for number in (1, 2)]
+    one, two = (step(step.init(make_state(make_net)), batch) for step in steps)
+    assert_near(one, two)
+
+
+def assert_compiled_is_eager(make_net: Any, backend: str) -> None:
+    batch, step = batch_for(make_net), pc.compose(pc.loop_events, [])
+    state = step.init(make_state(make_net, 0.2))
+    compiled = pc.compile(step, backend=backend, donate=False, quiet=True)(state, batch)
+    assert_near(compiled, step(state, batch))
+
+
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_traced_is_eager(make_net):
+    assert_compiled_is_eager(make_net, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's compiler uses
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_compiled_is_eager(make_net):
+    assert_compiled_is_eager(make_net, "inductor")
+
+
+@pytest.mark.parametrize("make_net", [gpt2, bert])
+def test_built_in_metrics_read_logits_and_labels(make_net):
+    net, batch = make_net(), batch_for(make_net)
+    step = pc.compose(pc.loop_events, [pc.algorithms.training_metrics()], microbatches=2)
+    state = step.init(make_state(make_net))
+    metrics = {"accuracy": pc.metrics.accuracy, "perplexity": pc.metrics.perplexity()}
+    found = pc.evaluate(state, [batch], metrics)
+    with torch.no_grad():
+        outputs = net.eval()(**batch)
+    logits, labels = outputs.logits, batch["labels"]
+    if make_net is gpt2:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    hits = (logits.argmax(-1) == labels)[labels != -100].double().mean()
+    assert found["accuracy"] == pytest.approx(hits.item())
+    assert found["perplexity"] == pytest.approx(outputs.loss.exp().item(), rel=1e-5)
+    assert step(state, batch).metrics["train/accuracy"].item() == pytest.approx(hits.item())  # there is no dropout
+    pair = pc.stack_states([state, state])
+    both = pc.evaluate(pair, [batch], metrics, step=pc.population(step, 2))
+    assert both["accuracy"] == pytest.approx([hits.item()] * 2)

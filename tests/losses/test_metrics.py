@@ -1,0 +1,220 @@
+"""Metrics against counts and means in plain Python, and against other cuts of the same examples."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from purecompose.losses import CrossEntropy, Mixture, cross_entropy, model_loss, mse, one_hot
+from purecompose.losses.metrics import Metric, accuracy, as_metric, from_function, mean_loss, top_k
+
+
+def run(metric: Metric, outputs: Tensor, targets: Tensor, cut: int) -> float:
+    acc = metric.init()
+    for at in range(0, len(outputs), cut):
+        acc = metric.update(acc, outputs[at : at + cut], targets[at : at + cut])
+    return metric.compute(acc).item()
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
+    """Outputs (N, C, ...), indices (N, ...) with some -100 among them, and the size of a batch."""
+    num, classes = draw(st.integers(1, 9)), draw(st.integers(2, 5))
+    rest = draw(st.sampled_from([(), (3,)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    outputs = torch.randn(num, classes, *rest, generator=generator, dtype=torch.float64)
+    indices = torch.randint(classes, (num, *rest), generator=generator)
+    dropped = torch.rand(indices.shape, generator=generator) < 0.2
+    return outputs, torch.where(dropped, -100, indices), draw(st.integers(1, 9))
+
+
+def counted_rows(outputs: Tensor, indices: Tensor) -> list[tuple[list[float], int]]:
+    rows = outputs.movedim(1, -1).reshape(-1, outputs.shape[1]).tolist()
+    return [(row, label) for row, label in zip(rows, indices.flatten().tolist(), strict=True) if label >= 0]
+
+
+@given(problems(), st.integers(1, 3))
+def test_top_k_counts_positions_ranked_high_enough(problem, k):
+    outputs, indices, cut = problem
+    k = min(k, outputs.shape[1])
+    rows = counted_rows(outputs, indices)
+    hits = [sum(other > row[label] for other in row) < k for row, label in rows]
+    for targets in (indices, one_hot(indices, outputs)):
+        value = run(top_k(k), outputs, targets, cut)
+        assert value == pytest.approx(sum(hits) / len(hits)) if hits else math.isnan(value)
+
+
+def test_accuracy_of_mixed_targets_is_that_of_the_heaviest_class():
+    outputs = torch.tensor([[2.0, 0.0, 0.0], [2.0, 0.0, 0.0]])
+    mixture = Mixture.of(torch.tensor([0, 1])).mixed_with(torch.tensor([1, 0]), torch.tensor(0.3))
+    assert accuracy.compute(accuracy.update(accuracy.init(), outputs, mixture)).item() == 0.5
+
+
+def test_accuracy_leaves_a_positive_ignore_index_out():
+    outputs, targets = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 255])
+    metric = top_k(1, ignore_index=255)
+    assert metric.compute(metric.update(metric.init(), outputs, targets)).item() == 1.0
+
+
+def test_counts_stay_exact_beyond_single_precision():
+    acc = accuracy.init()._replace(total=torch.tensor(2**24), number=torch.tensor(2**24))
+    acc = accuracy.update(acc, torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
+    assert acc.total.item() == acc.number.item() == 2**24 + 1
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, True])
+def test_top_k_refuses_a_wrong_k_at_once(k):
+    with pytest.raises(ValueError, match="k="):
+        top_k(k)
+
+
+def test_top_k_refuses_too_few_classes():
+    with pytest.raises(ValueError, match=r"\(4, 1\).*outputs > 0"):
+        accuracy.update(accuracy.init(), torch.zeros(4, 1), torch.zeros(4, 1))
+    with pytest.raises(ValueError, match="at least 5 classes"):
+        top_k(5).update(top_k(5).init(), torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
+
+
+@given(problems())
+def test_mean_loss_is_the_loss_of_all_examples_at_once(problem):
+    """Also where a batch has nothing to count; batch means would weigh a ragged last one too high."""
+    outputs, indices, cut = problem
+    rows = counted_rows(outputs, indices)
+    losses = [math.log(sum(math.exp(other) for other in row)) - row[label] for row, label in rows]
+    value = run(mean_loss(cross_entropy), outputs, indices, cut)
+    assert value == pytest.approx(sum(losses) / len(losses)) if losses else math.isnan(value)
+
+
+def test_mean_loss_takes_any_loss():
+    outputs, targets = torch.randn(7, 2), torch.randn(7, 2)
+    assert run(mean_loss(F.mse_loss), outputs, targets, 3) == pytest.approx(mse(outputs, targets).item())
+    metric = mean_loss(model_loss)
+    acc = metric.update(metric.init(), {"loss": torch.tensor(1.0), "logits": torch.zeros(3, 2)}, None)
+    acc = metric.update(acc, {"loss": torch.tensor(5.0), "logits": torch.zeros(1, 2)}, None)
+    assert metric.compute(acc).item() == 2.0
+    with pytest.raises(TypeError, match="expected a loss"):
+        mean_loss(CrossEntropy)  # pyright: ignore[reportArgumentType]
+
+
+@given(problems())
+def test_a_function_is_averaged_over_examples_whatever_it_returns(problem):
+    outputs, _, cut = problem
+    expected = sum(abs(number) for number in outputs.flatten().tolist()) / outputs.numel()
+    functions = [
+        lambda outputs, targets: outputs.abs(),
+        lambda outputs, targets: outputs.abs().flatten(1).mean(1),
+        lambda outputs, targets: outputs.abs().mean(),
+    ]
+    for fn in functions:
+        assert run(from_function(fn), outputs, outputs, cut) == pytest.approx(expected)
+
+
+def test_a_function_may_answer_yes_or_no_and_sees_mixtures_as_dense_targets():
+    metric = from_function(lambda outputs, targets: (outputs > 0) == targets)
+    outputs, targets = torch.tensor([1.0, -1.0, 2.0, 3.0]), torch.tensor([True, True, True, False])
+    assert run(metric, outputs, targets, 3) == 0.5
+
+    seen = []
+    metric = from_function(lambda outputs, targets: seen.append(targets) or targets.sum(1))
+    metric.update(metric.init(), torch.zeros(2, 3), Mixture.of(torch.tensor([0, 2])))
+    assert seen[0].tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+def test_a_function_that_returns_something_else_is_told():
+    outputs, targets = torch.zeros(4, 2), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"4 rows.*\(3,\)"):
+        metric = from_function(lambda outputs, targets: torch.zeros(3))
+        metric.update(metric.init(), outputs, targets)
+    with pytest.raises(TypeError, match="got float"):
+        metric = from_function(lambda outputs, targets: 1.0)  # pyright: ignore[reportArgumentType]
+        metric.update(metric.init(), outputs, targets)
+
+
+def test_metrics_hold_no_graph_and_leave_their_accumulator_alone():
+    outputs, targets = torch.randn(3, 2, requires_grad=True), torch.tensor([0, 1, 1])
+    for metric in (accuracy, mean_loss(cross_entropy), from_function(lambda o, t: o.sum(1))):
+        start = metric.init()
+        acc = metric.update(start, outputs, targets)
+        assert not acc.total.requires_grad
+        assert start.total.item() == start.number.item() == 0
+        assert math.isnan(metric.compute(start).item())
+
+
+def test_metrics_map_over_members():
+    """No value is read: vmap raises where one is."""
+    outputs, targets = torch.randn(3, 5, 4), torch.tensor([0, 1, 2, 3, -100])
+    for metric in (accuracy, top_k(2), mean_loss(cross_entropy), from_function(lambda o, t: o.sum(1))):
+
+        def value(outputs: Tensor, metric: Metric = metric) -> Tensor:
+            return metric.compute(metric.update(metric.init(), outputs, targets))
+
+        # Sums are in float64, of values in float32.
+        each = torch.stack([value(o) for o in outputs])
+        torch.testing.assert_close(torch.func.vmap(value)(outputs), each, rtol=1e-6, atol=1e-6)
+
+
+def test_init_places_the_accumulator():
+    for metric in (accuracy, mean_loss(mse)):
+        assert {leaf.device.type for leaf in metric.init("meta")} == {"meta"}
+
+
+def test_as_metric_takes_metrics_losses_and_functions():
+    assert as_metric(accuracy) is accuracy
+    outputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, -100, 2, 1, -100])
+    expected = cross_entropy(outputs, targets).item()
+    # Batches of 2, 2 and 1 hold 1, 2 and 0 that count: only a weight by positions gives the whole.
+    assert run(as_metric(cross_entropy), outputs, targets, 2) == pytest.approx(expected)
+    assert run(as_metric(lambda o, t: o.sum(1)), outputs, targets, 2) == pytest.approx(outputs.sum().item() / 5)
+
+
+def test_as_metric_refuses_what_is_none_of_these():
+    class Accumulator(torch.nn.Module):
+        def compute(self): ...
+
+        def reset(self): ...
+
+    with pytest.raises(TypeError, match="Accumulator.*functional"):
+        as_metric(Accumulator())
+    for wrong in ("accuracy", 3, None, CrossEntropy):
+        with pytest.raises(TypeError, match="expected"):
+            as_metric(wrong)  # pyright: ignore[reportArgumentType]
+
+
+# Of torchmetrics
+
+
+def test_a_metric_of_torchmetrics_is_pure_and_does_what_it_does():
+    classification = pytest.importorskip("torchmetrics.classification")
+    for theirs in (
+        classification.MulticlassF1Score(num_classes=3),
+        classification.MulticlassAUROC(num_classes=3),  # its states are lists
+        classification.MulticlassCalibrationError(num_classes=3),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        batches = [
+            (torch.randn(7, 3, generator=generator).softmax(1), torch.randint(3, (7,), generator=generator))
+            for _ in range(3)
+        ]
+        ours, untouched = as_metric(theirs), copy.deepcopy(theirs.metric_state)
+        acc = ours.init("cpu")
+        steps = [acc]
+        for outputs, targets in batches:
+            acc = ours.update(acc, outputs, targets)
+            steps.append(acc)
+        torch.testing.assert_close(theirs.metric_state, untouched)
+        again = ours.update(steps[1], *batches[1])
+        torch.testing.assert_close(again, steps[2])  # nothing of a later batch came into an earlier accumulator
+        for outputs, targets in batches:
+            theirs.update(outputs, targets)
+        torch.testing.assert_close(ours.compute(acc), theirs.compute())
+
+
+def test_a_collection_of_torchmetrics_is_refused():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with pytest.raises(TypeError, match="of a collection, give the members|without state of its own"):
+        as_metric(torchmetrics.MetricCollection([torchmetrics.classification.BinaryAccuracy()]))

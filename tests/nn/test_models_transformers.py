@@ -1,0 +1,301 @@
+"""The transformers: what they see, the counts and first values of their weights, and that they train everywhere."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import State, hparam, models, optim, tree
+from purecompose.nn.layers import SelfAttention
+from purecompose.transforms.population import stack_states, unstack_states
+
+
+SMALL: dict[str, Any] = {"width": 8, "depth": 2, "num_heads": 2}
+IMAGE, TOKENS = (3, 8, 8), 7
+
+
+def num_weights(net: nn.Module) -> int:
+    return sum(param.numel() for param in net.parameters())
+
+
+def block_weights(width: int) -> int:
+    """Queries, keys, values and output; up and down with four times the width between; two norms."""
+    return (4 * width**2 + 4 * width) + (8 * width**2 + 5 * width) + 4 * width
+
+
+def tokens_of(seed: int, *shape: int, vocabulary: int = TOKENS) -> Tensor:
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def images_of(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2))
+
+
+@given(vocabulary=st.integers(1, 9), length=st.integers(1, 9), form=sizes, is_tied=st.booleans())
+def test_weights_of_a_gpt(vocabulary, length, form, is_tied):
+    heads, size, depth = form
+    net = models.gpt(vocabulary, length, width=heads * size, depth=depth + 1, num_heads=heads, is_tied=is_tied)
+    width, tables = heads * size, vocabulary if is_tied else 2 * vocabulary
+    assert num_weights(net) == (tables + length) * width + (depth + 1) * block_weights(width) + 2 * width
+    assert (net.head.weight is net.tokens.weight) == is_tied
+
+
+@given(
+    channels=st.integers(1, 3),
+    patch=st.integers(1, 3),
+    grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    form=sizes,
+    pool=st.sampled_from(["token", "mean"]),
+    has_positions=st.booleans(),
+)
+def test_weights_of_a_vision_transformer(channels, patch, grid, form, pool, has_positions):
+    heads, size, depth = form
+    width, shape = heads * size, (channels, grid[0] * patch, grid[1] * patch)
+    options: dict[str, Any] = {"patch_size": patch, "width": width, "depth": depth + 1, "num_heads": heads}
+    net = models.vit(shape, 5, pool=pool, has_positions=has_positions, **options)
+    token = int(pool == "token")
+    total = (channels * patch**2 + 1) * width + token * width + (depth + 1) * block_weights(width) + 2 * width
+    total += (math.prod(grid) + token) * width if has_positions else 0
+    assert num_weights(net) == total + 5 * (width + 1)
+    assert net(images_of(0, 2, *shape)).shape == (2, 5)
+
+
+def test_known_sizes():
+    """GPT-2 small and ViT-B/16 in numbers of weights."""
+    with torch.device("meta"):
+        assert num_weights(models.gpt(50257, 1024, width=768, depth=12, num_heads=12)) == 124_439_808
+        base = models.vit((3, 224, 224), 1000, patch_size=16, width=768, depth=12, num_heads=12)
+    assert num_weights(base) == 86_567_656
+
+
+@given(length=st.integers(2, 10), data=st.data(), seed=st.integers(0, 99))
+def test_no_logit_sees_a_later_token(length, data, seed):
+    torch.manual_seed(seed)
+    net, tokens = models.gpt(TOKENS, 10, **SMALL), tokens_of(seed, 3, length)
+    place = data.draw(st.integers(0, length - 1))
+    changed = tokens.clone()
+    changed[:, place] = (tokens[:, place] + data.draw(st.integers(1, TOKENS - 1))) % TOKENS
+    before, after = net(tokens), net(changed)
+    torch.testing.assert_close(after[:, :place], before[:, :place], rtol=0, atol=1e-6)
+    assert (after[:, place:] - before[:, place:]).abs().flatten(2).amax(2).min() > 1e-6  # all later ones see it
+
+
+@given(length=st.integers(1, 10), seed=st.integers(0, 99))
+def test_a_beginning_is_read_as_it_would_be_alone(length, seed):
+    torch.manual_seed(seed)
+    net, tokens = models.gpt(TOKENS, 10, **SMALL), tokens_of(seed, 2, 10)
+    torch.testing.assert_close(net(tokens[:, :length]), net(tokens)[:, :length], rtol=1e-5, atol=1e-6)
+
+
+def patches_in_order(images: Tensor, order: list[int], side: int) -> Tensor:
+    rows = images.unfold(2, side, side).unfold(3, side, side)
+    grid = rows.shape[2:4]
+    moved = rows.flatten(2, 3)[:, :, order].unflatten(2, grid)
+    return moved.permute(0, 1, 2, 4, 3, 5).reshape(images.shape)
+
+
+@given(order=st.permutations(range(4)), pool=st.sampled_from(["token", "mean"]), seed=st.integers(0, 99))
+def test_without_positions_the_order_of_patches_means_nothing(order, pool, seed):
+    torch.manual_seed(seed)
+    net, images = models.vit(IMAGE, 5, pool=pool, has_positions=False, **SMALL), images_of(seed, 3, *IMAGE)
+    torch.testing.assert_close(net(patches_in_order(images, order, 4)), net(images), rtol=1e-4, atol=1e-6)
+
+
+@given(order=st.permutations(range(4)).filter(lambda order: order != [0, 1, 2, 3]), seed=st.integers(0, 99))
+def test_with_positions_it_does(order, seed):
+    torch.manual_seed(seed)
+    net, images = models.vit(IMAGE, 5, **SMALL), images_of(seed, 3, *IMAGE)
+    assert (net(patches_in_order(images, order, 4)) - net(images)).abs().max() > 1e-6
+
+
+def test_without_positions_all_sizes_that_the_patches_fit():
+    net = models.vit(IMAGE, 5, has_positions=False, **SMALL)
+    assert [tuple(net(images_of(0, 2, 3, *size)).shape) for size in ((4, 4), (8, 12), (16, 8))] == [(2, 5)] * 3
+    with pytest.raises(ValueError, match=r"vit: patches of 4x4 do not fit images of 8x10; resize them"):
+        net(images_of(0, 2, 3, 8, 10))
+
+
+def test_first_weights_of_a_gpt_have_gpt_2s_deviations():
+    net = models.build("gpt", in_shape=(64,), num_classes=300, seed=0, width=128, depth=3, num_heads=2, is_tied=False)
+    for name, param in net.named_parameters():
+        if param.ndim == 2:
+            is_last = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            torch.testing.assert_close(param.std().item(), 0.02 / (math.sqrt(6) if is_last else 1), rtol=0.05, atol=0.0)
+            assert abs(param.mean().item()) < 1e-3
+        else:
+            assert torch.equal(param, torch.full_like(param, float("norm" in name and name.endswith("weight")))), name
+
+
+def test_first_weights_of_a_vision_transformer_are_truncated():
+    net = models.build("vit", in_shape=(3, 32, 32), num_classes=300, seed=0, width=128, depth=1, num_heads=2)
+    # The deviation that is left between two deviations on either side.
+    left = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
+    for name, param in net.named_parameters():
+        if param.ndim in (2, 4):
+            std = 0.02 if param.ndim == 2 else 48**-0.5
+            assert param.abs().max() <= 2 * std
+            torch.testing.assert_close(param.std().item(), left * std, rtol=0.05, atol=0.0)
+        else:
+            assert torch.equal(param, torch.full_like(param, float("norm" in name and name.endswith("weight")))), name
+
+
+@given(dropout=st.sampled_from([0.0, 0.3]), name=st.sampled_from(["vit", "gpt"]))
+def test_dropout_is_everywhere_or_nowhere(dropout, name):
+    net = models.build(name, in_shape=(8,) if name == "gpt" else IMAGE, num_classes=5, seed=0, dropout=dropout, **SMALL)
+    assert sum(isinstance(module, nn.Dropout) for module in net.modules()) == (3 if dropout else 0)
+    probabilities = [module.dropout for module in net.modules() if isinstance(module, SelfAttention)]
+    assert probabilities == [dropout] * 2
+
+
+@pytest.mark.parametrize(
+    ("make_fn", "message"),
+    [
+        (lambda: models.gpt(0, 4), r"gpt: vocabulary: expected an int >= 1, got 0 \(int\)"),
+        (lambda: models.gpt(4, 4, width=6, num_heads=4), r"gpt: width=6 is no multiple of num_heads=4"),
+        (lambda: models.gpt(4, 4, dropout=1.0), r"gpt: dropout: .* in \[0, 1\), got 1.0 \(float\)"),
+        (lambda: models.gpt(4, 4, is_tied=1), r"gpt: is_tied: expected True or False, got 1 \(int\)"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.gpt(4, 4, depth=0), r"gpt: depth: expected an int >= 1"),
+        (lambda: models.gpt(4, 4)(tokens_of(0, 2, 5, vocabulary=4)), r"at most 4 places, got 5"),
+        (
+            lambda: models.gpt(4, 4)(torch.zeros(2, 4)),
+            r"gpt: expected tokens \(N, L\) of an integer dtype, got a torch",
+        ),
+        (lambda: models.gpt(4, 4)(tokens_of(0, 3, vocabulary=4)), r"\(N, L\) of an integer dtype, got .* shape \(3,\)"),
+        (lambda: models.build("gpt", in_shape=IMAGE, num_classes=4, seed=0), r"gpt: expected in_shape \(length,\)"),
+        (lambda: models.build("vit", in_shape=(8,), num_classes=4, seed=0), r"vit: expected in_shape \(channels, "),
+        (lambda: models.vit((3, 8, 9), 4), r"vit: patch_size=4 does not divide images of 8x9"),
+        (lambda: models.vit(IMAGE, 4, pool="max"), r"vit: pool: expected one of 'token', 'mean', got 'max' \(str\)"),
+        (lambda: models.vit(IMAGE, 4, has_positions=0), r"vit: has_positions: expected True or False"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.vit(IMAGE, 4, patch_size=0), r"vit: patch_size: expected an int >= 1"),
+        (lambda: models.vit(IMAGE, 4)(images_of(0, 1, 3, 4, 4)), r"vit: expected images of 8x8, .* got 4x4; resize"),
+    ],
+)
+def test_refused(make_fn, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_fn()
+
+
+# Training
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoss:
+    """Cross entropy of logits (N, L, vocabulary)."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        return pc.losses.cross_entropy(outputs.transpose(1, 2), targets, reduction=reduction)
+
+
+def task(name: str, dropout: float = 0.0) -> tuple[list[State], Any]:
+    """Two states in float64 and a batch."""
+    if name == "gpt":
+        shape, loss, batch = (6,), TokenLoss(), (tokens_of(1, 4, 6), tokens_of(2, 4, 6))
+    else:
+        side = 8 if name == "vit" else 64  # below, norms over four numbers would be all that a ResNet's slope is
+        shape, loss = (3, side, side), pc.losses.cross_entropy
+        batch = images_of(1, 4, *shape).double(), tokens_of(2, 4)
+    options: dict[str, Any] = {**SMALL, "dropout": dropout} if name in ("gpt", "vit") else {"width": 2}
+    nets = [models.build(name, in_shape=shape, num_classes=TOKENS, seed=seed, **options) for seed in range(2)]
+    optimizer = optim.sgd(hparam("lr", 0.1), momentum=0.9)
+    made = {"loss": loss, "optimizer": optimizer, "duration": "6ba", "batches_per_epoch": 3}
+    return [State.create(net.double(), key=seed, **made) for seed, net in enumerate(nets)], batch
+
+
+def assert_near(one: State, other: State, tolerance: float) -> None:
+    assert list(map(str, tree.differences(one, other, tolerance=lambda _: tree.Tolerance(tolerance, tolerance)))) == []
+
+
+TASKS = [("gpt", 0.0), ("gpt", 0.3), ("vit", 0.0), ("vit", 0.3), ("resnet18", 0.0), ("resnet50", 0.0)]
+
+
+@pytest.mark.parametrize(("name", "dropout"), TASKS)
+def test_a_population_of_two_is_two_runs(name, dropout):
+    """Without a warning about kernels that run in a loop."""
+    states, batch = task(name, dropout)
+    step = pc.compose(pc.loop_events, [])
+    alone = [step.init(state) for state in states]
+    together = stack_states(alone)
+    for _ in range(2):
+        together, alone = pc.population(step, 2)(together, batch), [step(state, batch) for state in alone]
+    for found, expected in zip(unstack_states(together), alone, strict=True):
+        assert_near(found, expected, 1e-7)
+    assert not tree.equal(alone[0].params, states[0].params)
+
+
+def test_kernels_are_as_before_after_a_population():
+    (state, other), batch = task("gpt")
+    step = pc.compose(pc.loop_events, [])
+    pc.population(step, 2)(stack_states([step.init(state), step.init(other)]), batch)
+    enabled = torch.backends.cuda
+    assert enabled.flash_sdp_enabled() and enabled.mem_efficient_sdp_enabled() and enabled.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_dropout_is_drawn_with_the_states_key(name):
+    (state, _), batch = task(name, 0.3)
+    step = pc.compose(pc.loop_events, [])
+    before = torch.get_rng_state()
+    first = step(step.init(state), batch)
+    torch.manual_seed(1)
+    assert tree.equal(step(step.init(state), batch), first)
+    other = step(step.init(state.replace(key=pc.random.key(9))), batch)
+    assert not tree.equal(other.params, first.params)
+    torch.set_rng_state(before)
+
+
+@settings(max_examples=8)
+@given(name=st.sampled_from(["gpt", "vit"]), dropout=st.sampled_from([0.0, 0.3]), lr=st.floats(0.01, 0.5))
+def test_gradients_flow_through_two_steps(name, dropout, lr):
+    """Second derivatives of attention, against differences."""
+    (state, _), batch = task(name, dropout)
+    step = pc.compose(pc.loop_events, [])
+    state = step.init(state)
+
+    def loss(rate: Tensor) -> Tensor:
+        after = step(step(state.replace(hparams={"lr": rate}), batch), batch).loss
+        assert after is not None
+        return after
+
+    rate, change = torch.tensor(lr, dtype=torch.float64), 1e-5
+    expected = (loss(rate + change) - loss(rate - change)) / (2 * change)
+    torch.testing.assert_close(torch.func.grad(loss)(rate), expected, rtol=1e-4, atol=1e-7)
+
+
+def assert_compiled_is_eager(name: str, dropout: float, backend: str) -> None:
+    (state, _), batch = task(name, dropout)
+    step = pc.compose(pc.loop_events, [])
+    state = step.init(state)
+    compiled = pc.compile(step, backend=backend, donate=False, quiet=True)
+    assert_near(compiled(compiled(state, batch), batch), step(step(state, batch), batch), 1e-7)
+
+
+@pytest.mark.parametrize(("name", "dropout"), TASKS[:-1])  # fifty layers take long to trace
+def test_traced_is_eager(name, dropout):
+    assert_compiled_is_eager(name, dropout, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which torch's compiler uses
+@pytest.mark.parametrize(("name", "dropout"), TASKS)
+def test_compiled_is_eager(name, dropout):
+    assert_compiled_is_eager(name, dropout, "inductor")
+
+
+def test_a_gpt_learns_a_sequence():
+    """Twenty steps on one text: the loss falls below that of guessing."""
+    net = models.build("gpt", in_shape=(6,), num_classes=TOKENS, seed=0, **SMALL)
+    text = torch.arange(7).repeat(4, 1)
+    state = State.create(net, loss=TokenLoss(), optimizer=optim.adam(0.01), key=0, duration="20ba")
+    step = pc.compose(pc.loop_events, [])
+    state = step.init(state)
+    for _ in range(20):
+        state = step(state, (text[:, :-1], text[:, 1:]))
+    assert state.loss is not None and state.loss < math.log(TOKENS) / 2

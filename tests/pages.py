@@ -1,0 +1,22 @@
+"""Run the programs of a documentation page."""
+
+import pathlib
+import re
+from typing import Any
+
+import torch
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run_page(name: str) -> dict[str, Any]:
+    """The names that a page's blocks leave, run one after the other; each complaint has the page's own line."""
+    text = (ROOT / "docs" / name).read_text()
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # for the weights of the pages' networks
+        for block in re.finditer(r"```python\n(.*?)```", text, re.S):
+            lines_before = text[: block.start(1)].count("\n")
+            exec(compile("\n" * lines_before + block[1], name, "exec"), names)  # noqa: S102
+    return names

@@ -1,0 +1,203 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from purecompose.records import RunRecords, draw_curves
+from purecompose.records.curves import curves_as_png
+from purecompose.records.drawing import drawn
+from purecompose.records.panels import panels_of
+from tests.records.run_helpers import at, made_up
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+
+NAN = {"loss": math.nan}
+
+
+def figure_of(*runs: RunRecords, x: str = "batch", narrow: bool = False) -> Any:
+    drawing = drawn(panels_of(runs, x), [run.name for run in runs], [], x, dark=False, narrow=narrow)
+    return drawing._figure
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    """Width and height as the file's header tells them."""
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+
+
+def test_a_picture_is_wide_enough_and_whole(tmp_path: Path) -> None:
+    path = draw_curves(made_up(), tmp_path / "new" / "curves.png")
+    width, height = size_of(path.read_bytes())
+    assert width >= 1200 and 0.3 < height / width < 1.2
+    assert [file.name for file in path.parent.iterdir()] == ["curves.png"]
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_a_suffix_gives_the_kind_of_picture(tmp_path: Path, suffix: str, start: bytes) -> None:
+    assert draw_curves(made_up(), tmp_path / f"curves.{suffix}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        made_up(count=1),
+        made_up(count=5000),
+        made_up(members=5),
+        made_up(batch_3=NAN, batch_4=NAN),
+        made_up(count=1, batch_1=NAN),
+        made_up(members=2, batch_5={"loss": [math.nan, 1.0]}, batch_6={"loss": [math.inf, math.nan]}),
+        made_up(batch_5={"loss": 1e30}),
+        made_up(batch_5={"loss": 0.0}),
+        made_up(batch_5={"loss": -1e-300}),
+        made_up("$\\frac{$ _<&> 日本 \x00"),
+        made_up(starts=(at(0), at(12))),
+    ],
+    ids=["one", "long", "population", "nan", "only nan", "nan members", "huge", "zero", "negative", "name", "went on"],
+)
+def test_whatever_a_run_holds_is_drawn(run: RunRecords) -> None:
+    for dark in (False, True):
+        assert size_of(curves_as_png(run, dark=dark))[0] >= 1200
+
+
+def test_numbers_that_are_not_finite_are_told() -> None:
+    axes = figure_of(made_up(batch_3=NAN, batch_4=NAN)).axes[0]
+    assert axes.get_title("right") == "2 of 40 not finite, the first at 3"
+
+
+def test_a_panel_says_what_its_number_is_of() -> None:
+    def remarks(run: RunRecords) -> list[str]:
+        return [axes.get_title("right") for axes in figure_of(run).axes]
+
+    lower: dict[str, Any] = {
+        "batch_40": {"eval/accuracy": 0.5, "train/accuracy": 0.9},
+        "batch_39": {"train/accuracy": 1.0},
+    }
+    mean = sum(2 * math.exp(-i / 40) for i in range(31, 41)) / 10
+    assert remarks(made_up(**lower)) == [
+        f"mean of the last 10: {mean:.4g}",
+        "last 100.00%, best 100.00%",
+        "last 90.00%",  # of single batches the best is a matter of luck
+        *("", ""),
+    ]
+    assert remarks(made_up(members=3))[:2] == [
+        f"median of 3, mean of the last 10: {mean + 1:.4g}",
+        "median of 3: last 66.67%, best 66.67%",
+    ]
+
+
+def test_a_remark_for_which_there_is_no_room_stands_below_the_title() -> None:
+    (axes,) = (one for one in figure_of(made_up(members=3), narrow=True).axes if "accuracy" in one.get_title("left"))
+    assert axes.get_title("right") == ""
+    assert [text.get_text() for text in axes.texts] == ["median of 3: last 66.67%, best 66.67%"]
+    figure = axes.figure
+    figure.draw_without_rendering()
+    box, title = axes.texts[0].get_window_extent(), axes.title.get_window_extent()
+    left = axes._left_title.get_window_extent()  # matplotlib has no public way to the title at the left
+    assert box.y1 <= left.y0 and box.x1 <= figure.bbox.x1 and title.width == 0
+
+
+def test_for_narrow_screens_panels_stand_below_each_other() -> None:
+    run = made_up()
+    width, height = size_of(curves_as_png(run, dark=False, narrow=True))
+    assert height > 2 * width >= 2 * 600
+    assert len({axes.get_position().x0 for axes in figure_of(run, narrow=True).axes}) == 1
+
+
+def test_a_population_is_named_one_in_the_legend(tmp_path: Path) -> None:
+    text = draw_curves([made_up("plain"), made_up("eight", members=8)], tmp_path / "both.svg").read_text()
+    assert "<!-- plain -->" in text and "<!-- eight (median of 8) -->" in text
+
+
+def test_numbers_along_an_axis_have_one_unit_and_counts_are_whole() -> None:
+    speeds: dict[str, Any] = {f"batch_{i}": {"speed/samples": 12000.0 + i} for i in range(1, 4)}
+    axes = figure_of(made_up(count=3, **speeds)).axes[-1]
+    shown = [axes.yaxis.get_major_formatter()(tick) for tick in axes.get_yticks()]
+    assert shown[0] == "0" and len(shown) >= 4 and all(one.endswith("k") for one in shown[1:])
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_schedules_that_are_the_same_are_all_seen() -> None:
+    (axes,) = (
+        one
+        for one in figure_of(made_up("a"), made_up("b"), made_up("c", batch_1={"lr": 0.5})).axes
+        if one.get_title("left") == "learning rate"
+    )
+    first, second, other = (line.get_linewidth() for line in axes.get_lines())
+    assert first > second + 1 and second == other
+
+
+def test_a_population_is_a_median_in_a_band() -> None:
+    axes = figure_of(made_up(members=3)).axes[0]
+    (line,), (band,) = axes.get_lines(), axes.collections
+    losses = [record["loss"] for record in made_up(members=3).records if "loss" in record]
+    assert list(line.get_ydata()) == pytest.approx([one[1] for one in losses])
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == pytest.approx((losses[-1][0], losses[0][2]))
+
+
+def test_many_batches_are_smoothed_over_the_faint_ones() -> None:
+    faint, bold = figure_of(made_up(count=500)).axes[0].get_lines()
+    assert faint.get_alpha() < 0.5 and faint.get_linewidth() < bold.get_linewidth()
+    assert len(bold.get_xdata()) == len(faint.get_xdata()) == 500
+
+
+def test_of_very_many_batches_the_mean_is_drawn_at_some() -> None:
+    faint, bold = figure_of(made_up(count=6100)).axes[0].get_lines()
+    assert list(bold.get_xdata()) == list(faint.get_xdata())[::3]
+    assert bold.get_ydata()[600] == pytest.approx(faint.get_ydata()[1800 - 101 : 1800 + 102].mean())
+
+
+def test_runs_share_axes_and_a_legend_with_their_names_as_they_are() -> None:
+    names = ["plain", "_hidden", "$x$"]
+    figure = figure_of(*(made_up(name) for name in names))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+    lines = figure.axes[0].get_lines()
+    assert len(lines) == 3 and len({line.get_color() for line in lines}) == 3
+
+
+def test_a_name_is_no_formula(tmp_path: Path) -> None:
+    draw_curves([made_up("$\\frac{$"), made_up("b")], tmp_path / "curves.png")  # a formula that cannot be parsed
+
+
+def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path: Path) -> None:
+    runs = [RunRecords("run", tmp_path / above / "run", records=made_up().records) for above in "ab"]
+    text = draw_curves(runs, tmp_path / "both.svg").read_text()
+    # Letters are outlines in the file, whose comments say which.
+    assert "<!-- a/run -->" in text and "<!-- b/run -->" in text
+
+
+def test_all_panels_have_one_horizontal_axis() -> None:
+    figure = figure_of(made_up(), made_up(count=100), x="epoch")
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
+    low, high = figure.axes[0].get_xlim()
+    assert low < 0 < 10 < high < 10.5
+
+
+def test_a_loss_that_falls_far_has_a_logarithmic_axis_and_an_outlier_none() -> None:
+    losses: dict[str, Any] = {f"batch_{i}": {"loss": math.exp(-i / 4)} for i in range(1, 41)}
+    falling = made_up(**losses)
+    assert figure_of(falling).axes[0].get_yscale() == "log"
+    spiked = figure_of(made_up(count=200, batch_5={"loss": 1e6})).axes[0]
+    assert spiked.get_yscale() == "linear" and spiked.get_ylim()[1] < 5
+
+
+def test_settings_of_matplotlib_are_not_touched(tmp_path: Path) -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    draw_curves([made_up(), made_up("b")], tmp_path / "curves.png")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ends in \.png, \.svg, \.pdf, got '.*curves.jpg'"):
+        draw_curves(made_up(), tmp_path / "curves.jpg")
+    with pytest.raises(ValueError, match="at least one run"):
+        draw_curves([], tmp_path / "curves.png")
+    with pytest.raises(TypeError, match="the folder of a run"):
+        draw_curves([3], tmp_path / "curves.png")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        draw_curves(tmp_path / "nowhere", tmp_path / "curves.png")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,341 @@
+import builtins
+import json
+import math
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from purecompose import (
+    Algorithm,
+    CheckpointWarning,
+    Event,
+    MismatchError,
+    State,
+    compose,
+    fit,
+    loop_events,
+    losses,
+    optim,
+    population,
+    stack_states,
+    tree,
+)
+from purecompose.algorithms import label_smoothing
+from purecompose.observers import read_records
+from purecompose.records import RunFolder, folder as folder_module, read_run
+from tests.records.run_helpers import STEP, make_batches, make_state, train, uninterrupted
+
+
+CONFIG = {"lr": 0.5, "model": {"name": "linear", "widths": [4, 3]}, "note": None}
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than these runs; the tests that look at pictures draw them."""
+    monkeypatch.setattr(RunFolder, "_draw", lambda self: None)
+    write = folder_module.write_report
+    monkeypatch.setattr(folder_module, "write_report", lambda run, path, *, curves: write(run, path, curves=False))
+
+
+def names_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def test_a_run_leaves_everything_there_is_to_know(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with RunFolder(tmp_path / "first", CONFIG, command=["python", "a b.py", "--lr", "0.5"]) as run:
+        state = train(run)
+        run.finish({"checksum": "abc", "norm": torch.tensor(2.0), "worst": math.inf})
+    assert names_in(run.path) == {
+        *("config.toml", "command.txt", "versions.json", "plan.txt", "history.json", "records.jsonl"),
+        *("checkpoints", "result.json", "curves.png", "report.html"),
+    }
+    assert tree.equal(state.params, uninterrupted().params)  # nobody noticed that he was watched
+    assert tomllib.loads((run.path / "config.toml").read_text()) == {
+        "lr": 0.5,
+        "model": {"name": "linear", "widths": [4, 3]},
+    }
+    assert (run.path / "command.txt").read_text() == "python 'a b.py' --lr 0.5\n"
+    assert (run.path / "plan.txt").read_text() == f"{STEP.plan(make_state())}\n"
+    versions = json.loads((run.path / "versions.json").read_text())
+    assert {**versions, "torch": torch.__version__, "device": "cpu", "threads": torch.get_num_threads()} == versions
+    assert {"purecompose", "optree", "python", "platform", "processor"} <= set(versions)
+
+    records = read_records(run.path / "records.jsonl")
+    assert [record["batch"] for record in records if "loss" in record] == list(range(1, 13))
+    assert {"lr", "memory/peak", "speed/batches", "time/seconds"} <= set(records[-2])
+    result = json.loads((run.path / "result.json").read_text())
+    assert (result["batches"], result["epochs"], result["samples"]) == (12, 3, 96)
+    assert result["metrics"] == {"loss": records[-2]["loss"], "eval/accuracy": records[-1]["eval/accuracy"]}
+    assert (result["checksum"], result["norm"], result["worst"]) == ("abc", 2.0, "inf")
+    assert 0 < result["evaluation_seconds"] < result["seconds"]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_killed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", CONFIG, command="train.py")
+    assert run.resume is None and not run.goes_on
+    train(run, until=6)  # in the middle of the second epoch: the checkpoint is that of batch 4
+    del run
+    with RunFolder(tmp_path / "run", {**CONFIG, "lr": 0.6}, command="train.py --resume", resume=True) as run:
+        assert run.resume == "auto" and run.goes_on
+        state = train(run)
+    assert tree.equal(state.params, uninterrupted().params)
+    found = read_run(run.path)
+    assert [record["batch"] for record in found.records if "loss" in record] == list(range(1, 13))
+    first, second = found.starts
+    assert (first.batch, first.outcome, second.batch, second.until) == (0, "killed", 4, 12)
+    assert first.until == 6  # as the records say, in which batches 5 and 6 are others by now
+    assert first.seconds > max(one["time/seconds"] for one in found.records if one["batch"] <= 4 and "lr" in one)
+    assert second.outcome == "finished"
+    assert second.changed == {"lr": [0.5, 0.6]} and first.changed == {}
+    assert (found.config["lr"], found.command) == (0.6, "train.py")
+    assert found.result is not None and found.result["seconds"] == pytest.approx(first.seconds + second.seconds)
+    times = [record["time/seconds"] for record in found.records if "time/seconds" in record]
+    assert times == sorted(times)
+    assert "went on at batch 4" in (run.path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_finished_run_goes_on_longer_without_new_settings(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG) as run:
+        train(run)
+    run = RunFolder(tmp_path, resume=True)
+    assert read_run(tmp_path).result is not None  # until the longer one begins
+    with run:
+        train(run, duration="5ep")
+    found = read_run(tmp_path)
+    assert [start.batch for start in found.starts] == [0, 12]
+    assert found.result is not None and found.result["batches"] == 20
+    assert found.config == {"lr": 0.5, "model": {"name": "linear", "widths": [4, 3]}}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_was_at_its_end_keeps_the_settings_that_it_was_trained_with(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG, command="train.py") as run:
+        train(run)
+    kept = {name: (tmp_path / name).read_text() for name in ("config.toml", "plan.txt", "versions.json", "command.txt")}
+    before = read_run(tmp_path)
+    other = compose(loop_events, [label_smoothing(0.3)])
+    with RunFolder(tmp_path, {**CONFIG, "lr": 0.9}, command="other.py", resume=True) as run:
+        run.begin(other, make_state())
+        kept_by = {"observers": run.observer, "checkpoints": run.checkpoints(), "resume": run.resume}
+        with pytest.warns(CheckpointWarning, match="label_smoothing"):
+            fit(other, make_state(), make_batches(), **kept_by)
+    after = read_run(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+    assert after.trained == before.trained
+    assert after.result is not None and after.result["batches"] == 12
+    assert [start.changed for start in after.starts] == [{}]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_an_exception_is_told_and_passes(tmp_path: Path) -> None:
+    def give_up(event: Event, state: Any) -> None:
+        if event is Event.EPOCH_END:
+            raise ArithmeticError("the loss\nis odd")
+
+    with pytest.raises(ArithmeticError), RunFolder(tmp_path / "run") as run:
+        run.begin(STEP, make_state())
+        fit(STEP, make_state(), make_batches(), observers=[run.observer, give_up])
+    found = read_run(run.path)
+    assert found.starts[0].outcome == "ArithmeticError: the loss is odd"
+    assert found.result is None
+    assert [record["batch"] for record in found.records] == [1, 2, 3, 4]
+    assert "the loss is odd" in (run.path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_population_has_records_of_all_members(tmp_path: Path) -> None:
+    states = stack_states([make_state(), make_state()])
+    with RunFolder(tmp_path / "run") as run:
+        step = population(STEP, 2)
+        run.begin(step, states)
+        fit(step, states, make_batches(), observers=run.observer)
+    found = read_run(run.path)
+    assert all(len(record["loss"]) == 2 for record in found.records)
+    assert (found.trained["members"], found.trained["weights"]) == (2, 15)
+    assert found.result is not None and len(found.result["metrics"]["loss"]) == 2
+
+
+def test_without_matplotlib_everything_else_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError("No module named 'matplotlib'", name=name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    run = RunFolder(tmp_path / "run")
+    train(run)
+    with pytest.warns(RuntimeWarning, match=r"curves.png was not written: .*'purecompose\[run\]'") as told:
+        run.finish()
+    assert len(told) == 1
+    assert {"result.json", "report.html", "records.jsonl"} <= names_in(run.path)
+    assert "curves.png" not in names_in(run.path)
+    assert "not drawn" in (run.path / "report.html").read_text()
+
+
+def test_a_run_without_records_has_no_curves_and_no_warning(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run"):
+        pass
+    assert "curves.png" not in names_in(tmp_path / "run")
+    assert "no records yet" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_what_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = RunFolder(tmp_path / "run")
+    state = make_state()
+    run.begin(STEP, state)
+    monkeypatch.setattr("purecompose.records.watch.write_json", full)
+    monkeypatch.setattr("purecompose.records.folder.write_json", full)
+    with pytest.warns(RuntimeWarning, match=r"history.json cannot be written: .*No space left") as told:
+        fit(STEP, state, make_batches(), observers=run.observer)
+    assert len(told) == 1
+    with pytest.warns(RuntimeWarning, match="result.json was not written: OSError"):
+        run.finish()
+    assert len(read_run(run.path).records) == 12
+    assert "report.html" in names_in(run.path)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "thesis.tex").write_text("chapter one")
+    with pytest.raises(FileExistsError, match=r"no run's folder: it has no config.toml, but thesis.tex"):
+        RunFolder(tmp_path, resume=resume)
+    assert names_in(tmp_path) == {"thesis.tex"}
+    with pytest.raises(NotADirectoryError, match=r"thesis.tex is a file"):
+        RunFolder(tmp_path / "thesis.tex", resume=resume)
+
+
+def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+    RunFolder(tmp_path, {"seed": 1})
+    with pytest.raises(FileExistsError, match="resume=True"):
+        RunFolder(tmp_path, {"seed": 2})
+    assert read_run(tmp_path).config == {"seed": 1}
+
+
+def test_an_empty_folder_or_hidden_files_are_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".DS_Store").touch()
+    assert not RunFolder(tmp_path, resume=True).goes_on
+
+
+def test_wrong_arguments_leave_no_folder(tmp_path: Path) -> None:
+    path: Any = tmp_path / "run"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"config": {"net": object()}}, "net: expected a string"),
+        ({"command": 3}, "command: expected a string or a list"),
+        ({"command": ["a", 1]}, "command: expected a string or a list"),
+        ({"resume": "auto"}, "resume: expected True or False"),
+        ({"every": "soon"}, "every"),
+    ]
+    for arguments, words in wrong:
+        with pytest.raises((TypeError, ValueError), match=words):
+            RunFolder(path, **arguments)
+    assert not path.exists()
+
+
+def test_the_command_is_by_default_that_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "my script.py"])
+    RunFolder(tmp_path / "a")
+    assert read_run(tmp_path / "a").command == "python 'my script.py'"
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    RunFolder(tmp_path / "b")
+    assert read_run(tmp_path / "b").command is None
+
+
+def test_a_plan_that_needs_a_batch_does_not_stop_the_run(tmp_path: Path) -> None:
+    def match(event: Event, state: Any) -> bool:
+        return event is Event.AFTER_DATALOADER and len(state.batch[0]) > 2
+
+    step = compose(loop_events, [Algorithm("large", match, lambda event, state: state)])
+    run = RunFolder(tmp_path / "run")
+    run.begin(step, make_state())
+    assert "begin(step, state, batch)" in read_run(run.path).plan
+    run.begin(step, make_state(), make_batches(1)[0])
+    assert "large" in read_run(run.path).plan
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_two_calls_of_fit_are_two_starts(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as run:
+        state = train(run, duration="1ep")
+        fit(STEP, state, make_batches(), duration="2ep", observers=run.observer)
+    starts = read_run(run.path).starts
+    assert [(start.batch, start.until, start.outcome) for start in starts] == [(0, 4, "finished"), (4, 8, "finished")]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_folder_that_was_left_open_writes_nothing_between_the_records_of_the_next(tmp_path: Path) -> None:
+    left = RunFolder(tmp_path / "run")
+    train(left, until=6)
+    with RunFolder(tmp_path / "run", resume=True) as run:
+        train(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        left._records.close()
+    batches = [record["batch"] for record in read_run(tmp_path / "run").records]
+    assert batches == sorted(batches)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, CONFIG) as run:
+        train(run)
+    (tmp_path / "command.txt").unlink()
+    before = contents(tmp_path)
+    net = torch.nn.Linear(4, 3, bias=False)
+    other = State.create(net, loss=losses.cross_entropy, optimizer=optim.sgd(0.1), duration="9ep")
+    with pytest.raises(MismatchError), RunFolder(tmp_path, {"lr": 7.0}, command="other", resume=True) as run:
+        run.begin(STEP, other)
+        fit(STEP, other, make_batches(), observers=run.observer, checkpoints=run.checkpoints(), resume=run.resume)
+    assert contents(tmp_path) == before
+    RunFolder(tmp_path, resume=True).finish()
+    assert contents(tmp_path) == before
+    RunFolder(tmp_path, resume=True).finish({"checksum": "abc"})
+    found = read_run(tmp_path).result
+    assert found is not None and (found["batches"], found["checksum"]) == (12, "abc")
+    assert contents(tmp_path) == before | {"result.json": (tmp_path / "result.json").read_bytes()}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_stays_in_its_folder_wherever_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def leave(event: Event, state: Any) -> None:
+        if event is Event.EPOCH_END:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+
+    with RunFolder("run") as run:
+        run.begin(STEP, make_state())
+        kept = run.checkpoints(background=False)
+        fit(STEP, make_state(), make_batches(), observers=[run.observer, leave], checkpoints=kept)
+    assert run.path == tmp_path / "run"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    found = read_run(tmp_path / "run")
+    assert found.result is not None and len(found.records) == 12 and found.checkpoints[0].batch == 12
+
+
+def test_what_was_half_written_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    RunFolder(tmp_path).stop("enough")
+    left = tmp_path / ".history.json.99999999-00000000.writing"
+    left.write_text("half")
+    run = RunFolder(tmp_path, resume=True)
+    assert left.exists()  # it has not begun
+    train(run, until=1)
+    assert not left.exists()

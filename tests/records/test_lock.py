@@ -1,0 +1,149 @@
+"""A run's folder is one process's at a time; what a dead one left is taken over."""
+
+import errno
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from purecompose.records import RunFolder, lock
+from purecompose.records.lock import Lock
+
+
+CODE = """
+import sys, pathlib
+from purecompose.records.lock import Lock
+lock = Lock(pathlib.Path(sys.argv[1]))
+lock.take()
+print("taken", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that has the folder."""
+    command = [sys.executable, "-c", CODE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "taken\n"
+        yield other
+        other.kill()
+
+
+def holders(folder: Path) -> Any:
+    return json.loads((folder / ".lock").read_text())
+
+
+def test_a_living_process_keeps_others_out_and_a_killed_one_does_not(
+    tmp_path: Path, holder: "subprocess.Popen[str]"
+) -> None:
+    words = rf"in use by process {holder.pid} on .*, since 20.*a folder of its own"
+    with pytest.raises(BlockingIOError, match=words):
+        Lock(tmp_path).take()
+    with pytest.raises(BlockingIOError, match=words):
+        RunFolder(tmp_path, resume=True)
+    assert holders(tmp_path)["process"] == holder.pid
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    Lock(tmp_path / "copy").take()  # which is another folder
+
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    run = RunFolder(tmp_path / "copy")
+    run.stop("tried")
+    taken = Lock(tmp_path)
+    taken.take()
+    assert holders(tmp_path)["process"] == os.getpid()
+
+
+def test_a_process_that_ends_in_order_leaves_nothing(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+    holder.communicate("\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_has_its_folder_until_it_is_finished_stopped_or_dropped(tmp_path: Path) -> None:
+    for name, end in (("a", RunFolder.finish), ("b", lambda run: run.stop("enough")), ("c", lambda run: None)):
+        run = RunFolder(tmp_path / name)
+        assert holders(tmp_path / name)["process"] == os.getpid()
+        end(run)
+        del run
+        gc.collect()
+        assert not (tmp_path / name / ".lock").exists()
+
+
+def test_the_folder_that_follows_in_the_same_process_keeps_it(tmp_path: Path) -> None:
+    left = RunFolder(tmp_path / "run")
+    run = RunFolder(tmp_path / "run", resume=True)
+    left._lock.release()
+    del left
+    gc.collect()
+    assert (run.path / ".lock").exists()
+
+
+@pytest.mark.parametrize("config", ["learning rate = 3", None])
+def test_a_folder_that_is_refused_is_not_kept(tmp_path: Path, config: str | None) -> None:
+    (tmp_path / "config.toml").write_text(config or "")
+    if config is None:
+        (tmp_path / "history.json").write_text("[]")
+    with pytest.raises(ValueError):
+        RunFolder(tmp_path, {"lr": 1}, resume=True)
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_an_earlier_process_of_the_same_number_is_dead(tmp_path: Path) -> None:
+    first = Lock(tmp_path)
+    first.take()
+    (tmp_path / ".lock").write_text(json.dumps({**holders(tmp_path), "token": "00000000"}))
+    second = Lock(tmp_path)
+    second.take()
+    first.release()
+    assert holders(tmp_path)["token"] != "00000000"
+
+
+def test_a_process_of_another_machine_is_taken_over_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: "subprocess.Popen[str]"
+) -> None:
+    monkeypatch.setattr(lock, "place", lambda: "elsewhere pid:[1]")
+    with pytest.warns(RuntimeWarning, match=rf"was left by process {holder.pid} on .*nobody can tell"):
+        taken = Lock(tmp_path)
+        taken.take()
+    assert holders(tmp_path)["place"] == "elsewhere pid:[1]"
+    holder.communicate("\n")
+    assert (tmp_path / ".lock").exists()  # which is not the other one's to release any more
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"process": "7"}', '{"process": 1, "folder": 0}'])
+def test_what_is_no_lock_keeps_nobody_out(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".lock").write_text(text)
+    taken = Lock(tmp_path)
+    taken.take()
+    assert holders(tmp_path)["process"] == os.getpid()
+
+
+def test_a_full_disk_is_told_and_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock, "write_json", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device. Nothing keeps another process"):
+        Lock(tmp_path).take()
+
+
+def test_a_fork_does_not_release_what_its_parent_has(tmp_path: Path) -> None:
+    taken = Lock(tmp_path)
+    taken.take()
+    child = os.fork()
+    if child == 0:
+        taken.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / ".lock").exists()

@@ -1,0 +1,183 @@
+import html.parser
+import math
+from pathlib import Path
+
+import pytest
+
+from purecompose.records import write_report
+from purecompose.records.page import breakable, duration, number
+from tests.records.run_helpers import at, made_up
+
+
+HOSTILE = "</pre><script>alert('x')</script><img src=\"http://evil.test/a.png\" onerror='alert(1)'>&amp;\x00\x1b[31m"
+VOID = {"meta", "link", "img", "source", "br", "wbr"}
+
+
+class Checker(html.parser.HTMLParser):
+    """What is in a page; raises where elements are not closed in the order in which they were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(path: Path) -> Checker:
+    checker = Checker()
+    checker.feed(path.read_text("utf-8"))
+    checker.close()
+    assert checker.open == []
+    return checker
+
+
+def test_the_report_tells_everything(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = made_up(
+        config={"lr": 0.25, "model": {"width": 16}},
+        plan="event  order\n-----  -----\nINIT   0",
+        command="python train.py --seed 3",
+        versions={"torch": "2.99", "device": "cpu"},
+        trained={"algorithms": ["mixup(alpha=0.2)"], "model": ["Linear(4, 3)"], "weights": 15},
+        starts=(
+            at(0, until=20, seconds=61.0, evaluation_seconds=1.0, outcome="killed"),
+            at(20, until=40, seconds=14.0, outcome="finished", changed={"seed": [0, 1]}),
+        ),
+        result={"metrics": {"eval/accuracy": 0.9876, "loss": 0.5}, "batches": 40, "seconds": 75.0, "checksum": "f00"},
+    )
+    page = parsed(write_report(run, tmp_path / "report.html"))
+    for words in (
+        *("made-up", "finished", "98.76%", "0.8255", "f00", "lr", "0.25", "model.width", "16", run.plan),
+        *("python train.py --seed 3", "2.99", "mixup(alpha=0.2)", "Linear(4, 3)", "1 min 15 s", "seed: 0 → 1"),
+        *("went on at batch 20", "0.5405 batches / s", "killed"),
+    ):
+        assert words in page.text
+    assert [attrs["srcset"] for tag, attrs in page.tags if tag == "source"][0].startswith("data:image/png")  # pyright: ignore
+    assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
+
+
+def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
+    run = made_up(
+        HOSTILE,
+        config={HOSTILE: HOSTILE, "list": [HOSTILE], "table": {HOSTILE: HOSTILE}},
+        plan=HOSTILE,
+        command=HOSTILE,
+        versions={HOSTILE: HOSTILE},
+        trained={"algorithms": [HOSTILE], "model": [HOSTILE], "optimizer": HOSTILE},
+        starts=(at(0, outcome="killed"), at(3, outcome=HOSTILE, changed={HOSTILE: [HOSTILE, None]})),
+        result={"metrics": {HOSTILE: 1.0}, HOSTILE: HOSTILE},
+        batch_3={HOSTILE: 2.0},
+    )
+    page = parsed(write_report(run, tmp_path / "report.html", curves=False))
+    plain = parsed(write_report(made_up(), tmp_path / "plain.html", curves=False))
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags} | {"pre", "table", "tr", "th", "td"} | {
+        *("thead", "tbody", "wbr")
+    }
+    assert not any(
+        name.startswith("on") or "evil" in str(value) for _, attrs in page.tags for name, value in attrs.items()
+    )
+    assert page.text.count("alert('x')") >= 12
+    assert "\x00" not in page.text and "\x1b" not in page.text
+
+
+def test_the_page_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = parsed(write_report(made_up(), tmp_path / "report.html"))
+    urls = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
+    assert urls and all(str(url).startswith("data:") for url in urls)
+    assert "url(" not in page.text and "@import" not in page.text
+    assert "script" not in {tag for tag, _ in page.tags}
+
+
+def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path) -> None:
+    page = parsed(write_report(made_up(count=0), tmp_path / "report.html"))
+    for words in ("Not started.", "There are no records yet.", "None were given.", "It was not written down."):
+        assert words in page.text
+
+
+def test_curves_that_cannot_be_drawn_leave_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> bytes:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr("purecompose.records.report.curves_as_png", fail)
+    with pytest.warns(RuntimeWarning, match="has no curves: too large"):
+        path = write_report(made_up(), tmp_path / "report.html")
+    assert "could not be drawn: too large" in parsed(path).text
+
+
+def test_the_caption_tells_what_is_in_the_curves_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("purecompose.records.report.curves_as_png", lambda run, **_: b"")
+    captions = []
+    for run in (made_up(), made_up(count=80, starts=(at(0), at(12))), made_up(count=80, members=3)):
+        checker = parsed(write_report(run, tmp_path / "report.html"))
+        captions.append(checker.text.partition("Curves")[2].partition("Settings")[0].split("\n"))
+    plain, long, population = (" ".join(filter(None, lines)) for lines in captions)
+    assert plain == ""
+    assert (
+        long == "Faint: single batches; bold: means over about a thirtieth of the run. Dotted: where the run went on."
+    )
+    assert population.startswith("Median of the population's members") and population.endswith("thirtieth of the run.")
+
+
+def test_lines_may_end_between_words_and_not_within_numbers() -> None:
+    assert breakable("checkpoint_every", "_") == "checkpoint_<wbr>every"
+    assert breakable("sgd(lr=0.1,momentum=0.9,(1,2))") == "sgd(<wbr>lr=0.1,<wbr>momentum=0.9,(1,2))"
+    assert breakable("a,<b>") == "a,&lt;b&gt;"
+
+
+def test_counts_have_commas_and_settings_are_as_they_were_given(tmp_path: Path) -> None:
+    run = made_up(config={"seed": 123456}, trained={"weights": 61050})
+    text = parsed(write_report(run, tmp_path / "report.html", curves=False)).text
+    assert "61,050" in text and "123456" in text
+
+
+def test_a_folder_is_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_report(tmp_path / "nowhere", tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "words"),
+    [
+        (0.98765, "eval/accuracy", "98.77%"),
+        (98.7, "eval/accuracy", "98.7"),
+        (0.98765, "eval/loss", "0.9877"),
+        (12345, "", "12,345"),
+        (math.nan, "loss", "nan"),
+        ([1.0, math.nan, 3.0], "loss", "2 (1 to 3)"),
+        ([math.nan], "loss", "not finite"),
+        (True, "", "True"),
+        ("text", "", "text"),
+    ],
+)
+def test_numbers_are_as_people_read_them(value: object, name: str, words: str) -> None:
+    assert number(value, name) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"),
+        (0.123, "0.12 s"),
+        (59.94, "59.9 s"),
+        (60, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (1e6, "277 h 46 min"),
+    ],
+)
+def test_times_are_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -1,0 +1,255 @@
+"""save and load: the same bits back, and every kind of difference told."""
+
+import json
+import math
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Event, State, algorithms, compose, loop_events, losses, optim, schedule
+from purecompose.run.saving import read_index
+from tests.helpers import assert_same, changing, counter, make_batch, make_cnn, make_mlp, make_state, noise, run_steps
+
+
+OPTIMIZERS = {
+    "sgd": optim.sgd(0.1),
+    "momentum": optim.sgd(0.1, momentum=0.9, dampening=0.1, weight_decay=1e-3),
+    "nesterov": optim.sgd(schedule.hparam("lr", 0.1), momentum=0.9, nesterov=True),
+    "adam": optim.adam(0.05 * schedule.cosine(warmup="2ba")),
+    "amsgrad": optim.adamw(schedule.linear(), amsgrad=True, groups={"*.bias": {"weight_decay": 0.0}}),
+}
+
+
+def there_and_back(state: State, folder: pathlib.Path, like: State, step: Any = None) -> State:
+    pc.save(state, folder / "one", step=step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return pc.load(folder / "one", like, step=step)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_state_comes_back_with_the_same_bits(optimizer: Any, tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events, [noise(), counter(), algorithms.mixup(0.2)])
+
+    def start() -> State:
+        return step.init(make_state(make_mlp(dropout=0.3), optimizer=optimizer, key=5, batches_per_epoch=4))
+
+    state = run_steps(step, start(), [make_batch(i) for i in range(3)])
+    found = there_and_back(state, tmp_path, start(), step)
+    assert_same(found, state)
+    assert found.timestamp == state.timestamp and found.context == state.context
+    assert_same(step(found, make_batch(4)), step(state, make_batch(4)))
+
+
+def test_strides_dtypes_and_plain_values_come_back(tmp_path: pathlib.Path) -> None:
+    kept = {
+        "half": torch.arange(3, dtype=torch.float16),
+        "narrow": torch.arange(3).to(torch.bfloat16),
+        "complex": torch.tensor([1 + 2j, -0.0 - 1j]),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+        "view": torch.arange(10)[2:5],
+        "wide": torch.zeros(1).expand(4),
+        "pair": (torch.ones(2), [torch.zeros(1)]),
+        "it's": torch.tensor(math.nan),
+        "count": 3,
+        "share": 0.1,
+        "none": None,
+        "infinite": math.inf,
+    }
+    net = make_cnn().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    state = make_state(net).replace(
+        slots={"kept": kept}, metrics={"z": torch.tensor(1.0), "it's": torch.tensor(2.0), "a": torch.tensor(3.0)}
+    )
+    blank = pc.tree.map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None, kept)
+    found = there_and_back(state, tmp_path, make_state(make_cnn()).replace(slots={"kept": blank}))
+    assert_same(found, state)
+    assert list(found.metrics) == ["z", "it's", "a"]
+    weight = "0.weight"
+    assert (
+        found.params[weight].stride() == state.params[weight].stride() != make_state(make_cnn()).params[weight].stride()
+    )
+
+
+def test_ties_and_aliases_are_whole(tmp_path: pathlib.Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
+    net[1].weight = net[0].weight
+    state = make_state(net)
+    aliased = state.replace(slots={"average": dict(state.params), "part": state.params["2.weight"][0]})
+    blank = pc.tree.map(torch.zeros_like, aliased.slots)
+    assert_same(there_and_back(aliased, tmp_path, state.replace(slots=blank)), aliased)
+
+
+def test_populations_and_compiled_states(tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events, [counter()])
+    fast = pc.compile(step, backend="eager", quiet=True)
+    start = step.init(make_state())
+    state = fast(fast(start, make_batch()), make_batch(1))
+    saved = there_and_back(state, tmp_path, start)
+    assert_same(fast(saved, make_batch(2)), fast(state, make_batch(2)))
+    members = [step.init(make_state(make_mlp(seed), key=seed)) for seed in range(3)]
+    many = pc.population(step, 3)
+    stacked = many(pc.stack_states(members), make_batch())
+    assert_same(there_and_back(stacked, tmp_path, pc.stack_states(members)), stacked)
+
+
+def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: pathlib.Path) -> None:
+    first, second = make_state(), make_state(make_mlp(1))
+    pc.save(first, tmp_path / "one")
+    pc.save(second, tmp_path / "one")
+    assert_same(pc.load(tmp_path / "one", first), second)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_the_index_is_json_for_people(tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events, [algorithms.mixup(0.2)])
+    state = step(step.init(make_state()), make_batch())
+    pc.save(state, tmp_path / "one", step=step)
+    told = json.loads((tmp_path / "one" / "index.json").read_text())
+    assert told["time"]["batch"] == 1 and told["time"]["duration"] == "2ep"
+    assert told["description"]["algorithms"] == {"mixup": "mixup(alpha=0.2, interpolate_loss=False)"}
+    assert told["tensors"]["params['0.weight']"] == "float32[8, 4]"
+    assert told["environment"]["torch"] == torch.__version__
+    assert read_index(tmp_path / "one").batch == 1
+
+
+class Odd:
+    """No node of the tree."""
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: pathlib.Path) -> None:
+    state = make_state()
+    with pytest.raises(TypeError, match=r"state.slots\['odd'\] holds Odd, which no checkpoint can"):
+        pc.save(state.replace(slots={"odd": Odd()}), tmp_path / "one")
+    sparse = state.replace(slots={"s": torch.eye(2).to_sparse()})
+    with pytest.raises(TypeError, match="dense"):
+        pc.save(sparse, tmp_path / "one")
+    assert not list(tmp_path.iterdir())
+
+    def inside(state: State) -> State:
+        pc.save(state, tmp_path / "one")
+        return state
+
+    with pytest.raises(pc.CheckpointError, match="inside a step"):
+        compose(loop_events, [changing("inside", Event.BATCH_END, inside)])(state, make_batch())
+
+
+# What does not fit
+
+
+def test_another_model_is_told_layer_by_layer(tmp_path: pathlib.Path) -> None:
+    pc.save(make_state(), tmp_path / "one")
+    wider = make_state(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.0), nn.Linear(9, 3)))
+    with pytest.raises(pc.MismatchError) as caught:
+        pc.load(tmp_path / "one", wider)
+    text = str(caught.value)
+    assert "out_features=8" in text and "out_features=9" in text
+    assert "state.params['0.weight']: float32[8, 4] in the checkpoint, float32[9, 4] here" in text
+    assert "strict=False" in text
+
+
+def test_what_fits_is_taken_over_on_request(tmp_path: pathlib.Path) -> None:
+    state = make_state()
+    pc.save(state, tmp_path / "one")
+    other = make_state(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 5)))
+    with pytest.warns(pc.CheckpointWarning, match=r"params\['3.weight'\]: float32\[3, 8\] in the checkpoint"):
+        found = pc.load(tmp_path / "one", other, strict=False)
+    assert_same(found.params["0.weight"], state.params["0.weight"])
+    assert_same(found.params["3.weight"], other.params["3.weight"])
+
+
+def test_another_optimizer_is_a_mismatch_where_it_remembers_otherwise(tmp_path: pathlib.Path) -> None:
+    pc.save(make_state(), tmp_path / "one")
+    with pytest.raises(pc.MismatchError, match="optimizer: sgd"):
+        pc.load(tmp_path / "one", make_state(optimizer=optim.adam(0.1)))
+
+
+def test_settings_that_differ_are_told_and_taken_over(tmp_path: pathlib.Path) -> None:
+    step, other = (compose(loop_events, [algorithms.mixup(alpha)]) for alpha in (0.2, 0.4))
+    state = step.init(make_state())
+    pc.save(state, tmp_path / "one", step=step)
+    with pytest.warns(pc.CheckpointWarning) as caught:
+        found = pc.load(tmp_path / "one", make_state(optimizer=optim.sgd(0.2, momentum=0.9)), step=other)
+    text = str(caught[0].message)
+    assert "lr=0.1" in text and "lr=0.2" in text and "mixup(alpha=0.4" in text
+    assert_same(found.params, state.params)
+
+
+def test_an_algorithm_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events, [counter("steps"), algorithms.mixup(0.2)])
+    pc.save(step.init(make_state()), tmp_path / "one", step=step)
+    plain = compose(loop_events, [algorithms.mixup(0.2)])
+    with pytest.raises(pc.MismatchError, match=r"algorithm steps\(\): in the checkpoint, not here") as caught:
+        pc.load(tmp_path / "one", plain.init(make_state()), step=plain)
+    assert any(line.startswith("state.slots['steps']") for line in caught.value.differences)
+
+
+def test_what_changed_the_model_must_be_there(tmp_path: pathlib.Path) -> None:
+    surgery = pc.Algorithm(
+        "surgery", pc.on(Event.INIT), lambda event, state: state, traits=frozenset({pc.Trait.REQUIRED_ON_LOAD})
+    )
+    step = compose(loop_events, [surgery])
+    pc.save(step.init(make_state()), tmp_path / "one", step=step)
+    with pytest.raises(pc.MismatchError, match="surgery: changed the model of the checkpoint"):
+        pc.load(tmp_path / "one", make_state(), step=compose(loop_events), strict=False)
+
+
+def test_another_number_of_threads_is_told(tmp_path: pathlib.Path) -> None:
+    pc.save(make_state(), tmp_path / "one")
+    torch.set_num_threads(2)
+    try:
+        with pytest.warns(pc.CheckpointWarning, match="threads: 1 then, 2 now"):
+            pc.load(tmp_path / "one", make_state())
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_losses_and_functions_are_compared_without_addresses(tmp_path: pathlib.Path) -> None:
+    def start() -> State:
+        return make_state(loss=lambda outputs, targets, reduction="mean": losses.cross_entropy(outputs, targets))
+
+    assert_same(there_and_back(start(), tmp_path, start()), start())
+
+
+# Damage
+
+
+def test_files_that_are_missing_cut_off_or_foreign(tmp_path: pathlib.Path) -> None:
+    state, one = make_state(), tmp_path / "one"
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        pc.load(one, state)
+    one.mkdir()
+    with pytest.raises(pc.DamagedError, match="index.json cannot be read"):
+        pc.load(one, state)
+    (one / "index.json").write_text('{"format": "another"}')
+    with pytest.raises(pc.DamagedError, match="somebody else's"):
+        pc.load(one, state)
+    pc.save(state, one)
+    content = (one / "state.safetensors").read_bytes()
+    (one / "state.safetensors").write_bytes(content[:-1])
+    with pytest.raises(pc.DamagedError, match="not whole"):
+        pc.load(one, state)
+    (one / "state.safetensors").unlink()
+    with pytest.raises(pc.DamagedError, match="state.safetensors cannot be read"):
+        pc.load(one, state)
+
+
+def test_the_tensors_of_another_checkpoint_are_refused(tmp_path: pathlib.Path) -> None:
+    for name, seed in (("one", 0), ("two", 1)):
+        pc.save(make_state(make_mlp(seed)), tmp_path / name)
+    (tmp_path / "two" / "state.safetensors").rename(tmp_path / "one" / "state.safetensors")
+    with pytest.raises(pc.DamagedError, match="checksum"):
+        pc.load(tmp_path / "one", make_state())
+
+
+def test_a_later_format_is_told(tmp_path: pathlib.Path) -> None:
+    pc.save(make_state(), tmp_path / "one")
+    index = tmp_path / "one" / "index.json"
+    index.write_text(index.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(pc.CheckpointError, match="format is version 2, and this purecompose reads 1"):
+        pc.load(tmp_path / "one", make_state())

@@ -1,0 +1,82 @@
+"""Damaged checkpoints: every mutation is refused in words, or harmless; none gives a wrong state, and none runs."""
+
+import pathlib
+import random
+import shutil
+
+import pytest
+
+import purecompose as pc
+from purecompose import compose, loop_events
+from tests.helpers import make_batch, make_state
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """The content with bits flipped, bytes replaced, cut off, inserted, repeated, or parts exchanged."""
+    data, at = bytearray(content), draw.randrange(len(content))
+    match draw.randrange(7):
+        case 0:
+            data[at] ^= 1 << draw.randrange(8)
+        case 1:
+            data[at] = draw.randrange(256)
+        case 2:
+            del data[at:]
+        case 3:
+            data[at:at] = draw.randbytes(draw.randrange(1, 9))
+        case 4:
+            del data[at : at + draw.randrange(1, 9)]
+        case 5:
+            data += data[at:]
+        case _:
+            digits = [i for i, byte in enumerate(data) if chr(byte).isdigit()]
+            place = draw.choice(digits) if digits else at
+            data[place] = ord(str((data[place] - ord("0") + draw.randrange(1, 10)) % 10))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("num", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_mutation_gives_a_wrong_state(num: int, tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events, [pc.algorithms.mixup(0.2)])
+    like = step.init(make_state())
+    state = step(like, make_batch())
+    whole = pc.save(state, tmp_path / "whole", step=step)
+    draw, refused = random.Random(num), 0
+    for i in range(num):
+        one = tmp_path / f"{i}"
+        shutil.copytree(whole, one)
+        file = one / draw.choice(["index.json", "state.safetensors"])
+        file.write_bytes(mutated(file.read_bytes(), draw))
+        try:
+            found = pc.load(one, like, step=step)
+        except pc.CheckpointError as error:
+            assert str(one) in str(error)
+            refused += 1
+        else:
+            assert pc.tree.equal(found, state) and found.timestamp == state.timestamp
+        shutil.rmtree(one)
+    assert refused > 0.9 * num
+
+
+def test_a_forged_index_runs_no_code_and_says_what_is_wrong(tmp_path: pathlib.Path) -> None:
+    """The checksum keeps out accidents, not people: what they write is still numbers and words."""
+    from purecompose.run.saving.index import Index, to_json
+
+    like = make_state()
+    whole = pc.save(like, tmp_path / "one")
+    index = pc.saving.read_index(whole)
+    forged = {
+        "no time": {"time": {}},
+        "odd time": {"time": {**index.time, "batch": -1}},
+        "odd duration": {"time": {**index.time, "duration": "__import__('os')"}},
+        "odd dtype": {"tensors": {**index.tensors, "key": "load[2]"}},
+        "odd form": {"tensors": {**index.tensors, "key": "__import__('os')"}},
+        "other dtype": {"tensors": {**index.tensors, "key": "int32[2]"}},
+        "other files": {"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}},
+        "no model": {"description": {}},
+        "lists": {"tensors": [], "values": []},
+    }
+    for name, changes in forged.items():
+        (whole / "index.json").write_text(to_json(Index(**{**vars(index), **changes})))
+        with pytest.raises((pc.CheckpointError, pc.MismatchError)) as caught:
+            pc.load(whole, like)
+        assert str(caught.value), name

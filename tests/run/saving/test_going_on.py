@@ -1,0 +1,243 @@
+"""What a run that goes on takes from its checkpoint, and what it says where it cannot."""
+
+import json
+import pathlib
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import (
+    Algorithm,
+    CheckpointError,
+    Checkpoints,
+    CheckpointWarning,
+    Evaluator,
+    Event,
+    MismatchError,
+    State,
+    compose,
+    fit,
+    loop_events,
+    on,
+    training,
+)
+from purecompose.run.saving import folder as disk
+from tests.helpers import assert_same, changing, make_batches, make_mlp, make_state
+
+
+BATCHES = make_batches(4)
+
+
+def start(**options: Any) -> State:
+    return make_state(make_mlp(dropout=0.3), key=3, duration="3ep", **options)
+
+
+def metrics_in(folder: pathlib.Path) -> dict[str, float]:
+    """The metric of each checkpoint."""
+    indexes = {path.name: json.loads((path / "index.json").read_text()) for path in sorted(folder.iterdir())}
+    return {name: index["metrics"].get("eval/score") for name, index in indexes.items()}
+
+
+def scores(values: Iterator[float]) -> Evaluator:
+    """An evaluator with these results, one after the other."""
+    return Evaluator(BATCHES[:1], {"score": lambda outputs, targets: torch.tensor(next(values))})
+
+
+def best(folder: pathlib.Path, **options: Any) -> Checkpoints:
+    return Checkpoints(folder, keep=1, best="eval/score", mode="max", background=False, **options)
+
+
+def test_a_run_that_is_over_keeps_what_was_measured_of_its_end(tmp_path: pathlib.Path) -> None:
+    halve = changing("halve", Event.FIT_END, lambda state: state.replace(buffers=state.buffers))
+    step = compose(loop_events, [halve])
+    fit(step, start(), BATCHES, evaluate=scores(iter([0.5, 0.6, 0.9, 0.9])), checkpoints=best(tmp_path))
+    assert metrics_in(tmp_path) == {"ep0003-ba00000012": pytest.approx(0.9)}
+    again = {"evaluate": scores(iter([0.9] * 2)), "checkpoints": best(tmp_path), "resume": "auto"}
+    fit(step, start(), BATCHES, **again)
+    assert metrics_in(tmp_path) == {"ep0003-ba00000012": pytest.approx(0.9)}
+    worse = scores(iter([0.3, 0.2, 0.1, 0.1]))
+    fit(step, start(), BATCHES, duration="6ep", evaluate=worse, checkpoints=best(tmp_path), resume="auto")
+    assert metrics_in(tmp_path) == {"ep0003-ba00000012": pytest.approx(0.9), "ep0006-ba00000024": pytest.approx(0.1)}
+
+
+@pytest.mark.parametrize("is_population", [False, True])
+@pytest.mark.parametrize(
+    ("shorter", "duration", "longer"),
+    [
+        ("1ep", "2ep", "3ep"),
+        ("5ba", "6ba", "9ba"),
+        ("30sp", "50sp", "90sp"),  # batches of 8: it ends at 56
+        ("100tok", "200tok", "300tok"),  # 32 in a batch: it ends at 224
+        ("1iter", "2iter", "3iter"),
+    ],
+)
+def test_a_complete_run_is_complete_in_every_unit(
+    shorter: str, duration: str, longer: str, is_population: bool, tmp_path: pathlib.Path
+) -> None:
+    batches = [{"input_ids": inputs, "labels": targets} for inputs, targets in BATCHES]
+    step: Any = compose(loop_events)
+
+    def run(length: str, **options: Any) -> State:
+        keys = {"input_key": "input_ids", "target_key": "labels", "iteration_length": "1ep"}
+        states = [make_state(make_mlp(dropout=0.3), key=key, duration=length, **keys) for key in (3, 4)]
+        first = pc.stack_states(states) if is_population else states[0]
+        return fit(pc.population(step, 2) if is_population else step, first, batches, **options)
+
+    checkpoints = Checkpoints(tmp_path, keep=1, background=False)
+    end = run(duration, checkpoints=checkpoints)
+    assert_same(run(duration, checkpoints=checkpoints, resume="auto"), end)
+    with pytest.raises(MismatchError, match=f"stands past the end of the run.*{shorter} here"):
+        run(shorter, checkpoints=checkpoints, resume="auto")
+    assert_same(run(longer, checkpoints=checkpoints, resume="auto"), run(longer))
+
+
+def test_one_that_was_not_written_is_not_the_best(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = disk.write
+
+    def flaky(target: pathlib.Path, *arguments: Any) -> None:
+        if "ba00000004" in target.name:
+            raise OSError("no space left")
+        write(target, *arguments)
+
+    monkeypatch.setattr(disk, "write", flaky)
+    with pytest.warns(CheckpointWarning, match="no space left"):
+        evaluator = scores(iter([0.9, 0.8, 0.5, 0.5]))
+        fit(compose(loop_events), start(), BATCHES, evaluate=evaluator, checkpoints=best(tmp_path, every="3ep"))
+    assert metrics_in(tmp_path) == {"ep0002-ba00000008": pytest.approx(0.8), "ep0003-ba00000012": pytest.approx(0.5)}
+
+
+def test_a_state_saved_by_hand_has_begun(tmp_path: pathlib.Path) -> None:
+    def halved(event: Event, state: State) -> State:
+        return state.replace(params={name: value * 0.5 for name, value in state.params.items()})
+
+    step = compose(loop_events, [Algorithm("halved", on(Event.FIT_START), halved)])
+    for state in training(step, start(), BATCHES):
+        if state.timestamp.batch == 5:
+            pc.save(state, tmp_path / "mine", step=step)
+            break
+    assert_same(fit(step, start(), BATCHES, resume=tmp_path / "mine"), fit(step, start(), BATCHES))
+
+
+def cut(step: Any, first: State, folder: pathlib.Path, **options: Any) -> Checkpoints:
+    """The checkpoints of a run that ended after five batches."""
+    settings = Checkpoints(folder, every="1ba", background=False)
+    for state in training(step, first, BATCHES, checkpoints=settings, **options):
+        if state.timestamp.batch == 5:
+            break
+    return settings
+
+
+def with_rate(rate: float) -> State:
+    return make_state(make_mlp(), duration="3ep", optimizer=pc.optim.sgd(pc.hparam("rate", rate)))
+
+
+def test_the_checkpoints_hparams_hold_and_that_is_said(tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events)
+    settings = cut(step, with_rate(0.1), tmp_path)
+    with pytest.warns(CheckpointWarning, match=r"hparam 'rate': 0.001 here is not taken over"):
+        state = fit(step, with_rate(0.001), BATCHES, checkpoints=settings, resume="auto")
+    assert state.hparams["rate"].item() == pytest.approx(0.1)
+    replaced = with_rate(0.1).replace(hparams={"rate": 0.5})
+    with pytest.warns(CheckpointWarning, match=r"hparam 'rate': 0.5 here"):
+        fit(step, replaced, BATCHES, duration="4ep", checkpoints=settings, resume="auto")
+
+
+def test_hparams_that_moved_on_the_way_are_no_difference(tmp_path: pathlib.Path) -> None:
+    moving = changing("moving", Event.BATCH_END, lambda s: s.replace(hparams={"rate": s.hparams["rate"] * 0.9}))
+    step = compose(loop_events, [moving])
+    settings = cut(step, with_rate(0.1), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = fit(step, with_rate(0.1), BATCHES, checkpoints=settings, resume="auto")
+    assert_same(state, fit(step, with_rate(0.1), BATCHES))
+
+
+def test_a_number_of_microbatches_that_was_found_is_told_to_whom_does_not_take_it_over(tmp_path: pathlib.Path) -> None:
+    def small(event: Event, state: State) -> State:
+        if len(state.inputs) > 4:
+            raise RuntimeError("out of memory")
+        return state
+
+    wide = compose(loop_events, [Algorithm("narrow", on(Event.BEFORE_FORWARD), lambda event, state: state)])
+    narrow = compose(loop_events, [Algorithm("narrow", on(Event.BEFORE_FORWARD), small)])
+    with pytest.warns(UserWarning, match="cut into 2 microbatches"):
+        settings = cut(narrow, start(), tmp_path, microbatches="auto")
+    with pytest.warns(CheckpointWarning, match="microbatches: 2 in the checkpoint, 1 here"):
+        fit(wide, start(), BATCHES, checkpoints=settings, resume="auto")
+
+
+def test_one_of_a_later_version_is_not_called_damaged(tmp_path: pathlib.Path) -> None:
+    step = compose(loop_events)
+    fit(step, start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
+    index = max(tmp_path.glob("*/index.json"))
+    index.write_text(index.read_text().replace('"version": 1', '"version": 2'))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="version 2"):
+        fit(step, start(), BATCHES, checkpoints=Checkpoints(tmp_path), resume="auto")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    states = training(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints("mine", keep=1, background=False))
+    for state in states:
+        if state.timestamp.batch == 5:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["ep0003-ba00000012"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_same_end_twice_is_not_passed_over(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = disk.write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.2)
+        write(*arguments)
+
+    monkeypatch.setattr(disk, "write", slow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings = Checkpoints(tmp_path, every="3ep")
+        fit(compose(loop_events), start(), BATCHES, evaluate=Evaluator(BATCHES[:1]), checkpoints=settings)
+    assert metrics_in(tmp_path).keys() == {"ep0003-ba00000012"}
+
+
+# Signals
+
+
+def test_a_signal_while_the_last_one_is_written_waits_for_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = disk.write
+
+    def interrupted(target: pathlib.Path, *arguments: Any) -> None:
+        if "ba00000012" in target.name:
+            signal.raise_signal(signal.SIGTERM)
+        write(target, *arguments)
+
+    monkeypatch.setattr(disk, "write", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        fit(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints(tmp_path))
+    assert caught.value.code == 143
+    assert "ep0003-ba00000012" in metrics_in(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_readers_that_a_signal_ends_cost_no_batch(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+    def batches() -> Iterator[Any]:
+        yield from BATCHES[:3]
+        signal.raise_signal(number)  # it went to the whole group of processes
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    settings = Checkpoints(tmp_path, every="100ep")
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        fit(compose(loop_events), start(batches_per_epoch=4), batches(), checkpoints=settings)
+    assert "ep0000-ba00000003" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
+    assert metrics_in(tmp_path).keys() == {"ep0000-ba00000003"}

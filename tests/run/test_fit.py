@@ -1,0 +1,422 @@
+"""fit against the loop by hand: how runs start, stop and go on."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import Evaluator, Event, compose, epoch_ends, fit, loop_events, optim, schedule
+from purecompose.losses.metrics import as_metric
+from purecompose.observers import History
+from tests.helpers import (
+    Unsized,
+    assert_same,
+    changing,
+    copied,
+    counter,
+    decay,
+    make_batches,
+    make_mlp,
+    make_state,
+    noise,
+    recorder,
+    run_steps,
+)
+
+
+# Equal runs
+
+
+def by_hand(step, state, batches, epochs):
+    state = step.init(state.replace(timestamp=state.timestamp.replace(run=pc.RunLength(f"{epochs}ep", len(batches)))))
+    for _ in range(epochs):
+        for batch in batches:
+            state = step(state, batch)
+    return state
+
+
+def rich_step(k=1):
+    chosen = [noise(), counter(), decay(when=epoch_ends()), noise("late", when=pc.after(0.5))]
+    return compose(loop_events, chosen, microbatches=k)
+
+
+def rich_state(**options):
+    optimizer = optim.adam(0.05 * schedule.cosine(warmup="2ba"))
+    return make_state(make_mlp(dropout=0.3), optimizer=optimizer, key=5, **options)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_fit_is_the_loop_by_hand(k):
+    step, batches = rich_step(k), make_batches(4)
+    found = fit(step, rich_state(), batches, duration="3ep")
+    expected = by_hand(rich_step(k), rich_state(), batches, 3)
+    assert_same(found, expected)
+    assert found.timestamp == expected.timestamp
+
+
+def test_fit_leaves_its_input_as_it_was():
+    step = rich_step()
+    state, batches = step.init(rich_state()), make_batches(3)
+    before, batches_before, time = copied(state), copied(batches), state.timestamp
+    fit(step, state, batches)
+    assert_same(state, before)
+    assert_same(batches, batches_before)
+    assert state.timestamp is time
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_going_on_from_anywhere_equals_one_run(stop):
+    step, batches = rich_step(), make_batches(4)
+    # The run's whole length is known from the start: schedules look at it.
+    state = rich_state(duration="2ep", batches_per_epoch=4)
+    whole = fit(step, state, batches)
+    middle = run_steps(step, step.init(state), (batches * 2)[:stop])
+    end = fit(step, middle, batches)
+    assert_same(end, whole)
+    assert end.timestamp == whole.timestamp
+
+
+@pytest.mark.filterwarnings("ignore::purecompose.data.SkippingWarning")
+@pytest.mark.parametrize("is_sized", [True, False])
+def test_two_fits_equal_one(is_sized):
+    step, batches = compose(loop_events, [noise(), counter()]), make_batches(4)
+    data = batches if is_sized else Unsized(batches)
+    whole = fit(step, make_state(), data, duration="2ep")
+    for first in ("3ba", "4ba", "1ep", "5ba"):
+        middle = fit(step, make_state(), data, duration=first)
+        end = fit(step, middle, data, duration="2ep")
+        assert_same(end, whole)
+        assert end.timestamp.replace(run=whole.timestamp.run) == whole.timestamp
+
+
+def test_mid_epoch_the_epoch_does_not_start_again():
+    log = []
+    step, batches = compose(loop_events), make_batches(4)
+    middle = fit(step, make_state(), batches, duration="2ba")
+    fit(step, middle, batches, duration="1ep", observers=[lambda event, _: log.append(event)])
+    assert log[:2] == [Event.FIT_START, Event.BEFORE_DATALOADER]
+    assert Event.EPOCH_START not in log and Event.ITERATION_START not in log
+    assert log.count(Event.EPOCH_END) == 1
+
+
+def test_evaluation_never_changes_training():
+    def zero(state):
+        return state.replace(params={name: torch.zeros_like(param) for name, param in state.params.items()})
+
+    average = changing("average", Event.EVAL_START, zero)
+    spoil = changing("spoil", Event.EVAL_BEFORE_ALL, zero)
+    step = compose(loop_events, [noise(), average, spoil])
+    state, batches = make_state(make_mlp(dropout=0.3)), make_batches(3)
+    plain = fit(step, state, batches)
+    evaluated = fit(step, state, batches, evaluate=Evaluator(make_batches(2), interval="1ba"))
+    assert_same(evaluated, plain)
+
+
+def test_a_round_of_evaluators_starts_from_what_eval_before_all_made():
+    zero = changing(
+        "zero",
+        Event.EVAL_BEFORE_ALL,
+        lambda s: s.replace(params={name: torch.zeros_like(param) for name, param in s.params.items()}),
+    )
+    losses = []
+
+    def observer(event, state):
+        if event is Event.EVAL_END:
+            losses.extend(value.item() for value in state.metrics.values())
+
+    evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1), label="other")]
+    fit(compose(loop_events, [zero]), make_state(), make_batches(2), evaluate=evaluators, observers=[observer])
+    # Two rounds of two; without weights all classes are equally likely.
+    assert losses == pytest.approx([torch.tensor(3.0).log().item()] * 4)
+
+
+def test_outer_events_change_the_state():
+    halve = changing(
+        "halve",
+        Event.EPOCH_END,
+        lambda s: s.replace(params={name: param / 2 for name, param in s.params.items()}),
+    )
+    batches, plain = make_batches(2), compose(loop_events)
+    end = fit(compose(loop_events, [halve]), make_state(), batches, duration="1ep")
+    expected = run_steps(plain, make_state(), batches).params
+    assert_same(end.params, {name: param / 2 for name, param in expected.items()})
+
+
+def test_fit_initialises_once():
+    log = []
+    step = compose(loop_events, [recorder(log, "a", Event.INIT)])
+    state = fit(step, make_state(), make_batches(2), duration="1ep")
+    fit(step, state, make_batches(2), duration="2ep")
+    assert log == [("a", Event.INIT)]
+
+
+def test_one_observer_alone():
+    log = []
+    fit(compose(loop_events), make_state(), make_batches(2), observers=lambda event, _: log.append(event))
+    assert log[0] is Event.FIT_START and log[-1] is Event.FIT_END
+
+
+def test_several_evaluators_in_any_collection():
+    log = []
+
+    def observer(event, _):
+        log.append(event)
+
+    step, given = compose(loop_events), {name: Evaluator(make_batches(1), label=name) for name in "ab"}
+    for evaluators in (given.values(), tuple(given.values()), iter(given.values())):
+        fit(step, make_state(), make_batches(2), duration="1ep", evaluate=evaluators, observers=observer)
+    assert log.count(Event.EVAL_END) == 6
+
+
+class Untouchable(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        raise AssertionError("iterated")
+
+
+@pytest.mark.parametrize(
+    ("data", "came"),
+    [
+        (pc.data.arrays(torch.zeros(4, 2), torch.zeros(4), batch_size=2), "Arrays"),
+        (torch.utils.data.DataLoader(Untouchable()), "DataLoader"),
+        (make_batches(2), "tuple in a list"),
+        (3, "int"),
+    ],
+)
+def test_batches_are_no_evaluator(data, came, monkeypatch):
+    monkeypatch.setattr(pc.data.Arrays, "__iter__", Untouchable.__iter__)
+    with pytest.raises(TypeError, match=rf"expected Evaluator\(data, metrics\).*got {came}; write evaluate=Evaluator"):
+        fit(compose(loop_events), make_state(), make_batches(2), evaluate=data)
+
+
+# Runs that would never end
+
+
+def test_a_step_without_advance_is_refused():
+    without = tuple(node for node in loop_events if node not in (pc.advance, Event.BATCH_END))
+    with pytest.raises(ValueError, match="no `advance`, so time would stand still"):
+        fit(compose(without), make_state(), make_batches(2))
+
+
+@pytest.mark.parametrize(
+    ("duration", "iteration_length", "words"),
+    [
+        ("60tok", None, "in tokens .duration 60tok., but batch 0 has none: .*'input_ids'"),
+        ("2iter", "30tok", "in tokens .duration 2iter of 30tok., but batch 0 has none"),
+    ],
+)
+def test_a_run_in_tokens_needs_tokens(duration, iteration_length, words):
+    state = make_state(iteration_length=iteration_length)
+    with pytest.raises(ValueError, match=words):
+        fit(compose(loop_events), state, make_batches(2), duration=duration)
+
+
+def test_a_run_in_samples_needs_samples():
+    empty = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="in samples .duration 60sp., but batch 1 has none"):
+        fit(compose(loop_events), make_state(), [make_batches(1)[0], empty], duration="60sp")
+    assert fit(compose(loop_events), make_state(), [make_batches(1)[0], empty], duration="3ba").timestamp.batch == 3
+
+
+def test_iterations_need_a_length():
+    step, batches = compose(loop_events), make_batches(2)
+    words = "2iter without an iteration_length: no iteration would ever end"
+    with pytest.raises(ValueError, match=words):
+        make_state(duration="2iter")
+    with pytest.raises(ValueError, match=words):
+        fit(step, make_state(), batches, duration="2iter")
+    assert fit(step, make_state(iteration_length="2ep"), batches, duration="2iter").timestamp.epoch == 4
+
+
+# Durations and lengths
+
+
+def test_the_duration_is_the_whole_runs():
+    step, batches = compose(loop_events), make_batches(3)
+    state = fit(step, make_state(duration="1ep"), batches)
+    assert (state.timestamp.epoch, state.timestamp.batch) == (1, 3)
+    assert fit(step, state, batches, duration="4ba").timestamp.batch == 4
+    assert fit(step, state, batches, duration="30sp").timestamp.sample == 32
+    assert fit(step, make_state(), batches, duration="2ep").timestamp.run.duration == pc.Time.of("2ep")
+
+
+def test_no_duration_anywhere():
+    with pytest.raises(ValueError, match="no duration: give State.create or fit one"):
+        fit(compose(loop_events), make_state(duration=None), make_batches(2))
+
+
+def test_a_finished_run_is_an_error():
+    step = compose(loop_events)
+    state = fit(step, make_state(), make_batches(2))
+    for duration, end, longer in ((None, "the end of its 2ep", "4ep"), ("3ba", "past the end of its 3ba", "8ba")):
+        said = f'nothing left to train: .* at epoch 2 .batch 4., {end}; give fit .*, as in duration="{longer}"$'
+        with pytest.raises(ValueError, match=said):
+            fit(step, state, make_batches(2), duration=duration)
+        assert fit(step, state, make_batches(2), duration=longer).timestamp.batch == 8
+
+
+def test_seconds_are_a_budget_of_this_call(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def tick(event, state):
+        now[0] += 1.0 if event is Event.BATCH_END else 0.0
+
+    step, batches = compose(loop_events), make_batches(4)
+    state = fit(step, make_state(duration=None), batches, duration="3sec", observers=[tick])
+    assert state.timestamp.batch == 3
+    assert state.timestamp.run.duration is None
+    state = fit(step, state, batches, duration="2sec", observers=[tick])
+    assert (state.timestamp.batch, state.timestamp.epoch) == (5, 1)
+    assert fit(step, make_state(duration="2ba"), batches, duration="9sec", observers=[tick]).timestamp.batch == 2
+
+
+@pytest.mark.parametrize("data", [[], (), Unsized([]), iter(())])
+def test_no_batch_is_an_error(data):
+    with pytest.raises(ValueError, match="has no batch|no batch came in epoch 0"):
+        fit(compose(loop_events), make_state(), data)
+
+
+def test_a_generator_is_used_up_after_one_epoch():
+    with pytest.raises(ValueError, match="no batch came in epoch 1.*used up"):
+        fit(compose(loop_events), make_state(), (batch for batch in make_batches(2)), duration="2ep")
+    end = fit(compose(loop_events), make_state(), (batch for batch in make_batches(2)), duration="1ep")
+    assert end.timestamp.batch == 2
+
+
+def test_fewer_batches_than_the_state_expects():
+    state = make_state(batches_per_epoch=4)
+    with pytest.raises(ValueError, match="3 batches, but the state's batches_per_epoch is 4"):
+        fit(compose(loop_events), state, make_batches(3))
+    with pytest.raises(ValueError, match="ended after 3 batches of epoch 0, but .* batches_per_epoch is 4"):
+        fit(compose(loop_events), state, Unsized(make_batches(3)))
+
+
+def test_more_batches_than_the_state_expects_are_left():
+    batches = make_batches(5)
+    end = fit(compose(loop_events), make_state(batches_per_epoch=2), batches, duration="2ep")
+    assert_same(end.params, run_steps(compose(loop_events), make_state(), batches[:2] * 2).params)
+    assert (end.timestamp.epoch, end.timestamp.batch) == (2, 4)
+
+
+def test_the_epochs_length_is_learnt_from_sized_data():
+    end = fit(compose(loop_events), make_state(), make_batches(3), duration="1ep")
+    assert end.timestamp.run.batches_per_epoch == 3
+    unsized = fit(compose(loop_events), make_state(), Unsized(make_batches(3)), duration="1ep")
+    assert unsized.timestamp.run.batches_per_epoch is None
+    assert_same(unsized.params, end.params)
+
+
+class Lengthless(Unsized):
+    """Has `__len__`, and no length: as a DataLoader over a stream does."""
+
+    epoch = 3  # an attribute of that name is not yet keyed data
+
+    def __len__(self):
+        raise TypeError("object of type 'Stream' has no len()")
+
+
+def test_a_length_that_cannot_be_told():
+    end = fit(compose(loop_events), make_state(), Lengthless(make_batches(3)), duration="2ep")
+    assert (end.timestamp.batch, end.timestamp.run.batches_per_epoch) == (6, None)
+
+
+def test_in_epochs_of_unknown_length_schedules_move_at_their_ends():
+    optimizer = optim.sgd(schedule.linear())
+    data = Unsized(make_batches(2))
+    with pytest.warns(UserWarning, match="epochs have no known length"):
+        end = fit(compose(loop_events), make_state(optimizer=optimizer), data, duration="2ep")
+    expected = make_state(optimizer=optim.sgd(1.0))
+    expected = run_steps(compose(loop_events), expected, data.batches)
+    expected = run_steps(compose(loop_events), expected.replace(optimizer=optim.sgd(0.5)), data.batches)
+    assert_same(end.params, expected.params)
+
+
+class Keyed:
+    """Data whose order follows from the run's key and the epoch."""
+
+    def __init__(self, batches):
+        self.batches, self.asked = batches, []
+
+    def epoch(self, key, epoch, start):
+        self.asked.append((epoch, start))
+        order = pc.random.permutation(pc.random.fold_in(key, epoch), len(self.batches)).tolist()
+        return (self.batches[i] for i in order[start:])
+
+
+def test_keyed_data_go_on_in_the_same_order():
+    step = compose(loop_events, [noise()])
+    data = Keyed(make_batches(6))
+    whole = fit(step, make_state(), data, duration="2ep")
+    assert data.asked == [(0, 0), (1, 0)]
+    middle = fit(step, make_state(), data, duration="8ba")
+    end = fit(step, middle, data, duration="2ep")
+    assert data.asked[2:] == [(0, 0), (1, 0), (1, 2)]
+    assert_same(end, whole)
+
+
+# Batch by batch
+
+
+def test_training_gives_every_state_and_the_last_one_is_fits():
+    step, batches = rich_step(), make_batches(4)
+    states = list(pc.training(step, rich_state(), batches, duration="2ep"))
+    assert [state.timestamp.batch for state in states] == [1, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert_same(states[-1], fit(step, rich_state(), batches, duration="2ep"))
+    state = step.init(rich_state(duration="2ep", batches_per_epoch=4))
+    for found, batch in zip(states, [*batches, *batches], strict=False):
+        state = step(state, batch)
+        assert_same(found, state)
+
+
+def test_whoever_leaves_the_loop_goes_on_with_fit():
+    step, batches = rich_step(), make_batches(4)
+    states = pc.training(step, rich_state(), batches, duration="2ep")
+    left = next(state for state in states if state.timestamp.batch == 3)
+    assert_same(fit(step, left, batches), fit(step, rich_state(), batches, duration="2ep"))
+
+
+def test_two_evaluators_with_one_label_are_refused():
+    evaluators = [Evaluator(make_batches(2)), Evaluator(make_batches(1)), Evaluator(make_batches(1), label="other")]
+    with pytest.raises(ValueError, match="two evaluators are labelled 'eval'"):
+        fit(compose(loop_events), make_state(), make_batches(2), evaluate=evaluators)
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_a_metric_that_decides_must_be_a_single_number(tmp_path, is_stop):
+    mean = as_metric(lambda outputs, targets: outputs.mean())
+    by_class = mean._replace(compute=lambda acc: torch.zeros(3))
+    decided: dict[str, Any] = {"stop": pc.EarlyStopping("eval/by_class", mode="min")}
+    decided = decided if is_stop else {"checkpoints": pc.Checkpoints(tmp_path, best="eval/by_class", background=False)}
+    evaluator = Evaluator(make_batches(1), {"by_class": by_class})
+    with pytest.raises(TypeError, match=r"eval/by_class: expected a single number.*shape \(3,\)"):
+        fit(compose(loop_events), make_state(), make_batches(2), evaluate=evaluator, **decided)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"observers": [History]}, r"^observers: .* got the class History: make one, History\(...\)"),
+        ({"observers": 3}, r"^observers: .* got 3 \(int\)"),
+        ({"observers": [object()]}, r"^observers: expected functions \(event, state\) -> None, got <object"),
+        ({"stop": "eval/loss"}, r"^stop: expected an object such as EarlyStopping\(.*got 'eval/loss'"),
+        ({"stop": [pc.EarlyStopping]}, "^stop: .* got <class"),
+        ({"adjust": "eval/loss"}, r"^adjust: expected an object such as ReduceOnPlateau"),
+        ({"checkpoints": "folder"}, r"^checkpoints: expected Checkpoints\(folder\), got 'folder'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(given, message):
+    with pytest.raises(TypeError, match=message):
+        fit(compose(loop_events), make_state(), make_batches(1), duration="1ep", **given)
+
+
+def test_an_observer_that_reads_what_is_gone_is_told_where_it_is():
+    def norms(event, state):
+        if event is Event.BATCH_END:
+            state.grads["0.weight"]
+
+    with pytest.raises(TypeError) as caught:
+        fit(compose(loop_events), make_state(), make_batches(1), duration="1ep", observers=norms)
+    (note,) = caught.value.__notes__
+    assert "norms" in note and "an algorithm at Event.AFTER_TRAIN_BATCH sees them" in note

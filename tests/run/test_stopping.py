@@ -1,0 +1,196 @@
+"""Early stopping and thresholds, and that they stop where they would have after going on."""
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import purecompose as pc
+from purecompose import Checkpoints, EarlyStopping, Evaluator, State, Threshold, compose, fit, loop_events, training
+from purecompose.run.stopping import is_over, seen, with_memories
+from tests.helpers import assert_same, make_batches, make_state
+
+
+BATCHES = make_batches(2)
+
+
+def stopped_after(stopper: Any, values: Sequence[float]) -> int | None:
+    """After how many epochs a run with these values stops."""
+    state = with_memories(make_state(duration="100ep"), (stopper,))
+    for epoch, value in enumerate(values, 1):
+        state = state.replace(timestamp=state.timestamp.advance_epoch())
+        state = seen(state, (stopper,), {"eval/loss": value, "eval/accuracy": value})
+        if is_over(state, (stopper,)):
+            return epoch
+    return None
+
+
+@pytest.mark.parametrize(
+    "stopper, values, epochs",
+    [
+        (EarlyStopping("eval/loss", "2ep"), [3, 2, 1, 1, 1, 1], 5),
+        (EarlyStopping("eval/loss", "2ep"), [3, 4, 2, 3, 1, 2, 2], 7),
+        (EarlyStopping("eval/accuracy", "1ep"), [0.1, 0.2, 0.2], 3),
+        (EarlyStopping("eval/accuracy", "1ep", mode="min"), [0.3, 0.2, 0.3], 3),
+        (EarlyStopping("eval/loss", "1ep", min_delta=0.5), [3, 2.7, 1], 2),
+        (EarlyStopping("eval/loss", "2ep"), [math.nan, 3, 2, math.nan, math.nan], 5),
+        (EarlyStopping("eval/loss", "9ep"), [3, 2, 1], None),
+        (EarlyStopping("eval/loss", "3ep"), [math.nan] * 9, 3),
+        (EarlyStopping("eval/loss", "1ep"), [0.3, 0.3], 2),  # in float32 0.3 is above 0.3
+        (Threshold("eval/loss", 0.5), [1, 0.6, 0.5, 0.7], 3),
+        (Threshold("eval/accuracy", 0.9), [0.1, 0.95], 2),
+        (Threshold("eval/accuracy", 0.9), [0.1, math.nan], None),
+    ],
+)
+def test_runs_stop_where_the_metric_says(stopper: Any, values: list[float], epochs: int | None) -> None:
+    assert stopped_after(stopper, values) == epochs
+
+
+def rising(state: State) -> float:
+    return float(state.timestamp.epoch)
+
+
+def evaluator() -> Evaluator:
+    """Its metric is best after the first epoch: training leads away from targets that change sign."""
+    inputs, _ = BATCHES[0]
+
+    def away(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).pow(2).mean(1)
+
+    return Evaluator([(inputs, torch.zeros(8, 3))], {"error": away})
+
+
+def test_fit_stops_early_and_after_going_on_at_the_same_batch(tmp_path: pathlib.Path) -> None:
+    def run(**options: Any) -> State:
+        state = make_state(duration="50ep")
+        stop = EarlyStopping("eval/error", patience="2ep")
+        return fit(compose(loop_events), state, BATCHES, evaluate=evaluator(), stop=stop, **options)
+
+    whole = run()
+    assert 2 < whole.timestamp.epoch < 50
+    settings = Checkpoints(tmp_path, every="1ba", background=False)
+    options: dict[str, Any] = {"evaluate": evaluator(), "stop": EarlyStopping("eval/error", patience="2ep")}
+    for state in training(compose(loop_events), make_state(duration="50ep"), BATCHES, checkpoints=settings, **options):
+        if state.timestamp.epoch == whole.timestamp.epoch - 1:
+            break
+    assert_same(run(checkpoints=settings, resume="auto"), whole)
+    assert_same(run(checkpoints=settings, resume="auto"), whole)  # which has been stopped by now
+
+
+def test_two_evaluators_of_different_intervals_and_a_cut_within_the_patience(tmp_path: pathlib.Path) -> None:
+    """The verdict is that of the last evaluation, also where a run goes on between two of them."""
+
+    def options() -> dict[str, Any]:
+        inputs, targets = BATCHES[0]
+        often = Evaluator([(inputs, targets)], {"loss": pc.losses.cross_entropy}, interval="1ba", label="often")
+        rare = Evaluator(evaluator().data, evaluator().metrics, interval="5ba")
+        return {"evaluate": [often, rare], "stop": EarlyStopping("eval/error", patience="3ba")}
+
+    def start() -> State:
+        return make_state(duration="50ep")
+
+    whole = fit(compose(loop_events), start(), BATCHES, **options())
+    assert whole.timestamp.batch == 10
+    for cut in range(5, 10):
+        settings = Checkpoints(tmp_path / str(cut), every="1ba", background=False)
+        states = training(compose(loop_events), start(), BATCHES, checkpoints=settings, **options())
+        assert next(state for state in states if state.timestamp.batch == cut)
+        states.close()  # pyright: ignore[reportAttributeAccessIssue]
+        again = fit(compose(loop_events), start(), BATCHES, checkpoints=settings, resume="auto", **options())
+        assert_same(again, whole)
+
+
+def test_reasons_may_come_and_go_where_a_run_goes_on(tmp_path: pathlib.Path) -> None:
+    settings = Checkpoints(tmp_path, background=False)
+    stop = Threshold("eval/error", 1e9, mode="max")
+    fit(
+        compose(loop_events), make_state(duration="1ep"), BATCHES, checkpoints=settings, evaluate=evaluator(), stop=stop
+    )
+    plain = fit(compose(loop_events), make_state(), BATCHES, checkpoints=settings, resume="auto")
+    assert not plain.slots
+    settings = Checkpoints(tmp_path / "other", background=False)
+    fit(compose(loop_events), make_state(duration="1ep"), BATCHES, checkpoints=settings)
+    options: dict[str, Any] = {"checkpoints": settings, "evaluate": evaluator(), "stop": stop, "resume": "auto"}
+    assert_same(fit(compose(loop_events), make_state(), BATCHES, **options).params, plain.params)
+
+
+def test_a_compiled_run_stops_there_too() -> None:
+    options: dict[str, Any] = {"evaluate": evaluator(), "stop": [EarlyStopping("eval/error", patience="2ep")]}
+    slow, fast = compose(loop_events), pc.compile(compose(loop_events), backend="eager", quiet=True)
+    ends = [fit(step, make_state(duration="50ep"), BATCHES, **options) for step in (slow, fast)]
+    assert ends[0].timestamp == ends[1].timestamp
+
+
+def test_a_metric_that_nobody_reports_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no evaluator reports 'eval/los'; there are eval/error"):
+        stop = EarlyStopping("eval/los")
+        fit(compose(loop_events), make_state(), BATCHES, evaluate=evaluator(), stop=stop)
+
+
+def test_metrics_of_training_decide_after_each_epoch() -> None:
+    step = compose(loop_events, [pc.algorithms.training_metrics(), pc.algorithms.gradient_norm()])
+    ends: list[State] = []
+
+    def watch(event: pc.Event, state: State) -> None:
+        ends.extend([state] if event is pc.Event.EPOCH_END else [])
+
+    fit(step, make_state(duration="20ep"), BATCHES, observers=watch)
+    for metric, mode in (("train/accuracy", "max"), ("gradient_norm", "min")):
+        values = [state.metrics[metric].item() for state in ends]
+        goal = values[10]
+        reached = [value >= goal if mode == "max" else value <= goal for value in values]
+        end = fit(step, make_state(duration="20ep"), BATCHES, stop=Threshold(metric, goal, mode))
+        assert end.timestamp.epoch == 1 + reached.index(True)
+    with pytest.raises(ValueError, match=r"no algorithm reports 'train/top_5': .* are train/accuracy, gradient_norm"):
+        fit(step, make_state(duration="20ep"), BATCHES, stop=EarlyStopping("train/top_5"))
+
+
+def test_two_of_one_name_and_populations_are_refused() -> None:
+    twice = [Threshold("eval/loss", 0.1), Threshold("eval/loss", 0.2)]
+    loss = Evaluator(BATCHES, {"loss": pc.losses.cross_entropy})
+    with pytest.raises(ValueError, match="one name"):
+        fit(compose(loop_events), make_state(), BATCHES, evaluate=loss, stop=twice)
+    stacked = pc.stack_states([make_state(), make_state()])
+    with pytest.raises(ValueError, match="one by one"):
+        many = pc.population(compose(loop_events), 2)
+        fit(many, stacked, BATCHES, evaluate=loss, stop=Threshold("eval/loss", 0.1))
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: EarlyStopping("eval/loss", patience="0ep"), "patience='0ep'"),
+        (lambda: EarlyStopping("eval/loss", patience="0.1dur"), "expected epochs, batches, samples or tokens"),
+        (lambda: EarlyStopping("eval/loss", patience="5sec"), "not in seconds"),
+        (lambda: EarlyStopping("eval/loss", min_delta=-1), "min_delta"),
+        (lambda: EarlyStopping(3), "metric=3"),  # pyright: ignore[reportArgumentType]
+        (lambda: Threshold("eval/loss", 0.1, mode="low"), "mode='low'"),
+        (lambda: Threshold("eval/loss", "0.1"), "value"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_bad_arguments_are_named(make: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "end"),
+    [
+        (EarlyStopping("eval/loss", "1ep", min_delta=9), EarlyStopping("eval/loss", "50ep", min_delta=9), 24),
+        (EarlyStopping("eval/loss", "1ep", min_delta=9), EarlyStopping("eval/loss", "10ba", min_delta=9), 16),
+        (Threshold("eval/loss", 9.0), Threshold("eval/loss", 1e-9), 24),
+    ],
+)
+def test_a_run_goes_on_where_more_is_allowed_now(first: Any, second: Any, end: int, tmp_path: pathlib.Path) -> None:
+    step, state, data = compose(loop_events), make_state(duration="6ep"), make_batches(4)
+    shared = {"evaluate": Evaluator(data), "checkpoints": Checkpoints(tmp_path, background=False)}
+    stopped = fit(step, state, data, stop=first, **shared)
+    assert stopped.timestamp.batch < end
+    resumed = fit(step, state, data, stop=second, resume="auto", **shared)
+    assert (
+        resumed.timestamp.batch == end == fit(step, state, data, stop=second, evaluate=Evaluator(data)).timestamp.batch
+    )
+    assert fit(step, stopped, data, stop=second, evaluate=Evaluator(data)).timestamp.batch == end

@@ -1,0 +1,625 @@
+"""Surgery: what is kept is the very tensor, what is made depends on the key alone, and nothing old is touched."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from purecompose import (
+    Algorithm,
+    Event,
+    State,
+    compose,
+    loop_events,
+    losses,
+    models,
+    on,
+    optim,
+    population,
+    random,
+    stack_states,
+    surgery,
+    to_module,
+    tree,
+)
+from purecompose.algorithms import alibi, blurpool
+from purecompose.nn import layers
+from purecompose.optim.guarded import Guarded
+from purecompose.run.saving import load, save
+from purecompose.surgery import Site
+
+
+class Wrapped(nn.Module):
+    """A module behind a layer of its own, for what a rule puts in."""
+
+    def __init__(self, inner: nn.Module, features: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Linear(features, features, bias=False)
+        self.register_buffer("seen", torch.ones(features))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale(self.inner(inputs))
+
+
+def wrap(module: nn.Linear, site: Site) -> nn.Module:
+    del site
+    return Wrapped(module, module.out_features)
+
+
+RULES: dict[type[nn.Module], surgery.Rule] = {nn.Linear: wrap}
+OPTIMIZERS = {
+    "sgd": optim.sgd(0.1, momentum=0.9),
+    "adam": optim.adam(0.01, amsgrad=True),
+    "groups": optim.adamw(0.01, groups={"*.bias": {"weight_decay": 0.0}}),
+}
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def make_state(net: nn.Module | None = None, *, optimizer: Any = OPTIMIZERS["sgd"], key: int = 0) -> State:
+    return State.create(net or make_net(), loss=losses.cross_entropy, optimizer=optimizer, key=key, duration="8ba")
+
+
+def make_batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
+
+
+def trained(state: State, num: int = 2) -> State:
+    step = compose(loop_events)
+    state = step.init(state)
+    for seed in range(num):
+        state = step(state, make_batch(seed))
+    return state
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_is_kept_is_the_same_tensor_with_the_optimizers_memory_of_it(optimizer: Any) -> None:
+    before = trained(make_state(optimizer=optimizer))
+    after, report = surgery.operate(before, RULES, name="wrap")
+    assert report.replaced == ("0", "3") and report.dropped == ()
+    assert report.made == ("0.scale.weight", "3.scale.weight", "0.seen", "3.seen")
+    assert report.kept["0.inner.weight"] == "0.weight" and report.kept["1.weight"] == "1.weight"
+    for new, old in report.kept.items():
+        assert {**after.params, **after.buffers}[new] is {**before.params, **before.buffers}[old]
+    for slot, values in after.opt_state.items():
+        assert list(values) == [name for name in after.params if name in values]
+        for name, value in values.items():
+            if name in report.kept:
+                assert value is before.opt_state[slot][report.kept[name]]
+            else:
+                fresh = optimizer.init({**after.params})[slot][name]
+                assert torch.equal(value, fresh)
+    assert "0.weight -> 0.inner.weight" in str(report) and "0.scale.weight" in str(report)
+    assert compose(loop_events)(after, make_batch(5)).timestamp.batch == 3
+
+
+def test_the_old_state_is_what_it_was() -> None:
+    before = trained(make_state())
+    copied, model = before.copy(), before.model
+    net = copy.deepcopy(before.model.module)
+    surgery.operate(before, {nn.Linear: wrap, nn.ReLU: lambda module, site: nn.GELU()}, name="any")
+    assert all(torch.equal(one, other) for one, other in zip(tree.leaves(before), tree.leaves(copied), strict=True))
+    assert before.model is model and str(model.module) == str(net)
+
+
+def test_new_weights_depend_on_the_key_and_the_place_alone() -> None:
+    state, torch_state = make_state(), torch.get_rng_state()
+    first, _ = surgery.operate(state, RULES, name="wrap")
+    again, _ = surgery.operate(state, RULES, name="wrap")
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert all(torch.equal(first.params[name], again.params[name]) for name in first.params)
+    assert first.model == again.model
+
+    def last(module: nn.Linear, site: Site) -> nn.Module | None:
+        return wrap(module, site) if site.index == 1 else None
+
+    alone, report = surgery.operate(state, {nn.Linear: last}, name="wrap")
+    assert report.replaced == ("3",)
+    assert torch.equal(alone.params["3.scale.weight"], first.params["3.scale.weight"])
+    for other in (surgery.operate(make_state(key=1), RULES, name="wrap"), surgery.operate(state, RULES, name="other")):
+        assert not torch.equal(other[0].params["3.scale.weight"], first.params["3.scale.weight"])
+
+
+def test_a_second_time_changes_nothing_where_it_is_known_to_be_done() -> None:
+    once, _ = surgery.operate(make_state(), RULES, name="wrap")
+    twice, report = surgery.operate(once, {**RULES, Wrapped: None}, name="wrap")
+    assert twice is once and report.replaced == ()
+
+
+def test_nothing_to_replace_is_a_warning_that_says_what_was_looked_for() -> None:
+    with pytest.warns(UserWarning, match="looked for Conv2d to replace, and found none in a network of Batch"):
+        after, report = surgery.operate(state := make_state(), {nn.Conv2d: wrap}, name="wrap")
+    assert after is state and not report.replaced
+    with pytest.warns(UserWarning, match="looked for Linear"):
+        surgery.operate(state, {nn.Linear: lambda module, site: None}, name="wrap")
+
+
+def test_shared_modules_stay_shared_and_ties_stay_ties() -> None:
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(4, 4))
+    net[3].weight = shared.weight
+    before = make_state(net)
+    after, report = surgery.operate(before, RULES, name="wrap")
+    assert report.replaced == ("0", "3")
+    module: Any = to_module(after)
+    assert module[0] is module[2] and module[0].inner.weight is module[3].inner.weight
+    assert [name for name in after.params if name.endswith("inner.weight")] == ["0.inner.weight"]
+
+
+def test_dropped_parameters_go_with_their_memory() -> None:
+    before = trained(make_state())
+    after, report = surgery.operate(before, {nn.BatchNorm1d: lambda module, site: nn.LayerNorm(6)}, name="norm")
+    assert report.made == ("1.weight", "1.bias") and set(report.dropped) == {
+        "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"
+    }  # fmt: skip
+    assert after.params["1.weight"] is not before.params["1.weight"]
+    assert not after.buffers and (after.opt_state["momentum"]["1.weight"] == 0).all()
+
+
+def test_frozen_parameters_stay_frozen_under_their_new_names() -> None:
+    net = make_net()
+    net[0].weight.requires_grad_(False)
+    after, _ = surgery.operate(make_state(net), RULES, name="wrap")
+    assert after.context.frozen == {"0.inner.weight"}
+    stepped = trained(after)
+    assert torch.equal(stepped.params["0.inner.weight"], after.params["0.inner.weight"])
+
+
+def test_flags_dtypes_and_the_whole_network() -> None:
+    net = make_net().double()
+    net[1].eval()
+    rules = {nn.BatchNorm1d: lambda module, site: nn.BatchNorm1d(6), nn.Linear: wrap}
+    after, _ = surgery.operate(make_state(net), rules, name="flags")
+    flags = {name: module.training for name, module in after.model.module.named_children()}
+    assert flags == {"0": True, "1": False, "2": True, "3": True}
+    assert {param.dtype for param in after.params.values()} == {torch.float64}
+    whole, report = surgery.operate(make_state(), {nn.Sequential: lambda module, site: nn.Linear(4, 3)}, name="whole")
+    assert report.replaced == ("",) and list(whole.params) == ["weight", "bias"] and len(report.dropped) == 9
+    assert trained(whole).timestamp.batch == 2
+
+
+def test_each_module_is_visited_once_parents_first_with_its_place() -> None:
+    seen: list[tuple[str, int, Any]] = []
+
+    def look(module: nn.Module, site: Site) -> None:
+        seen.append((site.name, site.index, type(site.parent).__name__))
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    net = nn.Sequential(block, block, nn.Linear(4, 3))
+    with pytest.warns(UserWarning, match="^look changed nothing"):
+        surgery.operate(make_state(net), {nn.Module: look}, name="look")
+    assert seen == [
+        ("", 0, "NoneType"), ("0", 1, "Sequential"), ("0.0", 2, "Sequential"), ("0.1", 3, "Sequential"),
+        ("2", 4, "Sequential"),
+    ]  # fmt: skip
+
+
+def test_rules_that_cannot_be_followed_are_refused() -> None:
+    def writes(module: nn.Linear, site: Site) -> None:
+        with torch.no_grad():
+            module.weight.zero_()
+
+    state = make_state()
+    with pytest.raises(RuntimeError, match="wrote into '0.weight'"):
+        surgery.operate(state, {nn.Linear: writes}, name="any")
+    inner = lambda module, site: wrap(module, site) if site.parent else None  # noqa: E731
+    with pytest.raises(ValueError, match="two rules replace '0'"):
+        surgery.operate(make_state(), {nn.Linear: wrap, nn.Module: inner}, name="any")
+    number: Any = lambda module, site: 3  # noqa: E731
+    with pytest.raises(TypeError, match=r"rule for '0' returned 3 \(int\), not a module"):
+        surgery.operate(make_state(), {nn.Linear: number}, name="any")
+    parts = make_state()
+    with pytest.raises(TypeError, match="expected the optimizer"):
+        surgery.replace(parts.model, RULES, parts.params, parts.buffers, key=parts.key, opt_state=parts.opt_state)
+
+
+def test_without_an_optimizer_there_are_tensors_alone() -> None:
+    state = make_state()
+    result = surgery.replace(state.model, RULES, state.params, state.buffers, key=random.key(3))
+    assert result.opt_state is None and set(result.params) == {*state.params, *result.report.made} - {
+        "0.weight", "0.bias", "3.weight", "3.bias", "0.seen", "3.seen"
+    } | {"0.inner.weight", "0.inner.bias", "3.inner.weight", "3.inner.bias"}  # fmt: skip
+
+
+def test_members_of_a_population_have_surgery_each_with_its_own_key() -> None:
+    method = Algorithm("wrap", on(Event.INIT), lambda event, state: surgery.operate(state, RULES, name="wrap")[0])
+    pop = population(compose(loop_events, [method]), 2)
+    states = pop.init(stack_states([make_state(key=0), make_state(key=1)]))
+    alone, _ = surgery.operate(make_state(key=1), RULES, name="wrap")
+    assert states.params["0.scale.weight"].shape == (2, 6, 6)
+    assert torch.equal(states.params["0.scale.weight"][1], alone.params["0.scale.weight"])
+    assert pop(states, make_batch()).params["0.scale.weight"].shape == (2, 6, 6)
+
+
+def test_a_checkpoint_holds_the_new_network(tmp_path: Any) -> None:
+    state = trained(surgery.operate(make_state(), RULES, name="wrap")[0])
+    save(state, tmp_path / "state")
+    template, _ = surgery.operate(make_state(key=9), RULES, name="wrap")
+    loaded = load(tmp_path / "state", template)
+    assert all(torch.equal(loaded.params[name], state.params[name]) for name in state.params)
+
+
+def test_kept_weights_and_their_memory_are_not_allocated_anew() -> None:
+    net = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 2))
+    state = make_state(net, optimizer=OPTIMIZERS["adam"])
+
+    def last(module: nn.Linear, site: Site) -> nn.Module | None:
+        return wrap(module, site) if site.index == 1 else None
+
+    with torch.profiler.profile(profile_memory=True) as profile:
+        surgery.operate(state, {nn.Linear: last}, name="wrap")
+    sizes = [event.cpu_memory_usage for event in profile.events() or ()]
+    assert 0 < max(sizes) < 500 * 500
+
+
+def test_networks_of_the_library_take_it() -> None:
+    for name in ("mlp", "cnn", "resnet8", "resnet20"):
+        net = models.build(name, in_shape=(3, 16, 16), num_classes=3, seed=0)
+        after, report = surgery.operate(make_state(net), {nn.ReLU: lambda module, site: nn.SiLU()}, name="act")
+        assert report.replaced and not report.dropped and not report.made
+        assert not any(isinstance(module, nn.ReLU) for module in after.model.module.modules())
+
+
+class Steps(nn.Module):
+    """Goes through its modules by a list, a tuple and a dict beside their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.steps: list[Any] = [self.first, (nn.ReLU(), {"last": self.second})]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, (act, rest) = self.steps
+        return rest["last"](act(first(inputs)))
+
+
+def test_modules_in_lists_are_replaced_there_too() -> None:
+    torch.manual_seed(0)
+    net = Steps()
+    changed, report = surgery.operate(make_state(net), RULES, name="wrap")
+    assert report.replaced == ("first", "second")
+    module, inputs = to_module(changed), torch.randn(5, 4)
+    assert isinstance(module, Steps) and module.steps[0] is module.first and isinstance(module.first, Wrapped)
+    by_name = module.second(module.first(inputs).relu())
+    assert torch.equal(module(inputs), by_name) and torch.isfinite(by_name).all()
+    assert net.steps[0] is net.first and isinstance(net.first, nn.Linear)
+
+
+class Around(nn.Module):
+    """A module, and one that a rule adds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.extra = inner, nn.Dropout(0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.extra(self.inner(inputs))
+
+
+def test_modules_that_were_taken_over_keep_their_flags() -> None:
+    net = make_net()
+    net[1].eval()
+    rules: surgery.Rules = {nn.Sequential: lambda module, site: Around(module) if site.name == "0" else None}
+    changed, _ = surgery.operate(make_state(nn.Sequential(net, nn.Identity())), rules, name="around")
+    module = changed.model.module
+    assert not module.get_submodule("0.inner.1").training
+    assert module.get_submodule("0").training and module.get_submodule("0.extra").training
+
+
+def test_what_was_unfrozen_trains_afterwards() -> None:
+    net = make_net()
+    net[0].weight.requires_grad_(False)
+    state = make_state(net).replace(frozen=frozenset({"3.bias"}))
+    changed, _ = surgery.operate(state, RULES, name="wrap")
+    assert changed.context.frozen == frozenset({"3.inner.bias"})
+
+
+def test_a_parameter_of_another_group_is_told_and_remembered_afresh() -> None:
+    optimizer = optim.sgd(0.1, momentum=0.9, groups={"?.weight": {"momentum": 0.0}})
+    state = make_state(optimizer=optimizer)
+    rules: surgery.Rules = {nn.Linear: lambda module, site: nn.Sequential(module) if site.index else None}
+    with pytest.warns(UserWarning, match=r"'3.weight', now '3.0.weight'.*other settings than before"):
+        changed, _ = surgery.operate(state, rules, name="wrap")
+    momentum = changed.opt_state["momentum"]["3.0.weight"]
+    assert torch.equal(momentum, torch.zeros_like(changed.params["3.0.weight"]))
+    compose(loop_events)(changed, (torch.randn(5, 4), torch.randint(3, (5,))))
+
+
+# Rules that change what they are given
+
+
+def without_bias(module: Any, site: Site) -> nn.Module:
+    del site
+    module.bias = None
+    return nn.Sequential(module, nn.LayerNorm(3))
+
+
+def doubled(module: Any, site: Site) -> nn.Module:
+    del site
+    value = module.weight.detach() * 2
+    del module.weight
+    module.weight = nn.Parameter(value)
+    return nn.Sequential(module, nn.LayerNorm(3))
+
+
+@pytest.mark.parametrize(("rule", "taken"), [(without_bias, "bias"), (doubled, "weight")])
+def test_what_a_rule_takes_out_is_not_taken_for_what_it_makes(rule: surgery.Rule, taken: str) -> None:
+    # Python gives the id of what was taken out to what is made next.
+    torch.manual_seed(0)
+    state = make_state(nn.Sequential(*(nn.Linear(3, 3) for _ in range(12))))
+    after, report = surgery.operate(state, {nn.Linear: rule}, name="any")
+    assert set(report.dropped) == {f"{index}.{taken}" for index in range(12)}
+    assert all(new == old.replace(".", ".0.") for new, old in report.kept.items()) and len(report.kept) == 12
+    for index in range(12):
+        assert torch.equal(after.params[f"{index}.1.weight"], torch.ones(3))
+        if taken == "weight":
+            assert torch.equal(after.params[f"{index}.0.weight"], 2 * state.params[f"{index}.weight"])
+
+
+def writes_data(module: Any) -> None:
+    module.weight.data.mul_(5)
+
+
+def writes_a_part(module: Any) -> None:
+    module.weight.detach().view(-1)[:1].zero_()
+
+
+def writes_several(module: Any) -> None:
+    torch._foreach_zero_([module.weight.data, module.bias.data])  # pyright: ignore[reportPrivateImportUsage]
+
+
+def writes_as_others_do(module: Any) -> None:
+    nn.init.zeros_(module.weight)
+
+
+def puts_others(module: Any) -> None:
+    module.weight.data = module.weight.data * 5
+
+
+def converts(module: nn.Module) -> None:
+    module.double()
+
+
+@pytest.mark.parametrize(
+    "write", [writes_data, writes_a_part, writes_several, writes_as_others_do, puts_others, converts]
+)
+def test_no_rule_writes_into_the_callers_tensors(write: Callable[[nn.Module], Any]) -> None:
+    state = make_state()
+    copied = state.copy()
+
+    def rule(module: nn.Module, site: Site) -> nn.Module:
+        del site
+        write(module)
+        return nn.Sequential(module)
+
+    with pytest.raises(RuntimeError, match="^any: a rule wrote into '0.weight'; give the new module a tensor"):
+        surgery.operate(state, {nn.Linear: rule}, name="any")
+    assert not tree.diff(state, copied)
+
+
+def test_what_is_not_kept_may_have_been_put_elsewhere() -> None:
+    def rule(module: nn.Linear, site: Site) -> nn.Module:
+        del site
+        module.weight.data = module.weight.data * 2
+        new = nn.Linear(module.in_features, module.out_features)
+        new.weight = nn.Parameter(module.weight.detach())
+        return new
+
+    state = make_state()
+    after, report = surgery.operate(state, {nn.Linear: rule}, name="any")
+    assert "0.weight" in report.dropped and torch.equal(after.params["0.weight"], 2 * state.params["0.weight"])
+
+
+@pytest.mark.parametrize("others", [{}, {nn.ReLU: lambda module, site: nn.GELU()}], ids=["alone", "with others"])
+def test_a_module_that_was_changed_and_returned_counts_as_replaced(others: Any) -> None:
+    def less(module: nn.Dropout, site: Site) -> nn.Module:
+        del site
+        module.p = 0.125
+        return module
+
+    def headless(module: nn.Sequential, site: Site) -> nn.Module:
+        module[1] = nn.Tanh()
+        return module
+
+    inner = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    state = make_state(nn.ModuleList([inner, nn.Dropout(0.5), nn.ReLU()]))
+    after, report = surgery.operate(state, {nn.Dropout: less, nn.Sequential: headless, **others}, name="any")
+    module: Any = after.model.module
+    assert report.replaced == (("0", "1", "2") if others else ("0", "1"))
+    assert module[1].p == 0.125 and isinstance(module[0][1], nn.Tanh)
+    assert after.params["0.0.weight"] is state.params["0.0.weight"]
+    before: Any = state.model.module
+    assert before[1].p == 0.5 and isinstance(before[0][1], nn.ReLU)
+
+
+def test_a_module_that_is_returned_as_it_was_is_left() -> None:
+    seen: list[str] = []
+
+    def look(module: nn.Module, site: Site) -> nn.Module:
+        seen.append(site.name)
+        return module
+
+    with pytest.warns(UserWarning, match="left all 5"):
+        after, report = surgery.operate(state := make_state(), {nn.Module: look}, name="any")
+    assert after is state and not report.replaced and seen == ["", "0", "1", "2", "3"]
+
+
+def changed_and_left(module: Any, site: Site) -> None:
+    del site
+    module.p = 0.125
+
+
+def changed_from_afar(module: nn.Module, site: Site) -> nn.Module:
+    parent: Any = site.parent
+    parent[1].p = 0.125
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize(
+    "rules", [{nn.Dropout: changed_and_left}, {nn.Linear: changed_from_afar}], ids=["left", "from afar"]
+)
+def test_changes_to_what_is_not_replaced_are_refused(rules: surgery.Rules) -> None:
+    state = make_state(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)))
+    with pytest.raises(RuntimeError, match="^any: a rule changed 'p' of '1' in place, and did not replace it; return"):
+        surgery.operate(state, rules, name="any")
+
+
+class Sized(nn.Linear):
+    """Counts its weights when it is asked first."""
+
+    @functools.cached_property
+    def size(self) -> int:
+        return self.weight.numel()
+
+
+def test_reading_is_no_change() -> None:
+    sizes: list[int] = []
+    with pytest.warns(UserWarning, match="changed nothing"):
+        surgery.operate(make_state(Sized(4, 3)), {Sized: lambda module, site: sizes.append(module.size)}, name="any")
+    assert sizes == [12]
+
+
+class Borrowing(nn.Module):
+    """A layer beside another one's weight and a module from elsewhere."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other, self.own = other, nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.own(inputs)
+
+
+def test_what_comes_from_elsewhere_in_the_network_keeps_its_dtype_and_its_flags() -> None:
+    norm = nn.BatchNorm1d(3).eval()
+    state = make_state(nn.ModuleList([norm, nn.Linear(3, 3).double()]))
+    rules: surgery.Rules = {nn.Linear: lambda module, site: Borrowing(site.root.get_submodule("0"))}
+    after, report = surgery.operate(state, rules, name="any")
+    module: Any = after.model.module
+    assert module[1].other is module[0] and not module[0].training and module[1].own.training
+    assert module[0].weight.dtype is torch.float32 and after.params["0.weight"] is state.params["0.weight"]
+    assert after.params["1.own.weight"].dtype is torch.float64 and report.dropped == ("1.weight", "1.bias")
+
+
+def test_a_module_in_a_new_one_and_elsewhere_is_replaced_elsewhere_alone() -> None:
+    conv = nn.Linear(4, 4)
+    state = make_state(nn.Sequential(conv, nn.Sequential(conv)))
+    rules = {nn.Linear: wrap, nn.Sequential: lambda module, site: Around(module[0]) if site.name == "1" else None}
+    module: Any = surgery.operate(state, rules, name="any")[0].model.module
+    assert isinstance(module[0], Wrapped) and module[1].inner is module[0].inner
+
+
+# The optimizer
+
+
+def test_a_group_without_parameters_goes_with_a_warning() -> None:
+    state = trained(make_state(optimizer=optim.sgd(0.1, momentum=0.9, groups={"1.*": {"lr": 0.2}, "3.*": {"lr": 1.0}})))
+    norm: surgery.Rules = {nn.BatchNorm1d: lambda module, site: nn.Identity()}
+    said = (
+        "^norm: the optimizer's group '1.\\*' has no parameter any more .'1.weight' is gone; '1.bias' is gone., and is"
+    )
+    with pytest.warns(UserWarning, match=said):
+        after, _ = surgery.operate(state, norm, name="norm")
+    assert after.optimizer == optim.sgd(0.1, momentum=0.9, groups={"3.*": {"lr": 1.0}})
+    assert state.optimizer != after.optimizer
+    assert not tree.diff(after.optimizer.init(after.params)["momentum"].keys(), after.params.keys())
+    again, _ = surgery.operate(after, {**norm, nn.Identity: None}, name="norm")
+    assert again is after
+    assert compose(loop_events)(after, make_batch()).timestamp.batch == 3
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["plain", "guarded"])
+def test_methods_take_groups_of_what_goes(is_guarded: bool, tmp_path: Any) -> None:
+    optimizer: Any = optim.adamw(0.01, groups={"*positions.*": {"weight_decay": 0.0}})
+    optimizer = Guarded(optimizer) if is_guarded else optimizer
+    step = compose(loop_events, [alibi(1.0)])
+
+    def begun() -> State:
+        net = layers.ClassesSecond(models.gpt(7, 8, width=8, depth=1, num_heads=2))
+        return make_state(net, optimizer=optimizer)
+
+    with pytest.warns(UserWarning, match="^alibi: the optimizer's group '.*positions.weight' is gone"):
+        state = step.init(begun())
+    again = compose(loop_events, [alibi(1.0, name="again")]).init(state)  # which says nothing
+    assert again.optimizer == state.optimizer and again.model == state.model
+    tokens = torch.arange(8).remainder(7).expand(2, -1)
+    state = step(state, (tokens, tokens[:, :1].expand(2, 8)))
+    save(state, tmp_path / "state", step=step)
+    with pytest.warns(UserWarning, match="^alibi: "):
+        template = step.init(begun())
+    loaded = load(tmp_path / "state", template, step=step)
+    assert not tree.diff(loaded.params, state.params)
+
+
+def test_a_group_by_an_old_name_goes_and_says_the_new_one() -> None:
+    net = nn.Sequential(nn.Conv2d(16, 4, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    state = make_state(net, optimizer=optim.adamw(0.01, groups={"0.weight": {"weight_decay": 0.0}}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        after = compose(loop_events, [blurpool()]).init(state)
+    said = [str(one.message) for one in told]
+    assert len(said) == 2 and "'0.weight', now '0.conv.weight'" in said[0]
+    assert said[1].startswith("blurpool: the optimizer's group '0.weight' has no parameter any more ('0.weight' is now")
+    assert after.optimizer == optim.adamw(0.01)
+
+
+def test_a_pattern_that_never_matched_is_the_optimizers_error() -> None:
+    state = make_state().replace(optimizer=optim.sgd(0.1, momentum=0.9, groups={"nonsense": {"lr": 1.0}}))
+    with pytest.raises(ValueError, match=r"groups\['nonsense'\] matches no parameter"):
+        surgery.operate(state, RULES, name="wrap")
+
+
+def test_an_optimizer_inside_of_another_is_carried_and_told() -> None:
+    optimizer = Guarded(optim.sgd(0.1, momentum=0.9, groups={"?.weight": {"momentum": 0.0}}))
+    state = trained(make_state(optimizer=optimizer))
+    rules: surgery.Rules = {nn.Linear: lambda module, site: nn.Sequential(module) if site.index else None}
+    with pytest.warns(UserWarning, match=r"'3.weight', now '3.0.weight'.*other settings than before"):
+        after, report = surgery.operate(state, rules, name="wrap")
+    momentum = after.opt_state["momentum"]
+    assert after.optimizer == optimizer and momentum["3.0.bias"] is state.opt_state["momentum"]["3.bias"]
+    assert not momentum["3.0.weight"].any() and momentum["3.0.weight"].device.type == "cpu"
+    assert compose(loop_events)(after, make_batch()).timestamp.batch == 3
+
+
+def test_a_memory_that_was_of_no_parameter_is_made() -> None:
+    optimizer = optim.sgd(0.1, momentum=0.9, groups={"weight": {"momentum": 0.0}, "bias": {"momentum": 0.0}})
+    state = make_state(nn.Linear(4, 3), optimizer=optimizer)
+    assert not state.opt_state
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        after, _ = surgery.operate(state, {nn.Linear: lambda module, site: nn.Sequential(module)}, name="any")
+    assert {name: slot.device.type for name, slot in after.opt_state["momentum"].items()} == {
+        "0.weight": "cpu", "0.bias": "cpu"
+    }  # fmt: skip
+
+
+class Named(nn.Module):
+    """Has parameters of the names of an optimizer's slots."""
+
+    def __init__(self, is_alone: bool) -> None:
+        super().__init__()
+        self.momentum = nn.Parameter(torch.ones(4))
+        self.rest = nn.Identity() if is_alone else nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.rest(inputs * self.momentum)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_parameter_may_be_called_as_a_slot_is(is_alone: bool) -> None:
+    state = trained(make_state(Named(is_alone)))
+    kind = nn.Identity if is_alone else nn.Linear
+    after, _ = surgery.operate(state, {kind: lambda module, site: nn.Sequential(module)}, name="any")
+    assert list(after.opt_state) == ["momentum"] and set(after.opt_state["momentum"]) == set(after.params)
+    assert after.opt_state["momentum"]["momentum"] is state.opt_state["momentum"]["momentum"]
+    assert compose(loop_events)(after, make_batch()).timestamp.batch == 3

@@ -1,0 +1,172 @@
+"""What the tests of compiled steps share: the traced graph uncompiled, comparisons with eager runs, algorithms."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import purecompose as pc
+from purecompose import Algorithm, CompiledStep, Event, State, Step, compose, every, loop_events, on, tree
+from tests.helpers import changing
+
+
+# The package's attribute of this name is the function.
+LIBRARY = sys.modules["purecompose.transforms.compilation.library"]
+
+
+def compiled(step: Step, **options: Any) -> CompiledStep:
+    """The step as its traced graphs, which nothing compiles: fast to make, and exact."""
+    return pc.compile(step, **{"backend": "eager", "quiet": True, **options})
+
+
+def made(algorithms: Sequence[Algorithm] = (), *, microbatches: int = 1, **options: Any) -> tuple[Step, CompiledStep]:
+    """A step of the usual loop, as composed and compiled."""
+    step = compose(loop_events, algorithms, microbatches=microbatches)
+    return step, compiled(step, **options)
+
+
+def readable(state: State) -> State:
+    """The state with everything that it has on lease read out."""
+    return state.unleased() if "_lease" in state.__dict__ else state
+
+
+def assert_agree(eager: Any, other: Any, tolerance: float = 1e-5) -> None:
+    """The two agree leaf by leaf, to a share of the leaf's largest magnitude."""
+    first, second = (readable(tree_) if isinstance(tree_, State) else tree_ for tree_ in (eager, other))
+    found = list(map(str, tree.differences(first, second, tolerance=tolerance)))
+    assert not found, "\n".join(found[:5])
+
+
+def assert_runs_agree(
+    step: Step, other: Callable[[State, Any], State], state: State, batches: Sequence[Any], tolerance: float = 1e-5
+) -> State:
+    """Both give the same after every batch, and leave the first state as it was. Returns the compiled end."""
+    before = state.copy()
+    eager, fast = state, state
+    for number, batch in enumerate(batches):
+        eager, fast = step(eager, batch), other(fast, batch)
+        for what in ("loss", "metrics", "key"):
+            found = list(tree.differences(getattr(eager, what), getattr(fast, what), tolerance=tolerance))
+            assert not found, f"after batch {number}: {what}: {found[0]}"
+    assert eager.timestamp == fast.timestamp
+    assert eager.context == fast.context
+    assert_agree(eager, fast, tolerance)
+    assert tree.equal(before, state), "the first state has changed"
+    return fast
+
+
+def flipped_choice(step: Step, state: State, batch: Any) -> str | None:
+    """The algorithm that chooses otherwise where the state's weights differ by rounding alone, and its event."""
+
+    def applications(start: State) -> list[tuple[str, State]]:
+        found: list[tuple[str, State]] = []
+        step.fold(start, batch, lambda a, event, _, after, code: found.append((f"{a.name} at {event}", after)))
+        return found
+
+    usual = applications(state)
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        moved = {k: p * (1 + 1e-6 * torch.randn(p.shape, generator=generator)) for k, p in state.params.items()}
+        for (name, one), (_, other) in zip(usual, applications(state.replace(params=moved)), strict=True):
+            if list(tree.differences(one.batch, other.batch, tolerance=1e-4)):
+                return name
+    return None
+
+
+def spent_text(state: State) -> str:
+    """What reading a spent state's parameters says; fails where it can be read."""
+    try:
+        _ = state.params
+    except pc.SpentStateError as error:
+        return str(error)
+    raise AssertionError("the state can still be read")
+
+
+# Algorithms
+
+
+def sharpness(name: str = "sam", radius: float = 0.05, **options: Any) -> Algorithm:
+    """The gradient at the worst point near by: a second gradient, after the first."""
+
+    def climb(state: State) -> State:
+        assert state.grads is not None and state.loss is not None
+        norm = tree.global_norm(state.grads)
+        there = {k: p + radius * state.grads[k] / norm if k in state.grads else p for k, p in state.params.items()}
+        grads, loss = state.gradient(there)
+        return state.replace(grads=grads, metrics={**state.metrics, "sharpness": loss - state.loss})
+
+    return changing(name, Event.AFTER_TRAIN_BATCH, climb, **options)
+
+
+def average(name: str = "ema", *, when: Any = None) -> Algorithm:
+    """An average of the weights that at INIT *is* the weights: the same tensors."""
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            return state.replace(slots={**state.slots, name: dict(state.params)})
+        new = {key: torch.lerp(old, state.params[key], 0.1) for key, old in state.slots[name].items()}
+        return state.replace(slots={**state.slots, name: new})
+
+    ends = on(Event.BATCH_END)
+    return Algorithm(name, on(Event.INIT) | (ends if when is None else ends & when), apply)
+
+
+def swap(name: str = "swap") -> Algorithm:
+    """Two tensors in a slot that change places in every step; shows one of them, and a weight, as metrics."""
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            return state.replace(slots={**state.slots, name: {"a": torch.ones(3), "b": torch.zeros(3)}})
+        slot = state.slots[name]
+        shown = {"a": slot["a"], "view": slot["b"][1:], "weight": next(iter(state.params.values()))}
+        return state.replace(
+            slots={**state.slots, name: {"a": slot["b"], "b": slot["a"]}}, metrics={**state.metrics, **shown}
+        )
+
+    return Algorithm(name, on(Event.INIT, Event.BATCH_END), apply)
+
+
+def scaling(name: str, event: Event, factor: float, period: int | None = None, **options: Any) -> Algorithm:
+    """Multiplies the inputs at an event before the gradient, the parameters at one after it."""
+
+    def apply(state: State) -> State:
+        if event in (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD):
+            return state.replace(inputs=state.inputs * factor)
+        return state.replace(params={key: param * factor for key, param in state.params.items()})
+
+    return changing(name, event, apply, when=None if period is None else every(period), **options)
+
+
+def host_log(log: list[Any], event: Event, read: Callable[[State], Any], name: str = "log") -> Algorithm:
+    """Puts what it reads into a list, on the host."""
+
+    def apply(state: State) -> State:
+        log.append(read(state))
+        return state
+
+    return changing(name, event, apply, host=True)
+
+
+def cloned(value: Any) -> Any:
+    """A deep copy of the tensors, to compare with later."""
+    return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def breaking(monkeypatch: Any, errors: list[BaseException | None]) -> None:
+    """Compiled graphs raise these in turn when they are called, before they do anything; `None` lets a call through."""
+    original = LIBRARY.compile_graph
+
+    def compile_graph(*args: Any) -> Callable[[list[Tensor]], Any]:
+        call = original(*args)
+
+        def run(tensors: list[Tensor]) -> Any:
+            error = errors.pop(0) if errors else None
+            if error is not None:
+                raise error
+            return call(tensors)
+
+        return run
+
+    monkeypatch.setattr(LIBRARY, "compile_graph", compile_graph)

@@ -1,0 +1,341 @@
+"""Backends: Inductor, torch.compile's others, a user's own; interruptions while they work."""
+
+import importlib
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import purecompose as pc
+from purecompose import Algorithm, Event, State, compose, every, loop_events, on, optim, tree
+from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import TASKS
+from purecompose.transforms.compilation import backends
+from purecompose.transforms.compilation.capture import fake_mode
+from tests.helpers import make_batch, make_batches, make_cnn, make_state, noise
+from tests.pages import ROOT
+from tests.shipped_examples import examples_on_tasks
+from tests.transforms.compilation.compile_helpers import (
+    LIBRARY,
+    assert_agree,
+    assert_runs_agree,
+    average,
+    compiled,
+    flipped_choice,
+    made,
+    scaling,
+    sharpness,
+    swap,
+)
+
+
+# Importing Inductor imports torch.jit, whose own use of it is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
+
+
+@DONATE
+def test_a_backend_of_the_users_own_gets_each_graph_once(donate: bool) -> None:
+    seen: list[Any] = []
+
+    def mine(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        del inputs
+        seen.append(graph)
+        return graph.forward
+
+    step, fast = made([scaling("a", Event.BATCH_END, 0.9, 2)], backend=mine, donate=donate)
+    assert_runs_agree(step, fast, make_state(), make_batches(4))
+    assert len(seen) == len(fast.variants()) == 2
+
+
+def test_a_backend_of_torch_agrees() -> None:
+    step, fast = made([average(), swap()], backend="aot_eager")
+    assert_runs_agree(step, fast, step.init(make_state()), make_batches(4))
+
+
+def counting() -> Algorithm:
+    """Sums of the losses in both precisions, the finer one twice."""
+
+    def apply(event: Event, state: State) -> State:
+        dtypes = {"half": torch.float32, "full": torch.float64}
+        if event is Event.INIT:
+            slot = {name: torch.zeros((), dtype=dtype) for name, dtype in dtypes.items()}
+            return state.replace(slots={"counting": {**slot, "last": slot["full"]}})
+        assert state.loss is not None
+        slot = {name: value + state.loss.detach().to(value) for name, value in state.slots["counting"].items()}
+        return state.replace(slots={"counting": {**slot, "last": slot["full"]}})
+
+    return Algorithm("counting", on(Event.INIT, Event.BATCH_END), apply)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_numbers_in_double_precision_last_through_torch_compile(donate: bool) -> None:
+    step = compose(loop_events, [counting()])
+    fast = compiled(step, backend="aot_eager", donate=donate)
+    assert_runs_agree(step, fast, step.init(make_state()), make_batches(4))
+
+
+# Ctrl-C
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The next compilation is interrupted by a signal, as Ctrl-C sends it, during tracing or compiling."""
+    original, calls = getattr(LIBRARY, where), []
+
+    def once(*args: Any, **options: Any) -> Any:
+        if not calls:
+            calls.append(1)
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **options)
+
+    monkeypatch.setattr(LIBRARY, where, once)
+
+
+@DONATE
+@pytest.mark.parametrize("where", ["capture", "compile_graph"])
+def test_ctrl_c_in_a_compilation_leaves_step_and_state_usable(
+    where: str, donate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, fast = made([noise(), average()], donate=donate)
+    state = step.init(make_state())
+    interrupted(monkeypatch, where)
+    with pytest.raises(KeyboardInterrupt):
+        fast(state, make_batch())
+    assert len(fast.variants()) == 0
+    assert_runs_agree(step, fast, state, make_batches(3))
+
+
+def test_ctrl_c_in_a_later_compilation_leaves_the_leased_state_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, fast = made([scaling("a", Event.AFTER_DATALOADER, 2, 2), scaling("b", Event.BATCH_END, 0.9, 3)])
+    state = fast(make_state(), make_batch())
+    kept = state.copy()
+    interrupted(monkeypatch, "compile_graph")
+    with pytest.raises(KeyboardInterrupt):
+        fast(state, make_batch(1))
+    assert_agree(step(kept, make_batch(1)), fast(state, make_batch(1)))
+
+
+# The cache
+
+
+@pytest.fixture
+def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is put back
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    return tmp_path / "purecompose" / f"torch-{torch.__version__}-2"
+
+
+def test_the_cache_is_the_users_alone(home: pathlib.Path) -> None:
+    backends.ensure_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(home)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+def test_a_named_cache_is_left_alone(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    backends.ensure_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere" and not home.exists()
+
+
+def test_a_cache_that_others_can_write_to_is_refused(home: pathlib.Path) -> None:
+    home.mkdir(parents=True)
+    home.chmod(0o777)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        backends.ensure_cache()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_without_room_for_a_cache_there_is_a_warning(home: pathlib.Path) -> None:
+    home.parent.write_text("a file is in the way")
+    with pytest.warns(UserWarning, match="no cache folder"):
+        backends.ensure_cache()
+
+
+def test_a_changed_inductor_falls_back_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(inner, "compile_fx_inner", None)
+    monkeypatch.setattr(backends, "_by_torch_compile", lambda graph, backend, mode: lambda args: graph(*args))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "unused"))
+    step, fast = made(backend="inductor")
+    with pytest.warns(UserWarning, match="torch.compile instead"):
+        after = fast(make_state(), make_batch())
+    assert_agree(step(make_state(), make_batch()), after)
+
+
+# Inductor itself
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One cache for all slow tests, of this run alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.mark.slow
+@DONATE
+def test_inductor_agrees_on_a_convolutional_network_across_seams(donate: bool, cache: None) -> None:
+    del cache
+    methods = [scaling("in", Event.AFTER_DATALOADER, 1.5, 2), sharpness(when=every(2)), average(when=every(3))]
+    step = compose(loop_events, methods)
+    fast = compiled(step, backend="inductor", donate=donate)
+    state = step.init(make_state(make_cnn(), optimizer=optim.sgd(0.05, momentum=0.9)))
+    assert_runs_agree(step, fast, state, make_batches(7, shape=(2, 6, 6)), tolerance=1e-4)
+
+
+@pytest.mark.slow
+@DONATE
+def test_inductor_agrees_on_all_shipped_methods_at_once(donate: bool, cache: None) -> None:
+    del cache
+    chosen = pc.algorithms.selective_backprop(0.3, 0.8, keep=0.5, interrupt=2)
+    methods = [pc.algorithms.mixup(0.2), chosen, pc.algorithms.label_smoothing(0.1), average()]
+    step = compose(loop_events, methods)
+    state = step.init(make_state(duration="20ba"))
+    assert_runs_agree(step, compiled(step, backend="inductor", donate=donate), state, make_batches(20), tolerance=1e-5)
+
+
+def queue(name: str = "queue") -> Algorithm:
+    """The weights of one step and of two steps ago."""
+
+    def apply(event: Event, state: State) -> State:
+        bias = state.params["0.bias"]
+        last = bias if event is Event.INIT else state.slots[name]["last"]
+        return state.replace(slots={**state.slots, name: {"last": bias, "before": last}})
+
+    return Algorithm(name, on(Event.INIT, Event.BATCH_START), apply)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [swap(), queue()], ids=lambda method: method.name)
+def test_inductor_agrees_where_old_values_move_to_other_places(method: Algorithm, cache: None) -> None:
+    del cache
+    step, fast = made([method], backend="inductor")
+    assert_runs_agree(step, fast, step.init(make_state()), make_batches(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text, task", examples_on_tasks())
+def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str, task: str, cache: None) -> None:
+    """Over twenty steps losses agree to 1e-5, or a step is found and named in which rounding tips a choice.
+
+    In bfloat16 each step alone, to its last digit: Inductor rounds less often than single operations.
+    """
+    del cache
+    step = compose(loop_events, [Subject.of(text).algorithm])
+    fast = compiled(step, backend="inductor")
+    eager = leased = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
+    is_half = eager.context.precision == "bf16"
+    loss_tolerance, params_tolerance = (2**-7, 2**-7) if is_half else (1e-5, 1e-4)
+    for number in range(20):
+        batch, before = TASKS[task].make_batch(number, 6), eager
+        eager, leased = step(eager, batch), fast(eager if is_half else leased, batch)
+        found = list(tree.differences(eager.loss, leased.loss, tolerance=loss_tolerance))
+        if found:
+            who = flipped_choice(step, before, batch)
+            assert who is not None, f"batch {number}: {found[0]}"
+            print(f"{text} on {task}: in batch {number} rounding tips the choice of {who}")
+            return
+    assert_agree(eager.params, leased.params, tolerance=params_tolerance)
+
+
+def test_a_choice_that_rounding_tips_is_found_and_named() -> None:
+    keep = Subject.of("selective_backprop(0, 1.0, keep=0.5, interrupt=0)").algorithm
+    step = compose(loop_events, [keep])
+    state, (x, y) = step.init(make_state(duration="9ba")), make_batch()
+    assert flipped_choice(step, state, (x, y)) is None
+    # The inputs hardly matter, so that losses differ by rounding alone.
+    state = state.replace(params={**state.params, "3.weight": state.params["3.weight"] * 1e-7})
+    assert flipped_choice(step, state, (x, torch.zeros_like(y))) == f"{keep.name} at {Event.AFTER_DATALOADER}"
+
+
+INTERRUPTED = """
+    import os, signal, sys, threading, time
+    import torch
+    import purecompose as pc
+    from purecompose.transforms.compilation import backends
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    state = pc.State.create(net, loss=pc.losses.cross_entropy, optimizer=pc.optim.sgd(0.1), duration="9ba")
+    step = pc.compose(pc.loop_events)
+    fast = pc.compile(step, quiet=True)
+    batch = torch.randn(8, 4), torch.randint(3, (8,))
+
+    library = sys.modules["purecompose.transforms.compilation.library"]
+    original = library.compile_graph
+
+    is_over = threading.Event()
+
+    backends._imports().result()  # it takes a second, and no Ctrl-C reaches it
+
+    def press():
+        # Soon after the work has begun, and again, as a person would: where it comes while an object is being deleted,
+        # Python itself drops it.
+        while not is_over.wait(0.3):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def compile_graph(*args):
+        threading.Thread(target=press, daemon=True).start()
+        return original(*args)
+
+    library.compile_graph = compile_graph
+    try:
+        fast(state, batch)
+    except KeyboardInterrupt:
+        is_over.set()
+        print("interrupted", len(fast.variants()))
+    is_over.set()
+    library.compile_graph = original
+    first = fast(fast(state, batch), batch)
+    second = step(step(state, batch), batch)
+    worst = max(float((first.params[k] - second.params[k]).abs().max()) for k in first.params)
+    print("agrees", worst < 1e-4)
+"""
+
+
+def test_inductor_lays_results_out_as_they_were_traced(cache: None) -> None:
+    """Left to itself it gives the results of convolutions with the channels last, which the next part would misread."""
+    del cache
+
+    def grads(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.conv2d(x, first, padding=1)
+        cut = {"bias_sizes": [0], "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1), "transposed": False}
+        cut |= {"output_padding": (0, 0), "groups": 1, "output_mask": [True, True, False]}
+        slope = torch.conv2d(hidden.tanh(), second, stride=2, padding=1).cos()
+        return hidden, *torch.ops.aten.convolution_backward(slope, hidden.tanh(), second, **cut)[:2]
+
+    args = [torch.randn(6, 2, 6, 6), torch.randn(4, 2, 3, 3), torch.randn(4, 4, 3, 3)]
+    mode = fake_mode()
+    fakes = [mode.from_tensor(arg, static_shapes=True) for arg in args]
+    with mode:
+        graph = make_fx(grads)(*fakes)
+    found, expected = backends.compile_graph(graph, "inductor", None)(list(args)), grads(*args)
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_while_inductor_works_leaves_the_step_usable(tmp_path: pathlib.Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.stdout.split("\n")[:2] == ["interrupted 0", "agrees True"], result.stdout + result.stderr[-2000:]

@@ -1,0 +1,74 @@
+"""Populations in compiled steps: as the composed population, which is as each member alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purecompose as pc
+from purecompose import (
+    Event,
+    algorithms as alg,
+    compose,
+    every,
+    loop_events,
+    optim,
+    population,
+    stack_states,
+    unstack_states,
+)
+from tests.helpers import changing, make_batches, make_cnn, make_mlp, make_state, noise, run_steps
+from tests.transforms.compilation.compile_helpers import (
+    assert_agree,
+    assert_runs_agree,
+    average,
+    compiled,
+    scaling,
+    sharpness,
+    swap,
+)
+
+
+DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
+
+
+def members(net: Any, num: int = 4) -> list[pc.State]:
+    """States of other weights, keys and learning rates."""
+    optimizer = optim.sgd(pc.hparam("lr", 0.1), momentum=0.9)
+    states = [make_state(net(seed), key=seed, optimizer=optimizer, duration="6ba") for seed in range(num)]
+    return [state.replace(hparams={"lr": torch.tensor(0.1 / (1 + i))}) for i, state in enumerate(states)]
+
+
+@DONATE
+@pytest.mark.parametrize("share, chunk_size", [("shared", None), ("each", None), ("each", 3)])
+def test_compiled_populations_agree(share: str, chunk_size: int | None, donate: bool) -> None:
+    one = compose(loop_events, [noise(), alg.label_smoothing(0.1), average(when=every(3))])
+    many = population(one, 4, chunk_size=chunk_size, batches=share)
+    alone = [one.init(state) for state in members(make_mlp)]
+    batches: list[tuple[Tensor, ...]] = make_batches(6)
+    if share == "each":
+        batches = [tuple(torch.stack([m, m.flip(0), m, m.roll(1, 0)]) for m in batch) for batch in batches]
+    fast = compiled(many, donate=donate)
+    end = assert_runs_agree(many, fast, stack_states(alone), batches, tolerance=2e-5)
+    own = [[tuple(m[i] for m in batch) if share == "each" else batch for batch in batches] for i in range(4)]
+    for i, state in enumerate(unstack_states(end)):
+        assert_agree(run_steps(one, alone[i], own[i]), state, tolerance=1e-4)
+
+
+@DONATE
+def test_compiled_populations_with_statistics_seams_slices_and_host_algorithms_agree(donate: bool) -> None:
+    bump = changing("bump", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs * 1.1), host=True, when=every(3))
+    methods = [sharpness(when=every(2)), average(when=every(3)), swap(), bump]
+    many = population(compose(loop_events, methods, microbatches=2), 2)
+    state = many.init(stack_states(members(make_cnn, 2)))
+    assert_runs_agree(many, compiled(many, donate=donate), state, make_batches(4, shape=(2, 6, 6)), tolerance=1e-4)
+
+
+def test_warmup_of_a_population_builds_what_the_run_uses() -> None:
+    many = population(compose(loop_events, [scaling("s", Event.BATCH_END, 0.9, 2)]), 2)
+    fast, state = compiled(many), stack_states(members(make_mlp, 2))
+    fast.warmup(state, make_batches(1)[0])
+    assert len(fast.variants()) == 2
+    assert_runs_agree(many, fast, state, make_batches(6))
+    assert [variant.hits for variant in fast.variants()] == [3, 3]

@@ -1,0 +1,183 @@
+"""Open sizes: one graph for batches of many sizes, and never for one that it is not right for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from purecompose import Event, State, algorithms as alg, every
+from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import TASKS
+from purecompose.transforms.compilation.capture import fake_mode
+from purecompose.transforms.compilation.sizes import Size, opened, size_of
+from purecompose.transforms.form import Form
+from tests.helpers import changing, counter, make_batch, make_cnn, make_mlp, make_state, noise
+from tests.shipped_examples import examples_on_tasks
+from tests.transforms.compilation.compile_helpers import assert_runs_agree, average, made, scaling, sharpness, swap
+
+
+DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
+
+
+def form(value: Any) -> Form:
+    return Form.of(value)[0]
+
+
+def of_sizes(sizes: Sequence[int], **options: Any) -> list[Any]:
+    return [make_batch(seed, size, **options) for seed, size in enumerate(sizes)]
+
+
+def test_the_size_is_the_first_leading_dimension() -> None:
+    assert size_of({"batch": form((torch.ones(()), torch.ones(5, 2), torch.ones(3)))}) == 5
+    assert size_of({"batch": form(None)}) == 0
+    assert size_of({"batch": form((torch.ones(()),))}) == 0
+
+
+def test_opened_forms_are_equal_but_for_the_size() -> None:
+    def make(size: int, *, by_columns: bool = False) -> Form:
+        x = torch.ones(4, size).t() if by_columns else torch.ones(size, 4)
+        return form({"x": x, "y": torch.ones(size), "w": torch.ones(3)})
+
+    assert opened(make(5), 5) == opened(make(6), 6)
+    assert opened(make(5), 5) != opened(make(3), 3), "w has as many elements by chance"
+    columns = [opened(make(size, by_columns=True), size) for size in (5, 6)]
+    assert columns[0] != columns[1], "the size is in the strides"
+
+
+def test_a_size_allows_what_the_trace_assumed() -> None:
+    mode = fake_mode()
+    size = Size(mode, 8)
+    with mode:
+        x = size.empty(form(torch.ones(8, 2)).specs[0])
+        assert size.allows(100)
+        if x.shape[0] > 6:
+            x = x * 2
+        assert [n for n in (0, 1, 2, 6, 7, 8, 100) if size.allows(n)] == [7, 8, 100]
+        _ = x.view(-1, 4) if x.shape[0] % 2 == 0 else x
+    assert [n for n in (6, 7, 8, 9, 10) if size.allows(n)] == [8, 10]
+
+
+def test_forms_settle_on_a_number() -> None:
+    mode = fake_mode()
+    size = Size(mode, 8)
+    with mode:
+        x = size.empty(form(torch.ones(8, 2)).specs[0])
+        left = form({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
+    x = torch.ones(5, 2)
+    assert size.settle(left, 5) == form({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
+
+
+# Steps
+
+
+@DONATE
+def test_one_variant_serves_all_sizes(donate: bool) -> None:
+    step, fast = made([noise(), average(), alg.label_smoothing(0.1), swap()], dynamic=True, donate=donate)
+    state = step.init(make_state(make_cnn()))
+    assert_runs_agree(step, fast, state, of_sizes((4, 8, 5, 9, 2), shape=(2, 6, 6)))
+    assert len(fast.variants()) == 1
+    assert [variant.batch for variant in fast.variants()] == ["nx2x6x6 n"]
+
+
+def test_code_that_looks_at_the_size_has_a_variant_for_each_way() -> None:
+    def branch(state: State) -> State:
+        factor = 2.0 if state.num_examples > 6 else 0.5
+        return state.replace(inputs=state.inputs * factor * state.num_examples)
+
+    step, fast = made([changing("branch", Event.BATCH_START, branch)], dynamic=True)
+    assert_runs_agree(step, fast, make_state(), of_sizes((4, 8, 5, 9, 1, 2, 7)))
+    assert len(fast.variants()) == 3  # above 6, not above, and a single example
+
+
+SIZED: dict[str, Callable[[State], State]] = {
+    "metric": lambda s: s.replace(metrics={"n": torch.ones(()) * s.num_examples}),
+    "vector": lambda s: s.replace(metrics={"x": s.inputs[:, 0], "twice": torch.cat([s.inputs, s.inputs])}),
+    "half": lambda s: s.replace(batch=tuple(member[: max(1, s.num_examples // 2)] for member in s.batch)),
+    "pairs": lambda s: s.replace(batch=tuple(member[: s.num_examples // 2 * 2] for member in s.batch)),
+    "weighted": lambda s: s.replace(inputs=s.inputs * torch.arange(s.num_examples)[:, None] / s.num_examples),
+    "python": lambda s: s.replace(inputs=s.inputs * float(s.num_examples**0.5)),
+    "fold": lambda s: s.replace(inputs=s.inputs.view(-1, 2, 4).flip(1).flatten(0, 1)) if s.num_examples % 2 == 0 else s,
+    "table": lambda s: s.replace(inputs=s.inputs + torch.eye(4)[: min(s.num_examples, 4)].sum(0)),
+    "is eight": lambda s: s.replace(inputs=s.inputs * 3) if s.num_examples == 8 else s,
+}  # fmt: skip
+
+
+@DONATE
+@pytest.mark.parametrize("fn", SIZED.values(), ids=SIZED)
+def test_code_that_uses_the_size_agrees(fn: Callable[[State], State], donate: bool) -> None:
+    step, fast = made([changing("sized", Event.AFTER_DATALOADER, fn), counter()], dynamic=True, donate=donate)
+    assert_runs_agree(step, fast, step.init(make_state()), of_sizes((4, 8, 5, 9, 8, 1)))
+
+
+@pytest.mark.parametrize("chance", [4, 3, 8], ids=["features", "classes", "hidden"])
+def test_sizes_that_other_dimensions_have_by_chance_agree(chance: int) -> None:
+    step, fast = made([noise(), average()], dynamic=True)
+    assert_runs_agree(step, fast, step.init(make_state(make_mlp(dropout=0.3))), of_sizes((chance, 5, 7, chance)))
+
+
+@DONATE
+def test_members_of_a_batch_that_are_no_examples_agree(donate: bool) -> None:
+    weigh = changing("weigh", Event.AFTER_FORWARD, lambda s: s.replace(outputs=s.outputs * s.batch["w"].sum()))
+    step, fast = made([weigh], dynamic=True, donate=donate)
+    weights = torch.linspace(0, 1, 4)
+    batches = [{"x": x, "y": y, "w": weights} for x, y in of_sizes((4, 5, 6, 4))]
+    assert_runs_agree(step, fast, make_state(input_key="x", target_key="y"), batches)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+    "sliced": lambda x: torch.cat([x, x], 3)[..., ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+    "every other": lambda x: torch.stack([x, x], 1).flatten(0, 1)[::2],
+}
+
+
+@pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_agree(lay: Callable[[Tensor], Tensor]) -> None:
+    step, fast = made([noise()], dynamic=True)
+    batches = [
+        (lay(x) if seed % 2 else x, y)
+        for seed, (x, y) in enumerate(of_sizes((4, 4, 5, 5, 7, 7, 1, 1), shape=(2, 6, 6)))
+    ]
+    assert_runs_agree(step, fast, make_state(make_cnn()), batches)
+
+
+@DONATE
+def test_seams_and_slices_agree(donate: bool) -> None:
+    methods = [scaling("a", Event.AFTER_DATALOADER, 1.1, 2), sharpness(when=every(3)), alg.mixup(0.2), noise()]
+    step, fast = made(methods, dynamic=True, donate=donate, microbatches=3)
+    assert_runs_agree(step, fast, step.init(make_state()), of_sizes((6, 8, 9)))
+
+
+def test_padded_targets_in_slices_agree() -> None:
+    step, fast = made(dynamic=True, microbatches=3)
+    batches = [(x, torch.where(x[:, 0] > 0.5, -100, y)) for x, y in of_sizes((6, 8, 5, 9))]
+    assert_runs_agree(step, fast, make_state(), batches)
+
+
+def test_sequences_of_open_number_and_changing_length_agree() -> None:
+    class Mean(nn.Module):
+        """Over the sequence, whose length makes variants of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).mean(1)
+
+    torch.manual_seed(0)
+    step, fast = made(dynamic=True)
+    batches = [make_batch(seed, 4 + seed % 3, shape=(5 + seed % 2, 4)) for seed in range(6)]
+    assert_runs_agree(step, fast, make_state(Mean()), batches)
+    assert len(fast.variants()) == 2
+
+
+@pytest.mark.parametrize("text, task", examples_on_tasks(quick=6))
+def test_shipped_settings_agree(text: str, task: str) -> None:
+    step, fast = made([Subject.of(text).algorithm], dynamic=True)
+    state = step.init(TASKS[task].make_state(0, duration="5ba", batches_per_epoch=3))
+    assert_runs_agree(step, fast, state, [TASKS[task].make_batch(i, size) for i, size in enumerate((4, 6, 5, 4, 3))])

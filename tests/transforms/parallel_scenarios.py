@@ -1,0 +1,178 @@
+"""Runs of a few steps for one process or several; as a program: one of the processes.
+
+python -m tests.transforms.parallel_scenarios STORE RANK WORLD_SIZE FOLDER
+"""
+
+import datetime
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import Event, State, algorithms as alg, compose, loop_events, optim
+from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state, noise
+
+
+class WithEmpty(nn.Module):
+    """A network with a parameter and buffers of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.empty = make_mlp(), nn.Parameter(torch.zeros(0, 3))
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(0, dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.net(inputs) + self.empty.sum()
+
+
+class Scenario(NamedTuple):
+    """What is composed, and on what it runs."""
+
+    algorithms: Callable[[], list[Any]] = list
+    net: Callable[[], nn.Module] = make_mlp
+    batches: Callable[[], list[Any]] = make_batches
+    options: dict[str, Any] = {}
+    microbatches: int = 1
+    is_compiled: bool = False
+
+
+def ragged() -> list[Any]:
+    """Batches that do not divide evenly; of one there is an example for one process alone."""
+    return [make_batch(0, 8), make_batch(1, 7), make_batch(2, 1), make_batch(3, 5)]
+
+
+def images() -> list[Any]:
+    return make_batches(3, 6, shape=(2, 6, 6))
+
+
+def partly_ignored() -> list[Any]:
+    """Most of the first half's targets are ignored, and in the last batch all of it."""
+    inputs, targets = make_batch(0, 8)
+    ignored, gone = targets.clone(), targets.clone()
+    ignored[:3], gone[:4] = -100, -100
+    return [(inputs, ignored), (inputs, gone), (inputs, targets)]
+
+
+def broken() -> list[Any]:
+    """The second batch has a NaN, in the last example."""
+    batches = make_batches(4)
+    batches[1][0][-1] = torch.nan
+    return batches
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "ragged": Scenario(batches=ragged),
+    "microbatches": Scenario(batches=ragged, microbatches=3),
+    "terms": Scenario(batches=partly_ignored),
+    "draws": Scenario(lambda: [alg.mixup(1.0), noise(), alg.label_smoothing(0.1)], lambda: make_mlp(dropout=0.5)),
+    "ema and clipping": Scenario(lambda: [alg.ema("2ba"), alg.gradient_clipping("norm", 0.1)]),
+    "selective_backprop": Scenario(lambda: [alg.selective_backprop(0.0, 1.0, 0.5)]),
+    "sam": Scenario(lambda: [alg.sam(0.5)], batches=ragged),
+    "sam per rank": Scenario(lambda: [alg.sam(0.5, per_rank=True)]),
+    "accumulation": Scenario(lambda: [alg.gradient_accumulation(2)], batches=partly_ignored),
+    "loss_scaling": Scenario(lambda: [alg.loss_scaling(8.0, growth_interval=2)], batches=broken),
+    "skip_nonfinite": Scenario(lambda: [alg.skip_nonfinite()], batches=broken),
+    "training_metrics": Scenario(lambda: [alg.training_metrics(("accuracy",))], batches=ragged),
+    "noise scale": Scenario(lambda: [alg.gradient_noise_scale()], microbatches=2),
+    "per_example_clipping": Scenario(lambda: [alg.per_example_clipping(0.5, 0.1)], is_compiled=True),
+    "per_example_clipping in chunks": Scenario(
+        lambda: [alg.per_example_clipping(0.5, 0.1, chunk_size=2)], lambda: make_mlp(dropout=0.5), ragged
+    ),
+    "batch norm": Scenario(net=make_cnn, batches=images),
+    "no elements": Scenario(net=WithEmpty),
+    "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
+    "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, interval=2)], batches=ragged, is_compiled=True),
+}
+
+
+def run(scenario: Scenario, transform: Callable[[Any], Any] = lambda step: step) -> list[State]:
+    """The states after each step; the transform divides the step among processes."""
+    step = transform(compose(loop_events, scenario.algorithms(), microbatches=scenario.microbatches))
+    if scenario.is_compiled:
+        step = pc.compile(step, backend="eager", quiet=True)
+    state = step.init(make_state(scenario.net(), duration="100ba", batches_per_epoch=10, **scenario.options))
+    states = []
+    for batch in scenario.batches():
+        state = step(state, batch)
+        states.append(state.copy())
+    return states
+
+
+def told(state: State) -> dict[str, Tensor]:
+    """A state's tensors by their paths."""
+    return {path: leaf for path, leaf in pc.tree.leaves_with_paths(state).items() if isinstance(leaf, Tensor)}
+
+
+def refusals() -> dict[str, str]:
+    """What is said of processes that do not fit together."""
+    step, (inputs, targets) = compose(loop_events), make_batch()
+    rank = dist.get_rank()
+
+    def report(state: State) -> State:
+        own = {"later": state.loss} if state.first_example else {}
+        return state.replace(metrics={**state.metrics, **own})
+
+    reporting = compose(loop_events, [changing("reporting", Event.AFTER_LOSS, report)])
+    attempts: dict[str, Callable[[], Any]] = {
+        "batch": lambda: pc.data_parallel(step)(make_state(), (inputs + rank, targets)),
+        "order": lambda: pc.data_parallel(step)(make_state(), (inputs.roll(rank, 0), targets.roll(rank, 0))),
+        "rate": lambda: pc.data_parallel(step)(make_state(optimizer=optim.sgd(0.1 + rank)), (inputs, targets)),
+        "frozen": lambda: pc.data_parallel(step)(make_state().replace(frozen=("3.bias",)[:rank]), (inputs, targets)),
+        "metrics": lambda: pc.data_parallel(reporting)(make_state(), (inputs, targets)),
+        "params": lambda: pc.data_parallel(step)(make_state(make_mlp(rank)), (inputs, targets)),
+        "key": lambda: pc.data_parallel(step)(make_state(key=rank), (inputs, targets)),
+        "auto": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], microbatches="auto"),
+        "seconds": lambda: pc.fit(pc.data_parallel(step), make_state(), [(inputs, targets)], duration="9s"),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def trained(transform: Callable[[Any], Any] = lambda step: step) -> State:
+    """After two epochs of `fit`, from a loader that shuffles."""
+    data = torch.utils.data.TensorDataset(*make_batch(size=20))
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
+    return pc.fit(transform(compose(loop_events)), make_state(), loader, duration="2ep")
+
+
+def accuracy() -> float:
+    """That of the state that "plain" ends with."""
+    step = pc.data_parallel(compose(loop_events))
+    state = run(SCENARIOS["plain"])[-1]
+    return pc.evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy}, step=step)["accuracy"]
+
+
+def main(store: str, rank: int, size: int, folder: str) -> None:
+    """One of the processes: runs all scenarios, and writes down what came out."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    found: dict[str, Any] = {".refusals": refusals()}
+    for name, scenario in SCENARIOS.items():
+        try:
+            found[name] = [told(state) for state in run(scenario, pc.data_parallel)]
+        except Exception:
+            found[name] = traceback.format_exc()
+            break  # the others wait in another place than this one
+    found[".fit"] = [told(trained(pc.data_parallel))]
+    if rank == 0:
+        found[".accuracy"] = accuracy()
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

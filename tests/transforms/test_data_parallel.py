@@ -1,0 +1,338 @@
+"""data_parallel: several processes compute what one would."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import purecompose as pc
+from purecompose import (
+    Algorithm,
+    Event,
+    Grad,
+    Microbatches,
+    State,
+    algorithms as alg,
+    compose,
+    forward,
+    loop_events,
+    loss,
+    on,
+    tree,
+    update,
+)
+from purecompose.algorithms._parts import gradient_of_part
+from purecompose.algorithms.sam import perturb_params
+from purecompose.core.layout import Layout
+from purecompose.core.ranks import Ranks
+from purecompose.testing.ranks import played
+from purecompose.transforms.data_parallel import DataParallel
+from tests.helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
+from tests.pages import ROOT
+from tests.transforms import parallel_scenarios
+from tests.transforms.parallel_scenarios import SCENARIOS, run, told, trained
+
+
+ONLY_ITS_OWN = ("batch norm", "sam per rank", "noise scale")
+"""What depends on how a batch is divided."""
+
+SIZES = [pytest.param(2, id="2 ranks"), pytest.param(3, id="3 ranks", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of several processes got."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    program = [sys.executable, "-m", parallel_scenarios.__name__, str(folder / "store")]
+    processes = [
+        subprocess.Popen([*program, str(rank), str(request.param), str(folder)], cwd=ROOT, env=environment)
+        for rank in range(request.param)
+    ]
+    try:
+        assert [process.wait(timeout=300) for process in processes] == [0] * request.param
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_ranks_have_the_same_state(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        assert isinstance(found.get(name), list), found.get(name)
+        assert tree.equal(found[name], ranks[0][name])
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ONLY_ITS_OWN])
+def test_it_is_the_state_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
+    for ours, theirs in zip(ranks[0][name], map(told, run(SCENARIOS[name])), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_a_run_is_that_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert tree.equal(found[".fit"], ranks[0][".fit"])
+    torch.testing.assert_close(ranks[0][".fit"], [told(trained())], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_weigh_their_statistics_by_examples(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["batch norm"]
+    inputs, targets = SCENARIOS["batch norm"].batches()[0]
+    step, size = compose(loop_events), len(inputs) // len(ranks)
+    start = make_state(SCENARIOS["batch norm"].net(), duration="100ba", batches_per_epoch=10)
+    parts = [step(start, (inputs[i : i + size], targets[i : i + size])) for i in range(0, len(inputs), size)]
+    for name, buffer in parts[0].buffers.items():
+        own = torch.stack([part.buffers[name] for part in parts])
+        torch.testing.assert_close(found[0][f".buffers['{name}']"], own.double().mean(0).to(buffer.dtype))
+    assert found[-1][".buffers['1.num_batches_tracked']"] == 3
+
+
+def test_sam_per_rank_moves_each_part_by_its_own_gradient(ranks: list[dict[str, Any]]) -> None:
+    inputs, targets = SCENARIOS["sam per rank"].batches()[0]
+    net, cross_entropy = SCENARIOS["sam per rank"].net(), torch.nn.functional.cross_entropy
+    params = {name: param.detach() for name, param in net.named_parameters()}
+
+    def gradient(params: dict[str, torch.Tensor], part: slice) -> dict[str, torch.Tensor]:
+        def mean_loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+            return cross_entropy(torch.func.functional_call(net, params, (inputs[part],)), targets[part])
+
+        return torch.func.grad(mean_loss)(params)
+
+    bounds = {2: (0, 4, 8), 3: (0, 3, 6, 8)}[len(ranks)]
+    parts = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    there = [gradient(perturb_params(params, gradient(params, part), 0.5), part) for part in parts]
+    for name, param in params.items():
+        mean = sum(grads[name] * (part.stop - part.start) for grads, part in zip(there, parts, strict=True)) / 8
+        torch.testing.assert_close(ranks[0]["sam per rank"][0][f".params['{name}']"], param - 0.1 * mean)
+
+
+def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        refusals = found[".refusals"]
+        assert "differ in their batch: give each the whole batch, in one order" in refusals["batch"]
+        assert "differ in their params: all must begin with the same state" in refusals["params"]
+        assert "differ in their key" in refusals["key"]
+        assert "differ in their batch" in refusals["order"]
+        assert "differ in their settings" in refusals["rate"] and "differ in their settings" in refusals["frozen"]
+        assert "would send different messages" in refusals["metrics"]
+        assert "a number" in refusals["auto"]
+        assert "clocks differ" in refusals["seconds"]
+
+
+def test_shares_are_consecutive_and_nearly_equal() -> None:
+    batch = make_batch(size=7)
+    shares = [Ranks("", rank, 3).share(batch, Layout()) for rank in range(3)]
+    assert [(share.first_example, share.num_examples) for share in shares] == [(0, 3), (3, 2), (5, 2)]
+    assert torch.equal(torch.cat([share.batch[0] for share in shares]), batch[0])
+    idle = Ranks("", 2, 3).share(make_batch(size=2), Layout())
+    assert (idle.num_examples, len(idle.batch[0])) == (0, 1)
+
+
+# Processes that this one plays
+
+
+def check_played(algorithms: Sequence[Algorithm], net: nn.Module, batches: Sequence[Any], **options: Any) -> State:
+    """Two processes do what one does; gives the state of the last."""
+    step = compose(loop_events, algorithms)
+    play, state = played(step, 2), step.init(make_state(net, **options))
+    for batch in batches:
+        ours = play(lambda one, state=state, batch=batch: one(state, batch))
+        state = step(state, batch)
+        assert tree.equal(ours[0], ours[1])
+        torch.testing.assert_close(told(ours[0]), told(state), rtol=1e-5, atol=1e-6, equal_nan=True)
+        state = ours[1]
+    return state
+
+
+@pytest.mark.parametrize("algorithms", [[], [pc.algorithms.sam(0.1)], [pc.algorithms.gradient_accumulation(2)]])
+def test_a_part_need_not_reach_what_another_does(algorithms: list[Algorithm]) -> None:
+    inputs, targets = make_batch(size=6, shape=(3,))
+    signs = torch.tensor([[1, 1, 1, -1, -1, -1], [1] * 6, [-1] * 6, [-1, -1, -1, 1, 1, 1]])[..., None]
+    batches = [(inputs.abs() * sign, targets % 2) for sign in signs]
+    optimizer = pc.optim.sgd(0.1, momentum=0.9, weight_decay=0.5)
+    end = check_played(algorithms, Routed(), batches, optimizer=optimizer)
+    assert end.params["unused"].item() == 1
+
+
+def test_a_part_that_does_not_count_reaches_parameters_all_the_same() -> None:
+    inputs, targets = make_batch(size=6, shape=(3,))
+    signs = torch.tensor([[1, -1, 1, 1, 1, 1], [1] * 6])[..., None]  # the first part reaches all branches
+    ignored = torch.tensor([-100, -100, -100, 0, 1, 0])
+    batches = [(inputs.abs() * signs[0], ignored), (inputs.abs() * signs[1], targets % 2)]
+    optimizer = pc.optim.sgd(0.1, momentum=0.9, weight_decay=0.5)
+    check_played([], Routed(), batches, optimizer=optimizer)
+
+
+class WithConstants(nn.Module):
+    """Buffers of all kinds, which no pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_mlp()
+        constants = {
+            "mask": torch.tensor([0.0, -torch.inf, 0.0]),
+            "table": torch.linspace(0, 1, 100).sin(),
+            "phases": torch.polar(torch.ones(3), torch.arange(3.0)),
+            "short": torch.arange(3, dtype=torch.int16),
+            "flags": torch.tensor([True, False]),
+        }
+        for name, constant in constants.items():
+            self.register_buffer(name, constant)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs) + self.get_buffer("phases").real.sum() * self.get_buffer("table").sum()
+
+
+def test_constants_stay_as_they_are() -> None:
+    net, batches = WithConstants(), [make_batch(seed, 7) for seed in range(3)]
+    batches[1][0][0] = torch.nan
+    end = check_played([alg.skip_nonfinite(), alg.label_smoothing(0.1)], net, batches)
+    assert tree.equal(end.buffers, dict(net.named_buffers()))
+
+
+def test_slots_that_nobody_changes_stay_as_they_are() -> None:
+    def remember(event: Event, state: State) -> State:
+        best = torch.tensor(torch.inf) if event is Event.INIT else torch.minimum(state.slots["best"], loss_of(state))
+        return state.replace(slots={**state.slots, "best": best, "short": torch.ones(2, dtype=torch.int16)})
+
+    best = Algorithm("best", on(Event.INIT, Event.BATCH_END), remember)
+    check_played([best, alg.loss_scaling(8.0)], make_mlp(), [make_batch(0, 7), make_batch(1, 7)])
+
+
+def test_where_nothing_counts_means_are_means() -> None:
+    inputs, targets = make_batch()
+
+    def penalise(state: State) -> State:
+        penalty = state.params["3.weight"].square().sum()
+        return state.replace(loss=loss_of(state).nan_to_num() + penalty, metrics={**state.metrics, "one": penalty})
+
+    penalty = changing("penalty", Event.AFTER_LOSS, penalise)
+    check_played([penalty], make_mlp(), [(inputs, torch.full_like(targets, -100))])
+
+
+def test_numbers_keep_no_message_alive() -> None:
+    end, _ = played(compose(loop_events), 2)(lambda one: one(make_state(), make_batch()))
+    assert loss_of(end).untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize(
+    ("event", "change", "words"),
+    [
+        (Event.AFTER_BACKWARD, lambda s: {"hparams": {"lr": 0.1}}, "hparams changed between"),
+        (Event.AFTER_BACKWARD, lambda s: {"params": {k: v + 1 for k, v in s.params.items()}}, "params changed between"),
+        (Event.AFTER_LOSS, lambda s: {"slots": {**s.slots, "it": (s.loss,)}}, "slots of it have another form"),
+    ],
+)
+def test_changes_that_would_let_states_come_apart_are_refused(event: Event, change: Any, words: str) -> None:
+    step = compose(loop_events, [changing("it", event, lambda state: state.replace(**change(state)))])
+    with pytest.raises(RuntimeError, match=words):
+        played(step, 2)(lambda one: one(make_state(), make_batch()))
+
+
+def test_an_update_inside_is_refused() -> None:
+    step = compose([Event.BATCH_START, Microbatches(Grad(forward, loss), update), pc.advance])
+    with pytest.raises(RuntimeError, match="an update belongs after Microbatches"):
+        played(step, 2)(lambda one: one(make_state(), make_batch()))
+
+
+def test_a_gradient_of_something_else_is_refused() -> None:
+    ask = changing("ask", Event.AFTER_TRAIN_BATCH, lambda state: state.gradient(state.params, "mine") and state)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected 'all', 'own' or 'none'"):
+        compose(loop_events, [ask])(make_state(), make_batch())
+
+
+# Processes and groups
+
+
+def test_without_a_process_group_it_says_so() -> None:
+    with pytest.raises(RuntimeError, match="torchrun"):
+        pc.data_parallel(compose(loop_events))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_one_process_computes_the_step_itself(alone: Any) -> None:
+    state, batch = make_state(), make_batch()
+    step = pc.data_parallel(compose(loop_events, [pc.algorithms.mixup()]), alone)
+    assert tree.equal(step(step.init(state), batch), step.step(step.init(state), batch))
+    assert repr(step).endswith(", size=1)") and step.replace(microbatches=2).microbatches == 2
+
+
+def test_it_takes_a_mesh_of_one_dimension(alone: Any) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    assert pc.data_parallel(compose(loop_events), mesh).ranks is None
+    with pytest.raises(ValueError, match="one dimension"):
+        pc.data_parallel(compose(loop_events), init_device_mesh("cpu", (1, 1)))
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        pc.data_parallel(compose(loop_events), 2)
+
+
+def test_it_goes_around_a_composed_step(alone: Any) -> None:
+    del alone
+    with pytest.raises(TypeError, match="compiled afterwards"):
+        pc.data_parallel(pc.compile(compose(loop_events)))  # type: ignore[arg-type]
+    whole = compose([Grad(forward, loss), update, Event.BATCH_END])
+    with pytest.raises(ValueError, match="Put Microbatches around it"):
+        pc.data_parallel(whole)
+    with pytest.raises(ValueError, match="nothing to divide"):
+        pc.data_parallel(compose(pc.eval_events))
+
+
+def test_an_evaluation_is_each_process_alone(ranks: list[dict[str, Any]]) -> None:
+    assert [".accuracy" in found for found in ranks] == [True, *[False] * (len(ranks) - 1)]  # it waited for nobody
+    state = run(SCENARIOS["plain"])[-1]
+    assert ranks[0][".accuracy"] == pc.evaluate(state, [make_batch()], {"accuracy": pc.metrics.accuracy})["accuracy"]
+
+
+def test_per_example_clipping_computes_the_own_examples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, set[int]] = {0: set(), 1: set()}
+
+    def one(step: DataParallel) -> State:
+        def noted(state: State, part: Any, first_example: int) -> Any:
+            assert step.ranks is not None
+            seen[step.ranks.rank].add(first_example)
+            return gradient_of_part(state, part, first_example)
+
+        monkeypatch.setattr(sys.modules["purecompose.algorithms.per_example_clipping"], "gradient_of_part", noted)
+        return step(make_state(), make_batch(0, 7))
+
+    played(compose(loop_events, [alg.per_example_clipping(0.5, chunk_size=1)]), 2)(one)
+    assert seen == {0: {0, 1, 2, 3}, 1: {4, 5, 6}}
+
+
+def test_the_noise_scale_is_that_of_the_processes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["purecompose.algorithms.gradient_noise_scale"], "_of_half")
+    step = compose(loop_events, [alg.gradient_noise_scale()])
+    halves = compose(loop_events, [alg.gradient_noise_scale()], microbatches=2)
+    state, batch = step.init(make_state()), make_batch(0, 8)
+    for ours in played(step, 2)(lambda one: one(state, batch)):
+        torch.testing.assert_close(ours.metrics, halves(state, batch).metrics)
+
+
+@pytest.mark.parametrize("send", [Ranks.sums, Ranks.agree])
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_messages_are_refused_under_transforms(send: Any, transform: Any) -> None:
+    ranks = Ranks("nowhere", 0, 2)
+    with pytest.raises(RuntimeError, match="neither differentiated nor mapped"):
+        transform(lambda x: send(ranks, [x.sum()])[0])(torch.ones(3))
+
+
+def test_a_changed_step_is_played_on() -> None:
+    ends = played(compose(loop_events), 2)(lambda one: one.replace(microbatches=2)(make_state(), make_batch(0, 7)))
+    assert tree.equal(told(ends[0]), told(ends[1]))
+    torch.testing.assert_close(told(ends[0]), told(compose(loop_events)(make_state(), make_batch(0, 7))))

@@ -1,0 +1,116 @@
+"""Forms: everything of a value but its numbers."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from purecompose import tree
+from purecompose.testing import strategies
+from purecompose.testing.tasks import TASKS
+from purecompose.transforms.form import ABSENT, Form, spec_of
+
+
+@dataclasses.dataclass
+class Pair:
+    """Unknown to the registries."""
+
+    x: torch.Tensor
+    name: str = "pair"
+
+
+def form(value: Any) -> Form:
+    return Form.of(value)[0]
+
+
+ONE = torch.arange(6.0).reshape(2, 3)
+DIFFERENT = {
+    "plain": ONE,
+    "shape": ONE.reshape(3, 2),
+    "dtype": ONE.double(),
+    "strides": ONE.t().contiguous().t(),
+    "meta": ONE.to("meta"),
+    "tuple": (ONE,),
+    "list": [ONE],
+    "dict": {"a": ONE},
+    "other name": {"b": ONE},
+    "nested": {"a": {"a": ONE}},
+    "more": {"a": ONE, "b": ONE},
+    "order": {"b": ONE, "a": ONE[:1]},
+    "constant": {"a": ONE, "b": 1},
+    "float": {"a": ONE, "b": 1.0},
+    "bool": {"a": ONE, "b": True},
+    "text": {"a": ONE, "b": "1"},
+    "none": {"a": ONE, "b": None},
+    "object": Pair(ONE),
+    "another object": Pair(ONE, "other"),
+    "objects in a list": [Pair(ONE)],
+    "nothing": None,
+    "empty": {},
+}
+
+
+def test_forms_differ_where_values_do() -> None:
+    forms = {name: form(value) for name, value in DIFFERENT.items()}
+    for first, one in forms.items():
+        for second, other in forms.items():
+            assert (one == other) is (first == second), (first, second)
+    assert len(set(forms.values())) == len(forms)
+
+
+@pytest.mark.parametrize("value", DIFFERENT.values(), ids=DIFFERENT)
+def test_numbers_play_no_part_and_come_back(value: Any) -> None:
+    one, tensors = Form.of(value)
+    other, _ = Form.of(tree.map(lambda leaf: leaf + 1 if isinstance(leaf, torch.Tensor) else leaf, value))
+    assert one == other and hash(one) == hash(other)
+    assert [spec_of(tensor) for tensor in tensors] == list(one.specs)
+    fresh = [torch.empty_like(tensor) for tensor in tensors]
+    again, found = Form.of(one.build(fresh))
+    assert again == one and all(new is old for new, old in zip(found, fresh, strict=True))
+
+
+def test_a_form_is_alike_another_of_other_strides_alone() -> None:
+    assert form(ONE).is_alike(form(DIFFERENT["strides"]))
+    for name in ("shape", "dtype", "meta", "tuple", "dict"):
+        assert not form(ONE).is_alike(form(DIFFERENT[name])), name
+
+
+def test_absent_is_the_form_of_nothing() -> None:
+    assert form(None) == ABSENT and ABSENT.specs == () and ABSENT.build([]) is None
+
+
+def test_a_spec_makes_tensors_of_its_form() -> None:
+    spec = spec_of(DIFFERENT["strides"])
+    assert spec_of(spec.empty()) == spec
+
+
+@pytest.mark.parametrize("value", [ONE.to_sparse(), [ONE, ONE.to_sparse()], {"x": Pair(ONE.to_sparse())}], ids=type)
+def test_sparse_tensors_are_told(value: Any) -> None:
+    with pytest.raises(TypeError, match="to_dense"):
+        Form.of(value)
+
+
+def test_lazy_signs_and_conjugations_are_worked_out() -> None:
+    z = torch.complex(ONE, ONE)
+    for lazy in (z.conj(), z.conj().imag):
+        found, (tensor,) = Form.of({"z": lazy, "constant": 1})
+        assert not tensor.is_neg() and not tensor.is_conj() and torch.equal(tensor, lazy)
+        assert found.specs == (spec_of(tensor),)
+        assert torch.equal(Form.of((lazy,))[1][0], lazy)
+
+
+@given(data=st.data())
+def test_batches_have_the_form_of_their_kind(data: st.DataObject) -> None:
+    task = TASKS[data.draw(st.sampled_from(sorted(TASKS)))]
+    size = data.draw(st.integers(1, 4))
+    one, other = (task.make_batch(seed, size) for seed in (0, 1))
+    assert form(one) == form(other)
+    assert form(one) != form(task.make_batch(0, size + 1))
+
+
+@given(batch=strategies.batches())
+def test_any_batch_is_rebuilt(batch: Any) -> None:
+    one, tensors = Form.of(batch)
+    assert tree.equal(one.build(tensors), batch)

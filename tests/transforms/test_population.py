@@ -1,0 +1,583 @@
+"""Populations: each member is its own single run, whatever the methods, the batches and the program are."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purecompose as pc
+from purecompose import (
+    Algorithm,
+    Event,
+    Grad,
+    Microbatches,
+    State,
+    advance,
+    algorithms as alg,
+    compose,
+    loop_events,
+    on,
+    optim,
+    population,
+    stack_states,
+    tree,
+    unstack_states,
+    update,
+)
+from purecompose.core.folding import Notes
+from purecompose.observers import History, Progress
+from purecompose.testing.subject import Subject
+from purecompose.testing.tasks import TASKS
+from tests.helpers import (
+    assert_same,
+    changing,
+    counter,
+    loss_of,
+    make_batch,
+    make_batches,
+    make_cnn,
+    make_mlp,
+    make_state,
+    noise,
+    run_steps,
+)
+from tests.shipped_examples import examples_on_tasks
+
+
+def make_members(num: int = 3, net: Any = make_mlp, **options: Any) -> list[State]:
+    """States of other weights, keys and learning rates."""
+    options = {"optimizer": optim.sgd(pc.hparam("lr", 0.1), momentum=0.9), **options}
+    states = [make_state(net(seed), key=seed, **options) for seed in range(num)]
+    return [with_rate(state, 0.1 / (1 + i)) for i, state in enumerate(states)]
+
+
+def with_rate(state: State, value: float) -> State:
+    return state.replace(hparams={**state.hparams, "lr": torch.tensor(value)}) if "lr" in state.hparams else state
+
+
+def assert_members(states: State, expected: Sequence[State], tolerance: float = 2e-5, floor: float = 1e-6) -> None:
+    """Integers equal, floats as near as other kernels for products allow."""
+    found = unstack_states(states)
+    assert len(found) == len(expected)
+    for one, alone in zip(found, expected, strict=True):
+        assert list(map(str, tree.differences(one, alone, tolerance=lambda _: tree.Tolerance(tolerance, floor)))) == []
+        assert one.timestamp == alone.timestamp and one.context == alone.context
+
+
+def assert_agrees(step: pc.Step, members: list[State], batches: Sequence[Any], **options: Any) -> State:
+    """A population over shared batches gives what each member gives alone; returns it."""
+    pop, alone = population(step, len(members), **options), [step.init(state) for state in members]
+    states = pop.init(stack_states(members))
+    assert_members(states, alone, 0)
+    for batch in batches:
+        states, alone = pop(states, batch), [step(state, batch) for state in alone]
+    assert_members(states, alone)
+    return states
+
+
+# Every method
+
+
+@cache
+def runs(text: str, name: str) -> tuple[pc.Step, list[State], list[Any], list[State]]:
+    """Four steps of each member alone, the third with a smaller batch."""
+    step, task = compose(loop_events, [Subject.of(text).algorithm]), TASKS[name]
+    start = [step.init(task.make_state(seed, duration="6ba", batches_per_epoch=2)) for seed in range(3)]
+    start = [with_rate(state, 0.1 / (1 + i)) for i, state in enumerate(start)]
+    batches = [task.make_batch(seed, size) for seed, size in enumerate((6, 6, 5, 6))]
+    return step, start, batches, [run_steps(step, state, batches) for state in start]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(("text", "name"), examples_on_tasks())
+def test_each_member_is_its_own_run(text, name, chunk_size):
+    step, start, batches, expected = runs(text, name)
+    states = run_steps(population(step, 3, chunk_size), stack_states(start), batches)
+    # In half precision other kernels round otherwise by as much as a number has digits.
+    tolerance, floor = (2e-2, 2e-3) if TASKS[name].is_half else (1e-4, 1e-6)
+    assert_members(states, expected, tolerance, floor)
+    losses = torch.stack([loss_of(state) for state in expected])
+    torch.testing.assert_close(loss_of(states), losses, rtol=tolerance, atol=floor)
+    assert len(losses.unique()) == 3  # the members do differ
+
+
+def test_draws_are_those_of_the_members_alone():
+    def note(state: State) -> State:
+        order = pc.random.permutation(state.rng("order"), 6)
+        drawn = pc.random.uniform(state.example_rng("own"), (6,))
+        return state.replace(metrics={**state.metrics, "order": order, "drawn": drawn})
+
+    step = compose(loop_events, [changing("note", Event.BATCH_START, note)])
+    members, batches = make_members(), make_batches(2, size=6)
+    states = run_steps(population(step, 3, 2), stack_states(members), batches)
+    for i, state in enumerate(members):
+        alone = run_steps(step, state, batches).metrics
+        assert_same({name: value[i] for name, value in states.metrics.items()}, alone)
+
+
+def test_methods_together_and_dropout():
+    methods = [alg.mixup(0.3), alg.label_smoothing(0.1), alg.selective_backprop(0, 1.0, interrupt=2), counter()]
+    members = make_members(4, lambda seed: make_mlp(seed, dropout=0.5), batches_per_epoch=3)
+    states = assert_agrees(compose(loop_events, [*methods, noise()]), members, make_batches(4), chunk_size=3)
+    assert states.slots["counter"].tolist() == [4] * 4
+
+
+def test_batch_normalisation_and_microbatches():
+    batches = make_batches(3, size=7, shape=(2, 6, 6))
+    assert_agrees(compose(loop_events, [alg.mixup(0.3)], microbatches=2), make_members(net=make_cnn), batches)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 5])
+def test_each_member_may_have_its_own_batches(chunk_size):
+    step = compose(loop_events, [alg.mixup(0.3), noise()], microbatches=2)
+    members = [step.init(state) for state in make_members(input_key="x", target_key="y")]
+    pop, states = population(step, 3, chunk_size, batches="each"), stack_states(members)
+    for t, size in enumerate((6, 6, 4)):
+        own = [dict(zip(("x", "y"), make_batch(10 * t + i, size), strict=True)) for i in range(3)]
+        members = [step(state, batch) for state, batch in zip(members, own, strict=True)]
+        stacked = {name: torch.stack([batch[name] for batch in own]) for name in ("x", "y")}
+        states = pop(states, {**stacked, "set": "train"})
+    assert_members(states, members)
+    assert (states.timestamp.sample, states.timestamp.batch) == (16, 3)
+
+
+def test_batches_may_be_objects_that_vmap_knows_nothing_of():
+    class Batch:
+        def __init__(self, x: Tensor, y: Tensor) -> None:
+            self.x, self.y = x, y
+
+    members = make_members(input_key="x", target_key="y")
+    batches = [Batch(*batch) for batch in make_batches(2)]
+    assert_agrees(compose(loop_events, [alg.mixup(0.3)]), members, batches)
+    assert_agrees(compose(loop_events), members, batches)
+    each = Batch(*[torch.stack(column) for column in zip(*make_batches(3), strict=True)])
+    step = compose(loop_events, [noise()])
+    states = population(step, 3, 2, "each")(stack_states(members), each)
+    assert_members(states, [step(state, Batch(each.x[i], each.y[i])) for i, state in enumerate(members)])
+
+
+def test_a_population_leaves_what_it_is_given_as_it_was():
+    step, batch = compose(loop_events, [alg.mixup(0.3)]), make_batch()
+    states = stack_states([step.init(state) for state in make_members()])
+    kept = tree.map(lambda leaf: leaf.clone(), (states, batch))
+    population(step, 3)(states, batch)
+    assert_same((states, batch), kept)
+
+
+# Programs
+
+
+def test_two_players():
+    first = [Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="0.*")]
+    second = [Grad(pc.forward, Event.BEFORE_LOSS, pc.loss, Event.AFTER_LOSS, wrt="3.*"), update(wrt="3.*")]
+    program = [*first, *second, advance, Event.BATCH_END]
+    assert_agrees(compose(program, [alg.label_smoothing(0.1)]), make_members(4), make_batches(3), chunk_size=3)
+
+
+def test_used_gradients_are_used_for_every_chunk():
+    program = [Grad(pc.forward, pc.loss), update(wrt="0.*"), Grad(pc.forward, pc.loss), update(wrt="3.*"), advance]
+    assert_agrees(compose(program), make_members(4), make_batches(2), chunk_size=1)
+    again = compose([Grad(pc.forward, pc.loss), update, update, advance])
+    with pytest.raises(RuntimeError, match="an earlier update has used every gradient"):
+        population(again, 2, 1)(stack_states(make_members(2)), make_batch())
+
+
+def sharpness(scale: float = 0.05) -> Algorithm:
+    """The gradient at the point uphill, as SAM takes it."""
+
+    def uphill(state: State) -> State:
+        assert state.grads is not None
+        norm = tree.global_norm(state.grads)
+        point = {name: state.params[name] + scale * grad / norm for name, grad in state.grads.items()}
+        grads, loss = state.gradient({**state.params, **point})
+        return state.replace(grads=grads, metrics={**state.metrics, "uphill": loss})
+
+    return changing("sharpness", Event.AFTER_TRAIN_BATCH, uphill)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_second_gradient(microbatches):
+    step = compose(loop_events, [sharpness(), alg.mixup(0.3)], microbatches=microbatches)
+    members = make_members(3, lambda seed: make_mlp(seed, dropout=0.3))
+    states = assert_agrees(step, members, make_batches(3), chunk_size=2)
+    assert states.metrics["uphill"].shape == (3,)
+
+
+@pytest.mark.parametrize("num_parts", [2, 5])
+def test_a_step_in_parts_is_the_step(num_parts):
+    """As compile cuts it: what members have in common crosses the seams as one row."""
+    step = compose(loop_events, [sharpness(), alg.mixup(0.3), counter()], microbatches=2)
+    pop, batch = population(step, 3, 2), make_batch()
+    states = pop.init(stack_states(make_members()))
+    expected = pop(states, batch)
+    bits, _, _, start = pop.prepare(states, batch)
+    current = start()
+    units, notes = pop.units(bits), Notes()
+    cuts = [len(units) * i // num_parts for i in range(num_parts + 1)]
+    with torch.no_grad():
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            if start == 0:
+                assert len(tree.leaves(current.batch)) == 2 and current.batch[0].value is batch[0]
+            current = pop.body(units[start:stop])(current, notes)
+    assert_same(pop.finish(current), expected)
+
+
+def test_an_untouched_batch_stays_one_and_untouched_fields_are_the_same_objects():
+    pop, batch = population(compose(loop_events), 3), make_batch()
+    states = stack_states(make_members())
+    bits, _, _, make_start = pop.prepare(states, batch)
+    start = make_start()
+    with torch.no_grad():
+        end = pop.body(pop.units(bits))(start, Notes())
+    assert [leaf.value for leaf in end.batch] == list(batch)
+    assert end.hparams is states.hparams and end.key is states.key and end.slots is states.slots
+    assert end.clock is not None and end.clock.table.shape[0] == 2
+
+
+def test_what_lasts_has_rows_of_its_own():
+    """Also what all members set alike: nobody could write into a tensor with one row read n times."""
+
+    def keep(event: Event, state: State) -> State:
+        fresh = state.inputs if event is Event.BATCH_START else torch.zeros(8, 4)
+        return state.replace(slots={"kept": {"inputs": fresh, "fresh": torch.ones(2)}})
+
+    step = compose(loop_events, [Algorithm("kept", on(Event.INIT, Event.BATCH_START), keep)])
+    batch = make_batch()
+    states = assert_agrees(step, make_members(), [batch])
+    for leaf in (states.slots["kept"]["inputs"], states.slots["kept"]["fresh"]):
+        assert leaf.shape[0] == 3 and leaf.stride(0) > 0
+    assert torch.equal(states.slots["kept"]["inputs"][1], batch[0])
+
+
+def test_the_first_run_of_a_members_batch_size_is_watched() -> None:
+    def write(state: State) -> State:
+        if state.num_examples == 5:
+            state.params["0.weight"].mul_(2)
+        return state
+
+    pop = population(compose(loop_events, [changing("write", Event.BATCH_START, write)]), 3, batches="each")
+    batches = [tuple(torch.stack([t] * 3) for t in make_batch(size=size)) for size in (8, 5)]
+    states = pop(stack_states(make_members()), batches[0])
+    with pytest.raises(pc.ContractError, match="write at .*in place into state.params"):
+        pop(states, batches[1])
+
+
+def test_a_plain_step_says_that_a_stacked_state_needs_a_population() -> None:
+    with pytest.raises(ValueError, match=r"stacked one of 3 members: population\(step, n\)"):
+        compose(loop_events)(stack_states(make_members()), make_batch())
+
+
+def test_a_match_sees_the_shapes_of_a_member():
+    seen = []
+
+    def match(event: Event, state: Any) -> bool:
+        if event is Event.BATCH_START:
+            seen.append((state.batch[0].shape, state.params["0.weight"].shape, state.key.shape))
+        return event is Event.BATCH_START
+
+    step, (inputs, targets) = compose(loop_events, [Algorithm("look", match, lambda event, state: state)]), make_batch()
+    states = stack_states([step.init(state) for state in make_members()])
+    seen.clear()
+    population(step, 3)(states, (inputs, targets))
+    population(step, 3, batches="each")(states, (inputs.expand(3, 8, 4), targets.expand(3, 8)))
+    assert set(seen) == {((8, 4), (8, 4), (2,))}
+
+
+# The watch of the first run
+
+
+def test_a_draw_without_a_key_is_refused():
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + torch.randn(3)
+
+    def draw(state: State) -> State:
+        return state.replace(metrics={"noise": torch.randn(())})
+
+    states = stack_states(make_members())
+    with pytest.raises(pc.UnkeyedRandomError, match="state.rng") as caught:
+        population(compose(loop_events, [changing("draw", Event.BATCH_START, draw)]), 3)(states, make_batch())
+    assert "in draw at Event.BATCH_START" in caught.value.__notes__
+    keyed = stack_states([make_state(Noisy(), key=seed) for seed in range(2)])
+    after = population(compose(loop_events), 2)(keyed, make_batch())  # in a network draws get keys
+    assert loss_of(after).isfinite().all()
+
+
+def test_a_changed_form_is_told_with_algorithm_and_path():
+    widen = changing("widen", Event.BATCH_END, lambda s: s.replace(slots={"widen": torch.zeros(2)}))
+    with pytest.raises(pc.ContractError, match=r"widen at .*state.slots\['widen'\] from absent"):
+        population(compose(loop_events, [widen]), 3)(stack_states(make_members()), make_batch())
+
+
+def test_writing_in_place_is_told():
+    def write(state: State) -> State:
+        state.params["0.bias"].mul_(2)
+        return state
+
+    step = compose(loop_events, [changing("write", Event.BATCH_START, write)])
+    with pytest.raises(pc.ContractError, match="write at .*in place into state.params"):
+        population(step, 3)(stack_states(make_members()), make_batch())
+
+
+# Outer events, init, plan
+
+
+def test_init_takes_every_member():
+    def remember(event: Event, state: State) -> State:
+        drawn = pc.random.uniform(state.rng("start"), (2,))
+        return state.replace(slots={**state.slots, "start": drawn})
+
+    step = compose(loop_events, [Algorithm("start", on(Event.INIT), remember), alg.mixup(pc.hparam("alpha", 0.3))])
+    states = assert_agrees(step, make_members(), make_batches(2))
+    assert states.hparams["alpha"].shape == (3,) and len(states.slots["start"].unique()) == 6
+
+
+def test_members_that_come_out_of_init_unlike_are_told():
+    def remember(event: Event, state: State) -> State:
+        return state.replace(slots={"size": torch.zeros(int(state.hparams["lr"] * 30))})
+
+    step = compose(loop_events, [Algorithm("size", on(Event.INIT), remember)])
+    with pytest.raises(ValueError, match=r"init: state.slots\['size'\] is float32\[1\] in member 1, and float32\[3\]"):
+        population(step, 3).init(stack_states(make_members()))
+
+
+def test_events_outside_the_step_take_every_member():
+    def mark(state: State) -> State:
+        drawn = pc.random.uniform(state.rng("mark"), ())
+        return state.replace(params={name: param + drawn for name, param in state.params.items()})
+
+    late = on(Event.EPOCH_END) & pc.after("1ba")
+    step = compose(loop_events, [Algorithm("mark", late, lambda event, state: mark(state), host=True)])
+    members, batch = make_members(), make_batch()
+    pop, states = population(step, 3), stack_states(members)
+    assert pop.fire(Event.EPOCH_END, states) is states  # not yet
+    states, members = pop(states, batch), [step(state, batch) for state in members]
+    assert_members(pop.fire(Event.EPOCH_END, states), [step.fire(Event.EPOCH_END, state) for state in members])
+    with pytest.raises(ValueError, match="fires inside the step"):
+        pop.fire(Event.BATCH_END, states)
+
+
+def test_plan_and_replace():
+    step = compose(loop_events, [alg.mixup(0.3), alg.selective_backprop(0, 1.0, interrupt=0)])
+    pop, states = population(step, 3, 2, "each"), stack_states(make_members())
+    assert pop.plan(states).order(Event.AFTER_DATALOADER) == ("selective_backprop", "mixup")
+    other = pop.replace(algorithms=[noise()], microbatches=2)
+    assert (other.n, other.chunk_size, other.batches, other.microbatches) == (3, 2, "each", 2)
+    assert repr(population(compose(loop_events, [noise()]), 3)) == "population(Step(noise()), 3)"
+
+
+# Host algorithms
+
+
+def smaller_inputs() -> Algorithm:
+    """Reads values and changes shapes by them, as nothing traced could."""
+
+    def apply(event: Event, state: State) -> State:
+        kept = 6 - state.timestamp.batch
+        order = torch.tensor(sorted(range(len(state.inputs)), key=lambda i: state.inputs[i].sum().item())[:kept])
+        weight = state.params["0.weight"].flatten()[0].item()
+        return state.replace(inputs=state.inputs[order] * weight, targets=state.targets[order])
+
+    return Algorithm("smaller", on(Event.AFTER_DATALOADER), apply, host=True)
+
+
+@pytest.mark.parametrize("batches", ["shared", "each"])
+def test_host_algorithms_act_on_member_after_member(batches):
+    members, step = make_members(), compose(loop_events, [alg.mixup(0.3), smaller_inputs(), counter()])
+    pop = population(step, 3, 2, batches)
+    states, members = pop.init(stack_states(members)), [step.init(state) for state in members]
+    for inputs, targets in make_batches(3):
+        given = (inputs.expand(3, 8, 4), targets.expand(3, 8)) if batches == "each" else (inputs, targets)
+        states, members = pop(states, given), [step(state, (inputs, targets)) for state in members]
+    assert_members(states, members)
+
+
+def test_host_algorithms_whose_members_part_are_told():
+    def part(event: Event, state: State) -> State:
+        return state.replace(inputs=state.inputs[: 2 + int(30 * state.hparams["lr"])])
+
+    step = compose(loop_events, [Algorithm("part", on(Event.AFTER_DATALOADER), part, host=True)])
+    with pytest.raises(ValueError, match=r"part.*state.batch\[0\] is float32\[3, 4\] in member 1, and float32\[5, 4\]"):
+        population(step, 3)(stack_states(make_members()), make_batch())
+
+
+def test_host_algorithms_that_cannot_take_members_are_refused():
+    inside = Algorithm("inside", on(Event.AFTER_BACKWARD), lambda event, state: state, host=True)
+    with pytest.raises(ValueError, match="inside is a host algorithm and acts at .*, inside a scope"):
+        population(compose(loop_events, [inside]), 2)
+    choosy = Algorithm("choosy", lambda event, state: event is Event.BATCH_END, lambda event, state: state, host=True)
+    program = [Grad(pc.forward, pc.loss), update, advance, Event.BATCH_END]
+    with pytest.raises(ValueError, match="choosy is a host algorithm whose match at .* reads more than the time"):
+        population(compose(program, [choosy]), 2)
+
+
+# fit, evaluation, observers
+
+
+def test_fit_with_evaluation_and_observers(capsys):
+    inputs, targets = make_batch(size=30)
+    train, test = pc.data.arrays(inputs, targets, batch_size=8), make_batches(2)
+    step, members, history = compose(loop_events, [alg.mixup(0.3)]), make_members(), History()
+    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy, "loss": pc.losses.cross_entropy}, interval="1ep")
+    pop, start = population(step, 3), stack_states(members)
+    with Progress(live=False) as progress:
+        states = pc.fit(pop, start, train, evaluate=evaluator, observers=[history, progress])
+    assert "2.0/2 ep" in capsys.readouterr().out
+
+    class Order:
+        """All train on the order of the first member's key."""
+
+        def epoch(self, key: Tensor, epoch: int, start: int) -> Any:
+            return train.epoch(members[0].key, epoch, start)
+
+        def __len__(self) -> int:
+            return len(train)
+
+    alone = [History() for _ in members]
+    ends = [
+        pc.fit(step, state, Order(), evaluate=evaluator, observers=[own])
+        for state, own in zip(members, alone, strict=True)
+    ]
+    assert_members(states, ends)
+    for name in ("loss", "eval/accuracy", "eval/loss"):
+        _, found = history.series(name)
+        expected = zip(*[own.series(name)[1] for own in alone], strict=True)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(list(expected)), rtol=1e-4, atol=1e-5)
+
+
+def test_evaluate_and_predict():
+    step, members, data = compose(loop_events), make_members(), make_batches(3)
+    states, pop = stack_states(members), population(step, 3, 2)
+    metrics = {"accuracy": pc.metrics.accuracy, "loss": pc.losses.cross_entropy}
+    found = pc.evaluate(states, data, metrics, step=pop)
+    alone = [pc.evaluate(state, data, metrics) for state in members]
+    assert found["accuracy"] == [values["accuracy"] for values in alone]
+    assert found["loss"] == pytest.approx([values["loss"] for values in alone])
+    for outputs, *own in zip(pc.predict(states, data, step=pop), *[pc.predict(s, data) for s in members], strict=True):
+        torch.testing.assert_close(outputs, torch.stack(own))
+    for use in (pc.evaluate, pc.predict):
+        with pytest.raises(ValueError, match="a stacked one of 3 members: give step=population"):
+            use(states, data)
+
+
+def test_an_observed_population_says_what_to_do_instead():
+    pop = population(compose(loop_events), 2)
+    with pytest.raises(TypeError, match=r"traced\(population.step\)\(unstack_states\(state\)\[0\], batch\)"):
+        pc.traced(pop)(stack_states(make_members(2)), make_batch())
+
+
+# Gradients through a population
+
+
+@pytest.mark.parametrize("form", ["func", "autograd"])
+def test_gradients_through_two_steps_of_a_population(form):
+    step, batches = compose(loop_events, [alg.label_smoothing(0.1)]), make_batches(2)
+    members = [step.init(state) for state in make_members()]
+    rates = torch.tensor([0.1, 0.2, 0.3])
+
+    def loss(rates: Tensor, step: Any, state: State) -> Tensor:
+        end = run_steps(step, state.replace(hparams={"lr": rates}), batches)
+        return sum((param**2).sum() for param in end.params.values())  # pyright: ignore[reportReturnType]
+
+    expected = [torch.func.grad(loss)(rate, step, state) for rate, state in zip(rates, members, strict=True)]
+    pop, states = population(step, 3, 2), stack_states(members)
+    if form == "func":
+        found = torch.func.grad(loss)(rates, pop, states)
+    else:
+        (found,) = torch.autograd.grad(loss(leaf := rates.clone().requires_grad_(), pop, states), [leaf])
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-6)
+
+
+# Stacking
+
+
+def test_stacking_and_unstacking_are_inverse():
+    members = [compose(loop_events)(state, make_batch()) for state in make_members(4)]
+    states = stack_states(members)
+    assert states.key.shape == (4, 2) and states.params["0.weight"].shape == (4, 8, 4)
+    found = unstack_states(states)
+    for one, state in zip(found, members, strict=True):
+        assert_same(one, state)
+    # Their memory is their own: a compiled step may write over that of a population.
+    states.params["0.weight"].zero_()
+    assert_same(found[2], members[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.replace(optimizer=optim.sgd(0.2)), "member 1 has another optimizer than member 0.*hparam"),
+        (lambda s: make_members(2)[1], "member 1 has another loss"),
+        (lambda s: s.replace(timestamp=s.timestamp.advance()), "member 1 stands at another time than member 0"),
+        (lambda s: s.replace(slots={"a": torch.zeros(2)}), r"state.slots\['a'\] is float32\[2\] in member 1.*absent"),
+        (lambda s: s.replace(hparams={"lr": s.hparams["lr"].double()}), r"\['lr'\] is float64\[\] in member 1"),
+        (lambda s: s.to("meta"), "on meta in member 1"),
+    ],
+)
+def test_states_that_cannot_be_stacked(change, message):
+    first, second = make_members(2, loss=nn.functional.cross_entropy)
+    with pytest.raises(ValueError, match=message):
+        stack_states([first, change(second)])
+
+
+def test_states_of_other_networks_or_nothing_cannot_be_stacked():
+    with pytest.raises(ValueError, match="member 2 has another model"):
+        stack_states([*make_members(2), make_state(nn.Linear(4, 3))])
+    with pytest.raises(ValueError, match="at least one"):
+        stack_states([])
+    with pytest.raises(TypeError, match="expected States, got dict"):
+        stack_states([make_state(), {}])  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_not_stacked_is_told():
+    states, pop = stack_states(make_members()), population(compose(loop_events), 3)
+    with pytest.raises(ValueError, match="got a single one; stack_states"):
+        unstack_states(make_state())
+    with pytest.raises(ValueError, match=r"expected 3 rows.*got float32\[\] in state.hparams\['lr'\]"):
+        unstack_states(states.replace(hparams={"lr": torch.tensor(0.1)}))
+    with pytest.raises(ValueError, match="expected a stacked state of 3 members, got a single one; stack_states"):
+        pop(make_state(), make_batch())
+    with pytest.raises(ValueError, match="of 2 members, got one of 3; population"):
+        population(compose(loop_events), 2)(states, make_batch())
+    with pytest.raises(ValueError, match=r"leading dimension of 3 members, got float32\[8, 4\]"):
+        population(compose(loop_events), 3, batches="each")(states, make_batch())
+    with pytest.raises(TypeError, match="expected a State first, got int"):
+        pop(3, make_batch())  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"n": 0}, ValueError, "population: n"),
+        ({"n": 2.0}, TypeError, "population: n"),
+        ({"chunk_size": 0}, ValueError, "population: chunk_size"),
+        ({"batches": "own"}, ValueError, "batches='own': expected one of 'shared', 'each'"),
+        ({"step": lambda state, batch: state}, TypeError, "made by compose, got function"),
+        ({"step": population(compose(loop_events), 2)}, TypeError, r"got Population.*compile\(population"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        population(**{"step": compose(loop_events), "n": 2, **arguments})
+
+
+def test_a_population_of_one():
+    assert_agrees(compose(loop_events, [alg.mixup(0.3)]), make_members(1), make_batches(2))
+
+
+def test_slices_of_slices_in_a_population():
+    nested = [Microbatches(Microbatches(Grad(pc.forward, pc.loss), k=2), k=2), update, advance]
+    assert_agrees(compose(nested), make_members(), make_batches(2), chunk_size=2)
+
+
+def test_a_stacked_state_has_no_forward() -> None:
+    stacked = pc.stack_states([make_state(), make_state()])
+    with pytest.raises(ValueError, match="expected a single state, got a stacked one of 2 members"):
+        stacked.forward(make_batch()[0])
