@@ -33,7 +33,7 @@ MIDDLE = Case(start=1, batches_per_epoch=5, num_batches=2, seed=3, microbatches=
 
 
 def ours(name: str) -> str:
-    return f"resume_subjects:{name}"
+    return f"tests.testing.resume_subjects:{name}"
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def _is_running(pid: int) -> bool:
 
 
 def test_installed_modules_are_at_hand_for_the_next_try_and_own_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("colorsys", "resume_subjects"):
+    for name in ("colorsys", "tests.testing.resume_subjects"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    workers._import(["colorsys", "resume_subjects", "no_such_module"])
-    assert "colorsys" in sys.modules and "resume_subjects" not in sys.modules
+    workers._import(["colorsys", "tests.testing.resume_subjects", "no_such_module"])
+    assert "colorsys" in sys.modules and "tests.testing.resume_subjects" not in sys.modules
 
 
 def test_errors_of_the_run_are_told_from_errors_of_the_setup() -> None:
