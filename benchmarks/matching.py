@@ -66,7 +66,7 @@ def main() -> None:
         start = time.perf_counter()
         for now, later in pairs:
             bits = step.matcher.schedule(state, batch, now, later)
-            step._bodies.get(bits)
+            step.operation(bits)
         runs["staged"].append((time.perf_counter() - start) / len(pairs) * 1e6)
         views = [state.replace(timestamp=now) for now, _ in pairs[:200]]
         start = time.perf_counter()

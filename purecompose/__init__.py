@@ -15,19 +15,7 @@ from purecompose.core.algorithm import Algorithm, Trait, factory, identity
 from purecompose.core.clock import Clock
 from purecompose.core.compose import Step, compose
 from purecompose.core.contract import ContractError
-from purecompose.core.loop import (
-    Grad,
-    Microbatches,
-    Stage,
-    advance,
-    eval_events,
-    eval_forward,
-    forward,
-    loop_events,
-    loss,
-    predict_events,
-    update,
-)
+from purecompose.core.loop import advance, eval_events, eval_forward, forward, loop_events, loss, predict_events, update
 from purecompose.core.matching import MatchError
 from purecompose.core.passes import (
     DEFAULT_PASSES,
@@ -42,6 +30,7 @@ from purecompose.core.passes import (
     sort_to_front,
     warn_if_multiple_loss_interpolation,
 )
+from purecompose.core.scopes import Grad, Microbatches, Stage
 from purecompose.core.state import State
 from purecompose.core.trace import Trace, traced
 from purecompose.losses import Mixture, metrics

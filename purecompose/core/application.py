@@ -1,31 +1,23 @@
 """One algorithm at one event, as a function of the state."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from purecompose._support.functorch import is_fake
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import SealedTime, Static
-from purecompose.core.contract import ContractError, FormError
-from purecompose.core.gradient import Op
+from purecompose.core.contract import Contract, ContractError, FormError
 from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
-__all__ = ["Observe", "application", "applied"]
+__all__ = ["application", "applied"]
 
 
-class Observe(Protocol):
-    """Sees each application of an algorithm: the state before, the state after, the exit code it left."""
+def application(algorithm: Algorithm, event: Event) -> Callable[[State, Contract | None], State]:
+    """Return one algorithm at one event as a function of the state and of the contract that watches the run."""
 
-    def __call__(
-        self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None, /
-    ) -> None: ...
-
-
-def application(algorithm: Algorithm, event: Event, observe: Observe | None = None) -> Op:
-    """One algorithm at one event, as a function of the state."""
-
-    def op(state: State) -> State:
+    def run(state: State, watch: Contract | None) -> State:
         before = _unsealed(state, event) if algorithm.host else state
         after, exit_code = applied(algorithm, event, before)
         if algorithm.host:
@@ -36,11 +28,11 @@ def application(algorithm: Algorithm, event: Event, observe: Observe | None = No
                 "only INIT and host algorithms may",
                 event,
             )
-        if observe is not None:
-            observe(algorithm, event, state, after, exit_code)
+        if watch is not None:
+            watch.note(algorithm, event, state, after, exit_code)
         return after
 
-    return op
+    return run
 
 
 def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:

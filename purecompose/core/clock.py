@@ -27,14 +27,14 @@ class Clock:
 
     Attributes:
         schedules: The schedules whose values follow the counters.
-        purpose: What draws are for: "" in a training step, else the name of the program or event.
+        domain: What draws are for: "" in a training step, otherwise the name of the program or event.
     """
 
-    __slots__ = ("schedules", "purpose", "_source", "_row", "_values")
+    __slots__ = ("schedules", "domain", "_source", "_row", "_values")
 
-    def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], purpose: str, row: int = 0) -> None:
+    def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], domain: str, row: int = 0) -> None:
         """Takes where the numbers come from; `Clock.of` is the usual way."""
-        self._source, self.schedules, self.purpose, self._row = source, schedules, purpose, row
+        self._source, self.schedules, self.domain, self._row = source, schedules, domain, row
         self._values: Tensor | None = None
 
     @classmethod
@@ -45,12 +45,12 @@ class Clock:
         schedules: tuple[Schedule, ...],
         device: torch.device,
         *,
-        purpose: str = "",
+        domain: str = "",
         draw: int | None = None,
     ) -> "Clock":
         """The clock of a step that leads from `now` to `later`; `draw` numbers its draws, by default the batch."""
         draw = now.batch if draw is None else draw
-        return cls(_Source(now, later, schedules, draw, device), schedules, purpose)
+        return cls(_Source(now, later, schedules, draw, device), schedules, domain)
 
     @property
     def table(self) -> Tensor:
@@ -118,7 +118,7 @@ class Clock:
 
     def advanced(self) -> "Clock":
         """The clock after the step's `advance`."""
-        return Clock(self._source, self.schedules, self.purpose, 1)
+        return Clock(self._source, self.schedules, self.domain, 1)
 
 
 class _Source:
@@ -166,7 +166,7 @@ def _read(
 
 
 def _flatten(clock: Clock) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
-    return ("table",), (clock.table,), (clock.schedules, clock.purpose, clock._row)
+    return ("table",), (clock.table,), (clock.schedules, clock.domain, clock._row)
 
 
 def _unflatten(names: tuple[str, ...], children: Iterable[Any], static: Any) -> Clock:

@@ -7,20 +7,10 @@ from typing import Any
 
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.layout import Layout
-from purecompose.core.loop import (
-    Grad,
-    Microbatches,
-    Node,
-    Program,
-    Update,
-    advance,
-    eval_forward,
-    events_in,
-    forward,
-    loss,
-    walk,
-)
+from purecompose.core.loop import advance, eval_forward, forward, loss
+from purecompose.core.operation import Node
 from purecompose.core.passes import Pass
+from purecompose.core.scopes import Grad, Program, Stage, StateFn, Update, as_nodes, events_in, walk
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 
@@ -67,7 +57,7 @@ def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
     return ordering
 
 
-def as_program(given: Iterable[Node]) -> Program:
+def as_program(given: Iterable[Node | StateFn | str]) -> Program:
     """The program, with events by their names made events.
 
     Raises:
@@ -76,19 +66,16 @@ def as_program(given: Iterable[Node]) -> Program:
     """
     if isinstance(given, Event) or not isinstance(given, Iterable):
         raise TypeError(f"{given!r} is no program: a tuple of events, stages and scopes, such as loop_events")
-    program = tuple(Event(node) if isinstance(node, str) else node for node in given)
-    num_advances = sum(node is advance for node in walk(program))
+    program = as_nodes(given)
+    num_advances = sum(node == advance for node in walk(program))
     if num_advances > 1:
         raise ValueError("the program has more than one advance: a step moves the time by one batch")
     is_later = False
     for node in walk(program):
-        is_later = is_later or node is advance
-        if isinstance(node, Event):
-            if num_advances and node.sees_new_time != is_later:
-                side = "after" if node.sees_new_time else "before"
-                raise ValueError(f"{node} belongs {side} the program's advance")
-        elif not callable(node) and not hasattr(node, "body"):
-            raise TypeError(f"{node!r} is neither an event, a stage (a function State -> State), nor a scope")
+        is_later = is_later or node == advance
+        if isinstance(node, Event) and num_advances and node.sees_new_time != is_later:
+            side = "after" if node.sees_new_time else "before"
+            raise ValueError(f"{node} belongs {side} the program's advance")
     return program
 
 
@@ -128,7 +115,7 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
                     f"{node!r} has nothing to apply: no Grad before it differentiates in {', '.join(chosen[:3])}"
                     f"{', ...' if len(chosen) > 3 else ''}; put Grad(..., wrt={node.wrt!r}) before it"
                 )
-        elif not isinstance(node, Event | Microbatches | Update) and node not in _SETS_NO_GRADIENTS:
+        elif isinstance(node, Stage) and node not in _SETS_NO_GRADIENTS:
             return
 
 

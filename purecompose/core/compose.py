@@ -6,7 +6,8 @@ once, with the algorithms in the order that the passes give them; a step looks i
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from purecompose._support.checks import check_whole
 from purecompose._support.device import arithmetic
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.application import Observe, application, applied
+from purecompose.core.application import application, applied
 from purecompose.core.clock import Clock
 from purecompose.core.composable import (
     as_algorithms,
@@ -28,15 +29,18 @@ from purecompose.core.composable import (
     events_in_grad,
 )
 from purecompose.core.context import Context, SealedTime, Static
-from purecompose.core.contract import Contract, check_slots
-from purecompose.core.folding import Body, Notes, Unit, build, in_turn
+from purecompose.core.contract import Contract, Observe, check_slots
+from purecompose.core.cut import Cut, check_one_cut
 from purecompose.core.gradient import wants_outer_gradient
-from purecompose.core.loop import Cut, Grad, Node, Op, Program, Update, advance, check_one_cut, events_in, walk
+from purecompose.core.loop import advance
 from purecompose.core.matching import Matcher
+from purecompose.core.members import SINGLE, Members
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift
 from purecompose.core.passes import DEFAULT_PASSES, Pass, compose_passes, order_by_constraints
 from purecompose.core.plan import Plan, describe_moment, lacking_events, make_plan
 from purecompose.core.ranks import Ranks
-from purecompose.core.state import State, check_single
+from purecompose.core.scopes import Grad, Program, Scope, StateFn, Update, events_in, walk
+from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.nn.keyed.modules import detect
 from purecompose.nn.network import looking_for_draws
 from purecompose.schedule import Hparam, Schedule, collect
@@ -47,177 +51,211 @@ from purecompose.time.predicates import NEVER
 
 __all__ = ["Step", "compose"]
 
+_WHOLE = Cut(1)
+_UNGUARDED: AbstractContextManager[None] = nullcontext()
+
 
 class Prepared(NamedTuple):
-    """A step about to run."""
+    """What the host has decided about a step that is about to run."""
 
     bits: int
     """Its schedule: which algorithms act, as `Matcher.schedule` gives it."""
     num_examples: int
-    """In the batch; in a member's own, for a population."""
+    """In the batch of a single state."""
     later: Timestamp
     """The time after the step."""
     start: Callable[[], State]
     """Makes the state that the fold starts from: with its batch and its clock, the timestamp sealed."""
 
 
+@dataclass
+class _Cache:
+    """What a step has computed before; nothing in it changes a result."""
+
+    lowered: dict[tuple[int, int], list[Lowered]] = field(default_factory=dict)
+    """The operations of a node, by its index and its own part of the schedule."""
+    operations: dict[int, Operation] = field(default_factory=dict)
+    """The whole program as one operation, by schedule."""
+    checked: dict[tuple[int, int], Context] = field(default_factory=dict)
+    """The context in which a schedule was last checked with batches of a size."""
+    ready: Context | None = None
+    """The last context that is known to be initialised and to fit the program."""
+    outer_matchers: dict[Event, Matcher] = field(default_factory=dict)
+    """For events outside the program."""
+
+
 class Step:
     """A training step: `step(state, batch) -> state`. Made by `compose`; immutable.
+
+    A step is data: a program, algorithms, the passes that order them, and how batches are cut. Transforms such as
+    `population` and `data_parallel` return a step with other data.
 
     Attributes:
         program: The loop program.
         algorithms: The algorithms, in the order given.
         passes: The passes that order them at each event.
-        microbatches: Into how many slices a batch is cut; `None` where their size is given.
-        microbatch_size: The most examples in a slice; `None` where their number is given.
-        ranks: The processes among which batches are divided; `None` where there is one.
+        cut: How `Microbatches` cuts batches.
+        members: Which states the step is for: single ones, or those of a population.
     """
-
-    ranks: Ranks | None = None
 
     def __init__(
         self,
         program: Program,
         algorithms: tuple[Algorithm, ...],
         passes: tuple[Pass, ...],
-        microbatches: int | None = 1,
-        microbatch_size: int | None = None,
+        cut: Cut = _WHOLE,
+        members: Members = SINGLE,
     ) -> None:
-        self.program, self.algorithms, self.passes = program, algorithms, passes
-        self.microbatches, self.microbatch_size = microbatches, microbatch_size
-        self._cut = Cut(microbatches, microbatch_size)
+        self.program, self.algorithms, self.passes, self.cut, self.members = program, algorithms, passes, cut, members
         self.events = events_in(program)
         self.differentiated = tuple(events_in_grad(program))
-        self.has_advance = any(node is advance for node in walk(program))
+        self.has_advance = any(node == advance for node in walk(program))
+        self.matcher = Matcher(algorithms, self.events)
         kinds = {type(node) for node in walk(program)}
         # Without `advance` too, algorithms may be there to look at the gradients.
         is_for_training = self.has_advance or not algorithms
         self._lacks_update = is_for_training and Grad in kinds and Update not in kinds
-        self.matcher = Matcher(algorithms, self.events)
+        self._matches_values = any(not question.predicate.is_timed for question in self.matcher.questions)
         self._order = compose_passes(*passes)
         self._masks = [self.matcher.mask(events_in([node])) for node in program]
         self._wants_init = [a for a in algorithms if _needs_init(a)]
-        # Memory of what has been computed before; nothing here changes a result.
-        self._outer_matchers: dict[Event, Matcher] = {}
-        self._units: dict[tuple[int, int], list[Unit]] = {}
-        self._bodies: dict[int, Body] = {}
-        self._checked: dict[tuple[int, int], Context] = {}
-        self._ready: Context | None = None
+        self._guards = [
+            node.guard for node in walk(program) if isinstance(node, Scope) and type(node).guard is not Scope.guard
+        ]
+        self._cache = _Cache()
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that share each batch, if there are several."""
+        scopes = (node for node in walk(self.program) if isinstance(node, Scope))
+        return next((scope.ranks for scope in scopes if scope.ranks is not None), None)
+
+    @property
+    def microbatches(self) -> int | None:
+        """Into how many slices a batch is cut; `None` where their size is given."""
+        return self.cut.k
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """The most examples in a slice; `None` where their number is given."""
+        return self.cut.size
 
     def __call__(self, state: State, batch: Any) -> State:
-        """The state after one batch; `state` and `batch` stay bit for bit as they were.
+        """Return the state after one batch; `state` and `batch` stay bit for bit as they were.
 
         Raises:
             RuntimeError: `init` has not been called for algorithms that need it.
-            MatchError: An algorithm's `match` wanted what is not known before the step.
+            MatchError: An algorithm's `match` asked for what is not known before the step.
             ContractError: An algorithm changed a structure, shape or dtype that must last.
         """
         end = self.finish(self.fold(state, batch))
         return end.unleased() if "_lease" in end.__dict__ else end
 
     def fold(
-        self,
-        state: State,
-        batch: Any,
-        observe: Observe | None = None,
-        *,
-        purpose: str = "",
-        draw: int | None = None,
+        self, state: State, batch: Any, observe: Observe | None = None, *, domain: str = "", draw: int | None = None
     ) -> State:
-        """The fold over the program, without the clean-up at its end: outputs and batch are still there.
+        """Return the end of the fold over the program, before the clean-up: outputs and batch are still there.
 
         Args:
             state: The state.
             batch: The batch.
-            observe: Told of each application of an algorithm.
-            purpose: What draws are for; two purposes draw apart.
+            observe: Called with each application of an algorithm.
+            domain: What draws are for; draws of two domains are unrelated.
             draw: Numbers the draws of this call; by default the batch's number in the run does.
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
-        prepared = self.prepare(state, batch, purpose=purpose, draw=draw)
-        bits, start, context = prepared.bits, prepared.start(), state.context
-        checked = self._checked.get((bits, prepared.num_examples))
+        prepared, context, checked = self.prepare(state, batch, domain=domain, draw=draw), state.context, None
+        variant = prepared.bits, prepared.num_examples
+        if observe is None:
+            checked = self._cache.checked.get(variant)
+        is_first = checked is not context and checked != context
         grad_mode = nullcontext() if wants_outer_gradient(state, batch) else torch.no_grad()
-        with arithmetic(context.precision, state.device), grad_mode:
-            if observe is None and (checked is context or checked == context):
-                run = self._bodies.get(bits) or self._remember(bits)
-                return run(start, Notes())
-            end = self.run_checked(bits, start, observe)
-        self._checked[bits, prepared.num_examples] = context
-        return end
+        with self.guarded(state, batch, is_first=is_first), arithmetic(context.precision, state.device), grad_mode:
+            if is_first:
+                end = self.run_checked(prepared.bits, prepared.start(), observe)
+            else:
+                end = self.operation(prepared.bits)(Carry(prepared.start()), NO_PURPOSE).state
+        if is_first:
+            self._cache.checked[variant] = context
+        return self.members.settle(end)
 
-    def prepare(self, state: State, batch: Any, *, purpose: str = "", draw: int | None = None) -> Prepared:
-        """Decides on the host what the step will do; see `fold` for the arguments.
+    def prepare(self, state: State, batch: Any, *, domain: str = "", draw: int | None = None) -> Prepared:
+        """Decide on the host what the step will do; see `fold` for the arguments.
 
         Raises:
             RuntimeError: `init` has not been called.
-            ValueError: The state is a population's.
+            ValueError: The state is a population's and the step is not, or the other way round.
         """
-        remedy = "population(step, n) steps all of them, unstack_states(state) gives each alone"
-        check_single(state, "step(state, batch)", remedy)
-        return self._prepared(state, batch, purpose, draw)
-
-    def _prepared(self, state: State, batch: Any, purpose: str, draw: int | None) -> Prepared:
+        self.members.check(state)
         context, now = state.context, state.timestamp
-        if context is not self._ready:
+        if context is not self._cache.ready:
             self._check_ready(context)
-        num_examples, later = context.layout.num_examples(batch), now
+        one = self.members.one(state) if self._matches_values else state
+        example = self.members.example(batch)
+        num_examples, later = context.layout.num_examples(example), now
         if self.has_advance:
-            later = now.advance(num_examples, context.layout.num_tokens(batch))
-        bits = self.matcher.schedule(state, batch, now, later)
+            later = now.advance(num_examples, context.layout.num_tokens(example))
+        bits = self.matcher.schedule(one, example, now, later)
 
         def start() -> State:
             return state.replace(
                 static=Static(context, SealedTime(now, later)),
-                clock=Clock.of(now, later, context.schedules, state.device, purpose=purpose, draw=draw),
-                batch=batch,
+                clock=Clock.of(now, later, context.schedules, state.device, domain=domain, draw=draw),
+                batch=self.members.spread(batch),
                 metrics={},
             )
 
         return Prepared(bits, num_examples, later, start)
 
+    def guarded(self, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any]:
+        """Return the context in which the program's scopes want a step to run."""
+        guards = [guard for make in self._guards if (guard := make(self, state, batch, is_first=is_first)) is not None]
+        if not guards:
+            return _UNGUARDED
+        stack = ExitStack()
+        for guard in guards:
+            stack.enter_context(guard)
+        return stack
+
     def num_examples(self, state: State, batch: Any) -> int:
-        """How many examples a batch holds."""
-        return state.context.layout.num_examples(batch)
+        """Return the number of examples in a batch, or in each member's batch."""
+        return state.context.layout.num_examples(self.members.example(batch))
 
-    def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
-        """What a schedule comes to: the program's steps, with the algorithms that act in their order.
+    def lowered(self, bits: int) -> tuple[Lowered, ...]:
+        """Return the operations of a schedule, with the algorithms that act in their order.
 
-        Those of a node depend on its own part of the schedule alone, and where that is the same they are the same: a
-        `state.gradient` of one schedule has the form of another's.
+        Those of a node depend only on its own part of the schedule, and where that is the same they are the same
+        objects: the `state.gradient` of one schedule has the signature of another's.
         """
 
-        def at(event: Event) -> list[tuple[Algorithm, Op]]:
+        def at(event: Event) -> list[Lowered]:
             acting = self.order(self.matcher.matched(bits, event, self.algorithms), event)
             if event in self.differentiated:
                 check_no_host(event, acting)
-            return [(algorithm, application(algorithm, event, observe)) for algorithm in acting]
+            return [Lowered(lift(application(one, event)), one, is_host=one.host) for one in acting]
 
-        known = self._units if observe is None else {}
-        units: list[Unit] = []
+        known, found, place = self._cache.lowered, [], Place(at, self.cut)
         for index, (node, mask) in enumerate(zip(self.program, self._masks, strict=True)):
             if (index, bits & mask) not in known:
-                known[index, bits & mask] = build(node, index, at, self._cut, self.ranks)
-            units += known[index, bits & mask]
-        return tuple(units)
+                known[index, bits & mask] = [
+                    self.members.adapt(lowered._replace(node=index)) for lowered in node.lower(place)
+                ]
+            found += known[index, bits & mask]
+        return tuple(found)
 
-    def body(self, units: Sequence[Unit]) -> Body:
-        """Some of a schedule's units as one function of the state."""
-        return in_turn(units)
+    def operation(self, bits: int) -> Operation:
+        """Return the program of a schedule as one operation."""
+        if bits not in self._cache.operations:
+            self._cache.operations[bits] = self.members.in_order(self.lowered(bits))
+        return self._cache.operations[bits]
 
     def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
-        """A watched run: looks for unkeyed draws, and for what a step must keep. The first run of each variant."""
-        contract = Contract(start)
-
-        def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
-            contract.note(algorithm, event, before, after)
-            if observe is not None:
-                observe(algorithm, event, before, after, code)
-
+        """Run a schedule and check what every step must keep, as in the first run of each."""
+        contract = Contract(start, observe)
         self._warn_of_standing_time(start)
         with looking_for_draws(), detect():
-            end = self.body(self.units(bits, watch))(start, Notes(contract=contract))
+            end = self.operation(bits)(Carry(start), Purpose(watch=contract)).state
         contract.check(end)
         if self._lacks_update and end.params is start.params:
             warn(
@@ -227,24 +265,20 @@ class Step:
         return end
 
     def finish(self, state: State) -> State:
-        """The state as it is between steps: the time unsealed and advanced, nothing paused, temporary fields gone."""
-        return state.replace(
-            static=Static(state.static.context.rested(), _opened(state, later=True)),
-            batch=None,
-            outputs=None,
-            grads=None,
-            clock=None,
-            first_example=None,
-            regrad=None,
-        )
+        """Return the state as it is between steps: with the time after it, and no temporary field set."""
+        return state.replace(static=Static(state.static.context.rested(), _opened(state, later=True)), **NO_TEMPORARY)
 
     @torch.inference_mode(False)  # as in State.create
     def init(self, state: State) -> State:
-        """Fires `Event.INIT`: surgery and slots. An algorithm whose INIT is over is left out: twice is once.
+        """Fire `Event.INIT`: surgery and slots. An algorithm that is initialised already is left out.
 
         Raises:
-            ValueError: Two algorithms want different defaults for one hparam.
+            ValueError: Two algorithms have different defaults for one hparam.
         """
+        self.members.check(state)
+        return self.members.each(self._init, state, "init")
+
+    def _init(self, state: State) -> State:
         settings = (state.optimizer, *(dict(algorithm.config) for algorithm in self.algorithms))
         state = state.with_hparams(collect(settings, Hparam))
         fresh = [a for a in self.algorithms if a.name not in state.context.initialised]
@@ -262,7 +296,7 @@ class Step:
         return state.replace(**changes)
 
     def fire(self, event: Event | str, state: State) -> State:
-        """Lets the algorithms act at an event outside the program, such as EPOCH_END or EVAL_START.
+        """Let the algorithms act at an event outside the program, such as EPOCH_END or EVAL_START.
 
         Raises:
             ValueError: The event is part of the program (or INIT, for which there is `init`).
@@ -270,67 +304,66 @@ class Step:
         event = Event(event)
         if event in self.events or event is Event.INIT:
             raise ValueError(f"{event} fires inside the step{' (init)' if event is Event.INIT else ''}")
+        self.members.check(state)
+        is_timed = all(algorithm.predicate.at(event).is_timed for algorithm in self.algorithms)
+        if is_timed and not self._matched_now(event, state, self.algorithms):
+            return state
+        return self.members.each(lambda one: self._fire(event, one), state, str(event))
+
+    def _fire(self, event: Event, state: State) -> State:
         matched = self.order(self._matched_now(event, state, self.algorithms), event)
         if not matched:
             return state
         now, context = state.timestamp, state.context
-        clock = Clock.of(now, now, context.schedules, state.device, purpose=event.value)
-        inner = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
-        contract = Contract(inner)
-
-        def watch(algorithm: Algorithm, event: Event, before: State, after: State, code: int | None) -> None:
-            del code
-            contract.note(algorithm, event, before, after)
-
-        for algorithm in matched:
-            inner = application(algorithm, event, watch)(inner)
-        contract.check(inner)
-        return inner.replace(static=Static(inner.context.rested(), now), clock=None)
+        clock = Clock.of(now, now, context.schedules, state.device, domain=event.value)
+        start = state.replace(static=Static(context, SealedTime(now, now)), clock=clock)
+        contract = Contract(start)
+        end = in_order(lift(application(algorithm, event)) for algorithm in matched)(
+            Carry(start), Purpose(watch=contract)
+        ).state
+        contract.check(end)
+        return end.replace(static=Static(end.context.rested(), now), clock=None)
 
     def plan(self, state: State, batch: Any = None) -> Plan:
-        """Which algorithms act at which events for this state, in what order and why; prints as a table.
+        """Return which algorithms act at which events for this state, in what order and why; prints as a table.
 
         Args:
             state: The state; its time decides.
             batch: A batch, where a `match` asks for shapes.
         """
-        now = state.timestamp
+        self.members.check(state)
+        one, example = self.members.one(state), None if batch is None else self.members.example(batch)
+        now = one.timestamp
         later = now.advance() if self.has_advance else now
-        bits = self.matcher.schedule(state, batch, now, later)
+        bits = self.matcher.schedule(one, example, now, later)
 
         def matched(event: Event) -> Sequence[Algorithm]:
             if event in self.events:
                 return self.matcher.matched(bits, event, self.algorithms)
-            return self._matched_now(event, state, self.algorithms)
+            return self._matched_now(event, one, self.algorithms)
 
         return make_plan(self, matched, describe_moment(now))
 
     def order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-        """The order in which the passes let these algorithms act at an event."""
+        """Return the order in which the passes let these algorithms act at an event."""
         return self._order(matched, event)
 
     def replace(self, **changes: Any) -> "Step":
-        """The step with another program, other algorithms, passes or microbatches."""
-        given = {
-            "program": self.program,
-            "algorithms": self.algorithms,
-            "passes": self.passes,
-        }
-        if changes.keys().isdisjoint(("microbatches", "microbatch_size")):  # either takes the other's place
+        """Return the step with another program, other algorithms, passes, microbatches or members."""
+        members = changes.pop("members", self.members)
+        given = {"program": self.program, "algorithms": self.algorithms, "passes": self.passes}
+        if changes.keys().isdisjoint(("microbatches", "microbatch_size")):  # either replaces the other
             given |= {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
-        return compose(**{**given, **changes})
+        step = compose(**{**given, **changes})
+        return Step(step.program, step.algorithms, step.passes, step.cut, members)
 
     def _matched_now(self, event: Event, state: State, among: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-        """Those that act at an event outside the program; only this event is asked about."""
-        now = state.timestamp
-        matcher = self._outer_matchers.get(event)
-        if matcher is None:
-            matcher = self._outer_matchers[event] = Matcher(self.algorithms, [event])
+        """Return those that act at an event outside the program; only this event is asked about."""
+        now, known = state.timestamp, self._cache.outer_matchers
+        if event not in known:
+            known[event] = Matcher(self.algorithms, [event])
+        matcher = known[event]
         return matcher.matched(matcher.schedule(state, None, now, now), event, tuple(among))
-
-    def _remember(self, bits: int) -> Body:
-        body = self._bodies[bits] = self.body(self.units(bits))
-        return body
 
     def _warn_of_standing_time(self, start: State) -> None:
         """Epochs of unknown length are counted by whoever ends them; a plain loop that forgets it stands still."""
@@ -353,21 +386,24 @@ class Step:
             raise RuntimeError(f"{', '.join(missing)}: not initialised; call state = step.init(state) first")
         check_updates(self.program, context.trainable)
         check_layout(context.layout, self.algorithms)
-        self._ready = context
+        self._cache.ready = context
 
     def __deepcopy__(self, memo: Any) -> "Step":
         return self  # immutable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what the step consists of; see `purecompose.factory` for the algorithms."""
-        return Step, (self.program, self.algorithms, self.passes, self.microbatches, self.microbatch_size)
+        """Pickle the step's data; see `purecompose.factory` for the algorithms."""
+        return Step, (self.program, self.algorithms, self.passes, self.cut, self.members)
 
     def __repr__(self) -> str:
-        return f"Step({', '.join(map(repr, self.algorithms)) or 'no algorithms'})"
+        text = f"Step({', '.join(map(repr, self.algorithms)) or 'no algorithms'})"
+        for scope in walk(self.program):
+            text = scope.describe(text) if isinstance(scope, Scope) else text
+        return self.members.describe(text)
 
 
 def compose(
-    program: Iterable[Node],
+    program: Iterable[Node | StateFn | str],
     algorithms: Iterable[Algorithm] = (),
     *,
     passes: Iterable[Pass] = DEFAULT_PASSES,
@@ -414,7 +450,7 @@ def compose(
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
     for event in events_in_grad(nodes):
         check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
-    step = Step(nodes, chosen, ordering, microbatches, microbatch_size)
+    step = Step(nodes, chosen, ordering, Cut(microbatches, microbatch_size))
     if not any(event.is_eval or event.is_predict for event in step.events):
         for line in lacking_events(chosen, step.events):
             warn(f"{line}: it does nothing there. Put the event into the program; loop_events has all of them")

@@ -3,7 +3,7 @@
 import random as python_random
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,14 +11,14 @@ from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
 from purecompose._support.writes import storage_of
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.state import State
+from purecompose.core.state import State, fields_where
 from purecompose.nn.keyed.modules import UnkeyedRandomError
 from purecompose.time.event import Event
 
 
-__all__ = ["Contract", "ContractError", "FormError", "GlobalDrawError", "InPlaceError", "check_slots"]
+__all__ = ["Contract", "ContractError", "FormError", "GlobalDrawError", "InPlaceError", "Observe", "check_slots"]
 
-_LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
+_KEEP_FORM = fields_where(keeps_form=True)
 
 
 class ContractError(RuntimeError):
@@ -45,25 +45,46 @@ class FormError(ContractError):
     """What outlives a step changed its structure, shape or dtype, or is not what it has to be."""
 
 
+class Observe(Protocol):
+    """Called with each application of an algorithm: the state before, the state after, the exit code."""
+
+    def __call__(
+        self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None, /
+    ) -> None: ...
+
+
 class Contract:
     """Watches one step: nobody writes into what came in, and what outlives the step keeps its form."""
 
-    def __init__(self, start: State) -> None:
-        """Notes the form of the state, and the version and memory of each tensor."""
-        self._start = start
-        self._history: list[tuple[Algorithm, Event, State, State]] = []
+    def __init__(self, start: State, observe: Observe | None = None) -> None:
+        """Record the form of the state, and the version and memory of each tensor.
+
+        Args:
+            start: The state that the step starts from.
+            observe: Called with each application of an algorithm.
+        """
+        self._start, self._observe = start, observe
+        self._history: list[_Application] = []
         self._incoming = _incoming(start)
         self._marks = [_mark(tensor) for _, tensor in self._incoming]
         self._generators = _global_generators()
 
-    def note(self, algorithm: Algorithm, event: Event, before: State, after: State) -> None:
-        """Takes down one application.
+    def note(self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None) -> None:
+        """Record one application of an algorithm.
 
         Raises:
             InPlaceError, GlobalDrawError: It wrote into what the step was given, or drew without a key.
         """
-        self._history.append((algorithm, event, before, after))
-        self._check_input(f"{algorithm.name} at {event}", event)
+        where = f"{algorithm.name} at {event}"
+        self._history.append(_Application(where, event, _changed_forms(before, after), _new_metrics(before, after)))
+        self._check_input(where, event)
+        if self._observe is not None:
+            self._observe(algorithm, event, before, after, exit_code)
+
+    def refuse_observer(self, reason: str) -> None:
+        """Raise a `TypeError` where somebody observes the run."""
+        if self._observe is not None:
+            raise TypeError(reason)
 
     def check(self, end: State) -> None:
         """Compares the end of the step with its start.
@@ -79,9 +100,9 @@ class Contract:
             return
         path = next(p for p in {**before, **after} if before.get(p) != after.get(p))
         culprit, where = "the step itself", None
-        for algorithm, event, old, new in self._history:
-            if _specs(old).get(path) != _specs(new).get(path):
-                culprit, where = f"{algorithm.name} at {event}", event
+        for application in self._history:
+            if path in application.changed_forms:
+                culprit, where = application.where, application.event
         raise FormError(
             f"{culprit} changed state.{path} from {before.get(path, 'absent')} to {after.get(path, 'absent')}: "
             f"a step keeps the structure, shapes and dtypes of what outlives it; {_remedy(path, where)}",
@@ -120,12 +141,10 @@ class Contract:
         for name, metric in end.metrics.items():
             if isinstance(metric, Tensor) or metric is self._start.metrics.get(name):
                 continue
-            made = [
-                (f"{algorithm.name} at {event}", event)
-                for algorithm, event, old, new in self._history
-                if name in new.metrics and new.metrics[name] is not old.metrics.get(name)
-            ]
-            culprit, where = made[-1] if made else ("a stage of the program", None)
+            culprit, where = "a stage of the program", None
+            for application in self._history:
+                if name in application.new_metrics:
+                    culprit, where = application.where, application.event
             raise FormError(
                 f"state.metrics[{name!r}]: expected a tensor, got {shown(metric)} from {culprit}: observers read "
                 "tensors; write torch.full((), number, device=state.device) for a number",
@@ -162,6 +181,30 @@ class Contract:
             )
 
 
+class _Application(NamedTuple):
+    """What the contract remembers of one application of an algorithm: no tensors, which may be those of a `vmap`."""
+
+    where: str
+    event: Event
+    changed_forms: frozenset[str]
+    new_metrics: frozenset[str]
+
+
+def _changed_forms(before: State, after: State) -> frozenset[str]:
+    """Return the key paths of what has another structure, shape or dtype."""
+    found: set[str] = set()
+    for name in _KEEP_FORM:
+        old, new = getattr(before, name), getattr(after, name)
+        if old is not new:
+            ours, theirs = _specs_of(name, old), _specs_of(name, new)
+            found |= {path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)}
+    return frozenset(found)
+
+
+def _new_metrics(before: State, after: State) -> frozenset[str]:
+    return frozenset(name for name, value in after.metrics.items() if value is not before.metrics.get(name))
+
+
 def _remedy(path: str, where: Event | None) -> str:
     if where is None and path.startswith("buffers"):
         return "if forward gives a buffer its shape, run the network once on a batch before State.create"
@@ -181,7 +224,7 @@ def check_slots(state: State) -> None:
 def _incoming(state: State) -> list[tuple[str, Tensor]]:
     found = [
         (f"{name}{path}", leaf)
-        for name in (*_LASTING, "key")
+        for name in (*_KEEP_FORM, "key")
         for path, leaf in tree.leaves_with_paths(getattr(state, name)).items()
         if isinstance(leaf, Tensor)
     ]
@@ -203,7 +246,7 @@ def _mark(tensor: Tensor) -> tuple[int | None, int]:
 
 
 def _specs(state: State) -> dict[str, Any]:
-    return {path: spec for name in _LASTING for path, spec in _specs_of(name, getattr(state, name)).items()}
+    return {path: spec for name in _KEEP_FORM for path, spec in _specs_of(name, getattr(state, name)).items()}
 
 
 def _specs_of(name: str, value: Any) -> dict[str, Any]:

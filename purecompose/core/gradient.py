@@ -10,18 +10,18 @@ weight decay, momentum and Adam move its parameter.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from purecompose import batch as batches, losses
 from purecompose._support.functorch import is_fake, is_transforming
-from purecompose.core.state import State
+from purecompose.core.operation import Carry
+from purecompose.core.state import State, fields_where
 
 
 __all__ = [
-    "Op",
     "averaged",
     "averaged_by_name",
     "averaged_grads",
@@ -30,8 +30,6 @@ __all__ = [
     "num_terms",
     "wants_outer_gradient",
 ]
-
-Op: TypeAlias = Callable[[State], State]
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:
@@ -55,16 +53,16 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
     return False
 
 
-def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
-    """Runs the body and adds the gradients of its loss in the named parameters; those it does not reach have none.
+def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> Carry:
+    """Run the body and add the gradients of its loss in the named parameters; those it does not reach have none.
 
     Args:
         body: Sets `loss`, a 0-d tensor.
-        state: Supplies everything; its parameters and batch are those of the result.
+        carry: Where the body starts; the parameters and batch of its state are those of the result.
         names: The parameters to differentiate in, at least one.
 
     Returns:
-        The body's state with `grads`. What the body set (loss, outputs, buffers, slots, ...) is cut off from the
+        The body's end with `grads`. What the body set (loss, outputs, buffers, slots, ...) is cut off from the
         graph unless the caller differentiates through the step.
 
     Raises:
@@ -78,13 +76,14 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
         )
     if not names:
         raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
+    state = carry.state
     # A step turns grad mode off unless somebody differentiates through it.
     is_differentiated = torch.is_grad_enabled() or is_transforming()
     engine = _with_functorch if is_differentiated else _with_autograd
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     with torch.enable_grad(), state.model.skeleton(train=True).held():
         try:
-            result, grads = engine(body, state, names)
+            end, grads = engine(body, carry, names)
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise
@@ -94,7 +93,7 @@ def differentiate(body: Op, state: State, names: tuple[str, ...]) -> State:
             ) from error
     if state.grads:
         grads = {**state.grads, **grads}
-    return result.replace(params=state.params, batch=state.batch, grads=grads)
+    return end._replace(state=end.state.replace(params=state.params, batch=state.batch, grads=grads))
 
 
 def averaged_by_name(
@@ -164,23 +163,28 @@ def check_terms(state: State) -> None:
         state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)
 
 
-def _with_autograd(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
+def _with_autograd(
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]
+) -> tuple[Carry, dict[str, Tensor]]:
+    state = carry.state
     leaves = {name: state.params[name].detach().requires_grad_() for name in names}
-    result = body(state.replace(params={**state.params, **leaves}, loss=None))
-    grads = _grads(result.loss, leaves)
-    cut = {name: _detached(value) for name, value in _set_by_body(state, result).items()}
-    return result.replace(**cut), grads
+    end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
+    grads = _grads(end.state.loss, leaves)
+    cut = {name: _detached(value) for name, value in _set_by_body(state, end.state).items()}
+    return end._replace(state=end.state.replace(**cut)), grads
 
 
-def _with_functorch(body: Op, state: State, names: tuple[str, ...]) -> tuple[State, dict[str, Tensor]]:
-    results: list[State] = []
+def _with_functorch(
+    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]
+) -> tuple[Carry, dict[str, Tensor]]:
+    state, ends = carry.state, []
 
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-        result = body(state.replace(params={**state.params, **leaves}, loss=None))
-        grads = _grads(result.loss, leaves, create_graph=True)
-        results.append(result)
+        end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
+        grads = _grads(end.state.loss, leaves, create_graph=True)
+        ends.append(end)
         # What a transform returns must come out through its result, which takes tensors only.
-        return grads, tuple(batches.tensors(_set_by_body(state, result)))
+        return grads, tuple(batches.tensors(_set_by_body(state, end.state)))
 
     if state.clock is not None:
         _ = state.clock.values  # made when first read: within the transform it would outlive that as a dead wrapper
@@ -188,8 +192,9 @@ def _with_functorch(body: Op, state: State, names: tuple[str, ...]) -> tuple[Sta
     # tells apart what the loss does not reach; torch.func.grad would fill in zeros.
     leaves = {name: state.params[name] for name in names}
     grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
-    (result,), fresh = results, iter(tensors)
-    return result.replace(**batches.map_tensors(lambda _: next(fresh), _set_by_body(state, result))), grads
+    (end,), fresh = ends, iter(tensors)
+    values = batches.map_tensors(lambda _: next(fresh), _set_by_body(state, end.state))
+    return end._replace(state=end.state.replace(**values)), grads
 
 
 def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:
@@ -199,15 +204,14 @@ def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) 
     return {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
 
 
-# All that a body can replace and keep; parameters and the batch are the caller's again.
-_CARRIED = ("loss", "outputs", "buffers", "slots", "metrics", "hparams", "opt_state", "key")
+_LEAVE_GRAD = fields_where(leaves_grad=True)
 
 
 def _set_by_body(before: State, after: State) -> dict[str, Any]:
     """The fields that the body replaced: only these can hang on its graph."""
     new = after.__dict__
     # What neither has looked up yet (see `State.__getattr__`) was not replaced.
-    found = {name: new[name] for name in _CARRIED if name in new and new[name] is not getattr(before, name)}
+    found = {name: new[name] for name in _LEAVE_GRAD if name in new and new[name] is not getattr(before, name)}
     return {**found, "loss": after.loss}
 
 

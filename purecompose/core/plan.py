@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 from purecompose._support.table import table
 from purecompose.core.algorithm import Algorithm
-from purecompose.core.loop import events_in, loop_events
+from purecompose.core.loop import loop_events
 from purecompose.core.passes import Pass, precedes, run_pass, set_filo_order
+from purecompose.core.scopes import events_in
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 

@@ -29,12 +29,44 @@ from purecompose.time import RunLength, Time, Timestamp
 from purecompose.time.units import named_time
 
 
-__all__ = ["State", "check_single"]
+__all__ = ["NO_TEMPORARY", "FieldInfo", "State", "check_single", "fields_where"]
 
 
-def _nothing() -> Any:
-    """A field's default that is no attribute of the class, so that `State.__getattr__` is asked for absent ones."""
+@dataclass(frozen=True)
+class FieldInfo:
+    """What holds for one field of `State`; the only place where it is declared."""
+
+    persists: bool = False
+    """It is part of the state between steps and of checkpoints; otherwise it is `None` there."""
+    keeps_form: bool = False
+    """No step changes its structure, shapes or dtypes, so compiled steps may write new values into its memory."""
+    leaves_grad: bool = False
+    """What the body of a `Grad` sets in it stays; otherwise it has its earlier value after the scope."""
+    holds_values: bool = True
+    """It holds what algorithms read and write, and is compared when they are traced and tested."""
+
+
+def _field(info: FieldInfo, default_factory: Callable[[], Any] | None = None) -> Any:
+    """Return a dataclass field that carries its properties; a default comes from a function.
+
+    The default is not an attribute of the class, so that `State.__getattr__` is asked for absent fields.
+    """
+    metadata = {"info": info}
+    return (
+        field(metadata=metadata)
+        if default_factory is None
+        else field(default_factory=default_factory, metadata=metadata)
+    )
+
+
+def _none() -> None:
     return None
+
+
+_DONATED = FieldInfo(persists=True, keeps_form=True, leaves_grad=True)
+_REPORT = FieldInfo(persists=True, leaves_grad=True)
+_TEMPORARY = FieldInfo()
+_HIDDEN = FieldInfo(holds_values=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,34 +76,34 @@ class State:
     Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are no leaves.
     """
 
-    params: dict[str, Tensor]
-    """Parameters by qualified name."""
-    buffers: dict[str, Tensor]
-    """Buffers by qualified name."""
-    opt_state: Any
-    """The optimizer's pytree."""
-    slots: dict[str, Any]
-    """What each algorithm remembers, by its name."""
-    hparams: dict[str, Tensor]
-    """Named scalars, 0-d float32."""
-    key: Tensor
-    """The run's root key, int64 of shape (2,)."""
     static: Static
-    loss: Tensor | None = field(default_factory=_nothing)
+    params: dict[str, Tensor] = _field(FieldInfo(persists=True, keeps_form=True))
+    """Parameters by qualified name."""
+    buffers: dict[str, Tensor] = _field(_DONATED)
+    """Buffers by qualified name."""
+    opt_state: Any = _field(_DONATED)
+    """The optimizer's pytree."""
+    slots: dict[str, Any] = _field(_DONATED)
+    """What each algorithm remembers, by its name."""
+    hparams: dict[str, Tensor] = _field(_DONATED)
+    """Named scalars, 0-d float32."""
+    key: Tensor = _field(_REPORT)
+    """The run's root key, int64 of shape (2,)."""
+    loss: Tensor | None = _field(_REPORT, _none)
     """The last step's loss, 0-d, NaN before the first; reading its value waits for the device."""
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor] = _field(_REPORT, dict)
     """What algorithms report of the last step; nothing reads it back."""
-    batch: Any = field(default_factory=_nothing)
+    batch: Any = _field(_TEMPORARY, _none)
     """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
-    outputs: Any = field(default_factory=_nothing)
+    outputs: Any = _field(FieldInfo(leaves_grad=True), _none)
     """Inside a step: what the model returned; after `Microbatches` the last slice's."""
-    grads: dict[str, Tensor] | None = field(default_factory=_nothing)
+    grads: dict[str, Tensor] | None = _field(_TEMPORARY, _none)
     """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
-    clock: Clock | None = field(default_factory=_nothing)
+    clock: Clock | None = _field(_HIDDEN, _none)
     """Inside a step: the time, as tensors."""
-    first_example: Any = field(default_factory=_nothing)
+    first_example: Any = _field(_HIDDEN, _none)
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
-    regrad: Regrad | None = field(default_factory=_nothing)
+    regrad: Regrad | None = _field(_HIDDEN, _none)
     """Inside a step, after its gradients: see `gradient`. A pytree node."""
 
     @classmethod
@@ -304,7 +336,7 @@ class State:
         """
         if self.clock is None:
             return random.Rng(self.key, draw=random.salt(name), example=0, batch=self.timestamp.batch)
-        names = (self.clock.purpose, name) if self.clock.purpose else (name,)
+        names = (self.clock.domain, name) if self.clock.domain else (name,)
         return random.Rng(self.key, draw=random.salt(*names), example=0, batch=self.clock.draw)
 
     def example_rng(self, name: str) -> random.Rng:
@@ -394,7 +426,25 @@ class State:
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(State))
-_TENSOR_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name != "static")
+_INFO: dict[str, FieldInfo] = {
+    field.name: field.metadata["info"] for field in dataclasses.fields(State) if "info" in field.metadata
+}
+_TENSOR_FIELDS = tuple(_INFO)
+
+
+def fields_where(**properties: bool) -> tuple[str, ...]:
+    """Return the names of the fields with these properties (see `FieldInfo`), in the order of `State`.
+
+    Example:
+        >>> fields_where(persists=True, keeps_form=False)
+        ('key', 'loss', 'metrics')
+    """
+    wanted = properties.items()
+    return tuple(name for name, info in _INFO.items() if all(getattr(info, key) is value for key, value in wanted))
+
+
+NO_TEMPORARY: dict[str, None] = dict.fromkeys(fields_where(persists=False))
+"""The temporary fields as they are between steps."""
 
 
 def check_single(state: State, where: str, remedy: str) -> None:

@@ -8,25 +8,13 @@ from purecompose import tree
 from purecompose._support.table import table
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step
-from purecompose.core.state import State
+from purecompose.core.state import State, fields_where
 from purecompose.time.event import Event
 
 
 __all__ = ["Trace", "TraceEntry", "traced"]
 
-_WATCHED = (
-    "params",
-    "buffers",
-    "opt_state",
-    "slots",
-    "hparams",
-    "key",
-    "loss",
-    "metrics",
-    "batch",
-    "outputs",
-    "grads",
-)
+_COMPARED = fields_where(holds_values=True)
 
 
 class TraceEntry(NamedTuple):
@@ -126,7 +114,7 @@ def _entry(name: str, event: Event, records: list["_Record"], order: list[str]) 
 
 def _changed(before: State, after: State) -> tuple[str, ...]:
     found = []
-    for name in _WATCHED:
+    for name in _COMPARED:
         old, new = getattr(before, name), getattr(after, name)
         if old is new:
             continue

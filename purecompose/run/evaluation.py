@@ -162,7 +162,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
                     f"({type(evaluator.data).__name__}), and goes on: give num_batches if they have no end"
                 )
             for part in _slices(evaluator, state, batch):
-                inner = step.fold(current, part, purpose="eval", draw=num_folds)
+                inner = step.fold(current, part, domain="eval", draw=num_folds)
                 count = None if state.context.layout.is_rows else step.num_examples(state, part)
                 totals = {
                     name: _each(counting(metric, count), state)(totals[name], inner.outputs, read_by(metric, inner))
@@ -195,7 +195,7 @@ def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> l
     with torch.no_grad():
         current = inner.fire(Event.PREDICT_START, state)
         for batch in prefetch(fixed_batches(data, state.key), state.device):
-            folded = inner.fold(current, batch, purpose="predict", draw=len(outputs))
+            folded = inner.fold(current, batch, domain="predict", draw=len(outputs))
             outputs.append(folded.outputs)
             current = inner.finish(folded)
         inner.fire(Event.PREDICT_END, current)

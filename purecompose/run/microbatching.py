@@ -6,7 +6,7 @@ import torch
 
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
-from purecompose.core.loop import Cut
+from purecompose.core.cut import Cut
 from purecompose.core.state import State
 from purecompose.transforms.compilation import CompiledStep
 

@@ -13,8 +13,10 @@ import torch
 from purecompose import batch as batches
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
-from purecompose.core.loop import Program, loop_events
+from purecompose.core.loop import loop_events
+from purecompose.core.operation import Node
 from purecompose.core.passes import DEFAULT_PASSES, Pass
+from purecompose.core.scopes import StateFn
 from purecompose.core.state import State
 from purecompose.testing.companions import COMPANIONS
 from purecompose.testing.tasks import TASKS, Task
@@ -90,7 +92,7 @@ class Case:
         *algorithms: Algorithm,
         microbatches: int | None = None,
         passes: Iterable[Pass] = DEFAULT_PASSES,
-        program: Program = loop_events,
+        program: Iterable[Node | StateFn | str] = loop_events,
     ) -> Step:
         """The training step with these algorithms and the companions."""
         slices = self.microbatches if microbatches is None else microbatches

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.contract import FormError
-from purecompose.core.loop import events_in, loop_events
+from purecompose.core.loop import loop_events
+from purecompose.core.scopes import events_in
 from purecompose.testing.case import Case
 from purecompose.testing.process import process_restored
 from purecompose.testing.subject import Subject

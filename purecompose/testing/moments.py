@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from purecompose.core.loop import events_in, loop_events
+from purecompose.core.loop import loop_events
+from purecompose.core.scopes import events_in
 from purecompose.schedule import collect
 from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event

@@ -10,7 +10,7 @@ from torch import Tensor
 from purecompose.core.compose import Step
 from purecompose.core.ranks import Ranks
 from purecompose.testing.process import as_rank
-from purecompose.transforms.data_parallel import DataParallel
+from purecompose.transforms.data_parallel import shared_program
 
 
 __all__ = ["played"]
@@ -18,7 +18,7 @@ __all__ = ["played"]
 T = TypeVar("T")
 
 
-def played(step: Step, size: int) -> Callable[[Callable[[DataParallel], T]], list[T]]:
+def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
     """Plays the processes of `data_parallel(step)` one after the other.
 
     One that needs a number of the others is given up, and begins anew when all have got so far: what it does is a
@@ -38,9 +38,12 @@ def played(step: Step, size: int) -> Callable[[Callable[[DataParallel], T]], lis
         >>> play(lambda step: step.ranks.sums([torch.tensor(1.0 + step.ranks.rank)]))
         [[tensor(3.)], [tensor(3.)]]
     """
-    casts = [DataParallel(step, _Part("", rank, size), is_checked=True) for rank in range(size)]
+    casts = [
+        step.replace(program=shared_program(step.program, _Part("", rank, size), is_checked=True))
+        for rank in range(size)
+    ]
 
-    def play(act: Callable[[DataParallel], T]) -> list[T]:
+    def play(act: Callable[[Step], T]) -> list[T]:
         answers: list[list[Tensor]] = []
         while True:
             ends, questions = [], []

@@ -9,8 +9,9 @@ from purecompose.core.algorithm import Algorithm
 from purecompose.core.application import applied
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.loop import Grad, Microbatches, Node, Op, Program
-from purecompose.core.state import State
+from purecompose.core.operation import Node
+from purecompose.core.scopes import Grad, Microbatches, Program, StateFn
+from purecompose.core.state import State, fields_where
 from purecompose.testing.law import Broken
 from purecompose.testing.outer import after_batch, begun, ended
 from purecompose.testing.process import process_settings
@@ -36,14 +37,11 @@ __all__ = [
     "snapshot",
 ]
 
-_INSIDE = ("batch", "outputs", "grads")
-_NO_VALUES = ("static", "clock", "first_example", "regrad")
-
-STEP_FIELDS = tuple(f.name for f in dataclasses.fields(State) if f.name not in _NO_VALUES)
+STEP_FIELDS = fields_where(holds_values=True)
 """What a state holds inside a step."""
-LASTING = tuple(name for name in STEP_FIELDS if name not in _INSIDE)
+LASTING = fields_where(persists=True)
 """What a state holds between steps."""
-FORMED = tuple(name for name in LASTING if name not in ("loss", "metrics"))
+FORMED = (*fields_where(keeps_form=True), "key")
 """What keeps its form all through a run."""
 CONTEXT = tuple(f.name for f in dataclasses.fields(Context) if f.init and f.name not in ("initialised", "schedules"))
 """What of the static part is an algorithm's to change; the step writes the rest down itself."""
@@ -233,7 +231,7 @@ def snapshot(state: State, fields: Sequence[str] = LASTING) -> State:
     return state.replace(**{field: copied(getattr(state, field)) for field in fields})
 
 
-def inserted(program: Sequence[Node], after: Callable[[Node], Op | None]) -> Program:
+def inserted(program: Sequence[Node], after: Callable[[Node], StateFn | None]) -> Program:
     """The program with a stage of one's own after each node for which `after(node)` gives one, inside scopes too."""
     nodes: list[Node] = []
     for node in program:

@@ -6,6 +6,7 @@ name, so that no list of pairs can fall out of step with the members.
 
 import difflib
 import enum
+from typing import Any
 
 
 __all__ = ["Event"]
@@ -132,6 +133,10 @@ class Event(enum.Enum):
     def is_predict(self) -> bool:
         """Whether the event belongs to prediction."""
         return self.name.startswith("PREDICT_")
+
+    def lower(self, place: Any) -> Any:
+        """Return the operations of the algorithms that act here; see `purecompose.core.operation.Place`."""
+        return place.at(self)
 
     @property
     def sees_new_time(self) -> bool:

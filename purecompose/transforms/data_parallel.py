@@ -9,6 +9,9 @@ number of them, as for any number of microbatches.
 import pickle
 import re
 import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,73 +20,97 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import shown
-from purecompose.core.application import Observe
-from purecompose.core.compose import Prepared, Step
-from purecompose.core.loop import Grad, Microbatches, Program
+from purecompose._support.functorch import is_fake
+from purecompose.core.compose import Step
+from purecompose.core.members import SINGLE
+from purecompose.core.operation import Carry, Lowered, Operation, Place, Purpose
 from purecompose.core.ranks import WATCHES, Ranks
-from purecompose.core.state import State
-from purecompose.transforms.lease import LASTING
+from purecompose.core.scopes import (
+    Grad,
+    Microbatches,
+    Program,
+    Scope,
+    matching_params,
+    repeatable,
+    walk,
+    with_own_gradients,
+)
+from purecompose.core.slices import check_rows, has_mean
+from purecompose.core.state import State, fields_where
 from purecompose.transforms.rank_timeouts import naming_late_ranks
 
 
-__all__ = ["DataParallel", "data_parallel"]
+__all__ = ["Shared", "data_parallel", "shared_program"]
 
 
-class DataParallel(Step):
-    """A training step of several processes; made by `data_parallel`.
+@dataclass(frozen=True, init=False, repr=False)
+class Shared(Scope):
+    """Run the body, a `Microbatches`, on this process's part of the batch, and average what all processes have found.
 
-    Attributes:
-        step: The step of one process.
+    Args:
+        body: The `Microbatches` whose batch is divided.
+        ranks: The processes; `None` where there is one.
+        is_checked: Whether they are known to have the same states and batches, and to send messages of one form.
     """
 
-    def __init__(self, step: Step, ranks: Ranks | None, *, is_checked: bool = False) -> None:
-        """Takes checked arguments, as `data_parallel` does; without ranks it is the step.
+    body: Program
+    ranks: Ranks | None
+    is_checked: bool
 
-        Args:
-            step: The step of one process.
-            ranks: The processes.
-            is_checked: Whether they are known to have the same states and batches, and to send messages of one form.
-        """
-        super().__init__(step.program, step.algorithms, step.passes, step.microbatches, step.microbatch_size)
-        self.step, self.ranks = step, ranks
-        self._checked_epoch: int | None = None
-        self._checks = ranks is not None and not is_checked
+    def __init__(self, *body: Any, ranks: Ranks | None, is_checked: bool = False) -> None:
+        # The epoch in which states were last compared; nothing in it changes a result.
+        super().__init__(*body, ranks=ranks, is_checked=is_checked or ranks is None, _compared={})
 
-    def prepare(self, state: State, batch: Any, *, purpose: str = "", draw: int | None = None) -> Prepared:
-        """As a step does.
+    def lower(self, place: Place) -> Sequence[Lowered]:
+        """Return the scope as one operation."""
+        ranks = self.ranks
+        if ranks is None:
+            return place.lower(self.body)
+        (inner,) = place._replace(is_shared=True).lower(self.body)
+        wrt = [node.wrt for node in walk(self.body) if isinstance(node, Grad)]
+        build = inner.with_slices
+        assert build is not None, "what several processes share is cut into slices"
+
+        def with_slices(transform: Callable[[Operation], Operation]) -> Operation:
+            on_part = build(transform)
+
+            def run(carry: Carry, purpose: Purpose) -> Carry:
+                return _run_shared(on_part, carry, purpose, ranks, wrt)
+
+            return repeatable(with_own_gradients(run), ranks)
+
+        return [inner._replace(run=with_slices(lambda body: body), with_slices=with_slices)]
+
+    def guard(self, step: Step, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
+        """Return a context that names ranks that do not answer; compare what all have, once an epoch.
 
         Raises:
             ValueError: In the first step, and in the first of each epoch: the processes have different states, batches
                 or settings.
         """
-        prepared = super().prepare(state, batch, purpose=purpose, draw=draw)
-        if self._checks and self._checked_epoch != state.timestamp.epoch:
-            with naming_late_ranks(self.ranks, state.timestamp.batch):
-                _check_alike(self, state, batch)
-            self._checked_epoch = state.timestamp.epoch
-        return prepared
+        if self.ranks is None:
+            return None
+        return self._guarded(self.ranks, step, state, batch, is_first)
 
-    def fold(self, state: State, batch: Any, observe: Observe | None = None, **options: Any) -> State:
-        """As a step does.
+    @contextmanager
+    def _guarded(self, ranks: Ranks, step: Step, state: State, batch: Any, is_first: bool) -> Iterator[None]:
+        epoch, compared = state.timestamp.epoch, vars(self)["_compared"]
+        with naming_late_ranks(ranks, state.timestamp.batch):
+            if not self.is_checked and compared.get("epoch") != epoch:
+                _check_alike(ranks, step, state, batch)
+                compared["epoch"] = epoch
+            token = WATCHES.set(is_first and not self.is_checked)
+            try:
+                yield
+            finally:
+                WATCHES.reset(token)
 
-        Raises:
-            RankTimeoutError: Another process does not answer.
-        """
-        with naming_late_ranks(self.ranks, state.timestamp.batch if isinstance(state, State) else -1):
-            return super().fold(state, batch, observe, **options)
+    def describe(self, step: str) -> str:
+        """Return the text that prints a step whose program holds the scope."""
+        return f"data_parallel({step}, size={1 if self.ranks is None else self.ranks.size})"
 
-    def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
-        """As a step does; messages between processes are compared before they are sent."""
-        token = WATCHES.set(self._checks)
-        try:
-            return super().run_checked(bits, start, observe)
-        finally:
-            WATCHES.reset(token)
-
-    def replace(self, **changes: Any) -> Step:
-        """The step of several processes with these changes; a program that divides nothing is one process's alone."""
-        step = self.step.replace(**changes)
-        return DataParallel(step, self.ranks, is_checked=not self._checks) if _is_divided(step.program) else step
+    def __repr__(self) -> str:
+        return f"Shared({', '.join(map(repr, self.body))}, size={1 if self.ranks is None else self.ranks.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise pickle.PicklingError(
@@ -91,12 +118,84 @@ class DataParallel(Step):
             "and call data_parallel(step) in each process"
         )
 
-    def __repr__(self) -> str:
-        return f"data_parallel({self.step!r}, size={1 if self.ranks is None else self.ranks.size})"
+
+def _run_shared(operation: Operation, carry: Carry, purpose: Purpose, ranks: Ranks, wrt: Sequence[str | None]) -> Carry:
+    """Run the operation on this rank's part of the batch, and put together what all ranks have found.
+
+    Args:
+        operation: Runs on a part of the batch.
+        carry: The same on all ranks.
+        purpose: What the run is for.
+        ranks: The processes.
+        wrt: The patterns of the gradients that the operation takes.
+    """
+    if purpose.sharing == "none":
+        return operation(carry, purpose)
+    state = carry.state
+    if purpose.watch is not None:
+        check_rows(state)
+    share = ranks.share(state.batch, state.context.layout)
+    first = share.first_example if state.first_example is None else state.first_example + share.first_example
+    end = operation(Carry(state.replace(batch=share.batch, first_example=first), carry.used), purpose)
+    after = end.state.replace(batch=state.batch, first_example=state.first_example)
+    if purpose.sharing == "own":
+        return Carry(after, end.used, carry.terms)
+    for name in ("params", "opt_state", "hparams", "key"):
+        if getattr(after, name) is not getattr(state, name):
+            raise RuntimeError(
+                f"data_parallel: {name} changed between BEFORE_FORWARD and AFTER_BACKWARD, where each process sees its "
+                "own part of the batch, and states would come apart: change it at AFTER_TRAIN_BATCH or later; an "
+                "update belongs after Microbatches"
+            )
+    weight = share.num_examples if end.terms is None or not share.num_examples else end.terms
+    names = [name for pattern in wrt for name in matching_params(state.context.trainable, pattern)]
+    after = _averaged_over_ranks(state, after, names, weight, ranks)
+    if not purpose.is_again:
+        after = after.replace(
+            buffers=ranks.with_buffers(state.buffers, after.buffers, share.num_examples),
+            slots=ranks.with_slots(state.slots, after.slots, counts=share.num_examples > 0),
+        )
+    return Carry(after, end.used, carry.terms)
 
 
-def data_parallel(step: Step, mesh: Any = None) -> DataParallel:
-    """A step that several processes compute together: `step(state, batch)` on each of them, with the same arguments.
+def _averaged_over_ranks(
+    before: State, after: State, names: Sequence[str], weight: int | Tensor, ranks: Ranks
+) -> State:
+    """Return the state with loss, gradients and new metrics averaged over the ranks.
+
+    Args:
+        before: The state before the ranks' parts.
+        after: The state after this rank's part.
+        names: The parameters that the part differentiates in, the same on all ranks.
+        weight: What this rank's part counts.
+        ranks: The processes.
+    """
+    new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
+    found: dict[str, Any] = {"metrics": {name: value for name, value in new.items() if has_mean(value)}}
+    if after.loss is not None:
+        found["loss"] = after.loss
+    own = after.grads or {}
+    # A part may reach parameters that others do not, and all ranks must send the same. Traced steps cannot tell the
+    # difference, and need not: all ranks have one graph.
+    flags = None
+    if own and not is_fake(before.key):
+        found["grads"] = {**{name: torch.zeros_like(before.params[name]) for name in names}, **own}
+        is_reached = torch.tensor([name in own for name in found["grads"]])
+        flags = is_reached.to(before.device, non_blocking=True)
+    elif own:
+        found["grads"] = own
+    leaves, spec = tree.flatten(found)
+    averages, count = ranks.means_and_count(leaves, weight, flags)
+    means = tree.unflatten(spec, averages)
+    # Where this rank's part reaches all of them, there is no need to wait for the device to read the flags.
+    if count is not None and len(own) < len(count):
+        reached = zip(means["grads"].items(), count.tolist(), strict=True)
+        means["grads"] = {name: grad for (name, grad), num_ranks in reached if num_ranks}
+    return after.replace(**{**means, "metrics": {**after.metrics, **means["metrics"]}})
+
+
+def data_parallel(step: Step, mesh: Any = None) -> Step:
+    """Return a step that several processes compute together, each calling `step(state, batch)` with the same arguments.
 
     Each process computes the part of the batch that falls to it, and gets the state that one process would have got
     from all of it, but for rounding. Batches need not divide evenly. What is drawn for an example does not depend on
@@ -131,14 +230,37 @@ def data_parallel(step: Step, mesh: Any = None) -> DataParallel:
         data_parallel(Step(no algorithms), size=1)
         >>> dist.destroy_process_group()
     """
-    if type(step) is not Step:
-        raise TypeError(
-            f"data_parallel: expected a step made by compose, got {type(step).__name__}; it is compiled afterwards, "
-            "compile(data_parallel(step)), and members of a population train in one process"
+    if not isinstance(step, Step):
+        raise TypeError(f"data_parallel: expected a step made by compose, got {type(step).__name__}")
+    if step.members is not SINGLE:
+        raise ValueError(f"data_parallel: members of a population train in one process, got {step!r}")
+    return step.replace(program=shared_program(step.program, _ranks(mesh)))
+
+
+def shared_program(program: Program, ranks: Ranks | None, *, is_checked: bool = False) -> Program:
+    """Return a program in which several processes share the batch of each `Microbatches`.
+
+    Args:
+        program: A program for one process.
+        ranks: The processes.
+        is_checked: As for `Shared`.
+
+    Raises:
+        ValueError: The program is shared already, or there is a gradient outside of `Microbatches`, or nothing to
+            divide.
+    """
+    if any(isinstance(node, Shared) for node in program):
+        raise ValueError("data_parallel: the step's batch is divided among processes already")
+    if any(isinstance(node, Grad) for node in program):
+        raise ValueError(
+            "data_parallel: a Grad in the program is not inside of Microbatches(...), which is what processes divide: "
+            "each would compute it for the whole batch. Put Microbatches around it"
         )
-    if not _is_divided(step.program):
+    if not any(isinstance(node, Microbatches) for node in program):
         raise ValueError("data_parallel: the program has no Microbatches(...), so there is nothing to divide")
-    return DataParallel(step, _ranks(mesh))
+    return tuple(
+        Shared(node, ranks=ranks, is_checked=is_checked) if isinstance(node, Microbatches) else node for node in program
+    )
 
 
 def _ranks(mesh: Any) -> Ranks | None:
@@ -160,20 +282,9 @@ def _ranks(mesh: Any) -> Ranks | None:
     return Ranks(group.group_name, rank, group.size()) if group.size() > 1 else None
 
 
-def _is_divided(program: Program) -> bool:
-    """Whether there is something to divide; raises a `ValueError` for a gradient outside of `Microbatches`."""
-    if any(isinstance(node, Grad) for node in program):
-        raise ValueError(
-            "data_parallel: a Grad in the program is not inside of Microbatches(...), which is what processes divide: "
-            "each would compute it for the whole batch. Put Microbatches around it"
-        )
-    return any(isinstance(node, Microbatches) for node in program)
-
-
-def _check_alike(step: DataParallel, state: State, batch: Any) -> None:
-    """Compares settings, states and batches by sums of their bits."""
-    ranks, context = step.ranks, state.context
-    assert ranks is not None
+def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
+    """Compare settings, states and batches by sums of their bits."""
+    context = state.context
     settings = (
         [(algorithm.name, dict(algorithm.config)) for algorithm in step.algorithms],
         *(step.microbatches, step.microbatch_size, state.optimizer, context.trainable, context.precision),
@@ -181,7 +292,10 @@ def _check_alike(step: DataParallel, state: State, batch: Any) -> None:
     )
     # Functions print with their addresses.
     words = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))
-    parts = {"batch": batches.tensors(batch), **{name: tree.leaves(getattr(state, name)) for name in ("key", *LASTING)}}
+    parts = {
+        "batch": batches.tensors(batch),
+        **{name: tree.leaves(getattr(state, name)) for name in ("key", *fields_where(keeps_form=True))},
+    }
     found = [_digest(leaves, state.device) for leaves in parts.values()]
     found.append(torch.tensor(zlib.crc32(words.encode()), device=state.device))
     for name, agrees in zip([*parts, "settings"], ranks.agree(found), strict=True):

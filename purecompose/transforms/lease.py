@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from purecompose._support.functorch import plainly
+from purecompose.core.state import fields_where
 from purecompose.time import Timestamp
 from purecompose.transforms.form import Form
 
 
 __all__ = ["LASTING", "Lane", "Lease", "SpentStateError"]
 
-LASTING = ("params", "buffers", "opt_state", "slots", "hparams")
+LASTING = fields_where(keeps_form=True)
 """The fields that lie in a lane: what outlives a step and changes in it."""
 
 

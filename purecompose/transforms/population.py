@@ -7,6 +7,7 @@ do, with the same draws.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,177 +15,56 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose._support.checks import check_whole
-from purecompose.core.application import Observe
-from purecompose.core.compose import Prepared, Step
+from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.folding import Body, Notes, Unit, in_turn
-from purecompose.core.plan import Plan
-from purecompose.core.state import State
+from purecompose.core.members import SINGLE
+from purecompose.core.operation import Carry, Lowered, Operation, Purpose, in_order
+from purecompose.core.state import NO_TEMPORARY, State, fields_where
 from purecompose.time.event import Event
 from purecompose.time.predicates import NEVER
 from purecompose.transforms.members import expanded, mapped, member, shared, stacked
 from purecompose.transforms.unmappable import explained
 
 
-__all__ = ["Population", "population", "stack_states", "unstack_states"]
+__all__ = ["Stacked", "population", "stack_states", "unstack_states"]
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(State) if field.name != "static")
-# What ends with the step; here members may have leaves in common.
-_PASSING = frozenset({"batch", "outputs", "grads", "clock", "first_example", "regrad"})
+_FIELDS = (*fields_where(persists=True), *NO_TEMPORARY)
 _CONTEXT_FIELDS = tuple(field.name for field in dataclasses.fields(Context) if field.init)
 _BATCHES = ("shared", "each")
 
 
-class Population(Step):
-    """A training step of stacked states; made by `population`.
+@dataclass(frozen=True)
+class Stacked:
+    """The members of a population, stacked: what makes a step one of n states at once.
 
     Attributes:
-        step: The step of one member.
         n: The number of members.
         chunk_size: How many are computed at a time; `None` for all.
         batches: "shared" for one batch for all, "each" for batches with a leading member dimension.
     """
 
-    def __init__(self, step: Step, n: int, chunk_size: int | None, batches: str) -> None:
-        """Takes checked arguments, as `population` does."""
-        super().__init__(step.program, step.algorithms, step.passes, step.microbatches, step.microbatch_size)
-        self.step, self.n, self.chunk_size, self.batches = step, n, chunk_size, batches
-        _check_host(self)
-        self._asks = any(not question.predicate.is_timed for question in self.matcher.questions)
+    n: int
+    chunk_size: int | None = None
+    batches: str = "shared"
 
-    def prepare(self, state: State, batch: Any, *, purpose: str = "", draw: int | None = None) -> Prepared:
-        """As a step does, for what all members have in common: they are asked as a single member.
+    def check(self, state: State) -> None:
+        """Raise a `ValueError` for a state that is not that of `n` members."""
+        if state.key.shape == (self.n, 2):
+            return
+        came = f"one of {state.key.shape[0]}" if state.key.ndim == 2 else "a single one"
+        hint = "population(step, n) has to have its n" if state.key.ndim == 2 else "stack_states([...]) makes one"
+        raise ValueError(f"population: expected a stacked state of {self.n} members, got {came}; {hint}")
 
-        Raises:
-            ValueError: The state is not that of `n` members, or a batch of `batches="each"` is not.
-        """
-        self._check_members(state)
-        own, given = self._batch_of_one(batch), batch if self.batches == "each" else shared(batch)
-        prepared = self._prepared(self._one(state), own, purpose, draw)
+    def one(self, state: State) -> State:
+        """Return the first member: schedules are decided by what all members have in common."""
+        return member(state, 0)
 
-        def start() -> State:
-            one = prepared.start()
-            return state.replace(static=one.static, clock=one.clock, batch=given, metrics={})
-
-        return prepared._replace(start=start)
-
-    def num_examples(self, state: State, batch: Any) -> int:
-        """How many examples each member's batch holds."""
-        return super().num_examples(state, self._batch_of_one(batch))
-
-    def fold(
-        self,
-        state: State,
-        batch: Any,
-        observe: Observe | None = None,
-        *,
-        purpose: str = "",
-        draw: int | None = None,
-    ) -> State:
-        """As a step's, all tensors with a member dimension, those of the batch included.
+    def example(self, batch: Any) -> Any:
+        """Return the first member's batch.
 
         Raises:
-            TypeError: With `observe`: what algorithms see under `vmap` are no values.
+            ValueError: With `batches="each"`, a tensor without a leading dimension of `n`.
         """
-        if observe is not None:
-            raise TypeError(
-                "nobody can look on while a population runs, since its tensors have no values of their own then: "
-                "look at a member, traced(population.step)(unstack_states(state)[0], batch)"
-            )
-        end = super().fold(state, batch, purpose=purpose, draw=draw)
-        return end.replace(batch=expanded(end.batch, self.n), outputs=expanded(end.outputs, self.n))
-
-    def units(self, bits: int, observe: Observe | None = None) -> tuple[Unit, ...]:
-        """As a step's. Host algorithms take stacked states, and act on member after member."""
-        return tuple(
-            unit._replace(run=self._one_by_one(unit)) if unit.is_host else unit._replace(sliced=None)
-            for unit in super().units(bits, observe)
-        )
-
-    def body(self, units: Sequence[Unit]) -> Body:
-        """Some of a schedule's units, those of traced code for all members at once."""
-        parts: list[Unit] = []
-        for is_host, part in groupby(units, lambda unit: unit.is_host):
-            stretch = list(part)
-            parts += stretch if is_host else [Unit(self._together(in_turn(stretch)), True, stretch[0].node)]
-        return in_turn(parts)
-
-    def init(self, state: State) -> State:
-        """As a step's, of every member.
-
-        Raises:
-            ValueError: The state is not that of `n` members, or they come out in different forms.
-        """
-        self._check_members(state)
-        init = super().init
-        return _joined([init(one) for one in self._members(state)], "init")
-
-    def fire(self, event: Event | str, state: State) -> State:
-        """As a step's, of every member, one after the other."""
-        event, fire = Event(event), super().fire
-        self._check_members(state)
-        if event in self.events or event is Event.INIT:
-            return fire(event, state)  # which says why not
-        is_timed = all(algorithm.predicate.at(event).is_timed for algorithm in self.algorithms)
-        if is_timed and not self._matched_now(event, state, self.algorithms):
-            return state
-        return _joined([fire(event, one) for one in self._members(state)], str(event))
-
-    def plan(self, state: State, batch: Any = None) -> Plan:
-        """As a step's, of any member."""
-        self._check_members(state)
-        return super().plan(member(state, 0), None if batch is None else self._batch_of_one(batch))
-
-    def replace(self, **changes: Any) -> "Population":
-        """The population of the step with these changes."""
-        return Population(self.step.replace(**changes), self.n, self.chunk_size, self.batches)
-
-    def _together(self, body: Body) -> Body:
-        def run(state: State, notes: Notes) -> State:
-            ends: list[tuple[Any, set[str]]] = []
-
-            def one(inner: State) -> dict[str, Any]:
-                # Every chunk has notes of its own: else the first would have used up the gradients of all.
-                inside = Notes(set(notes.used), contract=notes.contract)
-                after = body(inner, inside)
-                ends.append((after.static, inside.used))
-                return {name: new for name in _FIELDS if (new := getattr(after, name)) is not getattr(inner, name)}
-
-            with explained(state, self.n):
-                changed = mapped(one, self.chunk_size)(state)
-            static, notes.used = ends[-1]
-            return state.replace(static=static, **self._lasting(changed))
-
-        return run
-
-    def _one_by_one(self, unit: Unit) -> Callable[[State], State]:
-        def run(state: State) -> State:
-            ends = _joined([unit.run(one) for one in self._members(state)], str(unit.algorithm), with_shared=True)
-            return ends.replace(**self._lasting({name: getattr(ends, name) for name in _FIELDS}))
-
-        return run
-
-    def _lasting(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields; those that outlive the step have rows of their own for every member."""
-
-        def rows(leaf: Any) -> Any:
-            # A leaf that came out alike for all has one row, read n times: nobody could write into such a tensor.
-            is_one = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.stride(0) == 0
-            return leaf.contiguous() if is_one else leaf
-
-        return {
-            name: value if name in _PASSING else tree.map(rows, expanded(value, self.n))
-            for name, value in fields.items()
-        }
-
-    def _members(self, state: State) -> list[State]:
-        return [member(state, index) for index in range(self.n)]
-
-    def _one(self, state: State) -> State:
-        """What `match` may see. Where all ask for the time alone, that is the same in the stacked state."""
-        return member(state, 0) if self._asks else state
-
-    def _batch_of_one(self, batch: Any) -> Any:
         if self.batches == "shared":
             return batch
         for tensor in batches.tensors(batch):
@@ -195,22 +75,90 @@ class Population(Step):
                 )
         return member(batch, 0)
 
-    def _check_members(self, state: State) -> None:
-        if state.key.shape == (self.n, 2):
-            return
-        came = f"one of {state.key.shape[0]}" if state.key.ndim == 2 else "a single one"
-        hint = "population(step, n) has to have its n" if state.key.ndim == 2 else "stack_states([...]) makes one"
-        raise ValueError(f"{self!r}: expected a stacked state of {self.n} members, got {came}; {hint}")
+    def spread(self, batch: Any) -> Any:
+        """Return the batch with a leading member dimension, which is a view where all members share it."""
+        return batch if self.batches == "each" else shared(batch)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Population, (self.step, self.n, self.chunk_size, self.batches)
+    def adapt(self, lowered: Lowered) -> Lowered:
+        """Return a host operation that takes stacked states and runs member after member; others as they are."""
+        if lowered.is_host:
+            return lowered._replace(run=self._one_by_one(lowered), with_slices=None)
+        return lowered._replace(with_slices=None)
 
-    def __repr__(self) -> str:
-        return f"population({self.step!r}, {self.n})"
+    def in_order(self, operations: Sequence[Lowered]) -> Operation:
+        """Return one operation, in which what is not a host operation runs for all members at once."""
+        parts: list[Operation] = []
+        for is_host, group in groupby(operations, lambda lowered: lowered.is_host):
+            runs = [lowered.run for lowered in group]
+            parts += runs if is_host else [self._together(in_order(runs))]
+        return in_order(parts)
+
+    def each(self, fn: Callable[[State], State], state: State, where: str) -> State:
+        """Return the state after a host function of each member.
+
+        Raises:
+            ValueError: The members differ afterwards in structure, shapes or dtypes.
+        """
+        return _joined([fn(one) for one in self._members(state)], where)
+
+    def settle(self, state: State) -> State:
+        """Return the end of a fold, whose batch and outputs also have a row for each member."""
+        return state.replace(batch=expanded(state.batch, self.n), outputs=expanded(state.outputs, self.n))
+
+    def describe(self, step: str) -> str:
+        """Return the text that prints a step."""
+        return f"population({step}, {self.n})"
+
+    def _together(self, operation: Operation) -> Operation:
+        def run(carry: Carry, purpose: Purpose) -> Carry:
+            if purpose.watch is not None:
+                purpose.watch.refuse_observer(
+                    "a population's algorithms run under vmap, where tensors have no values to observe: observe a "
+                    "member by the step that population was given, traced(step)(unstack_states(state)[0], batch)"
+                )
+            ends: list[Carry] = []
+
+            def one(state: State) -> dict[str, Any]:
+                # Each chunk starts from the same carry: otherwise the first would have used the gradients of all.
+                ends.append(operation(Carry(state, carry.used), purpose))
+                new_state = ends[-1].state
+                return {name: new for name in _FIELDS if (new := getattr(new_state, name)) is not getattr(state, name)}
+
+            with explained(carry.state, self.n):
+                changed = mapped(one, self.chunk_size)(carry.state)
+            state = carry.state.replace(static=ends[-1].state.static, **self._with_rows(changed))
+            return Carry(state, ends[-1].used, carry.terms)
+
+        return run
+
+    def _one_by_one(self, lowered: Lowered) -> Operation:
+        def run(carry: Carry, purpose: Purpose) -> Carry:
+            ends = [lowered.run(carry._replace(state=one), purpose).state for one in self._members(carry.state)]
+            joined = _joined(ends, str(lowered.algorithm), with_shared=True)
+            fields = self._with_rows({name: getattr(joined, name) for name in _FIELDS})
+            return carry._replace(state=joined.replace(**fields))
+
+        return run
+
+    def _with_rows(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields; those that persist have a row of their own for each member."""
+
+        def rows(leaf: Any) -> Any:
+            # A leaf that is the same for all members has one row, read n times, into which nobody could write.
+            is_one = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.stride(0) == 0
+            return leaf.contiguous() if is_one else leaf
+
+        return {
+            name: value if name in NO_TEMPORARY else tree.map(rows, expanded(value, self.n))
+            for name, value in fields.items()
+        }
+
+    def _members(self, state: State) -> list[State]:
+        return [member(state, index) for index in range(self.n)]
 
 
-def population(step: Step, n: int, chunk_size: int | None = None, batches: str = "shared") -> Population:
-    """A step of n states at once: `pop(states, batch) -> states`.
+def population(step: Step, n: int, chunk_size: int | None = None, batches: str = "shared") -> Step:
+    """Return a step of n states at once: `pop(states, batch) -> states`.
 
     Args:
         step: The step of one member, as `compose` makes it.
@@ -226,9 +174,9 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
         after member.
 
     Raises:
-        TypeError: The step is not a composed one; a population is compiled, not the other way round.
-        ValueError: n or chunk_size below 1, other batches, or a host algorithm that acts inside a scope of the
-            program or whose `match` reads more than the time.
+        TypeError: It is not a step.
+        ValueError: n or chunk_size below 1, other batches, a step of a population or of several processes, or a host
+            algorithm that acts inside a scope of the program or whose `match` reads more than the time.
 
     Example:
         >>> import torch, purecompose as pc
@@ -241,17 +189,19 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
         >>> states.loss.shape
         torch.Size([4])
     """
-    if type(step) is not Step:
-        raise TypeError(
-            f"population(step, n): expected a step made by compose, got {type(step).__name__}; transforms go around a "
-            "population: compile(population(step, n))"
-        )
+    if not isinstance(step, Step):
+        raise TypeError(f"population(step, n): expected a step made by compose, got {type(step).__name__}")
+    if step.members is not SINGLE:
+        raise ValueError(f"population(step, n): expected a step of single states, got {step!r}")
+    if step.ranks is not None:
+        raise ValueError(f"population(step, n): members train in one process, got {step!r}")
     check_whole(n, "population: n", 1)
     if chunk_size is not None:
         check_whole(chunk_size, "population: chunk_size", 1)
     if batches not in _BATCHES:
         raise ValueError(f"population: batches={batches!r}: expected one of {', '.join(map(repr, _BATCHES))}")
-    return Population(step, n, chunk_size, batches)
+    _check_host(step)
+    return step.replace(members=Stacked(n, chunk_size, batches))
 
 
 def stack_states(states: Sequence[State]) -> State:

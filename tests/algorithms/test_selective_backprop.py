@@ -347,7 +347,7 @@ def test_the_checks_add_no_schedule():
     state = step.init(make_state())
     for _ in range(20):
         state = step(state, make_batch())
-    assert len(step._bodies) == 2
+    assert len(step._cache.operations) == 2
 
 
 def test_lists_with_an_entry_for_each_example_keep_in_step():

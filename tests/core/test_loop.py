@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, Grad, Microbatches, State, advance, compose, loop_events, optim, update
-from purecompose.core.loop import events_in, walk
+from purecompose.core.scopes import events_in, walk
 from tests.helpers import (
     assert_close,
     assert_same,
@@ -150,7 +150,7 @@ def test_microbatches_must_be_positive_integers(k):
 
 def test_stages_and_scopes_print():
     assert repr((pc.forward, update, update(wrt="a.*"))) == "(forward, update, update(wrt='a.*'))"
-    assert "Grad(body=(forward, loss), wrt='a.*')" == repr(Grad(pc.forward, pc.loss, wrt="a.*"))
+    assert "Grad(forward, loss, wrt='a.*')" == repr(Grad(pc.forward, pc.loss, wrt="a.*"))
 
 
 # Two players

@@ -6,7 +6,7 @@ import torch
 import purecompose as pc
 from purecompose import Event, Grad, Microbatches, compose, loop_events, tree
 from purecompose.batch import split
-from purecompose.core.loop import Cut
+from purecompose.core.cut import Cut
 from tests.helpers import assert_same, changing, make_batch, make_mlp, make_state, noise, run_steps
 
 

@@ -31,10 +31,10 @@ from purecompose import (
 )
 from purecompose.algorithms._parts import gradient_of_part
 from purecompose.algorithms.sam import perturb_params
+from purecompose.core.compose import Step
 from purecompose.core.layout import Layout
 from purecompose.core.ranks import Ranks
 from purecompose.testing.ranks import played
-from purecompose.transforms.data_parallel import DataParallel
 from tests.helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
 from tests.pages import ROOT
 from tests.transforms import parallel_scenarios
@@ -268,8 +268,9 @@ def alone(tmp_path: Path) -> Any:
 
 def test_one_process_computes_the_step_itself(alone: Any) -> None:
     state, batch = make_state(), make_batch()
-    step = pc.data_parallel(compose(loop_events, [pc.algorithms.mixup()]), alone)
-    assert tree.equal(step(step.init(state), batch), step.step(step.init(state), batch))
+    composed = compose(loop_events, [pc.algorithms.mixup()])
+    step = pc.data_parallel(composed, alone)
+    assert tree.equal(step(step.init(state), batch), composed(composed.init(state), batch))
     assert repr(step).endswith(", size=1)") and step.replace(microbatches=2).microbatches == 2
 
 
@@ -284,8 +285,11 @@ def test_it_takes_a_mesh_of_one_dimension(alone: Any) -> None:
 
 def test_it_goes_around_a_composed_step(alone: Any) -> None:
     del alone
-    with pytest.raises(TypeError, match="compiled afterwards"):
-        pc.data_parallel(pc.compile(compose(loop_events)))  # type: ignore[arg-type]
+    assert repr(pc.data_parallel(pc.compile(compose(loop_events)))).startswith("compile(data_parallel(")
+    with pytest.raises(ValueError, match="one process, got population"):
+        pc.data_parallel(pc.population(compose(loop_events), 2))
+    with pytest.raises(ValueError, match="divided among processes already"):
+        pc.data_parallel(pc.data_parallel(compose(loop_events)))
     whole = compose([Grad(forward, loss), update, Event.BATCH_END])
     with pytest.raises(ValueError, match="Put Microbatches around it"):
         pc.data_parallel(whole)
@@ -302,7 +306,7 @@ def test_an_evaluation_is_each_process_alone(ranks: list[dict[str, Any]]) -> Non
 def test_per_example_clipping_computes_the_own_examples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[int, set[int]] = {0: set(), 1: set()}
 
-    def one(step: DataParallel) -> State:
+    def one(step: Step) -> State:
         def noted(state: State, part: Any, first_example: int) -> Any:
             assert step.ranks is not None
             seen[step.ranks.rank].add(first_example)

@@ -27,10 +27,11 @@ from purecompose import (
     unstack_states,
     update,
 )
-from purecompose.core.folding import Notes
+from purecompose.core.operation import NO_PURPOSE, Carry
 from purecompose.observers import History, Progress
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
+from purecompose.transforms.population import Stacked
 from tests.helpers import (
     assert_same,
     changing,
@@ -214,15 +215,14 @@ def test_a_step_in_parts_is_the_step(num_parts):
     states = pop.init(stack_states(make_members()))
     expected = pop(states, batch)
     bits, _, _, start = pop.prepare(states, batch)
-    current = start()
-    units, notes = pop.units(bits), Notes()
-    cuts = [len(units) * i // num_parts for i in range(num_parts + 1)]
+    current, lowered = Carry(start()), pop.lowered(bits)
+    cuts = [len(lowered) * i // num_parts for i in range(num_parts + 1)]
     with torch.no_grad():
         for start, stop in zip(cuts, cuts[1:], strict=False):
             if start == 0:
-                assert len(tree.leaves(current.batch)) == 2 and current.batch[0].value is batch[0]
-            current = pop.body(units[start:stop])(current, notes)
-    assert_same(pop.finish(current), expected)
+                assert len(tree.leaves(current.state.batch)) == 2 and current.state.batch[0].value is batch[0]
+            current = pop.members.in_order(lowered[start:stop])(current, NO_PURPOSE)
+    assert_same(pop.finish(current.state), expected)
 
 
 def test_an_untouched_batch_stays_one_and_untouched_fields_are_the_same_objects():
@@ -231,7 +231,7 @@ def test_an_untouched_batch_stays_one_and_untouched_fields_are_the_same_objects(
     bits, _, _, make_start = pop.prepare(states, batch)
     start = make_start()
     with torch.no_grad():
-        end = pop.body(pop.units(bits))(start, Notes())
+        end = pop.operation(bits)(Carry(start), NO_PURPOSE).state
     assert [leaf.value for leaf in end.batch] == list(batch)
     assert end.hparams is states.hparams and end.key is states.key and end.slots is states.slots
     assert end.clock is not None and end.clock.table.shape[0] == 2
@@ -369,7 +369,7 @@ def test_plan_and_replace():
     pop, states = population(step, 3, 2, "each"), stack_states(make_members())
     assert pop.plan(states).order(Event.AFTER_DATALOADER) == ("selective_backprop", "mixup")
     other = pop.replace(algorithms=[noise()], microbatches=2)
-    assert (other.n, other.chunk_size, other.batches, other.microbatches) == (3, 2, "each", 2)
+    assert other.members == Stacked(3, 2, "each") and other.microbatches == 2
     assert repr(population(compose(loop_events, [noise()]), 3)) == "population(Step(noise()), 3)"
 
 
@@ -469,7 +469,7 @@ def test_evaluate_and_predict():
 
 def test_an_observed_population_says_what_to_do_instead():
     pop = population(compose(loop_events), 2)
-    with pytest.raises(TypeError, match=r"traced\(population.step\)\(unstack_states\(state\)\[0\], batch\)"):
+    with pytest.raises(TypeError, match=r"given, traced\(step\)\(unstack_states\(state\)\[0\], batch\)"):
         pc.traced(pop)(stack_states(make_members(2)), make_batch())
 
 
@@ -560,7 +560,7 @@ def test_what_is_not_stacked_is_told():
         ({"chunk_size": 0}, ValueError, "population: chunk_size"),
         ({"batches": "own"}, ValueError, "batches='own': expected one of 'shared', 'each'"),
         ({"step": lambda state, batch: state}, TypeError, "made by compose, got function"),
-        ({"step": population(compose(loop_events), 2)}, TypeError, r"got Population.*compile\(population"),
+        ({"step": population(compose(loop_events), 2)}, ValueError, r"single states, got population"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):

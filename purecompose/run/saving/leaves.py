@@ -9,7 +9,7 @@ from torch import Tensor
 
 from purecompose import tree
 from purecompose.core.context import SealedTime, Static
-from purecompose.core.state import State
+from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.run.saving.errors import CheckpointError, DamagedError
 
 
@@ -148,7 +148,6 @@ def filled(
     return tree.unflatten(treespec, new).replace(static=static, metrics=metrics)
 
 
-_PASSING = ("batch", "outputs", "grads", "clock", "first_example", "regrad")
 _METRICS = "metrics/"
 
 
@@ -168,8 +167,8 @@ def _fits(name: str, saved: Spec, ours: Spec) -> bool:
 
 def _lasting(state: State) -> State:
     """Without what ends with the step, and without metrics."""
-    passing = {name: None for name in _PASSING if getattr(state, name) is not None}
-    return state.replace(metrics={}, **passing)
+    temporary = {name: None for name in NO_TEMPORARY if getattr(state, name) is not None}
+    return state.replace(metrics={}, **temporary)
 
 
 def _restored(saved: Tensor, spec: Spec, device: torch.device) -> Tensor:

@@ -197,7 +197,7 @@ def _sources(state: State) -> dict[str, Any]:
     """All that draws come from."""
     clock = state.clock
     assert clock is not None
-    return {"key": state.key, "first_example": state.first_example, "clock": clock.values, "purpose": clock.purpose}
+    return {"key": state.key, "first_example": state.first_example, "clock": clock.values, "domain": clock.domain}
 
 
 def _compare_draws(place: tuple[Event, str], ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from purecompose import batch as batches, tree
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.contract import FormError
-from purecompose.core.loop import Node, Op, eval_events, events_in, loop_events, loss, predict_events
+from purecompose.core.loop import eval_events, loop_events, loss, predict_events
+from purecompose.core.operation import Node
+from purecompose.core.scopes import StateFn, events_in
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Broken, define_law, never_acts
@@ -202,12 +204,12 @@ class _Losses:
         self.seen: dict[str, float] = {}
         self.program = inserted(loop_events, self._after)
 
-    def _after(self, node: Node) -> Op | None:
+    def _after(self, node: Node) -> StateFn | None:
         if node is loss:
             return self._noting("computed")
         return self._noting("differentiated") if node in loop_events and not isinstance(node, Event) else None
 
-    def _noting(self, where: str) -> Op:
+    def _noting(self, where: str) -> StateFn:
         def look(state: State) -> State:
             if state.loss is not None and where not in self.seen:  # once: a second gradient is none of the step's
                 self.seen[where] = float(state.loss.detach())

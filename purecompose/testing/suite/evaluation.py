@@ -9,7 +9,9 @@ from purecompose import tree
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import Step, compose
 from purecompose.core.contract import InPlaceError
-from purecompose.core.loop import Node, Op, eval_events, events_in, loop_events, predict_events, update, walk
+from purecompose.core.loop import eval_events, loop_events, predict_events, update
+from purecompose.core.operation import Node
+from purecompose.core.scopes import StateFn, events_in, walk
 from purecompose.core.state import State
 from purecompose.losses.metrics import mean_loss
 from purecompose.run.evaluation import Evaluator, evaluate, predict, run_evaluator
@@ -116,12 +118,12 @@ class _Evaluation:
             labels = ("in evaluation", "in prediction")
             compare(self.exchanged["evaluation"], self.exchanged["prediction"], labels, fields=fields)
 
-    def _check_batches(self, weights: State, started: State, purpose: str) -> None:
-        through = self.evaluating if purpose == "eval" else self.predicting
+    def _check_batches(self, weights: State, started: State, domain: str) -> None:
+        through = self.evaluating if domain == "eval" else self.predicting
         plain = compose(through.program)
         for number, batch in enumerate(self.data):
             ours, theirs = (
-                step.fold(state, batch, purpose=purpose, draw=number)
+                step.fold(state, batch, domain=domain, draw=number)
                 for step, state in ((plain, weights), (through, started))
             )
             for field in ("batch", "outputs", "loss"):
@@ -230,7 +232,7 @@ class _Opened:
             if place in self.owed:
                 raise broken
 
-    def _look_after(self, closing: Node) -> Op | None:
+    def _look_after(self, closing: Node) -> StateFn | None:
         """A look at the state after a closing event, whether or not the algorithm acted there."""
         if not isinstance(closing, Event) or closing not in self.opening_of:
             return None

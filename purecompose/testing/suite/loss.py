@@ -8,7 +8,9 @@ from torch import Tensor
 from purecompose import tree
 from purecompose._support.functorch import is_transforming
 from purecompose.core.algorithm import Algorithm, Trait
-from purecompose.core.loop import Grad, Microbatches, Node, Op, events_in, forward, loop_events, walk
+from purecompose.core.loop import forward, loop_events
+from purecompose.core.operation import Node
+from purecompose.core.scopes import Grad, Microbatches, StateFn, events_in, walk
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
 from purecompose.testing.case import COMPANY, Case
@@ -125,7 +127,7 @@ class _Moving:
         self.amount, self.has_moved = amount, False
         self.program = inserted(loop_events, self._after)
 
-    def _after(self, node: Node) -> Op | None:
+    def _after(self, node: Node) -> StateFn | None:
         return self._move if node is forward else None
 
     def _move(self, state: State) -> State:

@@ -24,18 +24,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from purecompose import tree
 from purecompose._support.culprits import layer_of, line_of
 from purecompose.core.context import Static
-from purecompose.core.folding import Body, Notes
-from purecompose.core.state import State
+from purecompose.core.operation import NO_PURPOSE, Carry, Operation
+from purecompose.core.state import State, fields_where
 from purecompose.transforms.compilation.seam import FIELDS, Seam, Source, Writes
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Size, size_of
 from purecompose.transforms.form import Form, Spec
-from purecompose.transforms.lease import LASTING
 
 
 __all__ = ["FALLBACK_ADVICE", "Captured", "TraceError", "capture", "explained", "fake_mode", "state_of"]
 
 FALLBACK_ADVICE = "; or let such steps run eagerly with compile(step, fallback=True)"
-_LEFT_AT_THE_END = (*LASTING, "key", "loss", "metrics")
+_LEFT_AT_THE_END = fields_where(persists=True)
 
 
 class TraceError(RuntimeError):
@@ -93,7 +92,7 @@ def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = Non
     return state
 
 
-def capture(body: Body, seam: Seam, *, is_last: bool = False, is_open: bool = False) -> Captured:
+def capture(body: Operation, seam: Seam, *, is_last: bool = False, is_open: bool = False) -> Captured:
     """Traces a part of a step.
 
     Args:
@@ -117,11 +116,11 @@ def capture(body: Body, seam: Seam, *, is_last: bool = False, is_open: bool = Fa
         by_field: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
         for place, source in inputs.items():
             by_field[place.field].append(given[source])
-        recorder, notes = _Recorder(forms, by_field), Notes(set(seam.used))
+        recorder = _Recorder(forms, by_field)
         with torch.no_grad():
-            end = body(state_of(seam.static, recorder), notes)
+            end = body(Carry(state_of(seam.static, recorder), seam.used), NO_PURPOSE)
         incoming = {id(tensor): source for source, tensor in given.items()}
-        ends.append(_End(end, recorder, incoming, frozenset(notes.used), is_last=is_last))
+        ends.append(_End(end.state, recorder, incoming, end.used, is_last=is_last))
         return ends[-1].results
 
     with explained():

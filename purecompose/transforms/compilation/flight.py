@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose.core.compose import Prepared
 from purecompose.core.context import Static
-from purecompose.core.folding import Notes
+from purecompose.core.operation import NO_PURPOSE, Carry
 from purecompose.core.state import State
 from purecompose.time import Timestamp
 from purecompose.transforms.compilation.capture import state_of
@@ -79,8 +79,8 @@ def _through(library: Library, boarding: Boarding, prepared: Prepared, values: V
         next_part = route.next_part
         route, state, used = _host(library, route, static, lane, values, prepared.bits)
         if route is EAGER:
-            rest = library.units(prepared.bits, next_part)
-            return library.step.finish(library.step.body(rest)(state, Notes(set(used)))).unleased()
+            rest = library.operation(prepared.bits, next_part)
+            return library.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
         static, is_start = state.static, False
     return _landed(library, route, static, lane, values, prepared.later)
 
@@ -149,8 +149,7 @@ def _host(
     in_lane = {id(t) for tensors in lane.values.values() for t in tensors} if lane.is_donated else frozenset()
     seen = {name: [t.clone() if id(t) in in_lane and name != "regrad" else t for t in values[name]] for name in others}
     given = {name: route.end.forms[name].build(tensors) for name, tensors in seen.items()}
-    before, notes = state_of(static, lease, given), Notes(set(route.end.used))
-    state = route.host.run(before, notes) if route.host.takes_notes else route.host.run(before)
+    state, used, _ = route.host.run(Carry(state_of(static, lease, given), route.end.used), NO_PURPOSE)
     forms, fields = dict(route.end.forms), state.__dict__
     for name in FIELDS:
         if name not in fields or (name in given and fields[name] is given[name]):
@@ -158,7 +157,6 @@ def _host(
         if is_own.get(name, False) and lease.untouched(name, fields[name]) is not None:
             continue
         forms[name], values[name] = Form.of(fields[name])
-    used = frozenset(notes.used)
     seam = Seam(state.static, forms, used)
     if lane.is_donated:
         seam = replace(seam, lane=lane.forms, held=_held(lane, values))

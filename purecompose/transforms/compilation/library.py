@@ -12,8 +12,8 @@ import torch
 from purecompose._support.warnings import warn
 from purecompose.core.compose import Step
 from purecompose.core.context import Context
-from purecompose.core.folding import Body, Unit
-from purecompose.core.loop import events_in
+from purecompose.core.operation import Operation
+from purecompose.core.scopes import events_in
 from purecompose.core.state import State
 from purecompose.transforms.compilation.backends import compile_graph
 from purecompose.transforms.compilation.capture import (
@@ -96,11 +96,11 @@ class Library:
             bits: The schedule.
             first_part: The part of the step that begins there.
         """
-        parts = self.segments.parts(self.step.units(bits), bits)
+        parts = self.segments.parts(self.step.lowered(bits), bits)
         links: list[Leg] = []
         for part in parts[first_part:]:
             if part.kind == "host":
-                return Route(links, seam, part.units[0], part.number + 1)
+                return Route(links, seam, part.lowered[0], part.number + 1)
             is_last = part is parts[-1]
             find = self._sliced if part.kind == "sliced" else self._link
             links.append(find(part, seam, is_last))
@@ -134,14 +134,14 @@ class Library:
             text = str(error).removesuffix(FALLBACK_ADVICE)
             warn(f"{text}. As fallback=True asks, such steps run eagerly")
 
-    def units(self, bits: int, first_part: int = 0) -> list[Unit]:
-        """What a schedule does from a part on."""
-        parts = self.segments.parts(self.step.units(bits), bits)[first_part:]
-        return [unit for part in parts for unit in part.units]
+    def operation(self, bits: int, first_part: int = 0) -> Operation:
+        """Return what a schedule does from a part on."""
+        parts = self.segments.parts(self.step.lowered(bits), bits)[first_part:]
+        return self.step.members.in_order([lowered for part in parts for lowered in part.lowered])
 
     def has_host(self, bits: int) -> bool:
         """Whether something acts in a schedule that is not compiled."""
-        return any(unit.is_host for unit in self.step.units(bits))
+        return any(lowered.is_host for lowered in self.step.lowered(bits))
 
     def _watch(self, start: State, forms: Mapping[str, Form], bits: int) -> None:
         """Runs a step watched, as `compose` does with the first run of a variant; fake tensors take no memory."""
@@ -150,7 +150,7 @@ class Library:
             fields = {name: form.build([spec.empty() for spec in form.specs]) for name, form in forms.items()}
             self.step.run_checked(bits, state_of(start.static, None, fields))
 
-    def _link(self, part: Part, seam: Seam, is_last: bool, body: Body | None = None) -> Link:
+    def _link(self, part: Part, seam: Seam, is_last: bool, body: Operation | None = None) -> Link:
         """The graph of a part, or of a body within it."""
         lane = tuple(seam.lane.values()) if seam.lane is not None and is_last else None
         known = self._links.setdefault(self._place(part, seam, is_last, lane, body), [])
@@ -166,7 +166,7 @@ class Library:
         variant = Variant(part.segment, self._acting(part), _shapes(seam.forms["batch"], is_open=is_open))
         if len(self.variants) >= self.options.max_variants:
             raise too_many(self.variants, variant, self.options.max_variants)
-        link = self._build(variant, seam, is_last, body or self.step.body(part.units), is_open)
+        link = self._build(variant, seam, is_last, body or self.step.members.in_order(part.lowered), is_open)
         known.append(link)
         self.variants.append(link.variant)
         return link
@@ -175,20 +175,20 @@ class Library:
         place = (*self._place(part, seam, is_last), *seam.forms.values())
         if place not in self._scopes:
 
-            def find(body: Body, inner: Seam) -> Link:
+            def find(body: Operation, inner: Seam) -> Link:
                 return self._link(part, inner, False, body)
 
-            self._scopes[place] = SlicedLink(part.units[0], seam, find)
+            self._scopes[place] = SlicedLink(part.lowered[0], seam, find)
         return self._scopes[place]
 
     def _place(self, part: Part, seam: Seam, *rest: Any) -> tuple[Any, ...]:
         """All that a link depends on, but for the forms of the fields that it reads."""
         context = seam.static.context
         settings = (self._contexts.setdefault(context, context), context.schedules, environment())
-        units = tuple((unit.node, unit.algorithm and unit.algorithm.name) for unit in part.units)
-        return (part.segment, units, part.bits, seam.used, frozenset(seam.held.items()), *settings, *rest)
+        acting = tuple((lowered.node, lowered.algorithm and lowered.algorithm.name) for lowered in part.lowered)
+        return (part.segment, acting, part.bits, seam.used, frozenset(seam.held.items()), *settings, *rest)
 
-    def _build(self, variant: Variant, seam: Seam, is_last: bool, body: Body, is_open: bool) -> Link:
+    def _build(self, variant: Variant, seam: Seam, is_last: bool, body: Operation, is_open: bool) -> Link:
         options, forms = self.options, seam.forms
         say = options.announce or (lambda text: None)
         say(f"purecompose: compiling {variant.title} ...")
@@ -205,7 +205,7 @@ class Library:
         return Link(captured, call, variant, replays=replays)
 
     @staticmethod
-    def _captured(body: Body, seam: Seam, is_last: bool, is_open: bool) -> Captured:
+    def _captured(body: Operation, seam: Seam, is_last: bool, is_open: bool) -> Captured:
         if is_open:
             try:
                 return capture(body, seam, is_last=is_last, is_open=True)
@@ -215,9 +215,9 @@ class Library:
 
     def _acting(self, part: Part) -> tuple[str, ...]:
         """The algorithms that act in a part, as `name at event`."""
-        nodes = dict.fromkeys(unit.node for unit in part.units)
+        nodes = dict.fromkeys(lowered.node for lowered in part.lowered)
         events = [event for node in nodes for event in events_in([self.step.program[node]])]
-        here = {unit.algorithm.name for unit in part.units if unit.algorithm is not None}
+        here = {lowered.algorithm.name for lowered in part.lowered if lowered.algorithm is not None}
         return tuple(
             f"{algorithm.name} at {event}"
             for event in events

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from purecompose.core.context import Context
-from purecompose.core.folding import Unit
+from purecompose.core.operation import Lowered
 from purecompose.transforms.compilation.backends import Compiled
 from purecompose.transforms.compilation.capture import Captured
 from purecompose.transforms.compilation.replay import Replay
@@ -142,7 +142,7 @@ class Route:
 
     links: "list[Leg]"
     end: Seam | None = None
-    host: Unit | None = None
+    host: Lowered | None = None
     """The host algorithm that comes next; `None` at the end of the step."""
     next_part: int = 0
     """The part after that."""

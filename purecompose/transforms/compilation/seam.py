@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from purecompose.core.context import Static
+from purecompose.core.state import fields_where
 from purecompose.transforms.form import Form
 from purecompose.transforms.lease import LASTING
 
 
 __all__ = ["FIELDS", "Seam", "Source", "Writes"]
 
-FIELDS = (
-    *LASTING, "key", "loss", "metrics", "batch", "outputs", "grads", "clock", "first_example", "regrad",
-)  # fmt: skip
+FIELDS = (*LASTING, *fields_where(keeps_form=False))
 """The fields of a state, those that lie in a lane first."""
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from purecompose.core.compose import Step
-from purecompose.core.folding import Unit
-from purecompose.core.loop import Grad, Microbatches, Node, Update, events_in
+from purecompose.core.operation import Lowered, Node
+from purecompose.core.scopes import Scope, Update, events_in
 from purecompose.time.event import Event
 
 
@@ -19,7 +19,7 @@ class Part(NamedTuple):
     """Where in the program it lies."""
     number: int
     """Its place in the step: host algorithms may divide a segment."""
-    units: tuple[Unit, ...]
+    lowered: tuple[Lowered, ...]
     kind: str
     """"graph"; "host", a host algorithm or a scope in which one acts; or "sliced", a scope whose body runs compiled on
     slice after slice."""
@@ -59,31 +59,31 @@ class Segments:
         """The number of segments."""
         return len(self._masks)
 
-    def parts(self, units: Sequence[Unit], bits: int) -> list[Part]:
-        """A schedule's units, cut at the seams and around host algorithms; what is empty is left out."""
-        runs: list[tuple[int, str, list[Unit]]] = []
-        for unit in units:
-            segment, kind = self._of_node[unit.node], _kind(unit)
+    def parts(self, operations: Sequence[Lowered], bits: int) -> list[Part]:
+        """A schedule's operations, cut at the seams and around host algorithms; what is empty is left out."""
+        runs: list[tuple[int, str, list[Lowered]]] = []
+        for lowered in operations:
+            segment, kind = self._of_node[lowered.node], _kind(lowered)
             if kind != "graph" or not runs or runs[-1][:2] != (segment, "graph"):
                 runs.append((segment, kind, []))
-            runs[-1][2].append(unit)
+            runs[-1][2].append(lowered)
         return [
             Part(segment, number, tuple(members), kind, bits & self._masks[segment])
             for number, (segment, kind, members) in enumerate(runs)
         ]
 
 
-def _kind(unit: Unit) -> str:
-    if unit.is_host:
+def _kind(lowered: Lowered) -> str:
+    if lowered.is_host:
         return "host"
-    return "graph" if unit.sliced is None else "sliced"
+    return "graph" if lowered.with_slices is None else "sliced"
 
 
 def _pieces(program: Sequence[Node]) -> list[list[Node]]:
     pieces: list[list[Node]] = [[]]
     for node in program:
-        is_scope = isinstance(node, (Grad, Microbatches))
-        if pieces[-1] and (is_scope or isinstance(node, Update) or isinstance(pieces[-1][-1], (Grad, Microbatches))):
+        is_own = isinstance(node, (Scope, Update))
+        if pieces[-1] and (is_own or isinstance(pieces[-1][-1], Scope)):
             pieces.append([])
         pieces[-1].append(node)
     return pieces

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from purecompose._support.functorch import is_transforming
-from purecompose.core.folding import Body, Notes, Unit
-from purecompose.core.state import State
+from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
 from purecompose.transforms.compilation.links import Link, Values
 from purecompose.transforms.compilation.seam import FIELDS, Seam, Source, Writes
@@ -32,26 +31,24 @@ class SlicedLink:
 
     takes_clock, is_plain, writes_lane = True, False, False
 
-    def __init__(self, unit: Unit, seam: Seam, find: Callable[[Body, Seam], Link]) -> None:
+    def __init__(self, scope: Lowered, seam: Seam, find: Callable[[Operation, Seam], Link]) -> None:
         """Builds the slices' graphs for what comes in.
 
         Args:
-            unit: The scope.
+            scope: The scope.
             seam: What comes in.
             find: Gives the compiled form of a body, for what comes in there.
         """
-        assert unit.sliced is not None
+        assert scope.with_slices is not None
         self._find, self._seam, self._is_building = find, seam, True
         self._links: dict[Any, tuple[Link, int | None]] = {}
-        self._run = unit.sliced(self._compiled)
+        self._run = scope.with_slices(self._compiled)
         mode = fake_mode()
         with explained(), mode, torch.no_grad():
             fakes = {name: [spec.empty() for spec in seam.forms[name].specs] for name in FIELDS}
             before = {name: seam.forms[name].build(fakes[name]) for name in FIELDS}
-            state, notes = state_of(seam.static, None, before), Notes(set(seam.used))
-            end = self._run(state, notes)
+            end, self.used, _ = self._run(Carry(state_of(seam.static, None, before), seam.used), NO_PURPOSE)
         self._is_building = False
-        self.used = frozenset(notes.used)
         places = {id(tensor): Source(name, i) for name in reversed(FIELDS) for i, tensor in enumerate(fakes[name])}
         lane = {_storage(fakes[name][i]) for name, i in seam.held if name}
         self.writes: dict[str, Any] = {}
@@ -78,50 +75,50 @@ class SlicedLink:
         del lane, is_first
         before = {name: self._seam.forms[name].build(values[name]) for name in FIELDS}
         with torch.no_grad():
-            end = self._run(state_of(self._seam.static, None, before), Notes(set(self._seam.used)))
+            end = self._run(Carry(state_of(self._seam.static, None, before), self._seam.used), NO_PURPOSE).state
         values.update({name: Form.of(getattr(end, name))[1] for name in self.writes})
         for name, i in self._views:
             values[name][i] = values[name][i].clone()
 
-    def _compiled(self, body: Body) -> Body:
-        def with_terms(state: State, notes: Notes) -> State:
-            state = body(state, notes)
-            if isinstance(notes.terms, Tensor):
-                state = state.replace(metrics={**state.metrics, _TERMS: notes.terms})
-            return state
+    def _compiled(self, body: Operation) -> Operation:
+        def with_terms(carry: Carry, purpose: Purpose) -> Carry:
+            end = body(carry, purpose)
+            if isinstance(end.terms, Tensor):
+                end = end._replace(state=end.state.replace(metrics={**end.state.metrics, _TERMS: end.terms}))
+            return end
 
-        def run(state: State, notes: Notes) -> State:
+        def run(carry: Carry, purpose: Purpose) -> Carry:
+            state = carry.state
             if is_transforming() or (is_fake(state.key) and not self._is_building):
-                return body(state, notes)  # the gradient taken again in a part that is being traced
+                return body(carry, purpose)  # the gradient taken again in a part that is being traced
             # Where a slice begins differs from slice to slice, and must not differ in the graph.
             if not isinstance(state.first_example, Tensor):
                 first = torch.full((), state.first_example or 0, dtype=torch.int64, device=state.key.device)
                 state = state.replace(first_example=first)
             found = {name: Form.of(getattr(state, name)) for name in FIELDS}
-            seam = Seam(self._seam.static, {name: form for name, (form, _) in found.items()}, frozenset(notes.used))
+            seam = Seam(self._seam.static, {name: form for name, (form, _) in found.items()}, carry.used)
             place = tuple(seam.forms.values()), seam.used
             if place not in self._links:
                 self._links[place] = self._built(with_terms, seam)
             link, num_terms = self._links[place]
             if self._is_building:
-                return body(state, notes)
+                return body(carry._replace(state=state), purpose)
             values = {name: tensors for name, (_, tensors) in found.items()}
             link.run(values, _NO_LANE, is_first=False)
             after = state.replace(**{name: form.build(values[name]) for name, (form, _) in link.writes.items()})
-            notes.used.clear()
-            notes.used |= link.used
-            notes.terms = after.metrics.get(_TERMS, num_terms)
-            return after.replace(metrics={name: v for name, v in after.metrics.items() if name != _TERMS})
+            terms = after.metrics.get(_TERMS, num_terms)
+            metrics = {name: value for name, value in after.metrics.items() if name != _TERMS}
+            return Carry(after.replace(metrics=metrics), link.used, terms)
 
         return run
 
-    def _built(self, body: Body, seam: Seam) -> tuple[Link, int | None]:
+    def _built(self, body: Operation, seam: Seam) -> tuple[Link, int | None]:
         counts: list[int | None] = []
 
-        def counted(state: State, notes: Notes) -> State:
-            state = body(state, notes)
-            counts.append(None if isinstance(notes.terms, Tensor) else notes.terms)
-            return state
+        def counted(carry: Carry, purpose: Purpose) -> Carry:
+            end = body(carry, purpose)
+            counts.append(None if isinstance(end.terms, Tensor) else end.terms)
+            return end
 
         with unset_fake_temporarily():
             link = self._find(counted, seam)

@@ -12,7 +12,7 @@ from purecompose._support.device import arithmetic
 from purecompose._support.functorch import is_transforming
 from purecompose.core.compose import Prepared, Step
 from purecompose.core.context import Context
-from purecompose.core.state import State
+from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
 from purecompose.transforms.compilation.flight import Boarding, fly
 from purecompose.transforms.compilation.library import Library, Options, environment
@@ -21,7 +21,6 @@ from purecompose.transforms.compilation.seam import Seam
 from purecompose.transforms.compilation.variants import Variants
 from purecompose.transforms.form import Form, spec_of
 from purecompose.transforms.lease import LASTING, Lane, Lease
-from purecompose.transforms.rank_timeouts import naming_late_ranks
 
 
 __all__ = ["CompiledStep", "compile"]
@@ -81,8 +80,8 @@ def compile(  # noqa: A001
         1
     """
     if isinstance(step, CompiledStep):
-        raise TypeError("compile: the step is compiled already; compile(step.step, ...) compiles it anew")
-    if not all(callable(getattr(step, name, None)) for name in ("prepare", "units", "body")):
+        raise TypeError("compile: the step is compiled already; compile(step.step, ...) compiles it again")
+    if not isinstance(step, Step):
         raise TypeError(f"compile: expected a step, as compose(...) gives it, got {shown(step)}")
     if mode not in MODES:
         raise ValueError(f"compile: mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
@@ -99,20 +98,21 @@ def compile(  # noqa: A001
     return CompiledStep(step, Options(donate, backend, mode, fallback, eager_below, dynamic, max_variants, announce))
 
 
-class CompiledStep:
-    """A step that runs compiled; made by `compile`. What else a `Step` has, it has too, and does as composed."""
+class CompiledStep(Step):
+    """A step that runs compiled; made by `compile`. Everything but a call of the step runs as composed.
+
+    Attributes:
+        step: The step as it was composed.
+        options: How it is compiled.
+    """
 
     def __init__(self, step: Step, options: Options) -> None:
-        """Compiles nothing yet."""
+        """Take the step's data; nothing is compiled yet."""
+        super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
         self.step, self.options = step, options
         self._library = Library(step, options)
         self._met: set[Any] = set()
         self._eager: dict[Any, Context] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "step":
-            raise AttributeError(name)
-        return getattr(self.step, name)
 
     def __call__(self, state: State, batch: Any) -> State:
         """The state after one batch; see `compile`.
@@ -145,10 +145,8 @@ class CompiledStep:
             return self.step(state, batch)
         with arithmetic(state.static.context.precision, state.key.device):
             route = route or self._find(boarding.entry, place, prepared)
-            if route is not EAGER and self.step.ranks is None:
-                return fly(self._library, boarding, prepared, tensors, route)
             if route is not EAGER:
-                with naming_late_ranks(self.step.ranks, state.timestamp.batch):
+                with self.guarded(state, batch, is_first=False):
                     return fly(self._library, boarding, prepared, tensors, route)
         self._eager[place] = state.static.context  # the next step need not make a lane to find this out
         return self.step(state, batch)
@@ -192,9 +190,6 @@ class CompiledStep:
         """The step with another program, other algorithms, passes or microbatches, compiled anew."""
         return CompiledStep(self.step.replace(**changes), self.options)
 
-    def __deepcopy__(self, memo: Any) -> "CompiledStep":
-        return self  # what it has compiled is a cache
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the step and the options; what has been compiled is compiled again, or read from the cache on disk."""
         return CompiledStep, (self.step, self.options)
@@ -206,7 +201,8 @@ class CompiledStep:
         if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
             return True
         fields = state.__dict__
-        for name in _GIVEN:  # in every step: a loop costs less than any(...)
+        # Who sets a temporary field from outside has a step of their own in mind. A loop costs less than any(...).
+        for name in NO_TEMPORARY:
             if fields.get(name) is not None:
                 return True
         floor = self.options.eager_below
@@ -265,10 +261,6 @@ class CompiledStep:
     def _with_entry(self, lane: Lane, state: State, **rest: Any) -> Boarding:
         forms = {**lane.forms, "key": Form.of(state.key)[0], "loss": Form.of(state.loss)[0]}
         return Boarding(lane, self._library.entry(state.context, forms), state, **rest)
-
-
-_GIVEN = ("grads", "outputs", "first_example", "regrad")
-"""What is no part of a state between steps; who sets it from outside has a step of their own in mind."""
 
 
 class _Shape(NamedTuple):

@@ -100,13 +100,13 @@ def test_parts_are_a_whole_cut_in_order() -> None:
     step = compose(loop_events, [sam(), ema(), changing("host", Event.BATCH_START, lambda s: s, host=True)])
     segments = Segments(step)
     for bits in range(4):
-        units = step.units(bits)
-        parts = segments.parts(units, bits)
-        assert [unit for part in parts for unit in part.units] == list(units)
+        lowered = step.lowered(bits)
+        parts = segments.parts(lowered, bits)
+        assert [one for part in parts for one in part.lowered] == list(lowered)
         assert [part.segment for part in parts] == sorted(part.segment for part in parts)
         assert [part.number for part in parts] == list(range(len(parts)))
         hosts = [part for part in parts if part.kind == "host"]
-        assert len(hosts) == 1 and len(hosts[0].units) == 1
+        assert len(hosts) == 1 and len(hosts[0].lowered) == 1
 
 
 def test_a_program_of_nothing_has_one_segment() -> None:

@@ -1,0 +1,89 @@
+"""Which states a step is for: a single one, or those of a population, stacked."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from purecompose.core.operation import Lowered, Operation, in_order
+from purecompose.core.state import State, check_single
+
+
+__all__ = ["SINGLE", "Members"]
+
+
+class Members(Protocol):
+    """How a step treats the states that it is given."""
+
+    def check(self, state: State) -> None:
+        """Raise a `ValueError` for a state of another kind."""
+        ...
+
+    def one(self, state: State) -> State:
+        """Return a single state, of which `match` is asked."""
+        ...
+
+    def example(self, batch: Any) -> Any:
+        """Return the batch of a single state."""
+        ...
+
+    def spread(self, batch: Any) -> Any:
+        """Return the batch in the form in which it enters the state."""
+        ...
+
+    def adapt(self, lowered: Lowered) -> Lowered:
+        """Return an operation in the form that is folded and compiled."""
+        ...
+
+    def in_order(self, operations: Sequence[Lowered]) -> Operation:
+        """Return one operation that runs adapted ones one after the other."""
+        ...
+
+    def each(self, fn: Callable[[State], State], state: State, where: str) -> State:
+        """Return the state after a function that runs on the host; `where` begins its error messages."""
+        ...
+
+    def settle(self, state: State) -> State:
+        """Return the end of a fold as observers see it."""
+        ...
+
+    def describe(self, step: str) -> str:
+        """Return the text that prints a step."""
+        ...
+
+
+class _Single:
+    """A single state."""
+
+    def check(self, state: State) -> None:
+        remedy = "population(step, n) steps all of them, unstack_states(state) gives each alone"
+        check_single(state, "step(state, batch)", remedy)
+
+    def one(self, state: State) -> State:
+        return state
+
+    def example(self, batch: Any) -> Any:
+        return batch
+
+    def spread(self, batch: Any) -> Any:
+        return batch
+
+    def adapt(self, lowered: Lowered) -> Lowered:
+        return lowered
+
+    def in_order(self, operations: Sequence[Lowered]) -> Operation:
+        return in_order(lowered.run for lowered in operations)
+
+    def each(self, fn: Callable[[State], State], state: State, where: str) -> State:
+        del where
+        return fn(state)
+
+    def settle(self, state: State) -> State:
+        return state
+
+    def describe(self, step: str) -> str:
+        return step
+
+    def __reduce__(self) -> str:
+        return "SINGLE"
+
+
+SINGLE: Members = _Single()

@@ -1,0 +1,383 @@
+"""The parts of a program besides events: stages, the update, and the scopes `Grad` and `Microbatches`.
+
+Each node lowers itself to operations (see `purecompose.core.operation`). A scope of your own is a frozen dataclass that
+derives from `Scope` and defines `lower`.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose.core.contract import Contract
+from purecompose.core.cut import Cut, check_one_cut
+from purecompose.core.gradient import check_terms, differentiate, num_terms
+from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift
+from purecompose.core.ranks import Ranks, Sharing
+from purecompose.core.slices import run_slices
+from purecompose.core.state import State
+from purecompose.time.event import Event
+
+
+__all__ = [
+    "as_nodes",
+    "Grad",
+    "Microbatches",
+    "Program",
+    "Scope",
+    "Stage",
+    "StateFn",
+    "Update",
+    "events_in",
+    "matching_params",
+    "repeatable",
+    "walk",
+    "with_own_gradients",
+]
+
+StateFn: TypeAlias = Callable[[State], State]
+Program: TypeAlias = tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named core part of a program: a pure function of the state."""
+
+    name: str
+    fn: StateFn
+    sets_loss: bool = False
+    """Whether it sets `state.loss` from the outputs and the batch, so that slices are weighted by its terms."""
+
+    def __call__(self, state: State) -> State:
+        return self.fn(state)
+
+    def lower(self, place: Place) -> list[Lowered]:
+        """Return the stage as an operation; a loss whose slices are weighted also counts its terms."""
+        ops = [Lowered(lift(self._run, may_set_gradients=True))]
+        return [*ops, Lowered(_count_terms)] if self.sets_loss and place.is_weighted else ops
+
+    def _run(self, state: State, watch: Contract | None) -> State:
+        try:
+            new_state = self.fn(state)
+        except Exception as error:
+            given = {"batch": state.batch, "outputs": state.outputs}
+            forms = [f"{name} {_form(value)}" for name, value in given.items() if value is not None]
+            error.add_note(f"in the stage {self.name}, with {', '.join(forms)}")
+            raise
+        if watch is not None:
+            watch.note_stage(self)
+            if self.sets_loss:
+                check_terms(new_state)
+        return new_state
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _form(value: Any) -> str:
+    return f"{type(value).__name__}({', '.join(map(tree.describe, batches.tensors(value)))})"
+
+
+def _count_terms(carry: Carry, purpose: Purpose) -> Carry:
+    del purpose
+    return carry._replace(terms=num_terms(carry.state))
+
+
+@dataclass(frozen=True)
+class Update:
+    """The stage that moves the parameters by the optimizer; `update(wrt=pattern)` moves only those that match."""
+
+    wrt: str | None = None
+
+    def __call__(self, *, wrt: str) -> "Update":
+        return Update(wrt)
+
+    def lower(self, place: Place) -> list[Lowered]:
+        """Return the update as an operation."""
+        del place
+        return [Lowered(self._run)]
+
+    def _run(self, carry: Carry, purpose: Purpose) -> Carry:
+        state, used, terms = carry
+        if state.grads is None:
+            raise RuntimeError("the program's update comes before any Grad: there are no gradients")
+        if not state.grads:  # a method has taken them all, for a later step
+            return carry
+        if self.wrt is None:
+            chosen = state.grads
+        else:
+            # By all trainable names: gradients that an earlier update has used are gone after the next Grad.
+            chosen = matching_params(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), self.wrt)
+        grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
+        if not grads:
+            if used.isdisjoint(chosen):  # the loss does not reach them
+                return carry
+            raise RuntimeError(
+                f"{self!r} has nothing to apply: an earlier update has used every gradient of these parameters; put "
+                "a Grad before it, or leave it out"
+            )
+        try:
+            result = state.optimizer.update(grads, state.opt_state, state.params, state.scalar)
+        except Exception as error:
+            error.add_note(f"in the update of the optimizer {state.optimizer!r}")
+            raise
+        if purpose.watch is not None:
+            purpose.watch.note_update(state, result)
+        params, opt_state = result
+        return Carry(state.replace(params=params, opt_state=opt_state), used.union(grads), terms)
+
+    def __repr__(self) -> str:
+        return "update" if self.wrt is None else f"update(wrt={self.wrt!r})"
+
+
+class Scope:
+    """The shared part of scopes: a body of events, stages and further scopes."""
+
+    body: Program
+    ranks: Ranks | None = None
+    """The processes that share the scope's batch, if there are several."""
+
+    def __init__(self, *body: Any, **settings: Any) -> None:
+        object.__setattr__(self, "body", as_nodes(body))
+        for name, value in settings.items():
+            object.__setattr__(self, name, value)
+
+    def lower(self, place: Place) -> Sequence[Lowered]:
+        """Return the operations that the scope stands for."""
+        raise NotImplementedError(f"{type(self).__name__} must define lower(place), which returns operations")
+
+    def guard(self, step: Any, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
+        """Return a context to run each step in, on the host, or `None`.
+
+        Args:
+            step: The step whose program holds the scope.
+            state: The state that the step is given.
+            batch: The batch.
+            is_first: Whether this is the first run of its schedule, which is watched.
+        """
+        del step, state, batch, is_first
+        return None
+
+    def describe(self, step: str) -> str:
+        """Return the text that prints a step whose program holds the scope."""
+        return step
+
+    def __repr__(self) -> str:
+        nodes = [str(node) if isinstance(node, Event) else repr(node) for node in self.body]
+        settings = {name: value for name, value in vars(self).items() if name != "body" and value is not None}
+        parts = [*nodes, *(f"{name}={value!r}" for name, value in settings.items())]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Grad(Scope):
+    """Differentiate the loss that the body sets, in the trainable parameters.
+
+    Changes of parameters and of the batch inside the body stay inside.
+
+    Args:
+        body: Events and stages, one of which sets `state.loss`.
+        wrt: A pattern (as in `fnmatch`) of parameter names; by default all that are trainable.
+    """
+
+    body: Program
+    wrt: str | None
+
+    def __init__(self, *body: Any, wrt: str | None = None) -> None:
+        super().__init__(*body, wrt=wrt)
+
+    def lower(self, place: Place) -> list[Lowered]:
+        """Return the gradient of the body as one operation."""
+        inner = place.lower(self.body)
+        body = in_order(lowered.run for lowered in inner)
+
+        def run(carry: Carry, purpose: Purpose) -> Carry:
+            state, used, terms = carry
+            names = matching_params(state.context.trainable, self.wrt)
+            if used and state.grads is not None:
+                state = state.replace(grads=_without(state.grads, used) or None)
+            after = differentiate(lambda inner: body(inner, purpose), Carry(state, used, terms), names)
+            return after._replace(used=after.used.difference(names))
+
+        return [Lowered(run if place.is_slice else repeatable(run), is_host=any(lowered.is_host for lowered in inner))]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Microbatches(Scope):
+    """Run the body on slices of the batch, so that k slices give the gradient of the whole batch.
+
+    Loss, gradients and metrics that are single numbers (0-d, floating) become means over the slices, weighted by the
+    terms in each slice's loss. `outputs` and other metrics stay those of the last slice; buffers and slots pass from
+    slice to slice.
+
+    Args:
+        body: Events, stages and a `Grad`.
+        k: The number of slices. A batch of fewer examples is cut into single ones.
+        size: The most examples in a slice, in place of their number: each batch is cut into as few slices of (nearly)
+            equal size as that takes, a short batch into fewer. Without either the step's `microbatches` or
+            `microbatch_size` holds.
+
+    Raises:
+        ValueError: A number that is not positive, or both numbers.
+    """
+
+    body: Program
+    k: int | None
+    size: int | None
+
+    def __init__(self, *body: Any, k: int | None = None, size: int | None = None) -> None:
+        for name, value, what in (("k", k, "microbatches"), ("size", size, "examples in a microbatch")):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"Microbatches({name}={value!r}): expected a positive number of {what}")
+        check_one_cut(k, size, "Microbatches", ("k", "size"))
+        super().__init__(*body, k=k, size=size)
+
+    @property
+    def cut(self) -> Cut | None:
+        """How batches are cut; `None` where the step decides."""
+        return None if self.k is None and self.size is None else Cut(self.k, self.size)
+
+    def lower(self, place: Place) -> list[Lowered]:
+        """Return the scope as one operation."""
+        cut = self.cut or place.cut
+        # A single slice is the whole batch of the scope around it, where its loss has the weight that it has here.
+        is_cut = cut.may_slice or place.is_shared
+        inner = place._replace(is_shared=False, is_slice=True, is_weighted=place.is_weighted or is_cut)
+        lowered = inner.lower(self.body)
+        body = in_order(one.run for one in lowered)
+
+        def sliced(transform: Callable[[Operation], Operation]) -> Operation:
+            on_slice = transform(body) if is_cut else body
+
+            def run(carry: Carry, purpose: Purpose) -> Carry:
+                return run_slices(on_slice, carry, purpose, cut) if is_cut else on_slice(carry, purpose)
+
+            return run if place.is_shared else repeatable(with_own_gradients(run))
+
+        return [
+            Lowered(
+                sliced(lambda body: body),
+                is_host=any(one.is_host for one in lowered),
+                with_slices=sliced if is_cut and not place.is_slice else None,
+            )
+        ]
+
+
+def with_own_gradients(run_inner: Operation) -> Operation:
+    """Return the operation on a state without earlier gradients, which it neither sees nor edits for each slice."""
+
+    def run(carry: Carry, purpose: Purpose) -> Carry:
+        state, used, _ = carry
+        if state.grads is None:
+            return run_inner(carry, purpose)
+        inside = run_inner(Carry(state.replace(grads=None)), purpose)
+        new_state, grads = inside.state, inside.state.grads
+        if not grads:
+            return Carry(new_state.replace(grads=state.grads), used, inside.terms)
+        merged = {**_without(state.grads, used), **grads}
+        return Carry(new_state.replace(grads=merged), used.difference(grads) | inside.used, inside.terms)
+
+    return run
+
+
+class _Again:
+    """`state.gradient`: the gradient's part of a step, run again at other parameters.
+
+    A node of the tree with the state that the part began with, so that it can pass from one compiled part to the next,
+    and through `vmap`.
+    """
+
+    def __init__(self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, state: State) -> None:
+        self.run_once, self.used, self.ranks, self.state = run_once, used, ranks, state
+
+    def __call__(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
+        carry = Carry(self.state.replace(params=params), self.used)
+        again = self.run_once(carry, Purpose(sharing, is_again=True)).state
+        if again.grads is None or again.loss is None:
+            raise RuntimeError("state.gradient(params): the program has no Grad with a loss")
+        return again.grads, again.loss
+
+
+tree.register_node(
+    _Again,
+    lambda again: (("state",), (again.state,), (again.run_once, again.used, again.ranks)),
+    lambda names, children, static: _Again(*static, *children),
+)
+
+
+def repeatable(run_once: Operation, ranks: Ranks | None = None) -> Operation:
+    """Return the operation so that it leaves `state.gradient`, which runs it again at other parameters.
+
+    Args:
+        run_once: The part of a step that takes its gradient.
+        ranks: The processes that share the batch, if there are several.
+    """
+
+    def run(carry: Carry, purpose: Purpose) -> Carry:
+        state = carry.state
+        if state.regrad is not None:  # the gradient of an earlier part is not available within this one
+            state = state.replace(regrad=None)
+        again = _Again(run_once, carry.used, ranks, state)
+        end = run_once(carry._replace(state=state), purpose)
+        return end._replace(state=end.state.replace(batch=state.batch, regrad=again))
+
+    return run
+
+
+def matching_params(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:
+    """Return the names that match a pattern; all of them without one.
+
+    Raises:
+        ValueError: None matches.
+    """
+    if wrt is None:
+        return names
+    found = tuple(name for name in names if fnmatch.fnmatchcase(name, wrt))
+    if not found:
+        raise ValueError(f"wrt={wrt!r} matches no trainable parameter; there are {', '.join(names) or 'none'}")
+    return found
+
+
+def _without(grads: dict[str, Tensor], used: frozenset[str]) -> dict[str, Tensor]:
+    return {name: grad for name, grad in grads.items() if name not in used}
+
+
+def as_nodes(given: Iterable[Any]) -> Program:
+    """Return the nodes of a program: names of events as events, plain functions as stages.
+
+    Raises:
+        TypeError: Something that is not an event, a stage, a function or a scope.
+    """
+    return tuple(map(_as_node, given))
+
+
+def _as_node(given: Any) -> Node:
+    if isinstance(given, str):
+        return Event(given)
+    if not isinstance(given, type) and callable(getattr(given, "lower", None)):
+        return given
+    if not callable(given):
+        raise TypeError(f"{given!r} is neither an event, a stage (a function State -> State), nor a scope")
+    return Stage(getattr(given, "__name__", None) or repr(given), cast(StateFn, given))
+
+
+def walk(program: Iterable[Node]) -> Iterator[Node]:
+    """Yield every node of a program in order, those inside scopes included."""
+    for node in program:
+        yield node
+        yield from walk(getattr(node, "body", ()))
+
+
+def events_in(program: Iterable[Node]) -> tuple[Event, ...]:
+    """Return the events of a program in order, those inside scopes included, each once.
+
+    Example:
+        >>> from purecompose.core.loop import predict_events
+        >>> [event.name for event in events_in(predict_events)[-2:]]
+        ['PREDICT_AFTER_FORWARD', 'PREDICT_BATCH_END']
+    """
+    return tuple(dict.fromkeys(node for node in walk(program) if isinstance(node, Event)))
