@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import purecompose as pc
 from purecompose import State, compose, loop_events, models
-from purecompose.algorithms.layer_freezing import frozen_layers, layer_freezing, layers_of
+from purecompose.algorithms._layer_freezing import frozen_layers, layer_freezing, layers_of
 
 
 LENGTH = 100_000

@@ -100,55 +100,55 @@ The algorithms are made of these, the drawing ones with the key `state.rng(name)
 `should_selective_backprop` say for a loop of one's own what selective backprop's `apply` and `match` say inside a step.
 """
 
-from purecompose.algorithms.alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi
-from purecompose.algorithms.augmix import augmix_batch, augmix_transform
-from purecompose.algorithms.batch_size_warmup import warmup_batch_size
-from purecompose.algorithms.blurpool import apply_blurpool, blur_2d, blurmax_pool2d, blurpool_rules
-from purecompose.algorithms.channels_last import apply_channels_last, to_channels_last
-from purecompose.algorithms.colout import colout_batch, colout_transform
-from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
-from purecompose.algorithms.cutout import cutout_batch, cutout_transform
-from purecompose.algorithms.ema import compute_ema
-from purecompose.algorithms.factorize import (
+from purecompose.algorithms._alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi
+from purecompose.algorithms._augmix import augmix_batch, augmix_transform
+from purecompose.algorithms._batch_size_warmup import warmup_batch_size
+from purecompose.algorithms._blurpool import apply_blurpool, blur_2d, blurmax_pool2d, blurpool_rules
+from purecompose.algorithms._channels_last import apply_channels_last, to_channels_last
+from purecompose.algorithms._colout import colout_batch, colout_transform
+from purecompose.algorithms._cutmix import cutmix_batch, cutmix_box
+from purecompose.algorithms._cutout import cutout_batch, cutout_transform
+from purecompose.algorithms._ema import compute_ema
+from purecompose.algorithms._factorize import (
     apply_factorize,
     factorize_conv2d,
     factorize_matrix,
     factorize_rules,
     factorizing_could_speedup,
 )
-from purecompose.algorithms.gated_linear_units import apply_gated_linear_units, gated_linear_units_rules
-from purecompose.algorithms.ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm_rules
-from purecompose.algorithms.gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
-from purecompose.algorithms.gradient_noise_scale import critical_batch_size, estimate_noise
-from purecompose.algorithms.gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
-from purecompose.algorithms.label_smoothing import smooth_labels
-from purecompose.algorithms.layer_freezing import frozen_layers, frozen_share, layers_of
-from purecompose.algorithms.lookahead import pull_back
-from purecompose.algorithms.low_precision_groupnorm import (
+from purecompose.algorithms._gated_linear_units import apply_gated_linear_units, gated_linear_units_rules
+from purecompose.algorithms._ghost_batchnorm import apply_ghost_batchnorm, ghost_batchnorm_rules
+from purecompose.algorithms._gradient_clipping import clip_adaptively, clip_by_norm, clip_by_value
+from purecompose.algorithms._gradient_noise_scale import critical_batch_size, estimate_noise
+from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms._label_smoothing import smooth_labels
+from purecompose.algorithms._layer_freezing import frozen_layers, frozen_share, layers_of
+from purecompose.algorithms._lookahead import pull_back
+from purecompose.algorithms._low_precision_groupnorm import (
     apply_low_precision_groupnorm,
     low_precision_groupnorm_rules,
 )
-from purecompose.algorithms.low_precision_layernorm import (
+from purecompose.algorithms._low_precision_layernorm import (
     apply_low_precision_layernorm,
     low_precision_layernorm_rules,
 )
-from purecompose.algorithms.mixup import mixup_batch
-from purecompose.algorithms.no_op_model import no_op_model_rules
-from purecompose.algorithms.per_example_clipping import clip_per_example, norms_per_example
-from purecompose.algorithms.progressive_resizing import progressive_scale, resize_batch
-from purecompose.algorithms.randaugment import randaugment_batch, randaugment_transform
-from purecompose.algorithms.sam import perturb_params
-from purecompose.algorithms.schedule_free import schedule_free_step
-from purecompose.algorithms.selective_backprop import choose_by_loss, select_using_loss, should_selective_backprop
-from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length, warmup_length
-from purecompose.algorithms.squeeze_excite import apply_squeeze_excite, squeeze_excite_rules
-from purecompose.algorithms.stochastic_depth import (
+from purecompose.algorithms._mixup import mixup_batch
+from purecompose.algorithms._no_op_model import no_op_model_rules
+from purecompose.algorithms._per_example_clipping import clip_per_example, norms_per_example
+from purecompose.algorithms._progressive_resizing import progressive_scale, resize_batch
+from purecompose.algorithms._randaugment import randaugment_batch, randaugment_transform
+from purecompose.algorithms._sam import perturb_params
+from purecompose.algorithms._schedule_free import schedule_free_step
+from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, should_selective_backprop
+from purecompose.algorithms._seq_length_warmup import set_batch_sequence_length, warmup_length
+from purecompose.algorithms._squeeze_excite import apply_squeeze_excite, squeeze_excite_rules
+from purecompose.algorithms._stochastic_depth import (
     apply_stochastic_depth,
     stochastic_depth_rates,
     stochastic_depth_rules,
 )
-from purecompose.algorithms.swa import add_to_mean
-from purecompose.algorithms.weight_standardization import (
+from purecompose.algorithms._swa import add_to_mean
+from purecompose.algorithms._weight_standardization import (
     apply_weight_standardization,
     standardized,
     weight_standardization_rules,

@@ -19,38 +19,61 @@ References:
     MosaicML: Mosaic ResNet, for ResNet-50 on ImageNet. https://github.com/mosaicml/examples
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
-from purecompose._support import specs
-from purecompose.algorithms import FACTORIES
+from purecompose.algorithms import (
+    blurpool,
+    channels_last,
+    colout,
+    ema,
+    label_smoothing,
+    mixup,
+    progressive_resizing,
+    randaugment,
+    sam,
+    stochastic_depth,
+)
 from purecompose.core.algorithm import Algorithm
 
 
 __all__ = ["RECIPES", "recipe"]
 
-_MILD = (
-    'blurpool, channels_last, ema(half_life="100ba", update_interval="20ba"), '
-    "progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4), "
-)
-_HOT = (
-    "label_smoothing(0.13), mixup(0.25), sam(0.5, interval=5), colout(p_row=0.05, p_col=0.05), "
-    'randaugment(severity=9, depth=1), stochastic_depth("sample", 0.1), '
-    "progressive_resizing(initial_scale=0.6, delay_fraction=0.2, finetune_fraction=0.2, size_increment=4)"
-)
 
-RECIPES: Mapping[str, str] = MappingProxyType(
-    {
-        "mild": f"{_MILD}label_smoothing(0.08)",
-        "medium": f"{_MILD}label_smoothing(0.1), mixup(0.2), sam(0.5, interval=10)",
-        "hot": _HOT,
-    }
-)
-"""The methods of each recipe, as the command line writes them."""
+def _for_short_runs() -> list[Algorithm]:
+    return [
+        blurpool(),
+        channels_last(),
+        ema(half_life="100ba", update_interval="20ba"),
+        progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4),
+    ]
+
+
+def _mild() -> list[Algorithm]:
+    return [*_for_short_runs(), label_smoothing(0.08)]
+
+
+def _medium() -> list[Algorithm]:
+    return [*_for_short_runs(), label_smoothing(0.1), mixup(0.2), sam(0.5, interval=10)]
+
+
+def _hot() -> list[Algorithm]:
+    return [
+        label_smoothing(0.13),
+        mixup(0.25),
+        sam(0.5, interval=5),
+        colout(p_row=0.05, p_col=0.05),
+        randaugment(severity=9, depth=1),
+        stochastic_depth("sample", 0.1),
+        progressive_resizing(initial_scale=0.6, delay_fraction=0.2, finetune_fraction=0.2, size_increment=4),
+    ]
+
+
+RECIPES: dict[str, Callable[[], list[Algorithm]]] = {"mild": _mild, "medium": _medium, "hot": _hot}
+"""Makes the methods of each recipe, by its name."""
 
 
 def recipe(name: str) -> list[Algorithm]:
-    """The methods of a published recipe, for `compose`.
+    """Return the methods of a published recipe, for `compose`.
 
     Args:
         name: "mild", "medium" or "hot".
@@ -64,4 +87,4 @@ def recipe(name: str) -> list[Algorithm]:
     """
     if name not in RECIPES:
         raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}")
-    return [specs.build(call, FACTORIES, "algorithm") for call in specs.parse(RECIPES[name])]
+    return RECIPES[name]()

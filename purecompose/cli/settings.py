@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from purecompose import losses
 from purecompose._support import specs
 from purecompose._support.files import read_whole
-from purecompose.algorithms.recipes import RECIPES
+from purecompose.algorithms.recipes import RECIPES, recipe
 from purecompose.nn.models import MODELS, check_options
 
 
@@ -186,7 +186,7 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
                 "--recipe: a recipe is a list of algorithms, and --algorithms is another; give one of the two "
                 "(docs/algorithms.md lists the recipes' methods)"
             )
-        found["algorithms"] = RECIPES[options.recipe]
+        found["algorithms"] = ", ".join(map(repr, recipe(options.recipe)))
         if options.loss is None:
             found["loss"] = "binary_cross_entropy"  # with which the recipes' settings were found
     within: dict[str, dict[str, Any]] = {}

@@ -9,10 +9,10 @@ from torch import nn
 
 from purecompose import State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import augmix
-from purecompose.algorithms.augmix import _chains
+from purecompose.algorithms._augmix import _chains
+from purecompose.algorithms._randaugment import one_operation_each
 from purecompose.algorithms.functional import augmix_batch
 from purecompose.algorithms.images import SETS, Primitive, Scale
-from purecompose.algorithms.randaugment import one_operation_each
 from purecompose.schedule import linear
 from purecompose.time.predicates import NEVER
 from tests.algorithms.method_helpers import make_images

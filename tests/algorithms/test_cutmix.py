@@ -10,8 +10,8 @@ from torch import nn
 
 from purecompose import losses, random, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms.cutmix import cutmix, cutmix_batch
-from purecompose.algorithms.selective_backprop import selective_backprop
+from purecompose.algorithms._cutmix import cutmix, cutmix_batch
+from purecompose.algorithms._selective_backprop import selective_backprop
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.core.state import State

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from purecompose import functional, losses, random
-from purecompose.algorithms.cutmix import cutmix_batch, cutmix_box
+from purecompose.algorithms._cutmix import cutmix_batch, cutmix_box
 from purecompose.losses.targets import Mixture
 from purecompose.random import Rng
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms.decoupled_weight_decay import decoupled_weight_decay
-from purecompose.algorithms.layer_freezing import frozen_layers
+from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_decay
+from purecompose.algorithms._layer_freezing import frozen_layers
 from purecompose.optim.decaying import Decaying, DecayRule
 from purecompose.optim.guarded import Guarded
 from tests.algorithms.averaging_checks import BATCHES, check_compiled, check_resumes_exactly, cnn_state, states_after

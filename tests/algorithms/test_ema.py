@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, Time, algorithms as alg, compose, loop_events, optim
-from purecompose.algorithms.ema import compute_ema, ema
+from purecompose.algorithms._ema import compute_ema, ema
 from purecompose.testing import TASKS
 from tests.algorithms.averaging_checks import (
     BATCHES,

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 import purecompose as pc
 from purecompose import losses, optim, surgery
 from purecompose.algorithms import gated_linear_units
+from purecompose.algorithms._gated_linear_units import ACTIVATIONS
 from purecompose.algorithms.functional import gated_linear_units_rules
-from purecompose.algorithms.gated_linear_units import ACTIVATIONS
 from purecompose.nn.layers import FeedForward, GatedLinearUnit, SelfAttention
 from purecompose.nn.model import from_module
 from purecompose.nn.models import gpt

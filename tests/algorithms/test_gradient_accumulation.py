@@ -21,10 +21,10 @@ from purecompose import (
     tree,
     update,
 )
-from purecompose.algorithms.ema import ema
-from purecompose.algorithms.gradient_accumulation import AccumulatedGradients, gradient_accumulation
-from purecompose.algorithms.gradient_clipping import gradient_clipping
-from purecompose.algorithms.sam import sam
+from purecompose.algorithms._ema import ema
+from purecompose.algorithms._gradient_accumulation import AccumulatedGradients, gradient_accumulation
+from purecompose.algorithms._gradient_clipping import gradient_clipping
+from purecompose.algorithms._sam import sam
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 

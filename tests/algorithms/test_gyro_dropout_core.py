@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from purecompose import random
-from purecompose.algorithms.gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
+from purecompose.algorithms._gyro_dropout import gyro_drop, gyro_dropout_mask, gyro_dropout_period
 
 
 WIDE = 64  # two random masks of so many elements are equal with chance 2**-64

@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from purecompose import losses, random, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms.label_smoothing import label_smoothing, smooth_labels
+from purecompose.algorithms._label_smoothing import label_smoothing, smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events

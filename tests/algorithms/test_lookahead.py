@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import State, algorithms as alg, compose, hparam, loop_events, optim, tree
-from purecompose.algorithms.gradient_accumulation import gradient_accumulation
-from purecompose.algorithms.lookahead import lookahead, pull_back
+from purecompose.algorithms._gradient_accumulation import gradient_accumulation
+from purecompose.algorithms._lookahead import lookahead, pull_back
 from purecompose.surgery.weights import averages_in
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, random
-from purecompose.algorithms.cutmix import cutmix, cutmix_box
-from purecompose.algorithms.label_smoothing import label_smoothing
-from purecompose.algorithms.mixup import mixup
+from purecompose.algorithms._cutmix import cutmix, cutmix_box
+from purecompose.algorithms._label_smoothing import label_smoothing
+from purecompose.algorithms._mixup import mixup
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events

@@ -8,8 +8,8 @@ from scipy import stats
 
 from purecompose import losses, random, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms.label_smoothing import label_smoothing
-from purecompose.algorithms.mixup import mixup, mixup_batch
+from purecompose.algorithms._label_smoothing import label_smoothing
+from purecompose.algorithms._mixup import mixup, mixup_batch
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.losses.targets import Mixture

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from purecompose import random
-from purecompose.algorithms.mixup import mixup, mixup_batch
+from purecompose.algorithms._mixup import mixup, mixup_batch
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events
 from purecompose.random import Rng

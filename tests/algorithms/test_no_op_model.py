@@ -10,8 +10,8 @@ from torch import nn
 import purecompose as pc
 from purecompose import State, compose, loop_events, surgery
 from purecompose.algorithms import loss_scaling, mixup, no_op_model
+from purecompose.algorithms._no_op_model import NoOpLoss
 from purecompose.algorithms.functional import no_op_model_rules
-from purecompose.algorithms.no_op_model import NoOpLoss
 from purecompose.cli import main
 from purecompose.nn.layers.no_op import NoOpModel
 from purecompose.optim.guarded import Guarded

@@ -7,8 +7,8 @@ from torch import nn
 import purecompose as pc
 from purecompose import random, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms.colout import colout
-from purecompose.algorithms.progressive_resizing import progressive_resizing
+from purecompose.algorithms._colout import colout
+from purecompose.algorithms._progressive_resizing import progressive_resizing
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events

@@ -8,7 +8,7 @@ from hypothesis import example, given, strategies as st
 from scipy import stats
 
 from purecompose import random, tree
-from purecompose.algorithms.progressive_resizing import progressive_scale, resize_batch
+from purecompose.algorithms._progressive_resizing import progressive_scale, resize_batch
 from purecompose.losses.targets import Mixture
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from purecompose import Algorithm, State, compose, loop_events, losses, optim, random
 from purecompose.algorithms import colout, cutmix, images, randaugment
+from purecompose.algorithms._randaugment import one_operation_each
 from purecompose.algorithms.functional import randaugment_batch
 from purecompose.algorithms.images import PRIMITIVES, SETS, Primitive, Strength
-from purecompose.algorithms.randaugment import one_operation_each
 from purecompose.schedule import hparam, linear
 from purecompose.time.predicates import NEVER
 from tests.algorithms.method_helpers import make_images

@@ -21,8 +21,8 @@ from purecompose import (
     tree,
     update,
 )
-from purecompose.algorithms.gradient_clipping import gradient_clipping
-from purecompose.algorithms.sam import perturb_params, sam
+from purecompose.algorithms._gradient_clipping import gradient_clipping
+from purecompose.algorithms._sam import perturb_params, sam
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 

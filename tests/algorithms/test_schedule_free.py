@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, State, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms.gradient_accumulation import gradient_accumulation
-from purecompose.algorithms.schedule_free import schedule_free, schedule_free_step
+from purecompose.algorithms._gradient_accumulation import gradient_accumulation
+from purecompose.algorithms._schedule_free import schedule_free, schedule_free_step
 from tests.algorithms.averaging_checks import (
     BATCHES,
     averages_of,

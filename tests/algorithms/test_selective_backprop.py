@@ -9,9 +9,9 @@ from torch import nn
 
 from purecompose import losses, random, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms.label_smoothing import label_smoothing
-from purecompose.algorithms.mixup import mixup
-from purecompose.algorithms.selective_backprop import (
+from purecompose.algorithms._label_smoothing import label_smoothing
+from purecompose.algorithms._mixup import mixup
+from purecompose.algorithms._selective_backprop import (
     choose_by_loss,
     select_using_loss,
     selective_backprop,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 
 from purecompose import losses, random
-from purecompose.algorithms.selective_backprop import choose_by_loss, select_using_loss, should_selective_backprop
+from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, should_selective_backprop
 
 
 def identity_losses(outputs, targets, reduction="mean"):

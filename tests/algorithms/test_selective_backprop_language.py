@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import losses, random, tree
-from purecompose.algorithms._model_losses import model_losses
-from purecompose.algorithms.selective_backprop import choose_by_loss, select_using_loss, selective_backprop
+from purecompose.algorithms._parts.model_losses import model_losses
+from purecompose.algorithms._selective_backprop import choose_by_loss, select_using_loss, selective_backprop
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events

@@ -6,7 +6,7 @@ from torch import nn
 import purecompose as pc
 from purecompose import losses, tree
 from purecompose.algorithms import FACTORIES
-from purecompose.algorithms.seq_length_warmup import seq_length_warmup, warmup_length
+from purecompose.algorithms._seq_length_warmup import seq_length_warmup, warmup_length
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.compose import compose
 from purecompose.core.loop import loop_events

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from purecompose import tree
-from purecompose.algorithms.seq_length_warmup import set_batch_sequence_length, warmup_length
+from purecompose.algorithms._seq_length_warmup import set_batch_sequence_length, warmup_length
 from purecompose.losses.targets import Mixture
 
 

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, losses, on, optim, tree
-from purecompose.algorithms.gradient_accumulation import gradient_accumulation
-from purecompose.algorithms.gradient_clipping import gradient_clipping
-from purecompose.algorithms.loss_scaling import loss_scaling
-from purecompose.algorithms.per_example_clipping import per_example_clipping
-from purecompose.algorithms.sam import sam
-from purecompose.algorithms.skip_nonfinite import SkipCount, skip_nonfinite
+from purecompose.algorithms._gradient_accumulation import gradient_accumulation
+from purecompose.algorithms._gradient_clipping import gradient_clipping
+from purecompose.algorithms._loss_scaling import loss_scaling
+from purecompose.algorithms._per_example_clipping import per_example_clipping
+from purecompose.algorithms._sam import sam
+from purecompose.algorithms._skip_nonfinite import SkipCount, skip_nonfinite
 from purecompose.optim.guarded import Guarded
 from tests.algorithms import method_helpers as helpers
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import purecompose as pc
 from purecompose import Event, State, Timestamp, algorithms as alg, compose, loop_events, optim, schedule
-from purecompose.algorithms.swa import add_to_mean, swa
+from purecompose.algorithms._swa import add_to_mean, swa
 from purecompose.optim.decay import progress
 from purecompose.optim.guarded import Guarded
 from purecompose.schedule import Scalar

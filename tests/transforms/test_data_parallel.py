@@ -29,8 +29,8 @@ from purecompose import (
     tree,
     update,
 )
-from purecompose.algorithms._parts import gradient_of_part
-from purecompose.algorithms.sam import perturb_params
+from purecompose.algorithms._parts.shared import gradient_of_part
+from purecompose.algorithms._sam import perturb_params
 from purecompose.core.compose import Step
 from purecompose.core.layout import Layout
 from purecompose.core.ranks import Ranks
@@ -312,7 +312,7 @@ def test_per_example_clipping_computes_the_own_examples_alone(monkeypatch: pytes
             seen[step.ranks.rank].add(first_example)
             return gradient_of_part(state, part, first_example)
 
-        monkeypatch.setattr(sys.modules["purecompose.algorithms.per_example_clipping"], "gradient_of_part", noted)
+        monkeypatch.setattr(sys.modules["purecompose.algorithms._per_example_clipping"], "gradient_of_part", noted)
         return step(make_state(), make_batch(0, 7))
 
     played(compose(loop_events, [alg.per_example_clipping(0.5, chunk_size=1)]), 2)(one)
@@ -320,7 +320,7 @@ def test_per_example_clipping_computes_the_own_examples_alone(monkeypatch: pytes
 
 
 def test_the_noise_scale_is_that_of_the_processes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["purecompose.algorithms.gradient_noise_scale"], "_of_half")
+    monkeypatch.delattr(sys.modules["purecompose.algorithms._gradient_noise_scale"], "_of_half")
     step = compose(loop_events, [alg.gradient_noise_scale()])
     halves = compose(loop_events, [alg.gradient_noise_scale()], microbatches=2)
     state, batch = step.init(make_state()), make_batch(0, 8)

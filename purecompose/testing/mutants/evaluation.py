@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from purecompose import batch as batches, random
-from purecompose.algorithms.label_smoothing import smooth_labels
+from purecompose.algorithms._label_smoothing import smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.testing.mutants.mutant import mutant, scaled_grads, with_slot

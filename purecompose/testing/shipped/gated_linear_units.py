@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from purecompose.algorithms.gated_linear_units import ACTIVATIONS
+from purecompose.algorithms._gated_linear_units import ACTIVATIONS
 from purecompose.nn.layers.attention import FeedForward
 from purecompose.testing.shipped.row import Row
 

@@ -1,0 +1,141 @@
+"""ALiBi: attention with linear biases in place of position embeddings, trained on short sequences."""
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose._support.checks import check_number
+from purecompose.algorithms._parts.alibi_transformers import check_attention, transformers_rules
+from purecompose.algorithms._parts.surgery import on_module, surgery_method
+from purecompose.algorithms._seq_length_warmup import sequences_of, shortened
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.nn.layers._forms import has_hooks
+from purecompose.nn.layers.attention import PositionEmbedding, SelfAttention
+from purecompose.nn.layers.positions import AlibiAttention, NoPositions, alibi_bias, alibi_slopes
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
+from purecompose.time.units import snapped
+
+
+__all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes", "apply_alibi"]
+
+
+def alibi_rules() -> surgery.Rules:
+    """The rules of the surgery; see `purecompose.algorithms.alibi`.
+
+    For other layers add rules to them, and one for `PositionEmbedding` where there is no attention but theirs;
+    `layers.alibi_bias` is what goes to `F.scaled_dot_product_attention` as `attn_mask`, and `layers.NoPositions` takes
+    the place of an embedding.
+
+    Raises:
+        ValueError: When they are applied: relative positions, attention that takes no biases, subclasses of
+            `SelfAttention` that compute otherwise, attention with hooks or with a forward put on the instance, which
+            would be lost, or positions in a network without attention that is known.
+
+    Example:
+        >>> from purecompose import models, random
+        >>> from purecompose.nn.model import from_module
+        >>> model, params, buffers, _ = from_module(models.gpt(65, 16, width=8, depth=1))
+        >>> after = surgery.replace(model, alibi_rules(), params, buffers, key=random.key(0))
+        >>> len(after.report.replaced), len(after.report.dropped)
+        (2, 1)
+    """
+
+    def attention(module: SelfAttention, site: surgery.Site) -> nn.Module:
+        where, kind = f"alibi: {site.name or 'the network'}: expected a SelfAttention", type(module)
+        parts = {*module._modules, *module._parameters, *module._buffers}
+        is_own = kind.forward is not SelfAttention.forward or kind.bias is not SelfAttention.bias
+        if is_own or parts != {"qkv", "out"}:
+            raise ValueError(
+                f"{where}, got a {kind.__name__}, whose forward, bias or parameters are its own; add "
+                f"{kind.__name__}: None to the rules to leave it as it is, or give another rule for SelfAttention"
+            )
+        if has_hooks(module):
+            raise ValueError(
+                f"{where}, got one with hooks or with a forward put on the instance, which would be lost; take them "
+                "off, or give another rule for SelfAttention"
+            )
+        return AlibiAttention(module)
+
+    def positions(module: PositionEmbedding, site: surgery.Site) -> nn.Module:
+        del module
+        check_attention(site)
+        return NoPositions()
+
+    return {
+        AlibiAttention: None,
+        NoPositions: None,
+        SelfAttention: attention,
+        PositionEmbedding: positions,
+        **transformers_rules(),
+    }
+
+
+apply_alibi = on_module("alibi", alibi_rules)
+
+
+@factory
+def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -> Algorithm:
+    """Attention with linear biases, trained on shorter sequences.
+
+        attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
+
+    Where H is no power of two, slopes are those of the next smaller power and every second one of the next greater.
+    Masks stay: of causal attention, and of padding. Embeddings of positions are taken out, with their parameters, and
+    with them the limit to the length of a sequence. Sequences (N, L) for training are written into rows of floor(L s)
+    tokens, s = `train_sequence_length_scaling`, one after the other; the network is then good at longer ones.
+
+    It knows `layers.SelfAttention` and `layers.PositionEmbedding`, of which `models.gpt` and `models.vit` are made, and
+    GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5, whose attention is computed by "sdpa" or "eager".
+    A vision transformer's distances are those in the row of its patches, and it takes images of any size afterwards.
+
+    Events: INIT, and AFTER_DATALOADER unless s = 1, there before what shortens sequences (`Trait.SHORTENS_SEQUENCES`):
+    its lengths are those of the rows. Reads and replaces: the model, its parameters and the optimizer's state; the
+    batch. Time counts what the loader gave, as with `seq_length_warmup`.
+
+    The input must be token ids (N, L) or embeddings (N, L, D), as for `seq_length_warmup`, unless s = 1.
+
+    Args:
+        train_sequence_length_scaling: s, in (0, 1], by which the length of sequences for training is multiplied; the
+            number of sequences grows in turn, so that a batch has as many tokens. 1 leaves batches as they are. Better
+            not below 128 tokens, 256 to be safe.
+        name: Names it.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: as `alibi_rules`. In the step:
+            inputs that are no sequences, and members of the batch without a position for each token.
+
+    Warns:
+        UserWarning: At INIT: the network has no attention that it knows.
+
+    Example:
+        >>> alibi()
+        alibi(train_sequence_length_scaling=0.25)
+
+    References:
+        Ofir Press, Noah A. Smith, Mike Lewis: Train Short, Test Long: Attention with Linear Biases Enables Input Length
+        Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
+    """
+    where = "alibi: train_sequence_length_scaling"
+    check_number(
+        train_sequence_length_scaling, where, 0, 1, above=True, hint="it is the share of a sequence that becomes a row"
+    )
+    settings = {"train_sequence_length_scaling": train_sequence_length_scaling}
+    operation = surgery_method(name, alibi_rules(), settings)
+    if train_sequence_length_scaling == 1:
+        return operation
+
+    def apply(event: Event, state: State) -> Any:
+        if event is Event.INIT:
+            return operation.apply(event, state)
+        sequences = sequences_of(state, name)
+        length = max(1, math.floor(snapped(sequences.shape[1] * train_sequence_length_scaling)))
+        return state.replace(batch=shortened(state.batch, sequences, length, truncate=False, preserve=False))
+
+    # A warm-up is of the rows that are trained on.
+    match, later = on(Event.INIT, Event.AFTER_DATALOADER), (Trait.SHORTENS_SEQUENCES,)
+    return dataclasses.replace(operation, match=match, apply=apply, runs_before=later)

@@ -1,0 +1,250 @@
+"""AugMix: blends every image with a mixture of chains of random operations on it."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._support.checks import check_whole, frozen
+from purecompose.algorithms._parts.checks import check_scalar
+from purecompose.algorithms._parts.images import check_severity, image_method, one_operation_each
+from purecompose.algorithms.images import (
+    Primitive,
+    Scale,
+    ValueRange,
+    check_value_range,
+    chosen_primitives,
+    on_levels,
+)
+from purecompose.algorithms.images.assignment import assigned, can_read
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import per_row
+from purecompose.random.keys import as_rng
+from purecompose.schedule import Scalar
+
+
+__all__ = ["augmix", "augmix_batch", "augmix_transform"]
+
+_MAX_DEPTH = 3
+_PIECE = 2**18  # values that are mixed at a time, where nothing is compiled: their floats stay in the cache
+_DEPTH_HINT = "-1 draws 1, 2 or 3 for each chain"
+_ALPHA_HINT = "1 draws shares uniformly"
+
+
+def augmix_batch(
+    key: Tensor | random.Rng,
+    images: Tensor,
+    *,
+    severity: float | Tensor = 3.0,
+    depth: int = -1,
+    width: int = 3,
+    alpha: float | Tensor = 1.0,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    value_range: ValueRange = None,
+) -> Tensor:
+    """Blend each image with a mixture of changed ones.
+
+    Args:
+        key: A random key.
+        images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
+        severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
+        depth: How many operations a chain has, at least 1; or -1: 1, 2 or 3, drawn for each.
+        width: How many chains are mixed, at least 1.
+        alpha: The parameter of Dirichlet's and the Beta distribution, above 0; a tensor's value (0-d) is not checked.
+        augmentation_set: "all", "safe" or "original" (see `algorithms.images.SETS`), or names of operations.
+        value_range: The values of black and white; see `randaugment_batch`.
+
+    Returns:
+        Shape and dtype of `images`.
+
+    Raises:
+        TypeError, ValueError: As `randaugment_batch`; a depth of 0 or below -1, no chain, an `alpha` that is not
+            positive.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> images = torch.rand(8, 3, 32, 32)
+        >>> augmix_batch(key(0), images, value_range=(0.0, 1.0)).shape
+        torch.Size([8, 3, 32, 32])
+    """
+    check_severity(severity, "augmix_batch: severity")
+    _check_shape(depth, width, "augmix_batch")
+    if not isinstance(alpha, Tensor):
+        _check_alpha(alpha, "augmix_batch: alpha")
+    primitives = chosen_primitives(augmentation_set, "augmix_batch: augmentation_set")
+    rng = as_rng(key, "augmix_batch")
+
+    def augmented(stored: Tensor, scale: Scale) -> Tensor:
+        num = len(stored)
+        chains = _chains(rng, stored, scale, primitives, severity, depth, width)
+        # In float64: for a small alpha most of them are too small for float32, and would count alike.
+        gammas = random.gamma(rng.named("weights"), alpha, (num, width), dtype=torch.float64).to(stored.device)
+        share = random.beta(rng.named("share"), alpha, alpha, (num, 1)).to(stored.device)
+        weights = share * gammas / gammas.sum(1, keepdim=True)
+        # A few images at a time: of the whole batch, floats of each step would pass through memory.
+        size = max(1, _PIECE // stored[0].numel()) if can_read(stored) else num
+        pieces = zip(stored.split(size), weights.split(size), *(chain.split(size) for chain in chains), strict=True)
+        return torch.cat([_mixed(scale, *piece) for piece in pieces])
+
+    return on_levels(images, augmented, value_range, "augmix_batch")
+
+
+@factory
+def augmix(
+    severity: Scalar = 3.0,
+    *,
+    depth: int = -1,
+    width: int = 3,
+    alpha: Scalar = 1.0,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    value_range: ValueRange = None,
+    name: str = "augmix",
+    input_key: batches.Key | None = None,
+) -> Algorithm:
+    """Blends every image with a mixture of changed ones.
+
+    For each image, with W = `width` chains:
+
+        w ~ Dirichlet(alpha, ..., alpha),   m ~ Beta(alpha, alpha)
+        a_i = the image after d_i operations, one after the other,   d_i = depth, or uniform in {1, 2, 3}
+        X' = (1 - m) X + m (w_1 a_1 + ... + w_W a_W)
+
+    See `purecompose.algorithms.images.primitives` for the operations and how strong they are. This is the part of the
+    paper that augments; its consistency loss between views is not.
+
+    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at
+    once, on the device where they are.
+
+    Args:
+        severity: How strong operations get, in [0, 10]. An `hparam` or a schedule may be given. The number 0 never
+            matches.
+        depth: How many operations a chain has; -1 draws 1, 2 or 3 for each.
+        width: How many chains are mixed.
+        alpha: The parameter of Dirichlet's and the Beta distribution, above 0; an `hparam` or a schedule may be given.
+        augmentation_set: "all", "safe" or "original", or names of operations.
+        value_range: The values of black and white; see `randaugment_batch`.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+            inputs that are no images.
+
+    Example:
+        >>> augmix(3)
+        augmix(severity=3, depth=-1, width=3, alpha=1.0, augmentation_set='all')
+        >>> augmix(0).match
+        never
+
+    References:
+        Dan Hendrycks, Norman Mu, Ekin D. Cubuk, Barret Zoph, Justin Gilmer, Balaji Lakshminarayanan: AugMix: A Simple
+        Data Processing Method to Improve Robustness and Uncertainty. ICLR 2020. https://arxiv.org/abs/1912.02781
+    """
+    check_severity(severity, "augmix: severity")
+    _check_shape(depth, width, "augmix")
+    _check_alpha(alpha, "augmix: alpha")
+    chosen_primitives(augmentation_set, "augmix: augmentation_set")
+    check_value_range(value_range, "augmix: value_range")
+    settings = {
+        "severity": severity,
+        "depth": depth,
+        "width": width,
+        "alpha": alpha,
+        "augmentation_set": augmentation_set,
+        "value_range": value_range,
+    }
+    return image_method(
+        name,
+        augmix_batch,
+        settings,
+        scalars=("severity", "alpha"),
+        is_neutral=severity == 0,
+        input_key=input_key,
+    )
+
+
+def augmix_transform(
+    severity: float = 3.0,
+    depth: int = -1,
+    width: int = 3,
+    alpha: float = 1.0,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    *,
+    value_range: ValueRange = None,
+    input_key: batches.Key | None = None,
+) -> SampleTransform:
+    """AugMix as a transform of a data set's samples, in the processes that read it.
+
+    Args:
+        severity, depth, width, alpha, augmentation_set: See `augmix`.
+        value_range, input_key: See `randaugment_transform`.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: As `augmix`. Of a sample: floats outside of the range.
+    """
+    augmix(severity, depth=depth, width=width, alpha=alpha, augmentation_set=augmentation_set, value_range=value_range)
+    value_range = frozen(value_range) or (0.0, 1.0)
+    settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
+    core = partial(augmix_batch, **settings, augmentation_set=frozen(augmentation_set), value_range=value_range)
+    return SampleTransform(core, input_key, value_range=value_range)
+
+
+def _chains(
+    rng: random.Rng,
+    stored: Tensor,
+    scale: Scale,
+    primitives: Sequence[Primitive],
+    severity: float | Tensor,
+    depth: int,
+    width: int,
+) -> list[Tensor]:
+    """The ends of the chains: for each of them a tensor like `stored`."""
+    num = len(stored)
+    # One chain's images after the other's. Operations and depths are drawn apart, so that what happens to an image in
+    # one chain says nothing about the others.
+    chains = stored.repeat(width, *[1] * (stored.ndim - 1))
+    if depth > 0:
+        for step in range(depth):
+            chains = one_operation_each(rng.named(step), chains, scale, primitives, severity, num_groups=width)
+        return list(chains.split(num))
+    drawn = [assigned(rng.named("depth").named(chain), num, _MAX_DEPTH, stored.device) for chain in range(width)]
+    starts = torch.stack([torch.cat(lists) + chain * num for chain, (lists, _) in enumerate(drawn)])
+    # (width, images, ...), of each chain those first that end after one operation, then after two and three.
+    going, ended = chains.index_select(0, starts.flatten()).unflatten(0, starts.shape), []
+    capacity = starts.shape[1] // _MAX_DEPTH
+    for step in range(_MAX_DEPTH):
+        flat = one_operation_each(rng.named(step), going.flatten(0, 1), scale, primitives, severity, num_groups=width)
+        going = flat.unflatten(0, going.shape[:2])
+        ended.append(going[:, :capacity])
+        going = going[:, capacity:]
+    ends = torch.cat(ended, 1)
+    return [ends[chain].index_select(0, places) for chain, (_, places) in enumerate(drawn)]
+
+
+def _mixed(scale: Scale, stored: Tensor, weights: Tensor, *chains: Tensor) -> Tensor:
+    """Images and their chains' ends, weighted by (N, width)."""
+    levels = mixed = scale.opened(stored)
+    # From the image towards each chain, not a sum of parts: a pixel that no operation has changed stays as it is,
+    # whatever the weights add up to.
+    for chain, weight in zip(chains, weights.to(levels.dtype).unbind(1), strict=True):
+        mixed = torch.addcmul(mixed, per_row(weight, levels), scale.opened(chain) - levels)
+    return scale.settled(mixed.clamp(0, 255))
+
+
+def _check_shape(depth: int, width: int, where: str) -> None:
+    check_whole(depth, f"{where}: depth", -1, hint=_DEPTH_HINT)
+    if depth == 0:
+        raise ValueError(f"{where}: depth: expected at least 1 operation in a chain, got 0; {_DEPTH_HINT}")
+    check_whole(width, f"{where}: width", 1)
+
+
+def _check_alpha(alpha: Scalar, where: str) -> None:
+    check_scalar(alpha, where, 0, hint=_ALPHA_HINT)
+    if isinstance(alpha, int | float) and alpha == 0:
+        raise ValueError(f"{where}: expected a number above 0, got {alpha!r}; {_ALPHA_HINT}")

@@ -1,0 +1,149 @@
+"""Batch size warm-up: trains on small batches first, and on larger and larger ones."""
+
+import math
+
+import torch
+
+from purecompose import batch as batches
+from purecompose._support.checks import check_number, check_whole
+from purecompose.algorithms._parts.reports import reported
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, before, on
+from purecompose.time.units import snapped
+
+
+__all__ = ["batch_size_warmup", "warmup_batch_size"]
+
+_QUANTA = 8
+"""Into how many sizes a batch is divided where no multiple is given."""
+
+
+def warmup_batch_size(
+    elapsed: float,
+    batch_size: int,
+    *,
+    duration: float = 0.3,
+    initial_share: float = 0.125,
+    multiple: int | None = None,
+) -> int:
+    """How many examples of a batch to train on at a point of a run; see `batch_size_warmup` for the settings.
+
+    Args:
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        batch_size: How many examples the batch has.
+        duration: The warm-up's share of the run; 0 for none.
+        initial_share: The share of the batch at the start.
+        multiple: Sizes are multiples of it; by default of an eighth of the batch, rounded up.
+
+    Returns:
+        A number in [1, batch_size], which never falls as the run goes on.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> [warmup_batch_size(elapsed / 10, 128) for elapsed in range(5)]
+        [16, 48, 80, 128, 128]
+    """
+    check_number(elapsed, "warmup_batch_size: elapsed", 0, hint="it is the share of the run that is over")
+    check_whole(batch_size, "warmup_batch_size: batch_size", 1, hint="it is a number of examples")
+    _check_ramp("warmup_batch_size", duration, initial_share, multiple)
+    if elapsed >= duration:
+        return batch_size
+    quantum = -(-batch_size // _QUANTA) if multiple is None else multiple
+    share = initial_share + (1 - initial_share) * (elapsed / duration)
+    # Snapped, so that a size begins where it is due, though 0.29 * 100 is less than 29.
+    return min(max(1, math.floor(snapped(share * batch_size / quantum))) * quantum, batch_size)
+
+
+@factory
+def batch_size_warmup(
+    duration: float = 0.3,
+    initial_share: float = 0.125,
+    multiple: int | None = None,
+    *,
+    name: str = "batch_size_warmup",
+) -> Algorithm:
+    """Trains on a part of each batch that grows to the whole.
+
+        s(t) = s0 + (1 - s0) t / d,   n = m max(1, floor(s(t) N / m))
+
+    with t the fraction of the run that is over, d the warm-up's share of it, s0 the first share of a batch, and m the
+    multiple in which sizes grow: of N examples the first n are trained on, and from t = d on all of them. Early in a
+    run the gradient is large beside its noise, so that few examples tell it well enough.
+
+    Events: AFTER_DATALOADER, while t < d, before what picks or changes examples (`Trait.SELECTS_EXAMPLES`). Reads and
+    replaces: the batch. Reports in `metrics`, as a number, how many examples are left: `f"{name}/batch_size"`. After
+    the warm-up the method is absent, and so is its metric.
+
+    **The other examples are left out**: they were loaded for nothing, and the run sees them only when another epoch's
+    order puts them in front. So the number of steps stays what it was, and with it schedules and the run's length: time
+    counts what the loader gave, and `timestamp.sample` counts the whole batch. Examples must stand in no particular
+    order, as a shuffling loader gives them; in a sorted batch the first ones are no sample.
+
+    The learning rate is left alone. Where it is to grow with the batch (the linear rule), it is a schedule with the
+    same line: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`. Where batches grow in place of a learning rate that
+    decays, leave that decay out.
+
+    A host algorithm: sizes depend on time, and of a compiled step each size is a variant. All else sees the batch that
+    is trained on: `state.num_examples`, microbatches, the loss, draws for each example (which are those of the whole
+    batch).
+
+    Args:
+        duration: The warm-up's share of the run, in [0, 1]; 0 never matches.
+        initial_share: The share of each batch at the start, in [0, 1]; 1 never matches. At 0 it is one `multiple`.
+        multiple: Sizes are multiples of it, examples; by default of an eighth of the batch, rounded up, so that there
+            are eight sizes at most. A batch of no more examples stays whole. Every size is compiled for itself in a
+            compiled step, of which `compile` allows 32 by default.
+        name: Names its metric.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. In the step: a run without a duration or
+            with one in seconds.
+
+    Example:
+        >>> batch_size_warmup(0.2, multiple=32)
+        batch_size_warmup(duration=0.2, initial_share=0.125, multiple=32)
+        >>> batch_size_warmup(0).match
+        never
+
+    References:
+        Samuel L. Smith, Pieter-Jan Kindermans, Chris Ying, Quoc V. Le: Don't Decay the Learning Rate, Increase the
+        Batch Size. ICLR 2018. https://arxiv.org/abs/1711.00489
+        Sam McCandlish, Jared Kaplan, Dario Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training. 2018.
+        https://arxiv.org/abs/1812.06162
+        Tom B. Brown and others: Language Models are Few-Shot Learners. NeurIPS 2020, appendix B.
+        https://arxiv.org/abs/2005.14165
+    """
+    _check_ramp("batch_size_warmup", duration, initial_share, multiple)
+    ramp = {"duration": duration, "initial_share": initial_share, "multiple": multiple}
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        elapsed, num = state.timestamp.elapsed(), state.num_examples
+        assert elapsed is not None, "the predicate has asked for a duration"
+        kept = warmup_batch_size(elapsed, num, **ramp)
+        if kept < num:
+            # In memory of its own: what has one shape is one variant, whatever it was cut from.
+            first = torch.arange(kept, device=state.device)
+            state = state.replace(batch=batches.take(state.batch, first, num))
+        return reported(state, name, {"batch_size": kept})
+
+    is_neutral = duration == 0 or initial_share == 1
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.AFTER_DATALOADER) & before(duration),
+        apply,
+        traits=frozenset({Trait.SELECTS_EXAMPLES, Trait.LIMITS_BATCHES}),
+        host=True,
+        config=ramp,
+    )
+
+
+def _check_ramp(where: str, duration: float, initial_share: float, multiple: int | None) -> None:
+    check_number(duration, f"{where}: duration", 0, 1, hint="it is the warm-up's share of the run")
+    check_number(initial_share, f"{where}: initial_share", 0, 1, hint="it is a share of each batch")
+    if multiple is not None:
+        check_whole(multiple, f"{where}: multiple", 1, hint="it is a number of examples")

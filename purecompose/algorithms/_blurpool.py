@@ -1,0 +1,130 @@
+"""BlurPool: smooths before places are skipped, so that a shifted image gives a shifted answer."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose._support.checks import check_flag, check_whole
+from purecompose.algorithms._parts.surgery import on_module, surgery_method
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._forms import is_plain
+from purecompose.nn.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
+
+
+__all__ = [
+    "BlurConv2d",
+    "BlurMaxPool2d",
+    "BlurPool2d",
+    "apply_blurpool",
+    "blur_2d",
+    "blurmax_pool2d",
+    "blurpool",
+    "blurpool_rules",
+]
+
+
+def blurpool_rules(
+    replace_convs: bool = True, replace_maxpools: bool = True, blur_first: bool = True, *, min_channels: int = 16
+) -> surgery.Rules:
+    """What takes the place of strided convolutions and max poolings; for `purecompose.surgery`.
+
+    Args:
+        replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool`.
+
+    Raises:
+        TypeError, ValueError: As `blurpool`.
+
+    Example:
+        >>> [kind.__name__ for kind, rule in blurpool_rules(replace_maxpools=False).items() if rule is not None]
+        ['Conv2d']
+    """
+    check_flag(replace_convs, "blurpool: replace_convs")
+    check_flag(replace_maxpools, "blurpool: replace_maxpools")
+    check_flag(blur_first, "blurpool: blur_first")
+    check_whole(min_channels, "blurpool: min_channels", 1)
+    if not replace_convs and not replace_maxpools:
+        raise ValueError("blurpool: expected replace_convs or replace_maxpools, got neither; leave the method out")
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        if module.in_channels < min_channels or not _is_strided(module):
+            return None
+        return BlurConv2d(module, blur_first) if blur_first or is_plain(module, nn.Conv2d) else None
+
+    def maxpool(module: nn.MaxPool2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        if module.return_indices or not _is_strided(module) or not is_plain(module, nn.MaxPool2d):
+            return None
+        return BlurMaxPool2d.of(module)
+
+    rules: dict[type[nn.Module], surgery.Rule | None] = {BlurConv2d: None, BlurMaxPool2d: None}
+    if replace_convs:
+        rules[nn.Conv2d] = conv
+    if replace_maxpools:
+        rules[nn.MaxPool2d] = maxpool
+    return rules
+
+
+apply_blurpool = on_module("blurpool", blurpool_rules)
+
+
+@factory
+def blurpool(
+    replace_convs: bool = True,
+    replace_maxpools: bool = True,
+    blur_first: bool = True,
+    *,
+    min_channels: int = 16,
+    name: str = "blurpool",
+) -> Algorithm:
+    """Smooths before strided convolutions and max poolings.
+
+    With the filter k = (1, 2, 1) x (1, 2, 1) / 16, applied to each channel with zeros around the image:
+
+        a convolution of stride s     conv_s(k * x)              blur_first
+                                      every s-th of k * conv_1(x)   otherwise, as in the paper
+        a max pooling of stride s     every s-th of k * max_1(x)
+
+    A convolution is replaced if it skips places and has at least `min_channels` input channels; a max pooling if it
+    skips places. Weights are kept.
+
+    Poolings with a forward of their own, hooks or parametrized tensors stay, and with `blur_first=False` such
+    convolutions; others are wrapped whole.
+
+    Events: INIT. Reads and replaces: the model, its parameters' names and the optimizer's state.
+
+    Args:
+        replace_convs: Whether strided convolutions are replaced.
+        replace_maxpools: Whether strided max poolings are replaced.
+        blur_first: Whether a convolution's input is smoothed, at little cost, or its output before places are skipped,
+            as in the paper, which takes the product of the strides times as long.
+        min_channels: The fewest input channels of a convolution that is replaced: 16 leaves the image itself alone.
+        name: Names it.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or nothing to replace.
+
+    Warns:
+        UserWarning: At INIT: the network has no such layers.
+
+    Example:
+        >>> blurpool()
+        blurpool(replace_convs=True, replace_maxpools=True, blur_first=True, min_channels=16)
+
+    References:
+        Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486
+    """
+    rules = blurpool_rules(replace_convs, replace_maxpools, blur_first, min_channels=min_channels)
+    settings = {
+        "replace_convs": replace_convs,
+        "replace_maxpools": replace_maxpools,
+        "blur_first": blur_first,
+        "min_channels": min_channels,
+    }
+    return surgery_method(name, rules, settings)
+
+
+def _is_strided(module: nn.Conv2d | nn.MaxPool2d) -> bool:
+    stride = module.stride
+    return max(stride) > 1 if isinstance(stride, Sequence) else stride > 1

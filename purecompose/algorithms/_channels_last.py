@@ -1,0 +1,92 @@
+"""Channels last: images and filters lie in memory place by place, with all channels of a place side by side."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import tree
+from purecompose.algorithms._parts.surgery import warn_of_nothing
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
+
+
+__all__ = ["apply_channels_last", "channels_last", "to_channels_last"]
+
+
+def to_channels_last(tensors: Any) -> Any:
+    """The same values in the order (N, H, W, C), of all tensors of four dimensions.
+
+    Args:
+        tensors: A tensor, or any tree of them.
+
+    Returns:
+        The tree. Tensors of other dimensions are the same, and those that lie so already; others are copies.
+
+    Example:
+        >>> to_channels_last(torch.zeros(2, 3, 4, 5)).stride()
+        (60, 1, 15, 3)
+    """
+    return tree.map(_moved, tensors)
+
+
+def apply_channels_last(net: nn.Module) -> nn.Module:
+    """Return a copy of a network whose tensors of four dimensions are stored with channels last.
+
+    The network itself is not touched; the copy is in the mode (train or eval) that the network was in.
+
+    Example:
+        >>> apply_channels_last(nn.Conv2d(3, 8, 2)).weight.stride()
+        (12, 1, 6, 3)
+    """
+    new = copy.deepcopy(net)
+    for tensor in (*new.parameters(), *new.buffers()):
+        tensor.data = to_channels_last(tensor.data)
+    return new
+
+
+@factory
+def channels_last(*, name: str = "channels_last") -> Algorithm:
+    """Stores weights with channels last.
+
+    Tensors of four dimensions (N, C, H, W) keep their shape and their values; their strides become those of (N, H, W,
+    C), which is how kernels for half precision on GPUs read them. The batch stays as it is: the first convolution with
+    such filters gives its output in this form, and what follows keeps it.
+
+    Events: INIT, after the methods that change the model. Reads and replaces: parameters, buffers, and what the
+    optimizer remembers of them.
+
+    Args:
+        name: Names it.
+
+    Warns:
+        UserWarning: At INIT: the network has no tensors of four dimensions.
+
+    Example:
+        >>> channels_last()
+        channels_last()
+
+    References:
+        Channels Last Memory Format in PyTorch.
+        https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+    """
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        tensors = {**state.params, **state.buffers}
+        if not any(tensor.ndim == 4 for tensor in tensors.values()):
+            warn_of_nothing(name, "tensors of four dimensions", state.model.module, "Leave it out")
+            return state
+        lasting = {field: getattr(state, field) for field in ("params", "buffers", "opt_state")}
+        return state.replace(**to_channels_last(lasting))
+
+    return Algorithm(name, on(Event.INIT), apply, runs_after=(Trait.REQUIRED_ON_LOAD,))
+
+
+def _moved(leaf: Any) -> Any:
+    # Not clone(memory_format=...): who lies so already, as filters of a single place do, is not copied.
+    is_image = isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.layout is torch.strided
+    return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf

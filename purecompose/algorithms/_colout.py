@@ -1,0 +1,252 @@
+"""ColOut: drops random rows and columns of the images, which makes them smaller and steps faster."""
+
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._support.checks import check_flag, check_number, shown
+from purecompose.algorithms._parts.images import TakesTargets, check_takes_targets, image_method, map_targets
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import Mixture
+from purecompose.random.keys import as_rng
+
+
+__all__ = ["colout", "colout_batch", "colout_transform"]
+
+_HINT = "it is the share of rows or columns to drop; 0.15 is common"
+
+
+@overload
+def colout_batch(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: None = None,
+    *,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    per_example: bool = False,
+    resize_target: TakesTargets = "auto",
+) -> Tensor: ...
+@overload
+def colout_batch(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: Any,
+    *,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    per_example: bool = False,
+    resize_target: TakesTargets = "auto",
+) -> tuple[Tensor, Any]: ...
+def colout_batch(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: Any = None,
+    *,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    per_example: bool = False,
+    resize_target: TakesTargets = "auto",
+) -> Any:
+    """Drop random rows and columns of images.
+
+    Args:
+        key: A random key.
+        inputs: (N, C, H, W), or one image (C, H, W), of any dtype (with `per_example` none of torch's uint16 to 64).
+        targets: A tensor, a `Mixture`, whose terms are treated alike, or a tree of tensors.
+        p_row: The share of rows to drop, in [0, 1]; one stays at least.
+        p_col: The share of columns.
+        per_example: Choose for each image, instead of once for all. Targets that are resized need N rows then.
+        resize_target: Whether targets lose the same rows and columns, their last two dimensions; "auto" does it to
+            those of more than two dimensions whose last two are the images'. The mask (H, W) of a single image needs
+            `True`.
+
+    Returns:
+        (..., H', W'), and with targets these too: the very same where they are not resized.
+
+    Raises:
+        TypeError: No tensor of images, no key, a setting of the wrong kind; with `resize_target=True` a target that is
+            no tensor.
+        ValueError: A share out of [0, 1], shapes that do not fit, or `resize_target=True` without targets.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> places = torch.arange(16).view(1, 4, 4)
+        >>> colout_batch(key(0), places, p_row=0.5, p_col=0.25)
+        tensor([[[ 4,  5,  6],
+                 [12, 13, 14]]])
+    """
+    if targets is None and resize_target is True:
+        raise ValueError("colout_batch: resize_target=True, but there are no targets; pass them, or leave it out")
+    shrunk, resized = _shrunk(
+        key, inputs, targets, p_row=p_row, p_col=p_col, per_example=per_example, resize_target=resize_target
+    )
+    return shrunk if targets is None else (shrunk, resized)
+
+
+@factory
+def colout(
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    *,
+    per_example: bool = False,
+    resize_target: TakesTargets = "auto",
+    name: str = "colout",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> Algorithm:
+    """Drops random rows and columns of the images.
+
+    Of H rows
+
+        H' = max(1, floor((1 - p_row) H))
+
+    are kept, chosen without replacement, each with the same chance, in their order; and W' of W columns in the same way
+    by `p_col`. A target of the images' size, such as a segmentation mask, loses the same rows and columns.
+
+    Events: AFTER_DATALOADER (and INIT, to check the keys). Reads the batch's images and target, replaces the images,
+    and the target where it is of their size. Sizes follow from the settings, so a step compiles once; a network has to
+    take images of the smaller size in training and of the full one in evaluation.
+
+    Source: Cory Stephenson, MosaicML, 2021; there is no paper.
+
+    Args:
+        p_row: The share of rows to drop, in [0, 1]; one stays at least. Both shares 0 never match.
+        p_col: The share of columns.
+        per_example: Choose for each image, instead of once for the batch.
+        resize_target: Whether the target loses the same rows and columns; "auto": if it has more than two dimensions
+            and the last two are the images'. With `False` the target is not read.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+        target_key: Names the target; by default the state's own.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT: such
+            a key of the state's. In the step: inputs that are no images, or with `resize_target=True` a target of
+            another size.
+
+    Example:
+        >>> colout(0.15, 0.15)
+        colout(p_row=0.15, p_col=0.15, per_example=False, resize_target='auto')
+        >>> colout(0, 0).match
+        never
+    """
+    _check_settings(p_row, p_col, per_example, resize_target, "colout")
+    settings = {"p_row": p_row, "p_col": p_col, "per_example": per_example, "resize_target": resize_target}
+    return image_method(
+        name,
+        _shrunk,
+        settings,
+        is_neutral=p_row == 0 and p_col == 0,
+        takes_targets=resize_target,
+        input_key=input_key,
+        target_key=target_key,
+    )
+
+
+def colout_transform(
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    *,
+    resize_target: TakesTargets = "auto",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> SampleTransform:
+    """ColOut as a transform of a data set's samples, in the processes that read it; each gets rows of its own.
+
+    Args:
+        p_row, p_col, resize_target: See `colout_batch`. A PIL image counts as one of three dimensions.
+        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+            its first member.
+        target_key: Names the target; by default the second member of a tuple or list, if it has one.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: As `colout`.
+    """
+    _check_settings(p_row, p_col, False, resize_target, "colout_transform")
+    core = partial(colout_batch, p_row=p_row, p_col=p_col, resize_target=resize_target)
+    return SampleTransform(core, input_key, takes_target=resize_target is not False, target_key=target_key)
+
+
+def _shrunk(
+    key: Tensor | random.Rng,
+    inputs: Tensor,
+    targets: Any,
+    *,
+    p_row: float,
+    p_col: float,
+    per_example: bool,
+    resize_target: TakesTargets,
+) -> tuple[Tensor, Any]:
+    """`colout_batch`, always with targets."""
+    check_image_tensor(inputs, "colout_batch: inputs")
+    _check_settings(p_row, p_col, per_example, resize_target, "colout_batch")
+    rng, shape = as_rng(key, "colout_batch"), inputs.shape
+    num_sets = shape[0] if per_example and inputs.ndim == 4 else None
+    rows = _kept(rng.named("rows"), num_sets, shape[-2], p_row, inputs.device)
+    columns = _kept(rng.named("columns"), num_sets, shape[-1], p_col, inputs.device)
+
+    def shrunk(images: Tensor) -> Tensor:
+        return _selected(_selected(images, rows, -2), columns, -1)
+
+    def resized(target: Tensor) -> Tensor:
+        _check_size(target, shape, num_sets)
+        return shrunk(target)
+
+    if resize_target is True and not isinstance(targets, Mixture) and not batches.tensors(targets):
+        raise TypeError(f"colout_batch: resize_target=True: expected a tensor as target, got {shown(targets)}")
+    return shrunk(inputs), map_targets(resized, targets, inputs, resize_target)
+
+
+def _kept(rng: random.Rng, num_sets: int | None, size: int, p: float, device: torch.device) -> Tensor | None:
+    """The places that stay, ascending, (K,) or (N, K); `None` for all.
+
+    Drawn as `random.permutation` does it, but with an order for each of N images at once.
+    """
+    count = max(1, whole_part(1 - p, size))
+    if count >= size:
+        return None
+    lead = () if num_sets is None else (num_sets,)
+    lower, upper = random.bits(rng, (*lead, size, 2)).unbind(-1)
+    order = torch.sort((upper << 32) | lower, dim=-1, stable=True).indices
+    return order[..., :count].sort(dim=-1).values.to(device)
+
+
+def _selected(images: Tensor, kept: Tensor | None, dim: int) -> Tensor:
+    if kept is None:
+        return images
+    if kept.ndim == 1:
+        return images.index_select(dim, kept)
+    shape = list(images.shape)
+    shape[dim] = kept.shape[1]
+    own = [1] * images.ndim
+    own[0], own[dim] = kept.shape
+    return images.gather(dim, kept.view(own).expand(shape))
+
+
+def _check_size(target: Tensor, shape: torch.Size, num_sets: int | None) -> None:
+    if target.ndim < 2 or target.shape[-2:] != shape[-2:]:
+        raise ValueError(
+            f"colout: expected a target of the images' height and width, which are of shape {tuple(shape)}, got shape "
+            f"{tuple(target.shape)}; resize_target='auto' leaves such targets alone"
+        )
+    if num_sets is not None and (target.ndim == 2 or target.shape[0] != num_sets):
+        raise ValueError(
+            f"colout: per_example=True: expected a target with one row for each of {num_sets} images, got shape "
+            f"{tuple(target.shape)}; use per_example=False, or resize_target=False"
+        )
+
+
+def _check_settings(p_row: Any, p_col: Any, per_example: Any, resize_target: Any, where: str) -> None:
+    check_number(p_row, f"{where}: p_row", 0, 1, hint=_HINT)
+    check_number(p_col, f"{where}: p_col", 0, 1, hint=_HINT)
+    check_flag(per_example, f"{where}: per_example")
+    check_takes_targets(resize_target, f"{where}: resize_target")

@@ -1,0 +1,265 @@
+"""CutMix: pastes a box of a partner's image into each image, and mixes their targets by the box's area."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._support.checks import check_number, check_whole, shown
+from purecompose._support.device import sent
+from purecompose.algorithms._parts.checks import needed_rng
+from purecompose.algorithms._parts.images import are_maps, check_images
+from purecompose.algorithms._parts.mixing import draw_share, for_examples, mixing_method, mixture_for
+from purecompose.algorithms.images.sizes import whole_part
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import Mixture
+from purecompose.random.keys import as_rng
+from purecompose.schedule import Scalar
+
+
+__all__ = ["cutmix", "cutmix_batch", "cutmix_box"]
+
+_ALPHA_HINT = "0 switches cutmix off, 1 draws the box's area uniformly"
+_LENGTH_HINT = "it is the box's side as a share of the image's"
+
+
+def cutmix_batch(
+    key: Tensor | random.Rng | None,
+    inputs: Tensor,
+    targets: Tensor | Mixture,
+    *,
+    length: float | Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    bbox: Sequence[int] | Tensor | None = None,
+    indices: Tensor | None = None,
+    uniform_sampling: bool = False,
+    per_example: bool = False,
+    interpolate_loss: bool = False,
+) -> tuple[Tensor, Tensor | Mixture]:
+    """Paste a box of a partner's image into each image of a batch.
+
+    Args:
+        key: A random key; may be `None` where `bbox` and `indices` are both given.
+        inputs: (N, C, H, W), of any dtype, which stays.
+        targets: (N, ...), indices or dense, or a `Mixture`. Those with more than two dims, of which the last two are
+            H and W, are maps: class indices (N, H, W) or dense (N, C, H, W).
+        length: The box's sides as a share of the image's, the whole part of length * H and length * W before it
+            is clipped, in place of a draw from alpha; a number in [0, 1], or 0-d, whose value is not checked.
+        alpha: Both parameters of the Beta distribution that the box's share of the area comes from, at least 0; 0 does
+            not mix. A tensor's value (0-d) is not checked.
+        bbox: The box itself, in place of draws: (top, left, bottom, right), the first two inside and the last two
+            just outside. A tensor (4,) or (N, 4), int64, is clipped to the image, and its values are not checked.
+        indices: (N,), int64, example i's partner, in place of a random order.
+        uniform_sampling: Draw centres also beyond the edges, so that every pixel is as likely to be inside as any
+            other; by default they are inside the image, and the middle of it is in the box more often.
+        per_example: Draw a box for each example, not one for all.
+        interpolate_loss: Mix the losses of the two targets, not the targets: see `Mixture`. Not for maps.
+
+    Returns:
+        The images, and the targets: a `Mixture` whose second half of terms are the partners' targets, weighted by the
+        share of the image that was pasted. `mixture.soft(outputs)` gives soft targets. Maps come back as what they
+        were, a tensor or a `Mixture`, with the box of the partner's pasted.
+
+    Raises:
+        TypeError: Inputs that are not one tensor (N, C, H, W), targets that are not tensors, or no key where something
+            is to be drawn.
+        ValueError: A number out of range, both `length` and `bbox`, shapes that do not fit each other, or
+            `interpolate_loss` with maps.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> images, targets = torch.tensor([0, 1]).reshape(2, 1, 1, 1).expand(2, 1, 2, 2), torch.tensor([0, 1])
+        >>> mixed, mixture = cutmix_batch(None, images, targets, bbox=(0, 1, 1, 2), indices=torch.tensor([1, 0]))
+        >>> mixed.flatten(1).tolist()
+        [[0, 1, 0, 0], [1, 0, 1, 1]]
+        >>> mixture.soft(torch.zeros(2, 2)).tolist()
+        [[0.75, 0.25], [0.25, 0.75]]
+        >>> cutmix_batch(key(0), images, targets)[0].shape
+        torch.Size([2, 1, 2, 2])
+    """
+    check_images("cutmix_batch", inputs)
+    num, _, height, width = inputs.shape
+    if bbox is None:
+        settings: dict[str, Any] = {"length": length, "alpha": alpha, "uniform_sampling": uniform_sampling}
+        bbox = cutmix_box(_rng(key), height, width, num=num if per_example else None, **settings)
+    elif length is not None:
+        raise ValueError("cutmix_batch: expected length or bbox, got both; leave one of them out")
+    boxes = _checked_boxes(bbox, inputs)
+    if indices is None:
+        indices = random.permutation(_rng(key).named("permutation"), num)
+    partners = indices.to(inputs.device)
+    rows, columns = _between(boxes[..., 0::2], height), _between(boxes[..., 1::2], width)
+    inside = (rows.unsqueeze(-1) & columns.unsqueeze(-2)).reshape(-1, height, width)
+    # The targets first: they refuse partners that do not fit, with a message about shapes.
+    mixture = mixture_for(inputs, targets, "cutmix_batch")
+    if are_maps(mixture.targets[0], inputs):
+        mixture = _pasted_maps(mixture, partners, inside, interpolate_loss)
+    else:
+        area = rows.sum(-1) * columns.sum(-1)
+        share = area.to(mixture.weights[0].dtype) / max(height * width, 1)
+        mixture = mixture.mixed_with(partners, share, interpolate_loss)
+    pasted = torch.where(inside.unsqueeze(1), inputs.index_select(0, partners), inputs)
+    is_plain = isinstance(targets, Tensor) and len(mixture.targets) == 1
+    return pasted, mixture.targets[0] if is_plain else mixture
+
+
+def cutmix_box(
+    key: Tensor | random.Rng,
+    height: int,
+    width: int,
+    *,
+    length: float | Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    uniform_sampling: bool = False,
+    num: int | None = None,
+) -> Tensor:
+    """The box that `cutmix_batch` draws with this key.
+
+    Args:
+        key: A random key.
+        height, width: The image's size.
+        length, alpha, uniform_sampling: As `cutmix_batch`.
+        num: How many boxes to draw, one for each example; by default one for all.
+
+    Returns:
+        (4,) or (num, 4), int64: top, left, bottom, right, inside the image. An empty box has no height or no width.
+
+    Raises:
+        TypeError: What came is not a key.
+        ValueError: A number out of range.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> top, left, bottom, right = cutmix_box(key(0), 32, 32, length=0.25, uniform_sampling=True).tolist()
+        >>> bottom - top <= 8 and right - left <= 8
+        True
+    """
+    rng = as_rng(key, "cutmix_box")
+    if length is None:
+        share = draw_share(rng.named("area"), alpha, num, "cutmix: alpha", _ALPHA_HINT)
+        ratio: Any = torch.sqrt(share) if isinstance(share, Tensor) else math.sqrt(share)
+    elif isinstance(length, Tensor):
+        ratio = length if length.is_floating_point() else length.float()
+    else:
+        ratio = check_number(length, "cutmix: length", 0, 1, hint=_LENGTH_HINT)
+    starts, stops = [], []
+    for name, size in (("row", height), ("column", width)):
+        # Of a length that was asked for, rounding takes no pixel away; of one that was drawn it matters to nobody.
+        is_drawn = length is None and isinstance(ratio, Tensor)
+        side: Any = (size * ratio).to(torch.int64) if is_drawn else whole_part(ratio, size)
+        low, high = (-((side + 1) // 2), size + side // 2) if uniform_sampling else (0, size)
+        centre = random.randint(for_examples(rng.named(name), num), () if num is None else (num,), low, high)
+        # A drawn box reaches equally far to both sides; one of a given length is as long as was asked for.
+        upper = side // 2 if length is None else side - side // 2
+        starts.append((centre - side // 2).clamp(0, size))
+        stops.append((centre + upper).clamp(0, size))
+    return torch.stack([*starts, *stops], dim=-1)
+
+
+@factory
+def cutmix(
+    alpha: Scalar = 1.0,
+    *,
+    interpolate_loss: bool = False,
+    uniform_sampling: bool = False,
+    per_example: bool = False,
+    name: str = "cutmix",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> Algorithm:
+    """Trains on images with a box of another image pasted in.
+
+        z ~ Beta(alpha, alpha),   c = int(D sqrt(z)) along each of the sides D,   a random centre u
+        box = [u - c // 2, u + c // 2) along each side, clipped to the image
+        X' = X[pi] inside the box, X outside
+        y' = (1 - t) y + t y[pi],   t = area of the box / area of the image
+
+    with one random order pi a batch, and one box or, with `per_example`, one for each example; t is the share of the
+    *partner*, of the box as it was pasted. Targets stay what they are, in a `Mixture` of two terms, until the loss
+    stage resolves them: as soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods
+    on targets (label smoothing, MixUp, CutMix again) act on the terms, so all of them compose, in any order.
+
+    Targets that are maps of the images' size, as in segmentation, are pasted as the images are: every pixel keeps the
+    class of the image that it comes from, and nothing is mixed.
+
+    It acts on the whole batch before it is cut, so k microbatches mix as one.
+
+    Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
+
+    Args:
+        alpha: Both parameters of the Beta distribution that the box's share of the area comes from, at least 0. The
+            number 0 never matches. An `hparam` or a schedule may be given; no gradient flows to it.
+        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the same; right
+            also for losses that are not linear in their targets, which must know the reduction "none".
+        uniform_sampling: Make every pixel as likely to be replaced as any other; by default those in the middle are
+            replaced more often, as in the paper.
+        per_example: Draw a box for each example, not one for the batch.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+        target_key: Names the target; by default the state's own.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT: such a
+            key of the state's, a loss that the model computes itself, or with `interpolate_loss` one without a
+            reduction. In the step: inputs that are no images, or with `interpolate_loss` targets that are maps.
+
+    Example:
+        >>> cutmix(1.0)
+        cutmix(alpha=1.0, interpolate_loss=False)
+        >>> cutmix(0).match
+        never
+
+    References:
+        Sangdoo Yun, Dongyoon Han, Seong Joon Oh, Sanghyuk Chun, Junsuk Choe, Youngjoon Yoo: CutMix: Regularization
+        Strategy to Train Strong Classifiers with Localizable Features. ICCV 2019. https://arxiv.org/abs/1905.04899
+    """
+    flags = {"interpolate_loss": interpolate_loss, "uniform_sampling": uniform_sampling, "per_example": per_example}
+    return mixing_method(
+        name,
+        cutmix_batch,
+        check_images,
+        alpha=alpha,
+        alpha_hint=_ALPHA_HINT,
+        flags=flags,
+        input_key=input_key,
+        target_key=target_key,
+    )
+
+
+def _rng(key: Tensor | random.Rng | None) -> random.Rng:
+    return needed_rng(key, "cutmix_batch", "where bbox or indices are left out")
+
+
+def _checked_boxes(bbox: Sequence[int] | Tensor, images: Tensor) -> Tensor:
+    """(4,) or (N, 4), int64, on the images' device."""
+    num, _, height, width = images.shape
+    if isinstance(bbox, Tensor):
+        if bbox.shape not in ((4,), (num, 4)) or bbox.dtype.is_floating_point or bbox.dtype == torch.bool:
+            raise ValueError(f"cutmix_batch: bbox: expected integers of shape (4,) or ({num}, 4), got {shown(bbox)}")
+        return bbox.to(images.device, torch.int64)
+    if not isinstance(bbox, Sequence) or len(bbox) != 4:
+        raise ValueError(f"cutmix_batch: bbox: expected (top, left, bottom, right), got {shown(bbox)}")
+    for place, side, least, most in zip(
+        bbox, ("top", "left", "bottom", "right"), (0, 0, *bbox[:2]), 2 * (height, width), strict=True
+    ):
+        check_whole(place, f"cutmix_batch: bbox: {side}", least, most, hint="a box lies inside the image")
+    return sent(bbox, torch.int64, images.device)
+
+
+def _between(bounds: Tensor, size: int) -> Tensor:
+    """Bool, (..., size): the positions from bounds[..., 0] to before bounds[..., 1]."""
+    place = torch.arange(size, device=bounds.device)
+    return (place >= bounds[..., :1]) & (place < bounds[..., 1:])
+
+
+def _pasted_maps(mixture: Mixture, partners: Tensor, inside: Tensor, interpolate_loss: bool) -> Mixture:
+    if interpolate_loss:
+        raise ValueError(
+            f"cutmix: interpolate_loss=True, with targets of shape {tuple(mixture.targets[0].shape)}, maps of the "
+            "images' size: they are pasted, each pixel has one target, and there are no two losses to mix; leave "
+            "interpolate_loss out"
+        )
+    return mixture.pasted(partners, inside)

@@ -1,0 +1,245 @@
+"""Cutout: covers square patches of the images."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._support.checks import check_flag, check_number, check_whole, frozen, is_number, shown
+from purecompose._support.device import sent
+from purecompose.algorithms._parts.checks import needed_rng
+from purecompose.algorithms._parts.images import image_method
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.algorithms.images.sizes import check_image_tensor, whole_part
+from purecompose.core.algorithm import Algorithm, factory
+
+
+__all__ = ["cutout", "cutout_batch", "cutout_transform"]
+
+Fill = float | Sequence[float]
+
+_LENGTH_HINT = "it is a share of the shorter side, not a number of pixels; 0.5 is common, 0.25 milder"
+
+
+def cutout_batch(
+    key: Tensor | random.Rng | None,
+    images: Tensor,
+    *,
+    num_holes: int = 1,
+    length: float = 0.5,
+    uniform_sampling: bool = False,
+    per_example: bool = False,
+    fill: Fill = 0.0,
+    centers: Tensor | None = None,
+) -> Tensor:
+    """Cover square patches of images.
+
+    The gradient with respect to the images is 1 where they show, 0 in the holes.
+
+    Args:
+        key: A random key; may be `None` where `centers` are given.
+        images: (N, C, H, W), or one image (C, H, W), of any dtype (uint16 from torch 2.13 on).
+        num_holes: How many holes, which may overlap; 0 is the identity.
+        length: The side of a hole as a share of the shorter side, in (0, 1]. Of less than two pixels nothing is left.
+        uniform_sampling: Cover each pixel with the same chance, instead of those near the border less often.
+        per_example: Draw holes for each image, instead of one set for all.
+        fill: What holes are filled with, a number or one for each channel; 0 is the mean of normalised images.
+        centers: The middles (row, column), in place of draws: whole numbers, in the image or not, (num_holes, 2), or
+            (N, num_holes, 2) for holes of each image's own. `num_holes`, `uniform_sampling` and `per_example` then say
+            nothing.
+
+    Returns:
+        Shape and dtype of `images`.
+
+    Raises:
+        TypeError: No tensor, no key where something is to be drawn, or a setting of the wrong kind.
+        ValueError: A setting out of range, a fill that the dtype does not have, or shapes that do not fit.
+
+    Example:
+        >>> image = torch.arange(1, 17).view(1, 4, 4)
+        >>> cutout_batch(None, image, length=0.5, centers=torch.tensor([[1, 3]]))
+        tensor([[[ 1,  2,  0,  0],
+                 [ 5,  6,  0,  0],
+                 [ 9, 10, 11, 12],
+                 [13, 14, 15, 16]]])
+    """
+    check_image_tensor(images, "cutout_batch: images")
+    _check_settings(num_holes, length, uniform_sampling, per_example, fill, "cutout_batch")
+    _check_fill_fits(fill, images)
+    height, width = images.shape[-2:]
+    half = whole_part(length, min(height, width)) // 2
+    num_sets = images.shape[0] if per_example and images.ndim == 4 else 1
+    if centers is not None:
+        _check_centers(centers, images)
+    if half == 0 or not images.numel():
+        return images
+    if centers is None:
+        if num_holes == 0:
+            return images
+        rng = needed_rng(key, "cutout_batch", "where centers are left out")
+        centers = _drawn(rng, (num_sets, num_holes), half, (height, width), uniform_sampling)
+    is_hole = _holes(centers.to(images.device, torch.int64), half, height, width)
+    return _filled(images, is_hole if images.ndim == 4 else is_hole.squeeze(0), fill)
+
+
+@factory
+def cutout(
+    num_holes: int = 1,
+    length: float = 0.5,
+    *,
+    uniform_sampling: bool = False,
+    per_example: bool = False,
+    fill: Fill = 0.0,
+    name: str = "cutout",
+    input_key: batches.Key | None = None,
+) -> Algorithm:
+    """Covers square patches of the images.
+
+    With H rows and W columns, a = floor(length min(H, W)) and h = a // 2, each of `num_holes` holes has a random middle
+    (y, x) and covers
+
+        rows y - h, ..., y + h - 1   and   columns x - h, ..., x + h - 1,
+
+    as far as they are in the image, in all channels: a square of 2 h pixels each way. Middles lie anywhere in the
+    image, so that holes are cut off at its borders, and pixels there are covered less often. With `uniform_sampling`
+    they lie anywhere from where a hole still touches the image, and every pixel is covered equally often.
+
+    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at
+    once.
+
+    Args:
+        num_holes: How many holes; 0 never matches.
+        length: The side of a hole as a share of the images' shorter side, in (0, 1].
+        uniform_sampling: Cover each pixel with the same chance, instead of those near the border less often.
+        per_example: Draw holes for each image, instead of one set for the batch.
+        fill: What holes are filled with, a number or one for each channel; 0 is the mean of normalised images.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+            inputs that are no images, or a fill that does not fit them.
+
+    Example:
+        >>> cutout(length=0.25)
+        cutout(num_holes=1, length=0.25, uniform_sampling=False, per_example=False, fill=0.0)
+        >>> cutout(0).match
+        never
+
+    References:
+        Terrance DeVries, Graham W. Taylor: Improved Regularization of Convolutional Neural Networks with Cutout. 2017.
+        https://arxiv.org/abs/1708.04552
+    """
+    _check_settings(num_holes, length, uniform_sampling, per_example, fill, "cutout")
+    settings = {
+        "num_holes": num_holes,
+        "length": length,
+        "uniform_sampling": uniform_sampling,
+        "per_example": per_example,
+        "fill": fill,
+    }
+    return image_method(name, cutout_batch, settings, is_neutral=num_holes == 0, input_key=input_key)
+
+
+def cutout_transform(
+    num_holes: int = 1,
+    length: float = 0.5,
+    *,
+    uniform_sampling: bool = False,
+    fill: Fill = 0.0,
+    input_key: batches.Key | None = None,
+) -> SampleTransform:
+    """Cutout as a transform of a data set's samples, in the processes that read it.
+
+    Args:
+        num_holes, length, uniform_sampling: See `cutout`.
+        fill: As there; a PIL image has levels from 0 to 255.
+        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+            its first member.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: As `cutout`.
+    """
+    _check_settings(num_holes, length, uniform_sampling, False, fill, "cutout_transform")
+    settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": frozen(fill)}
+    return SampleTransform(partial(cutout_batch, **settings), input_key)
+
+
+def _drawn(rng: random.Rng, shape: tuple[int, int], half: int, sides: tuple[int, int], is_uniform: bool) -> Tensor:
+    """Middles: int64 (*shape, 2)."""
+    # From the first place where a hole reaches into the image to the last: 2 * half of these cover each pixel.
+    beyond = half - 1 if is_uniform else 0
+    return torch.stack(
+        [
+            random.randint(rng.named(axis), shape, -beyond, side + beyond + is_uniform)
+            for axis, side in zip(("row", "column"), sides, strict=True)
+        ],
+        -1,
+    )
+
+
+def _holes(centers: Tensor, half: int, height: int, width: int) -> Tensor:
+    """Whether a pixel is covered, bool (1 or N, 1, H, W); by comparing places, so nothing is read or written there."""
+    middles = centers if centers.ndim == 3 else centers.unsqueeze(0)
+    rows, columns = middles.unbind(-1)
+    in_rows, in_columns = _in_reach(rows, half, height), _in_reach(columns, half, width)
+    return (in_rows.unsqueeze(-1) & in_columns.unsqueeze(-2)).any(1, keepdim=True)
+
+
+def _in_reach(middles: Tensor, half: int, size: int) -> Tensor:
+    places = torch.arange(size, device=middles.device)
+    middles = middles.unsqueeze(-1)
+    return (places >= middles - half) & (places < middles + half)
+
+
+def _filled(images: Tensor, is_hole: Tensor, fill: Fill) -> Tensor:
+    if isinstance(fill, Sequence):
+        return torch.where(is_hole, sent(fill, images.dtype, images.device).view(-1, 1, 1), images)
+    return torch.where(is_hole, images.new_full((), fill), images)
+
+
+def _check_settings(num_holes: Any, length: Any, uniform_sampling: Any, per_example: Any, fill: Any, at: str) -> None:
+    check_whole(num_holes, f"{at}: num_holes", 0)
+    check_number(length, f"{at}: length", 0, 1, above=True, hint=_LENGTH_HINT)
+    check_flag(uniform_sampling, f"{at}: uniform_sampling")
+    check_flag(per_example, f"{at}: per_example")
+    if isinstance(fill, tuple | list):
+        if not fill or not all(is_number(value) for value in fill):
+            raise TypeError(f"{at}: fill: expected a number, or one for each channel, got {shown(fill)}")
+    else:
+        check_number(fill, f"{at}: fill", hint="or one number for each channel")
+
+
+def _check_fill_fits(fill: Fill, images: Tensor) -> None:
+    values = fill if isinstance(fill, Sequence) else (fill,)
+    channels = images.shape[-3]
+    if len(values) not in (1, channels):
+        raise ValueError(
+            f"cutout_batch: fill: expected one number, or one for each of {channels} channels, got {shown(fill)}"
+        )
+    if images.is_floating_point() or images.is_complex():
+        return
+    low, high = (0, 1) if images.dtype == torch.bool else (torch.iinfo(images.dtype).min, torch.iinfo(images.dtype).max)
+    if not all(low <= value <= high and value == int(value) for value in values):
+        raise ValueError(
+            f"cutout_batch: fill: expected whole numbers from {low} to {high}, as {images.dtype} has them, got "
+            f"{shown(fill)}"
+        )
+
+
+def _check_centers(centers: Any, images: Tensor) -> None:
+    if not isinstance(centers, Tensor) or centers.is_floating_point() or centers.dtype == torch.bool:
+        raise TypeError(f"cutout_batch: centers: expected a tensor of whole numbers, got {shown(centers)}")
+    sets = (1, images.shape[0] if images.ndim == 4 else 1)
+    is_fit = centers.ndim == 2 or (centers.ndim == 3 and centers.shape[0] in sets)
+    if not is_fit or centers.shape[-1] != 2:
+        raise ValueError(
+            f"cutout_batch: centers: expected (num_holes, 2), or (N, num_holes, 2), for images of shape "
+            f"{tuple(images.shape)}, got shape {tuple(centers.shape)}"
+        )

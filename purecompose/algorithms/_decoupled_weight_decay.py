@@ -1,0 +1,100 @@
+"""Decoupled weight decay: a part of each weight is taken off in every step, apart from the gradient and its rate."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from purecompose._support.checks import check_whole
+from purecompose._support.warnings import warn
+from purecompose.algorithms._parts.checks import checked_patterns
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.optim.checks import checked_scalar, match_or_raise
+from purecompose.optim.decay import warn_if_strong
+from purecompose.optim.decaying import Decaying, DecayRule
+from purecompose.optim.nested import leaves, map_leaves, settings_of
+from purecompose.schedule import Scalar
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+
+
+__all__ = ["decoupled_weight_decay"]
+
+
+@factory
+def decoupled_weight_decay(
+    weight_decay: Scalar = 1e-5,
+    min_dims: int = 0,
+    exclude: Sequence[str] = (),
+    *,
+    name: str = "decoupled_weight_decay",
+) -> Algorithm:
+    """Takes a part off each weight in every step.
+
+        theta <- theta - s_t weight_decay theta,   s_t = lr_t / lr_0
+
+    s_t is what the schedules of the learning rate stand at, 1 where there are none; the rate itself has no part in it,
+    so that another rate does not ask for another decay. With `sgd` and `adam` this is `optim.decoupled_sgdw` and
+    `optim.decoupled_adamw`, element by element; here it goes with any optimizer, and can leave parameters out.
+
+    It is done in the optimizer's update, before the weights move, in an `optim.decaying.Decaying` that is put around
+    the optimizer at INIT. So a step that is skipped, or whose gradients are kept for later, decays nothing, and neither
+    do parameters without a gradient. An optimizer's own weight decay acts besides: a warning says so.
+
+    Events: INIT. Replaces: the optimizer. Remembers nothing.
+
+    Args:
+        weight_decay: The share that goes in a step at the full learning rate, in [0, 1); may be an hparam or a
+            schedule of its own. What a decay is to `torch.optim.AdamW`, times the learning rate, is one here.
+        min_dims: The fewest dimensions of what decays: 2 leaves out biases and the scales of norms.
+        exclude: Patterns of names (`fnmatch`) of parameters that do not decay either: `("embedding.*",)`.
+        name: Names it.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a pattern that matches nothing.
+
+    Warns:
+        UserWarning: At INIT: the optimizer has a weight decay of its own; the decay is larger than the learning rate.
+
+    Example:
+        >>> decoupled_weight_decay(5e-4, min_dims=2)
+        decoupled_weight_decay(weight_decay=0.0005, min_dims=2)
+
+    References:
+        Ilya Loshchilov, Frank Hutter: Decoupled Weight Decay Regularization. ICLR 2019.
+        https://arxiv.org/abs/1711.05101
+    """
+    weight_decay = checked_scalar(weight_decay, "decoupled_weight_decay: weight_decay", below=1.0)
+    check_whole(min_dims, "decoupled_weight_decay: min_dims", 0)
+    rule = DecayRule(name, weight_decay, min_dims, checked_patterns(exclude, "decoupled_weight_decay: exclude"))
+
+    def with_rule(optimizer: Any) -> Any:
+        if not isinstance(optimizer, Decaying):
+            return Decaying(optimizer, (rule,))
+        return Decaying(optimizer.inner, (*(one for one in optimizer.rules if one.name != name), rule))
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        for pattern in rule.exclude:
+            match_or_raise(pattern, state.params, f"{name}: exclude: {pattern!r}")
+        for leaf in leaves(state.optimizer):
+            _warn_of_settings(rule, leaf)
+        return state.replace(optimizer=map_leaves(with_rule, state.optimizer, up_to=Decaying))
+
+    config: dict[str, Any] = {"weight_decay": weight_decay, "min_dims": min_dims}
+    match = NEVER if weight_decay == 0.0 else on(Event.INIT)
+    return Algorithm(
+        name,
+        match,
+        apply,
+        runs_after=(Trait.REQUIRED_ON_LOAD,),  # names are those of the network that trains
+        config={**config, "exclude": rule.exclude} if rule.exclude else config,
+    )
+
+
+def _warn_of_settings(rule: DecayRule, leaf: Any) -> None:
+    settings = settings_of(leaf)
+    if any(one.get("weight_decay") for one in (settings, *[dict(own) for _, own in getattr(leaf, "groups", ())])):
+        warn(f"{rule.name}: {leaf!r} has a weight decay of its own, and both act; give it weight_decay=0.0")
+    rate = settings.get("lr")
+    if rate is not None:
+        warn_if_strong(rule.name, "adamw", rule.weight_decay, rate)

@@ -1,0 +1,156 @@
+"""EMA: an exponential moving average of the weights, for evaluation and export; the live weights train on."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose._support.checks import check_number
+from purecompose._support.device import as_scalar
+from purecompose.algorithms._parts.averages import Measure, between, counters, measure, turns
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.surgery.weights import Averages, with_weights
+from purecompose.time import TimeLike, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.intervals import checked_interval
+from purecompose.time.predicates import on
+from purecompose.time.units import named_point, named_time
+
+
+__all__ = ["EmaState", "compute_ema", "ema"]
+
+
+class EmaState(NamedTuple):
+    """What `ema` remembers."""
+
+    averages: Averages
+    at: Tensor
+    """When weights were last taken: batches, epochs, examples and tokens, float64 of shape (4,); 0 with `smoothing`."""
+    turn: Tensor
+    """When the last interval ended, as `at`; 0 with an interval in batches, epochs or a share of the run."""
+
+
+def compute_ema(
+    averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], smoothing: float | Tensor
+) -> dict[str, Tensor]:
+    """Averages that new weights have come to: `smoothing * average + (1 - smoothing) * weight`, element by element.
+
+    Args:
+        averages: By name, floating.
+        weights: At least the same names, of the same shapes.
+        smoothing: s, in [0, 1]; a number or a 0-d tensor. 1 gives the averages, 0 the weights, exactly.
+
+    Returns:
+        New tensors in the averages' dtypes.
+
+    Raises:
+        KeyError: An average without a weight.
+
+    Example:
+        >>> compute_ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, 0.75)["w"]
+        tensor([1.5000, 2.0000])
+    """
+    # 1 - s before it is rounded to the averages' dtype: of s = 0.999999 float32 leaves one digit of the difference.
+    share = 1 - (smoothing.double() if isinstance(smoothing, Tensor) else smoothing)
+    return between(averages, weights, share)
+
+
+@factory
+def ema(
+    half_life: TimeLike | None = None,
+    *,
+    smoothing: float | None = None,
+    ema_start: TimeLike | float = 0.0,
+    update_interval: TimeLike | None = None,
+    name: str = "ema",
+) -> Algorithm:
+    """Averages the weights for evaluation and export.
+
+        E <- s E + (1 - s) W,   s = 2^(-u / h)
+
+    with W the weights after a step, u the time since they were last taken and h the half-life, in its unit; or s a
+    number of its own. At first W is taken as it is. Averaged are the trainable parameters and floating buffers
+    (statistics); frozen parameters and counters are those of the live network.
+
+    The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
+    `to_module(state, weights="ema")` and `with_weights(state, "ema")` give them to others. Until the first update they
+    are the live weights. Nothing writes into the live weights, so training is the same, bit for bit, with the method
+    and without it.
+
+    Events: INIT; BATCH_END in every `update_interval` from `ema_start` on; EVAL_START and PREDICT_START, where the
+    state is one that is thrown away. Reads parameters and buffers.
+
+    Args:
+        half_life: After how long a weight counts for half, positive, in any unit but seconds: "2ep", "0.01dur",
+            "1e6sp"; by default "1000ba" unless `smoothing` is given.
+        smoothing: s, in [0, 1], for each update, in place of a half-life.
+        ema_start: When averaging begins, a share of the run or a time.
+        update_interval: How often weights are taken, counted from the beginning of the run, in any unit but seconds; by
+            default after every batch. It should be much smaller than the half-life. In samples, tokens or iterations
+            the step itself tells when, at the cost of an update in every batch.
+        name: Names the slot, and the weights for `to_module`.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or both half-life and smoothing. In the
+            step: an interval or a start that the run cannot tell.
+
+    Example:
+        >>> ema("100ba")
+        ema(half_life='100ba', ema_start='0.0dur', update_interval='1ba')
+        >>> ema(smoothing=0.99).config["smoothing"]
+        0.99
+
+    References:
+        Boris T. Polyak, Anatoli B. Juditsky: Acceleration of Stochastic Approximation by Averaging. SIAM Journal on
+        Control and Optimization 30(4), 1992. Antti Tarvainen, Harri Valpola: Mean Teachers Are Better Role Models.
+        NeurIPS 2017. https://arxiv.org/abs/1703.01780
+    """
+    if half_life is not None and smoothing is not None:
+        raise ValueError(f"ema: expected a half_life or a smoothing, got {half_life=} and {smoothing=}")
+    if smoothing is None:
+        given, share = "1000ba" if half_life is None else half_life, "a share that each update keeps is smoothing="
+        time = named_time(given, "ema: half_life", TimeUnit.BATCH, share=share)
+        pace = measure(checked_interval(time, "ema: half_life"))
+    else:
+        pace = check_number(smoothing, "ema: smoothing", 0, 1)
+    start = named_point(ema_start, "ema: ema_start")
+    taking = turns(
+        "1ba" if update_interval is None else update_interval, start, "ema: update_interval", is_counted_anew=False
+    )
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            never = torch.zeros(4, dtype=torch.float64, device=state.device)
+            return state.replace(slots={**state.slots, name: EmaState(Averages.empty(state), never, never.clone())})
+        if event is not Event.BATCH_END:
+            return with_weights(state, name)
+        old = state.slots[name]
+        averages, at, turn = old
+        if isinstance(pace, Measure):
+            now = counters(state)
+            # A counter that starts again, in another run from these weights, is no time that has gone by.
+            kept, at = torch.exp2(-pace.between(state, at, now).clamp(min=0)), now
+        else:
+            kept = as_scalar(pace, torch.float64, state.device)
+        kept = torch.where(averages.num > 0, kept, 0.0)
+        params = compute_ema(averages.params, state.params, kept)
+        buffers = compute_ema(averages.buffers, state.buffers, kept)
+        new = EmaState(Averages(params, _with_infinities(buffers, state.buffers), averages.num + 1), at, turn)
+        return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
+
+    setting = "half_life" if isinstance(pace, Measure) else "smoothing"
+    return Algorithm(
+        name,
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | on(Event.BATCH_END) & taking.match,
+        apply,
+        traits=frozenset({Trait.AVERAGES_WEIGHTS}),
+        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        config={setting: pace, "ema_start": str(start), "update_interval": taking.setting},
+    )
+
+
+def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Averages of buffers; masks have infinities, whose mean with themselves would be NaN."""
+    return {name: torch.where(buffers[name].isinf(), buffers[name].to(a.dtype), a) for name, a in averages.items()}

@@ -1,0 +1,160 @@
+"""Factorize: wide linear and convolution layers as products of two thinner ones, with nothing between them."""
+
+import dataclasses
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose._support.checks import check_flag, check_whole
+from purecompose.algorithms._parts.surgery import on_module, surgery_method
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.nn.layers._forms import is_plain, is_tied
+from purecompose.nn.layers._widths import check_latent, latent_size
+from purecompose.nn.layers.factorized import FactorizedConv2d, FactorizedLinear
+from purecompose.nn.layers.low_rank import (
+    LowRankSolution,
+    factorize_conv2d,
+    factorize_matrix,
+    factorizing_could_speedup,
+)
+
+
+__all__ = [
+    "FactorizedConv2d",
+    "FactorizedLinear",
+    "LowRankSolution",
+    "apply_factorize",
+    "factorize",
+    "factorize_conv2d",
+    "factorize_matrix",
+    "factorize_rules",
+    "factorizing_could_speedup",
+]
+
+
+def factorize_rules(
+    factorize_convs: bool = True,
+    factorize_linears: bool = True,
+    min_channels: int = 256,
+    latent_channels: float = 0.25,
+    min_features: int = 256,
+    latent_features: float = 128,
+) -> surgery.Rules:
+    """What takes the place of wide layers; for `purecompose.surgery`.
+
+    Args:
+        factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See
+            `factorize`. Without convolutions and linear layers it does nothing.
+
+    Raises:
+        TypeError, ValueError: As `factorize`.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 16))
+        >>> rules = factorize_rules(min_features=8, latent_features=0.25)
+        >>> rules[nn.Linear](net[0], surgery.Site("0", 0, net, net)).latent_features
+        2
+    """
+    check_flag(factorize_convs, "factorize: factorize_convs")
+    check_flag(factorize_linears, "factorize: factorize_linears")
+    check_whole(min_channels, "factorize: min_channels", 1)
+    check_latent(latent_channels, "factorize: latent_channels")
+    check_whole(min_features, "factorize: min_features", 1)
+    check_latent(latent_features, "factorize: latent_features")
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        smaller = min(module.in_channels, module.out_channels)
+        latent = latent_size(latent_channels, smaller)
+        is_wanted = _is_itself(module, nn.Conv2d) and module.groups == 1 and smaller >= min_channels
+        return FactorizedConv2d(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
+
+    def linear(module: nn.Linear, site: surgery.Site) -> nn.Module | None:
+        smaller = min(module.in_features, module.out_features)
+        latent = latent_size(latent_features, smaller)
+        is_wanted = _is_itself(module, nn.Linear) and smaller >= min_features
+        return FactorizedLinear(module, latent) if is_wanted and _is_worth_it(module, latent, site) else None
+
+    rules: dict[type[nn.Module], surgery.Rule | None] = {}
+    if factorize_convs:
+        rules[nn.Conv2d] = conv
+    if factorize_linears:
+        rules[nn.Linear] = linear
+    return {**rules, FactorizedConv2d: None, FactorizedLinear: None}
+
+
+apply_factorize = on_module("factorize", factorize_rules)
+
+
+@factory
+def factorize(
+    factorize_convs: bool = True,
+    factorize_linears: bool = True,
+    min_channels: int = 256,
+    latent_channels: float = 0.25,
+    min_features: int = 256,
+    latent_features: float = 128,
+    *,
+    name: str = "factorize",
+) -> Algorithm:
+    """Replaces wide layers by products of two thinner ones.
+
+        linear, in -> out                      in -> k without bias, k -> out
+        convolution, in -> out, kernel h x w   in -> k with h x w, its stride, padding and dilation; k -> out with 1 x 1
+
+    The factors come from the truncated singular value decomposition of the layer's weight, so that the network goes on
+    from the closest function of its rank; at full rank it is the same. The bias is kept.
+
+    k is a whole number, or below 1 a share of the smaller of the layer's channels or features in and out. A layer is
+    replaced if that smaller one reaches a minimum, if the two take fewer multiplications than the one, k < F out / (F +
+    out) with F the inputs of one output, if it has one group, if its weight is its own, and if nothing is called with
+    it: hooks, or a forward put on the instance. A layer of zeros gets a first factor that is not, so that it trains.
+
+    Events: INIT, after the methods that look for whole layers (`Trait.REPLACES_LAYERS`). Reads and replaces: the model,
+    its parameters and the optimizer's state.
+
+    Args:
+        factorize_convs: Whether convolutions are replaced.
+        factorize_linears: Whether linear layers are replaced.
+        min_channels: The fewest channels, in and out, of a convolution that is replaced.
+        latent_channels: The channels between its factors: a whole number of at least 1, or below 1 a share of the
+            smaller of its channels in and out, rounded down, at least 1.
+        min_features: The same of linear layers.
+        latent_features: The same of linear layers.
+        name: Names it.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Warns:
+        UserWarning: At INIT: the network has no layers that this makes faster.
+
+    Example:
+        >>> factorize(factorize_linears=False, latent_channels=0.5).config["latent_channels"]
+        0.5
+
+    References:
+        Xiangyu Zhang, Jianhua Zou, Kaiming He, Jian Sun: Accelerating Very Deep Convolutional Networks for
+        Classification and Detection. TPAMI 2016. https://arxiv.org/abs/1505.06798
+    """
+    settings = {
+        "factorize_convs": factorize_convs,
+        "factorize_linears": factorize_linears,
+        "min_channels": min_channels,
+        "latent_channels": latent_channels,
+        "min_features": min_features,
+        "latent_features": latent_features,
+    }
+    is_neutral = not factorize_convs and not factorize_linears
+    traits = frozenset({Trait.REQUIRED_ON_LOAD})
+    method = surgery_method(name, factorize_rules(**settings), settings, is_neutral=is_neutral, traits=traits)
+    # Others look for whole layers, and would find their factors.
+    return dataclasses.replace(method, runs_after=(Trait.REPLACES_LAYERS,))
+
+
+def _is_itself(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module) is kind and is_plain(module, kind)
+
+
+def _is_worth_it(module: nn.Linear | nn.Conv2d, latent: int, site: surgery.Site) -> bool:
+    # The factors of a weight that stands elsewhere, too, would be more parameters, not fewer.
+    return factorizing_could_speedup(module, latent) and not is_tied(module, site.root)

@@ -1,0 +1,201 @@
+"""Gradient clipping: bounds the gradients by their common norm, element by element, or against their weights."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._support.checks import check_number
+from purecompose.algorithms._parts.checks import check_one_of, check_scalar, checked_patterns
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.optim.checks import match_or_raise, matched
+from purecompose.schedule import Hparam, Product, Scalar, Schedule
+from purecompose.surgery.weights import wide
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+
+
+__all__ = ["clip_adaptively", "clip_by_norm", "clip_by_value", "gradient_clipping"]
+
+Grads = Mapping[str, Tensor]
+
+_SLACK = 1e-6
+
+
+def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
+    """The gradients, all multiplied by one number, so that their common norm is at most the threshold.
+
+    Args:
+        grads: By name, floating, of any shapes.
+        threshold: T, positive; a number or a 0-d tensor.
+
+    Returns:
+        New tensors of the same shapes and dtypes.
+
+    Example:
+        >>> clip_by_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)
+        {'w': tensor([0.6000]), 'b': tensor([0.8000])}
+    """
+    share = (threshold / (tree.global_norm(list(grads.values())) + _SLACK)).clamp(max=1.0)
+    return {name: (wide(grad) * share).to(grad.dtype) for name, grad in grads.items()}
+
+
+def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
+    """The gradients, each element moved into [-threshold, threshold]; arguments as for `clip_by_norm`.
+
+    A threshold beyond what a gradient's dtype holds counts as the largest number that it holds; infinity clips nothing.
+
+    Example:
+        >>> clip_by_value({"w": torch.tensor([-3.0, 0.5])}, 1.0)["w"]
+        tensor([-1.0000,  0.5000])
+    """
+
+    def clipped(grad: Tensor) -> Tensor:
+        if not isinstance(threshold, Tensor):
+            most = threshold if threshold == math.inf else min(threshold, torch.finfo(grad.dtype).max)
+            return grad.clamp(-most, most)
+        most = threshold.to(grad.dtype)
+        most = torch.where(threshold.isinf(), most, most.clamp(max=torch.finfo(grad.dtype).max))
+        return grad.clamp(-most, most)
+
+    return {name: clipped(grad) for name, grad in grads.items()}
+
+
+def clip_adaptively(
+    grads: Grads, params: Mapping[str, Tensor], threshold: float | Tensor, *, floor: float = 1e-3
+) -> dict[str, Tensor]:
+    """The gradients, those of each unit at most `threshold` times as long as the unit's weights.
+
+    Args:
+        grads: By name, floating.
+        params: The weights, by the same names and of the same shapes.
+        threshold: T, positive; a number or a 0-d tensor.
+        floor: The least that weights count as, at least 0; with 0 a unit of zeros gets no gradient.
+
+    Returns:
+        New tensors of the same shapes and dtypes.
+
+    Raises:
+        KeyError: A gradient without weights.
+
+    Example:
+        >>> weights = torch.tensor([[3.0, 4.0], [9.0, 40.0]])
+        >>> clip_adaptively({"w": torch.tensor([[7.0, 24.0], [5.0, 12.0]])}, {"w": weights}, 0.5)["w"]
+        tensor([[ 0.7000,  2.4000],
+                [ 5.0000, 12.0000]])
+    """
+
+    def clipped(grad: Tensor, weight: Tensor) -> Tensor:
+        most, length = threshold * _unit_norm(weight).clamp(min=floor), _unit_norm(grad)
+        is_long = length > most
+        share = torch.where(is_long, most / torch.where(is_long, length, 1.0), 1.0)
+        return (wide(grad) * share).to(grad.dtype)
+
+    return {name: clipped(grad, params[name]) for name, grad in grads.items()}
+
+
+@factory
+def gradient_clipping(
+    clipping_type: str,
+    clipping_threshold: Scalar,
+    *,
+    exclude: Sequence[str] = (),
+    name: str = "gradient_clipping",
+) -> Algorithm:
+    """Bounds the gradients.
+
+    With the threshold T, gradients g and weights W:
+
+        "norm"       g <- g min(1, T / (|g| + 1e-6)), |g| the Euclidean norm of all gradients together
+        "value"      g <- min(max(g, -T), T), each element
+        "adaptive"   g_u <- g_u min(1, T max(|W_u|, 1e-3) / |g_u|), for each unit u
+
+    A unit is what feeds one output: all dimensions but the first of a matrix or a kernel, and the whole of a bias, a
+    gain or a number. "norm" keeps the direction of the whole gradient, "adaptive" that of each unit, "value" neither.
+
+    Events: AFTER_TRAIN_BATCH, after what computes gradients anew, such as `sam`. Reads and replaces: the gradients;
+    "adaptive" reads the parameters. Remembers nothing. Gradients are those of the whole batch, without a loss's scale,
+    whatever the microbatches.
+
+    No NaN becomes a number: with "norm" one NaN makes all gradients NaN, with "adaptive" those of its unit, with
+    "value" it stays alone. "value" bounds infinite elements as it does others; with "norm" and "adaptive" they become
+    NaN, and the others of the whole or the unit 0. So do finite ones whose squares leave float32's range, from 1.8e19
+    on. A step with NaN is left out under loss scaling, or with the optimizer in an `optim.guarded.Guarded`.
+
+    Args:
+        clipping_type: "norm", "value" or "adaptive".
+        clipping_threshold: T, a number above 0; infinity never matches. An hparam or a schedule may be given: its
+            default is checked to be at least 0; what becomes of it later is not. Common are 0.1 to 2 for "norm", 15 for
+            "value" and 0.01 for "adaptive" with batches of 1024 to 4096, up to 0.16 with smaller ones.
+        exclude: Patterns of names (`fnmatch`) of parameters whose gradients are not clipped, nor count in the norm:
+            `("head.*",)`.
+        name: Names it.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. In the step: a pattern that fits no
+            parameter.
+
+    Example:
+        >>> gradient_clipping("norm", 1.0)
+        gradient_clipping(clipping_type='norm', clipping_threshold=1.0)
+        >>> gradient_clipping("value", float("inf")).match
+        never
+
+    References:
+        Razvan Pascanu, Tomas Mikolov, Yoshua Bengio: On the Difficulty of Training Recurrent Neural Networks. ICML
+        2013. https://arxiv.org/abs/1211.5063
+        Tomas Mikolov: Statistical Language Models Based on Neural Networks. PhD thesis, Brno 2012. Andrew Brock, Soham
+        De, Samuel L. Smith, Karen Simonyan: High-Performance Large-Scale Image Recognition Without Normalization. ICML
+        2021. https://arxiv.org/abs/2102.06171
+    """
+    check_one_of(clipping_type, "gradient_clipping: clipping_type", ("norm", "value", "adaptive"))
+    is_neutral = isinstance(clipping_threshold, float) and clipping_threshold == math.inf
+    where, hint = "gradient_clipping: clipping_threshold", "infinity clips nothing"
+    if isinstance(clipping_threshold, (Hparam, Product, Schedule)):
+        check_scalar(clipping_threshold, where, 0, hint=hint)
+    elif not is_neutral:
+        check_number(clipping_threshold, where, 0, above=True, hint=hint)
+    patterns = checked_patterns(exclude, "gradient_clipping: exclude")
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        if not state.grads:
+            return state
+        excluded = _excluded(name, patterns, tuple(state.params))
+        chosen = {key: grad for key, grad in state.grads.items() if key not in excluded}
+        threshold = state.scalar(clipping_threshold)
+        if clipping_type == "norm":
+            clipped = clip_by_norm(chosen, threshold)
+        elif clipping_type == "value":
+            clipped = clip_by_value(chosen, threshold)
+        else:
+            clipped = clip_adaptively(chosen, state.params, threshold)
+        return state.replace(grads={**state.grads, **clipped})
+
+    config = {"clipping_type": clipping_type, "clipping_threshold": clipping_threshold}
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
+        apply,
+        traits=frozenset({Trait.CLIPS_GRADIENTS}),
+        runs_after=(Trait.RENEWS_GRADIENTS, Trait.COLLECTS_GRADIENTS),
+        config={**config, "exclude": patterns} if patterns else config,
+    )
+
+
+def _unit_norm(tensor: Tensor) -> Tensor:
+    """The length of each unit, with its dimensions kept as 1; float32 at least."""
+    dims = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
+    return torch.linalg.vector_norm(wide(tensor), dim=dims, keepdim=tensor.ndim > 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _excluded(name: str, patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
+    """The names of what is not clipped."""
+    for pattern in patterns:
+        match_or_raise(pattern, names, f"{name}: exclude: {pattern!r}")
+    return matched(patterns, names)

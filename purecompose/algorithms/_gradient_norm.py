@@ -1,0 +1,71 @@
+"""Gradient norm: reports how long the gradient is that the optimizer was given."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from purecompose import tree
+from purecompose._support.checks import check_flag
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.state import State
+from purecompose.surgery.weights import wide
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+
+
+__all__ = ["gradient_norm", "norm_of"]
+
+
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """The Euclidean norm of all elements together: 0-d; float64 if any tensor is that wide, else float32.
+
+    Example:
+        >>> norm_of([torch.tensor([3.0], dtype=torch.float16), torch.tensor([0.0, 4.0])])
+        tensor(5.)
+    """
+    return tree.global_norm([tensor.detach() for tensor in tensors])
+
+
+@factory
+def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradient_norm") -> Algorithm:
+    """Reports the norm of the gradients as they are applied.
+
+        |g| = sqrt(sum of g_i^2), over all parameters
+
+    Events: BATCH_END, where the gradients stand as the update has taken them: clipped, perturbed, averaged over the
+    microbatches, whatever the order of the algorithms. Reads `grads`; adds `metrics[name]`, and with `each=True`
+    `metrics[f"{name}/{parameter}"]`; changes nothing else, and remembers nothing.
+
+    Args:
+        total: Report the norm over all parameters.
+        each: Report that of every parameter as well.
+        name: Names the metrics.
+
+    Without either it never matches.
+
+    Raises:
+        TypeError: A setting that is no bool.
+
+    Example:
+        >>> gradient_norm(each=True)
+        gradient_norm(total=True, each=True)
+    """
+    check_flag(total, "gradient_norm: total")
+    check_flag(each, "gradient_norm: each")
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        grads = state.grads or {}
+        found = (
+            {f"{name}/{key}": torch.linalg.vector_norm(wide(grad.detach())) for key, grad in grads.items()}
+            if each
+            else {}
+        )
+        if total:
+            found[name] = norm_of(grads.values()) if grads else torch.zeros((), device=state.device)
+        return state.replace(metrics={**state.metrics, **found})
+
+    return Algorithm(
+        name, on(Event.BATCH_END) if total or each else NEVER, apply, config={"total": total, "each": each}
+    )

@@ -1,0 +1,230 @@
+"""Layer freezing: stops training layer after layer, from the network's input on, in the course of a run."""
+
+import functools
+import math
+from collections.abc import Collection, Iterator
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from purecompose._support.checks import check_number, check_whole
+from purecompose.algorithms._parts.reports import reported
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.state import State
+from purecompose.nn.model import Model
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, after, on
+
+
+__all__ = ["frozen_layers", "frozen_share", "layer_freezing", "layers_of"]
+
+
+def frozen_share(
+    elapsed: float, *, freeze_start: float = 0.5, freeze_level: float = 1.0, num_stages: int | None = 8
+) -> float:
+    """The share of layers to freeze at a point of a run; see `layer_freezing` for the settings.
+
+    Args:
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        freeze_start: Up to here nothing is frozen.
+        freeze_level: The share at the end of the run.
+        num_stages: In how many equal stages it grows; `None` for a straight line.
+
+    Returns:
+        A number in [0, freeze_level], which never falls as the run goes on.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> [frozen_share(elapsed) for elapsed in (0.5, 0.55, 0.6, 0.75, 1)]
+        [0.0, 0.0, 0.125, 0.5, 1.0]
+    """
+    check_number(elapsed, "frozen_share: elapsed", 0, hint="it is the share of the run that is over")
+    _check_schedule("frozen_share", freeze_start, freeze_level, num_stages)
+    if elapsed <= freeze_start:
+        return 0.0
+    gone = 1.0 if elapsed >= 1 else (elapsed - freeze_start) / (1 - freeze_start)
+    return freeze_level * (gone if num_stages is None else _whole(num_stages * gone) / num_stages)
+
+
+def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
+    """The names of the trainable parameters, layer by layer, in the order in which the network defines its layers.
+
+    Args:
+        module: A network.
+        frozen: The names of what does not train; by default of what has `requires_grad=False`.
+
+    Returns:
+        For every layer, a module with trainable parameters of its own, their names. A parameter of several modules
+        has its first name and belongs to the last of them; what a parametrized tensor is computed from (as by
+        `torch.nn.utils.parametrizations.weight_norm`), to the module that has the tensor.
+
+    Example:
+        >>> layers_of(nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.BatchNorm1d(2)))
+        (('0.weight',), ('2.weight', '2.bias'))
+    """
+    names: dict[int, str] = {}
+    place: dict[str, int] = {}
+    for prefix, child, number in _numbered(module):
+        for name, param in child.named_parameters(prefix, recurse=False):
+            name = names.setdefault(id(param), name)
+            if param.requires_grad if frozen is None else name not in frozen:
+                place[name] = max(number, place.get(name, 0))
+    layers: dict[int, list[str]] = {}
+    for name, number in place.items():
+        layers.setdefault(number, []).append(name)
+    return tuple(tuple(layers[number]) for number in sorted(layers))
+
+
+def frozen_layers(
+    module: nn.Module,
+    elapsed: float,
+    *,
+    freeze_start: float = 0.5,
+    freeze_level: float = 1.0,
+    num_stages: int | None = 8,
+) -> tuple[str, ...]:
+    """The parameters to freeze at a point of a run; see `layer_freezing` for the settings.
+
+    Args:
+        module: A network. Parameters without `requires_grad` are left out, so in a loop of your own either let the
+            optimizer leave these names alone, or ask before you freeze the first.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        freeze_start: Up to here nothing is frozen.
+        freeze_level: The share at the end of the run.
+        num_stages: In how many equal stages it grows; `None` for a straight line.
+
+    Returns:
+        Their names, layer by layer.
+
+    Raises:
+        TypeError, ValueError: As `frozen_share`.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> frozen_layers(net, 0.8)
+        ('0.weight', '0.bias')
+    """
+    settings = {"freeze_start": freeze_start, "freeze_level": freeze_level, "num_stages": num_stages}
+    return tuple(name for layer in _first(layers_of(module), frozen_share(elapsed, **settings)) for name in layer)
+
+
+@factory
+def layer_freezing(
+    freeze_start: float = 0.5,
+    freeze_level: float = 1.0,
+    *,
+    num_stages: int | None = 8,
+    name: str = "layer_freezing",
+) -> Algorithm:
+    """Stops training layer after layer, from the input on.
+
+        u = clip((t - a) / (1 - a), 0, 1),   f = L floor(S u) / S,   depth = floor(f n)
+
+    with t the fraction of the run that is over, a the start, L the level, S the number of stages (or f = L u without
+    stages), and n the number of layers less one. The first `depth` layers have no gradient and no update: no momentum,
+    no weight decay. Where nothing before a layer trains, the backward pass ends there.
+
+    A layer is a module with trainable parameters of its own, whether or not it has children; layers are in the order in
+    which the network defines them, a module before its children. A parameter that is used in several places belongs to
+    the last of them, what a parametrized tensor is computed from (as by `weight_norm`) to the module that has the
+    tensor. The last layer never freezes.
+
+    Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that the
+    running step leaves alone. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
+    `f"{name}/percentage_frozen"`, f. What is frozen follows from the time alone: between steps the state is as it was,
+    nothing is remembered, the optimizer's state stays whole, and a run goes on from a checkpoint with the same bits.
+
+    A host algorithm: of a compiled step each depth is a variant, of which there are at most S.
+
+    A network of one layer stays as it is, without a word. In a program of several players (`Grad(..., wrt=pattern)`) a
+    player whose layers are all frozen has nothing to differentiate in, and the step says so.
+
+    BatchNorm's statistics of frozen layers keep moving. A layer that has only buffers does not count.
+
+    Args:
+        freeze_start: When freezing begins, a share of the run in [0, 1]; 1 never matches.
+        freeze_level: The share of the layers, the last one aside, that is frozen at the end of the run, in [0, 1]; 0
+            never matches.
+        num_stages: In how many equal stages the share grows, at least 2. The first one begins a stage's length after
+            `freeze_start`, and the last one would begin at the end of the run. `None` follows every batch: as many
+            depths as there are layers, each of which is compiled for itself in a compiled step.
+        name: Names its metrics.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. In the step: a run without a duration or
+            with one in seconds.
+
+    Example:
+        >>> layer_freezing(0.6, num_stages=4)
+        layer_freezing(freeze_start=0.6, freeze_level=1.0, num_stages=4)
+        >>> layer_freezing(freeze_level=0).match
+        never
+
+    References:
+        Maithra Raghu, Justin Gilmer, Jason Yosinski, Jascha Sohl-Dickstein: SVCCA: Singular Vector Canonical
+        Correlation Analysis for Deep Learning Dynamics and Interpretability. NeurIPS 2017.
+        https://arxiv.org/abs/1706.05806
+        Andrew Brock, Theodore Lim, J. M. Ritchie, Nick Weston: FreezeOut: Accelerate Training by Progressively Freezing
+        Layers. 2017. https://arxiv.org/abs/1706.04983
+    """
+    _check_schedule("layer_freezing", freeze_start, freeze_level, num_stages)
+    schedule = {"freeze_start": freeze_start, "freeze_level": freeze_level, "num_stages": num_stages}
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        elapsed = state.timestamp.elapsed()
+        assert elapsed is not None, "the predicate has asked for a duration"
+        share, context = frozen_share(elapsed, **schedule), state.context
+        layers = _first(_layers_of(context.model, context.frozen), share)
+        state = reported(state, name, {"layers_frozen": len(layers), "percentage_frozen": share})
+        return state.replace(paused=context.paused.union(*layers))
+
+    is_neutral = freeze_level == 0 or freeze_start == 1
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.BATCH_START) & after(freeze_start),
+        apply,
+        host=True,
+        config=schedule,
+    )
+
+
+def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """All modules with their names and places; those of a parametrized tensor are where the tensor's module is."""
+    places: dict[str, int] = {}
+    parts: set[str] = set()
+    for number, (prefix, child) in enumerate(module.named_modules(remove_duplicate=False)):
+        parent = prefix.rpartition(".")[0]
+        if parent in parts:
+            parts.add(prefix)
+            number = places[parent]
+        elif isinstance(child, ParametrizationList):  # named "owner.parametrizations.tensor"
+            parts.add(prefix)
+            number = places.get(parent.rpartition(".")[0], number)
+        places[prefix] = number
+        yield prefix, child, number
+
+
+@functools.lru_cache(maxsize=8)
+def _layers_of(model: Model, frozen: frozenset[str]) -> tuple[tuple[str, ...], ...]:
+    """In every step, and a walk through a large network takes a while."""
+    return layers_of(model.module, frozen)
+
+
+def _first(layers: tuple[tuple[str, ...], ...], share: float) -> tuple[tuple[str, ...], ...]:
+    """The layers that a share of them comes to, the last one aside."""
+    return layers[: _whole(share * max(0, len(layers) - 1))]
+
+
+def _whole(value: float) -> int:
+    """The whole part, also where rounding, as in (0.7 - 0.6) / 0.4 * 4, has left a little less than a whole number."""
+    return math.floor(value + 1e-9)
+
+
+def _check_schedule(where: str, freeze_start: float, freeze_level: float, num_stages: int | None) -> None:
+    check_number(freeze_start, f"{where}: freeze_start", 0, 1, hint="it is a share of the run")
+    check_number(freeze_level, f"{where}: freeze_level", 0, 1, hint="it is a share of the layers")
+    if num_stages is not None:
+        check_whole(num_stages, f"{where}: num_stages", 2, hint="the last stage begins at the end of the run")

@@ -1,0 +1,95 @@
+"""Lookahead: every k steps, back along the way to a point from which the next k steps begin."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from purecompose._support.checks import check_whole
+from purecompose.algorithms._parts.averages import between
+from purecompose.algorithms._parts.checks import check_scalar
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.schedule import Scalar
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, every, on
+
+
+__all__ = ["lookahead", "pull_back"]
+
+
+def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: float | Tensor) -> dict[str, Tensor]:
+    """The points between: `slow + alpha * (fast - slow)`, element by element.
+
+    Args:
+        slow: By name, floating.
+        fast: At least the same names, of the same shapes and dtypes.
+        alpha: A number or a 0-d tensor; 0 gives the slow ones, 1 the fast ones, exactly.
+
+    Returns:
+        New tensors.
+
+    Raises:
+        KeyError: A slow one without a fast one.
+
+    Example:
+        >>> import torch
+        >>> pull_back({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)["w"]
+        tensor([2.])
+    """
+    return between(slow, fast, alpha)
+
+
+@factory
+def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead") -> Algorithm:
+    """Goes back along the way in every `interval`-th step.
+
+        every `interval` steps:   slow <- slow + alpha (fast - slow),   fast <- slow
+
+    with fast the weights that the optimizer moves, and slow those of `interval` steps before. What the optimizer
+    remembers stays as it is.
+
+    Events: INIT; BATCH_END of every `interval`-th step, counted from 1. Reads and replaces: the parameters that were
+    trainable at INIT and still are. The slot holds the slow ones, by name. They begin as the weights are at INIT, so
+    weights from elsewhere are put in before `step.init`.
+
+    Args:
+        alpha: Which share of the way stays, in [0, 1]; 1 never matches. An `hparam` or a schedule may be given: its
+            default is checked; what becomes of it later is not. 0.5 and 0.8 are common.
+        interval: k, after how many steps; 5 and 10 are common.
+        name: Names its slot.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> lookahead(0.8, interval=10)
+        lookahead(alpha=0.8, interval=10)
+        >>> lookahead(1.0).match
+        never
+
+    References:
+        Michael R. Zhang, James Lucas, Geoffrey Hinton, Jimmy Ba: Lookahead Optimizer: k Steps Forward, 1 Step Back.
+        NeurIPS 2019. https://arxiv.org/abs/1907.08610
+    """
+    check_scalar(alpha, "lookahead: alpha", 0, 1, hint="it is the share of the way that stays")
+    interval = check_whole(interval, "lookahead: interval", 1, hint="it counts steps")
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            slow = {key: state.params[key].clone() for key in state.context.trainable}
+            return state.replace(slots={**state.slots, name: slow})
+        own, trained = state.slots[name], set(state.context.trainable)
+        slow = {key: value for key, value in own.items() if key in trained}
+        params = {**state.params, **pull_back(slow, state.params, state.scalar(alpha))}
+        # What has been frozen since stays, and begins where it is if it is ever trained again.
+        return state.replace(params=params, slots={**state.slots, name: {key: params[key] for key in own}})
+
+    is_neutral = isinstance(alpha, (int, float)) and alpha == 1
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT) | on(Event.BATCH_END) & every(interval),
+        apply,
+        runs_before=(Trait.AVERAGES_WEIGHTS,),
+        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        config={"alpha": alpha, "interval": interval},
+    )

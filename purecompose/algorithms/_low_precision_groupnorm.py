@@ -1,0 +1,64 @@
+"""Low-precision group norm: group normalisation in half precision where the forward pass is."""
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose.algorithms._parts.low_precision import half_precision_method
+from purecompose.algorithms._parts.surgery import on_module
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._forms import is_plain
+from purecompose.nn.layers.low_precision import LowPrecisionGroupNorm
+
+
+__all__ = [
+    "LowPrecisionGroupNorm",
+    "apply_low_precision_groupnorm",
+    "low_precision_groupnorm",
+    "low_precision_groupnorm_rules",
+]
+
+
+def low_precision_groupnorm_rules() -> surgery.Rules:
+    """What takes the place of group norms; for `purecompose.surgery`. What it puts in follows autocast when it runs.
+
+    Example:
+        >>> type(low_precision_groupnorm_rules()[nn.GroupNorm](nn.GroupNorm(2, 4), None)).__name__
+        'LowPrecisionGroupNorm'
+    """
+
+    def norm(module: nn.GroupNorm, site: surgery.Site) -> nn.Module | None:
+        del site
+        return LowPrecisionGroupNorm.of(module) if is_plain(module, nn.GroupNorm) else None
+
+    return {nn.GroupNorm: norm, LowPrecisionGroupNorm: None}
+
+
+apply_low_precision_groupnorm = on_module("low_precision_groupnorm", low_precision_groupnorm_rules)
+
+
+@factory
+def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorithm:
+    """Computes group norms in half precision.
+
+        y = (x - mean) / sqrt(var + eps) * w + b,   for each example over a group's channels and all places, with the
+                                                    biased variance; w and b for each channel
+
+    As low-precision layer norm does it: input, weight and bias in autocast's dtype, sums in float32.
+
+    Events: INIT, and last there, with low-precision layer norm. Reads and replaces: the model alone. Under
+    `precision="fp32"` and `"tf32"` it changes nothing, and warns.
+
+    Args:
+        name: Names it.
+
+    Warns:
+        UserWarning: At INIT: the network has no group norms, or the forward pass is in full precision.
+
+    Example:
+        >>> low_precision_groupnorm()
+        low_precision_groupnorm()
+
+    References:
+        Yuxin Wu, Kaiming He: Group Normalization. ECCV 2018. https://arxiv.org/abs/1803.08494
+    """
+    return half_precision_method(name, low_precision_groupnorm_rules())

@@ -1,0 +1,65 @@
+"""Low-precision layer norm: layer normalisation in half precision where the forward pass is."""
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose.algorithms._parts.low_precision import half_precision_method
+from purecompose.algorithms._parts.surgery import on_module
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._forms import is_plain
+from purecompose.nn.layers.low_precision import LowPrecisionLayerNorm
+
+
+__all__ = [
+    "LowPrecisionLayerNorm",
+    "apply_low_precision_layernorm",
+    "low_precision_layernorm",
+    "low_precision_layernorm_rules",
+]
+
+
+def low_precision_layernorm_rules() -> surgery.Rules:
+    """What takes the place of layer norms; for `purecompose.surgery`. What it puts in follows autocast when it runs.
+
+    Example:
+        >>> type(low_precision_layernorm_rules()[nn.LayerNorm](nn.LayerNorm(4), None)).__name__
+        'LowPrecisionLayerNorm'
+    """
+
+    def norm(module: nn.LayerNorm, site: surgery.Site) -> nn.Module | None:
+        del site
+        return LowPrecisionLayerNorm.of(module) if is_plain(module, nn.LayerNorm) else None
+
+    return {nn.LayerNorm: norm, LowPrecisionLayerNorm: None}
+
+
+apply_low_precision_layernorm = on_module("low_precision_layernorm", low_precision_layernorm_rules)
+
+
+@factory
+def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorithm:
+    """Computes layer norms in half precision.
+
+        y = (x - mean) / sqrt(var + eps) * w + b,   over the normalised dimensions, with the biased variance
+
+    Under autocast torch widens the input of a layer norm to float32 and gives float32. Here input, weight and bias are
+    taken in autocast's dtype, and so is the result; mean and variance are still summed in float32. Names and values of
+    parameters stay as they are, so that weights fit both.
+
+    Events: INIT, and last there. Reads and replaces: the model alone. Under `precision="fp32"` and `"tf32"` it changes
+    nothing, and warns.
+
+    Args:
+        name: Names it.
+
+    Warns:
+        UserWarning: At INIT: the network has no layer norms, or the forward pass is in full precision.
+
+    Example:
+        >>> low_precision_layernorm()
+        low_precision_layernorm()
+
+    References:
+        Jimmy Lei Ba, Jamie Ryan Kiros, Geoffrey E. Hinton: Layer Normalization. 2016. https://arxiv.org/abs/1607.06450
+    """
+    return half_precision_method(name, low_precision_layernorm_rules())

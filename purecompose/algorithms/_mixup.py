@@ -1,0 +1,183 @@
+"""MixUp: trains on convex combinations of pairs of examples and of their targets."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, random, tree
+from purecompose._support.checks import check_number
+from purecompose.algorithms._parts.checks import needed_rng
+from purecompose.algorithms._parts.mixing import draw_share, mixing_method, mixture_for
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.losses.targets import Mixture, per_row
+from purecompose.schedule import Scalar
+
+
+__all__ = ["mixup", "mixup_batch"]
+
+_ALPHA_HINT = "0 switches mixup off, 0.2 suits ImageNet, 1 is uniform mixing"
+
+
+def mixup_batch(
+    key: Tensor | random.Rng | None,
+    inputs: Tensor,
+    targets: Tensor | Mixture,
+    *,
+    alpha: float | Tensor = 0.2,
+    mixing: float | Tensor | None = None,
+    indices: Tensor | None = None,
+    per_example: bool = False,
+    interpolate_loss: bool = False,
+) -> tuple[Tensor, Mixture]:
+    """Mix each example of a batch with a partner.
+
+    Args:
+        key: A random key; may be `None` where `mixing` and `indices` are both given.
+        inputs: (N, ...). Integers and bools are promoted to the default float dtype.
+        targets: (N, ...), indices or dense, or a `Mixture`, whose terms double.
+        alpha: Both parameters of the Beta distribution, at least 0; 0 does not mix. A tensor's value (0-d) is
+            not checked; no gradient flows to it.
+        mixing: The share of the partner in [0, 1], in place of a draw; a number, or a tensor, 0-d or one for
+            each example, (N,), whose values are not checked.
+        indices: (N,), int64, example i's partner, in place of a random order.
+        per_example: Draw a share for each example, not one for all.
+        interpolate_loss: Mix the losses of the two targets, not the targets: see `Mixture`.
+
+    Returns:
+        The mixed inputs, of the inputs' shape and floating dtype, and the targets: a `Mixture` whose second
+        half of terms are the partners' targets, with weight `mixing`. `mixture.soft(outputs)` gives soft
+        targets.
+
+    Raises:
+        TypeError: Inputs or targets that are not tensors, or no key where something is to be drawn.
+        ValueError: A number out of range, or shapes that do not fit each other.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> inputs, targets = torch.tensor([[0.0], [4.0]]), torch.tensor([0, 1])
+        >>> mixed, mixture = mixup_batch(None, inputs, targets, mixing=0.25, indices=torch.tensor([1, 0]))
+        >>> mixed.tolist()
+        [[1.0], [3.0]]
+        >>> mixture.soft(torch.zeros(2, 2)).tolist()
+        [[0.75, 0.25], [0.25, 0.75]]
+        >>> mixup_batch(key(0), inputs, targets)[0].shape
+        torch.Size([2, 1])
+    """
+    _check_inputs(inputs)
+    if mixing is None:
+        mixing = _draw_mixing(key, alpha, inputs.shape[0] if per_example else None)
+    elif not isinstance(mixing, Tensor):
+        check_number(mixing, "mixup_batch: mixing", 0, 1, hint="it is the share of the partner")
+    if isinstance(mixing, Tensor):
+        mixing = mixing.to(inputs.device)
+    if indices is None:
+        indices = random.permutation(_rng(key).named("permutation"), inputs.shape[0])
+    partners = indices.to(inputs.device)
+    # The mixture first: it refuses partners that do not fit, with a message about shapes.
+    mixture = mixture_for(inputs, targets, "mixup_batch").mixed_with(partners, mixing, interpolate_loss)
+    return _mix(inputs, partners, mixing), mixture
+
+
+@factory
+def mixup(
+    alpha: Scalar = 0.2,
+    *,
+    interpolate_loss: bool = False,
+    per_example: bool = False,
+    name: str = "mixup",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> Algorithm:
+    """Trains on mixtures of pairs of examples.
+
+        z ~ Beta(alpha, alpha),   t = min(z, 1 - z)
+        X' = (1 - t) X + t X[pi],     y' = (1 - t) y + t y[pi]
+
+    with one random order pi a batch, and one t or, with `per_example`, one for each example; t in [0, 1/2] is the share
+    of the *partner*. Targets stay what they are, in a `Mixture` of two terms, until the loss stage resolves them: as
+    soft targets or, with `interpolate_loss`, as (1 - t) loss(y) + t loss(y[pi]). Other methods on targets (label
+    smoothing, CutMix, MixUp again) act on the terms, so all of them compose, in any order.
+
+    It acts on the whole batch before it is cut, so k microbatches mix as one. One t a batch keeps the mean of the
+    batch; shares per example keep it only on average.
+
+    Events: AFTER_DATALOADER (and INIT, to check the loss). Reads and replaces: the batch's input and target.
+
+    Args:
+        alpha: Both parameters of the Beta distribution that the partner's share comes from, at least 0. The
+            number 0 never matches. An `hparam` or a schedule may be given; no gradient flows to it.
+        interpolate_loss: Mix the losses of the two targets instead of the targets. For cross entropy the
+            same; right also for losses that are not linear in their targets, which must know the reduction
+            "none".
+        per_example: Draw a share for each example, not one for the batch.
+        name: Names its draws.
+        input_key: Names the batch's input, one tensor; by default the state's own.
+        target_key: Names the target; by default the state's own.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT:
+            such a key of the state's, a loss that the model computes itself, or with `interpolate_loss` one
+            without a reduction. In the step: inputs that are not one tensor, or of int32 or int64, as token ids
+            are: the model would be given numbers between two ids.
+
+    Example:
+        >>> mixup(0.2)
+        mixup(alpha=0.2, interpolate_loss=False)
+        >>> mixup(0).match
+        never
+
+    References:
+        Hongyi Zhang, Moustapha Cisse, Yann N. Dauphin, David Lopez-Paz: mixup: Beyond Empirical Risk
+        Minimization. ICLR 2018. https://arxiv.org/abs/1710.09412
+    """
+    return mixing_method(
+        name,
+        mixup_batch,
+        _check_no_ids,
+        alpha=alpha,
+        alpha_hint=_ALPHA_HINT,
+        flags={"interpolate_loss": interpolate_loss, "per_example": per_example},
+        input_key=input_key,
+        target_key=target_key,
+    )
+
+
+def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor, num: int | None) -> float | Tensor:
+    """The partner's share, 0-d or (num,), float32."""
+    share = draw_share(_rng(key).named("mixing"), alpha, num, "mixup_batch: alpha", _ALPHA_HINT)
+    return torch.minimum(share, 1 - share) if isinstance(share, Tensor) else share
+
+
+def _rng(key: Tensor | random.Rng | None) -> random.Rng:
+    return needed_rng(key, "mixup_batch", "where mixing or indices are left out")
+
+
+def _mix(inputs: Tensor, partners: Tensor, mixing: float | Tensor) -> Tensor:
+    floating = inputs if inputs.is_floating_point() or inputs.is_complex() else inputs.to(torch.get_default_dtype())
+    # Half precision would round the share differently than the targets' weights have it.
+    wide = floating.float() if floating.element_size() < 4 else floating
+    share: Any = mixing
+    if isinstance(mixing, Tensor):
+        share = per_row(mixing.to(wide), wide) if mixing.ndim else mixing.to(wide)
+    # lerp is exact for shares of 0 and 1 and for equal partners, which the sum of two products is not.
+    return torch.lerp(wide, wide.index_select(0, partners), share).to(floating.dtype)
+
+
+def _check_inputs(inputs: Any) -> None:
+    if not isinstance(inputs, Tensor) or not inputs.ndim:
+        came = "a 0-d tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise TypeError(
+            f"mixup mixes one tensor (N, ...) of inputs, got {came}; name it inside the batch by input_key, "
+            "an index, a key or an accessor, and for tokens mix their embeddings inside the model"
+        )
+
+
+def _check_no_ids(name: str, inputs: Any) -> None:
+    """Refuses what token ids look like. Images come as bytes or floats; `mixup_batch` takes any integers."""
+    if isinstance(inputs, Tensor) and inputs.dtype in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{name}: the inputs are {tree.describe(inputs)}, as token ids are, and there is no id between two others: "
+            "mix their embeddings inside the model (mixup_batch does it). Where they are numbers and no ids, let the "
+            "batches hold them as floats, inputs.float()"
+        )

@@ -1,0 +1,114 @@
+"""No-op model: one number in the network's place, for timing all that is not the network."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from purecompose import surgery
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.context import Static
+from purecompose.core.state import State
+from purecompose.losses import CrossEntropy, ModelLoss
+from purecompose.losses.targets import wide_dtype
+from purecompose.nn.layers.no_op import NoOpModel
+from purecompose.surgery.memory import without_groups
+from purecompose.time.event import Event
+from purecompose.time.predicates import on
+
+
+__all__ = ["NoOpLoss", "NoOpModel", "no_op_model", "no_op_model_rules"]
+
+
+@dataclass(frozen=True)
+class NoOpLoss:
+    """(outputs - targets)^2, averaged over the elements that count.
+
+    Outputs are of the targets' shape, or scores of classes (N, C, ...), of which the highest is taken.
+
+    Args:
+        ignore_index: What an integer target has where it does not count.
+
+    Example:
+        >>> NoOpLoss(-100)(torch.tensor([3.0, -150.0]), torch.tensor([2, -100])).item()
+        1.0
+    """
+
+    ignore_index: int | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        dtype = wide_dtype(outputs)
+        values = outputs.argmax(dim=1) if outputs.ndim == targets.ndim + 1 else outputs
+        losses = (values.to(dtype) - targets.to(dtype)).square() * self.counted(outputs, targets)
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+        return total / self.counted(outputs, targets).sum().clamp(min=1) if reduction == "mean" else total
+
+    def counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Bool, of the targets' shape."""
+        del outputs
+        if self.ignore_index is None or targets.is_floating_point():
+            return torch.ones_like(targets, dtype=torch.bool)
+        return targets != self.ignore_index
+
+
+def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
+    """What takes the place of a whole network; for `purecompose.surgery`.
+
+    Args:
+        has_classes: As `NoOpModel` has it.
+
+    Example:
+        >>> no_op_model_rules()[nn.Module](nn.Linear(2, 2), surgery.Site("", 0, None, nn.Linear(2, 2)))
+        NoOpModel()
+    """
+
+    def whole(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        del module
+        return NoOpModel(has_classes) if site.parent is None else None
+
+    return {nn.Module: whole, NoOpModel: None}
+
+
+@factory
+def no_op_model(*, name: str = "no_op_model") -> Algorithm:
+    """Replaces the network by a number.
+
+        training      outputs = w y,   loss = mean((w y - y)^2),   dloss/dw = 2 (w - 1) mean(y^2)       w = 1.5 at first
+        evaluation    outputs = y;   of class indices under a cross entropy scores (N, C, ...), highest at y
+
+    The network's input is the target y; the batch's inputs are read, moved and prepared, and not looked at. The loss
+    counts what the state's own counts: elements that have its `ignore_index` are left out. Of a model with a loss of
+    its own, the target is what `ModelLoss.labels` names; where it names none, the state's `target_key` must.
+
+    Events: INIT, first there. Replaces: the model, its parameters and buffers, the optimizer's state and its groups,
+    the loss, and what names the model's input and its target.
+
+    How many classes the scores have is read from the targets on the host, in evaluation alone; such a forward pass is
+    not compiled in one graph.
+
+    Args:
+        name: Names it.
+
+    Example:
+        >>> no_op_model()
+        no_op_model()
+    """
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        if isinstance(state.model.module, NoOpModel):
+            return state
+        state = state.replace(optimizer=without_groups(state.optimizer))
+        given = state.context.loss
+        has_classes = isinstance(given, CrossEntropy) or given is F.cross_entropy
+        changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
+        key = given.labels if isinstance(given, ModelLoss) and given.labels is not None else state.context.target_key
+        loss = NoOpLoss(getattr(given, "ignore_index", None))
+        context = changed.context.replace(loss=loss, input_key=key, target_key=key)
+        return changed.replace(static=Static(context, changed.static.timestamp)).to(state.device)
+
+    # Memories and surgery of others would be of the network that goes.
+    return Algorithm(name, on(Event.INIT), apply, traits=frozenset({Trait.REQUIRED_ON_LOAD}), runs_before=tuple(Trait))

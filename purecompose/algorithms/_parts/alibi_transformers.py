@@ -1,0 +1,186 @@
+"""Linear biases in the GPT-2, BERT and RoBERTa of Hugging Face's transformers, version 5.
+
+Their attention adds a mask to the logits, whether it is computed by hand ("eager") or by torch ("sdpa"): the biases
+come in with it. Parameters keep their names.
+"""
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import surgery
+from purecompose._support.checks import shown
+from purecompose.algorithms._parts.foreign import Derived, changed, one_of, stand_in
+from purecompose.nn.layers.attention import SelfAttention
+from purecompose.nn.layers.positions import NoPositions, alibi_bias
+
+
+__all__ = ["check_attention", "transformers_rules"]
+
+_GPT2, _BERT, _ROBERTA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "roberta"))
+_ADDITIVE = ("eager", "sdpa")
+
+
+class Alibi(Derived):
+    """An attention layer whose logits get linear biases."""
+
+    layer_idx: int
+
+    def forward(self, hidden_states: Tensor, *, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        """As the layer's own; `attention_mask` is `None`, or (N, 1, Q, K), bool or added to logits."""
+        past = others.get("past_key_values")
+        num_queries, start = hidden_states.shape[1], 0 if past is None else past.get_seq_length(self.layer_idx)
+        is_causal = others.get("is_causal")
+        if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4):
+            raise ValueError(
+                f"alibi: expected an attention mask (N, 1, queries, keys), got {shown(attention_mask)}; load the "
+                "network with attn_implementation='sdpa' or 'eager'"
+            )
+        bias = alibi_bias(
+            _num_heads(self),
+            _num_keys(past, self.layer_idx, num_queries) if attention_mask is None else attention_mask.shape[-1],
+            # A mask says itself what is ahead, and in a cache of one size what is not there yet.
+            is_causal=attention_mask is None and bool(self.is_causal if is_causal is None else is_causal),
+            first_query=start,
+            num_queries=num_queries,
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
+        ).unsqueeze(0)
+        return super().forward(hidden_states, attention_mask=_masked(bias, attention_mask), **others)
+
+
+class NoPosition(Derived):
+    """Embeddings of tokens and their types at any number of positions, all of them the same."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """As the layer's own; what `position_ids` says does not count."""
+        del position_ids  # by default from a table that ends at the greatest length
+        given = input_ids if input_ids is not None else inputs_embeds
+        assert given is not None, "the model has asked for one of the two"
+        first = torch.zeros(1, given.shape[1], dtype=torch.int64, device=given.device)
+        return super().forward(
+            input_ids=input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=first,
+            inputs_embeds=inputs_embeds,
+            **others,
+        )
+
+
+def _num_heads(module: nn.Module) -> int:
+    heads = getattr(module, "num_heads", None)  # of GPT-2
+    return heads if isinstance(heads, int) else module.num_attention_heads  # pyright: ignore[reportReturnType]
+
+
+def _num_keys(past: Any, layer: int, num_queries: int) -> int:
+    """How many keys attention is given, with those of a cache."""
+    if past is None:
+        return num_queries
+    layers = getattr(past, "self_attention_cache", past).layers
+    # Not get_mask_sizes, which not every version calls alike.
+    size = getattr(layers[layer], "max_cache_len", None) if layer < len(layers) else None
+    return past.get_seq_length(layer) + num_queries if size is None else size
+
+
+def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """What is added to the logits, (N or 1, H, Q, K)."""
+    if mask is None:
+        return bias
+    # Not -inf: of a query that may look nowhere, as in padding, nothing would be left but NaN.
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
+def _attention(module: Any, site: surgery.Site) -> nn.Module | None:
+    if getattr(module, "is_cross_attention", False):
+        return None
+    where = _where(module, site)
+    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    if int(version.split(".")[0]) < 5:
+        raise ValueError(f"{where}: expected version 5 or later, got {version}; its attention masks are other ones")
+    kind = getattr(module.config, "position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise ValueError(f"{where}: expected absolute positions, got {kind!r}; load the network without relative ones")
+    computed_by = module.config._attn_implementation
+    if computed_by not in _ADDITIVE:
+        raise ValueError(
+            f"{where}: expected attention that adds a mask to the logits, {' or '.join(_ADDITIVE)}, got "
+            f"{computed_by!r}; load the network with attn_implementation='sdpa'"
+        )
+    _check_forward(module, site)
+    return changed(module, Alibi)
+
+
+def _embeddings(module: nn.Module, site: surgery.Site) -> nn.Module:
+    check_attention(site)
+    _check_forward(module, site)
+    return changed(module, NoPosition, position_embeddings=NoPositions())
+
+
+def _where(module: nn.Module, site: surgery.Site) -> str:
+    return f"alibi: {site.name}, a {type(module).__name__} of transformers"
+
+
+def _check_forward(module: nn.Module, site: surgery.Site) -> None:
+    """Refuses a forward that would be called in place of the new one."""
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{_where(module, site)}: expected the forward of its class, got one put on the instance, which would be "
+            "called without the biases; take it off"
+        )
+
+
+def check_attention(site: surgery.Site) -> None:
+    """Refuses to take positions out of a network whose attention gets no biases: it would know no order at all.
+
+    Raises:
+        ValueError: There is no attention that is known.
+    """
+    if not any(isinstance(module, _ATTENTION) for module in site.root.modules()):
+        there = ", ".join(sorted({type(module).__name__ for module in site.root.modules()}))
+        raise ValueError(
+            f"alibi: {site.name}: expected positions beside attention that it knows, which is to get biases in their "
+            f"place, found none in a network of {there}; give a rule for your attention, and with it one for "
+            "PositionEmbedding that returns layers.NoPositions()"
+        )
+
+
+_GPT2_ATTENTION = stand_in(_GPT2, "GPT2Attention")
+_BERT_ATTENTION = stand_in(_BERT, "BertSelfAttention")
+_ROBERTA_ATTENTION = stand_in(_ROBERTA, "RobertaSelfAttention")
+_ATTENTION = (SelfAttention, Alibi, _GPT2_ATTENTION, _BERT_ATTENTION, _ROBERTA_ATTENTION)
+
+
+def transformers_rules() -> surgery.Rules:
+    """The rules for GPT-2, BERT and RoBERTa."""
+    # GPT-2's positions are a plain nn.Embedding: the model, which is visited before what it holds, tells which one.
+    found: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def model(module: Any, site: surgery.Site) -> None:
+        del site
+        found.add(module.wpe)
+
+    def positions(module: nn.Module, site: surgery.Site) -> nn.Module:
+        del module, site
+        return NoPositions()
+
+    return {
+        Alibi: None,
+        NoPosition: None,
+        stand_in(_GPT2, "GPT2Model"): model,
+        _GPT2_ATTENTION: _attention,
+        one_of(found, "GPT2Model.wpe"): positions,
+        _BERT_ATTENTION: _attention,
+        stand_in(_BERT, "BertEmbeddings"): _embeddings,
+        _ROBERTA_ATTENTION: _attention,
+        stand_in(_ROBERTA, "RobertaEmbeddings"): _embeddings,
+    }

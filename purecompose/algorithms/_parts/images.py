@@ -1,0 +1,191 @@
+"""What methods on the batch's images share: checks, which targets go along, the skeleton, one random operation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from purecompose import batch as batches, losses, random, tree
+from purecompose._support.checks import frozen, shown
+from purecompose.algorithms._parts.checks import check_can_write, check_scalar, given_keys
+from purecompose.algorithms.images import Primitive, Scale, Strength
+from purecompose.algorithms.images.assignment import treated
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+
+
+__all__ = [
+    "TakesTargets",
+    "are_maps",
+    "check_images",
+    "check_severity",
+    "check_takes_targets",
+    "image_method",
+    "map_targets",
+    "one_operation_each",
+    "with_images",
+]
+
+TakesTargets: TypeAlias = bool | Literal["auto"]
+"""Whether targets go along with their images: all, none, or those that `are_maps`."""
+
+
+def check_severity(severity: Any, where: str) -> None:
+    """Raises a `TypeError` or `ValueError` unless it is a scalar in [0, 10]; a tensor's value is not checked."""
+    if not isinstance(severity, Tensor):
+        check_scalar(severity, where, 0, 10, hint="0 changes nothing, 10 is the strongest")
+    elif severity.ndim:
+        raise ValueError(f"{where}: expected one number, 0-d, got shape {tuple(severity.shape)}")
+
+
+def check_images(name: str, inputs: Any) -> None:
+    """Raises a `TypeError` unless the inputs are one tensor (N, C, H, W)."""
+    if not isinstance(inputs, Tensor) or inputs.ndim != 4:
+        came = tree.describe(inputs) if isinstance(inputs, Tensor) else shown(inputs)
+        raise TypeError(
+            f"{name}: expected images, one tensor (N, C, H, W), got {came}; name them inside the "
+            "batch by input_key, an index, a key or an accessor"
+        )
+
+
+def check_takes_targets(value: Any, where: str) -> None:
+    """Raises a `TypeError` or `ValueError` unless it is True, False or "auto"."""
+    if not isinstance(value, bool) and value != "auto":
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{where}: expected True, False or 'auto', got {shown(value)}")
+
+
+def are_maps(targets: Tensor, images: Tensor) -> bool:
+    """Whether targets are of their images' size, as in segmentation: (..., H, W) with a dim more, N or C."""
+    return targets.ndim > 2 and targets.shape[-2:] == images.shape[-2:]
+
+
+def map_targets(fn: Callable[[Tensor], Tensor], targets: Any, images: Tensor, takes: TakesTargets) -> Any:
+    """Targets after `fn`, of a `Mixture` its terms; the very object where none goes along with the images."""
+    terms = targets.targets if isinstance(targets, Mixture) else batches.tensors(targets)
+    chosen = [takes is True or (takes == "auto" and are_maps(term, images)) for term in terms]
+    if not any(chosen):
+        return targets
+
+    def mapped(target: Tensor) -> Tensor:
+        return fn(target) if takes is True or are_maps(target, images) else target
+
+    return targets.map(mapped) if isinstance(targets, Mixture) else batches.map_tensors(mapped, targets)
+
+
+def with_images(
+    event: Event,
+    state: State,
+    name: str,
+    core: Callable[..., tuple[Tensor, Any]],
+    keys: Mapping[str, batches.Key],
+    takes_targets: TakesTargets = False,
+) -> State:
+    """The state with other images in its batch; at INIT as it is, once its keys are seen to do.
+
+    Args:
+        event: INIT or the event at which images are replaced.
+        state: The state.
+        name: The algorithm's.
+        core: `(rng, images, targets) -> (images, targets)`; targets are `None` where they are not taken, and the same
+            object where they stay.
+        keys: Those that are given; see `given_keys`.
+        takes_targets: Whether targets are read; with "auto" they may be such as can only be read, as long as they stay,
+            and a model that computes its own loss need not have any: they are read if their key is given.
+    """
+    if takes_targets == "auto" and "target_key" not in keys and isinstance(state.context.loss, losses.ModelLoss):
+        takes_targets = False
+    own_input = keys.get("input_key", state.context.input_key)
+    own_target = keys.get("target_key", state.context.target_key)
+    if event is Event.INIT:
+        check_can_write(own_input, "input_key")
+        if takes_targets is True:
+            check_can_write(own_target, "target_key")
+        return state
+    images = batches.get(state.batch, own_input)
+    check_images(name, images)
+    targets = None if takes_targets is False else batches.get(state.batch, own_target)
+    images, changed = core(state.rng(name), images, targets)
+    batch = batches.put(state.batch, own_input, images)
+    return state.replace(batch=batch if changed is targets else batches.put(batch, own_target, changed))
+
+
+def image_method(
+    name: str,
+    core: Callable[..., Any],
+    settings: Mapping[str, Any],
+    *,
+    scalars: Sequence[str] = (),
+    is_neutral: bool,
+    takes_targets: TakesTargets | None = None,
+    **given: batches.Key | None,
+) -> Algorithm:
+    """A method that replaces a batch's images by what a core makes of them.
+
+    Args:
+        name: The algorithm's.
+        core: `(rng, images, **settings) -> images`, or with `takes_targets` as in `with_images`, with settings.
+        settings: All of them; printed, those that are `None` aside.
+        scalars: Which of them the state resolves in each step.
+        is_neutral: Whether the settings change nothing.
+        takes_targets: As in `with_images`; `None` for a core of images alone.
+        **given: `input_key` and, where targets are taken, `target_key`, as in a factory.
+    """
+    writes = ("input_key", "target_key") if takes_targets is True else ("input_key",)
+    keys = given_keys(writes=writes, **given)
+    settings = {setting: frozen(value) for setting, value in settings.items()}
+
+    def apply(event: Event, state: State) -> State:
+        def with_settings(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:
+            own = {**settings, **{setting: state.scalar(settings[setting]) for setting in scalars}}
+            if takes_targets is None:
+                return core(rng, images, **own), targets
+            return core(rng, images, targets, **own)
+
+        return with_images(event, state, name, with_settings, keys, takes_targets or False)
+
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
+        config={setting: value for setting, value in {**settings, **keys}.items() if value is not None},
+    )
+
+
+def one_operation_each(
+    rng: random.Rng,
+    stored: Tensor,
+    scale: Scale,
+    primitives: Sequence[Primitive],
+    severity: float | Tensor,
+    *,
+    num_groups: int = 1,
+) -> Tensor:
+    """Each image after one of the operations, drawn for it with a strength of its own.
+
+    Args:
+        rng: The place of the draws.
+        stored: Levels (N, C, H, W), N at least 1, in the form that the scale stores.
+        scale: The images' scale.
+        primitives: What is drawn from, each with the same chance.
+        severity: In [0, 10].
+        num_groups: Groups of equal size, one after the other, whose operations are drawn apart.
+    """
+    num, _, height, width = stored.shape
+    shares = random.uniform(rng.named("share"), num).to(stored.device)
+    coins = random.bernoulli(rng.named("coin"), 0.5, num).to(stored.device)
+
+    def treatment(primitive: Primitive) -> Callable[[Tensor, Tensor], Tensor]:
+        def applied(some: Tensor, index: Tensor) -> Tensor:
+            strength = Strength(severity, shares.index_select(0, index), coins.index_select(0, index), height, width)
+            levels = scale.opened(some)
+            return scale.settled(primitive(levels, strength).to(levels.dtype))
+
+        return applied
+
+    treatments = [treatment(primitive) for primitive in primitives]
+    return treated(rng.named("choice"), stored, treatments, num_groups=num_groups)

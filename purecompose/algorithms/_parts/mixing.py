@@ -1,0 +1,120 @@
+"""What methods that mix pairs of examples share: how much of the partner, and where they stand in the step."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, losses, random
+from purecompose._support.checks import check_flag, check_number
+from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_keys
+from purecompose.core.algorithm import Algorithm, Trait
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
+from purecompose.schedule import Scalar
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+
+
+__all__ = ["draw_share", "for_examples", "mixing_method", "mixture_for"]
+
+
+def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: str, hint: str) -> float | Tensor:
+    """A draw from Beta(alpha, alpha), or 0 for an alpha of 0.
+
+    Args:
+        rng: The place of the draw, read as a draw about the whole batch or, with `num`, about examples.
+        alpha: At least 0; a tensor's value (0-d) is not checked.
+        num: How many examples get a draw of their own; `None` for one draw.
+        where: Names the alpha in errors.
+        hint: Ends them.
+
+    Returns:
+        0-d or (num,), float32; the number 0.0 where alpha is the number 0.
+    """
+    if not isinstance(alpha, Tensor):
+        check_number(alpha, where, 0, hint=hint)
+        if alpha == 0:
+            return 0.0
+    shape: tuple[int, ...] = () if num is None else (num,)
+    share = random.beta(for_examples(rng, num), alpha, alpha, shape)
+    # The draw is NaN for an alpha of 0, which a member of a population may have.
+    return torch.where(alpha > 0, share, 0) if isinstance(alpha, Tensor) else share
+
+
+def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
+    """The place of draws about `num` examples; with `None`, about the whole batch."""
+    return rng if num is None else rng.per_example(torch.arange(num, device=rng.key.device))
+
+
+def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:
+    """The targets of these inputs as a mixture.
+
+    Raises:
+        TypeError: They are no tensor with a batch dim.
+        ValueError: There are more or fewer of them than inputs.
+    """
+    mixture = Mixture.of(targets)
+    if len(mixture.weights[0]) != len(inputs):
+        raise ValueError(
+            f"{where}: expected inputs and targets of one length, got inputs of {len(inputs)} examples and targets of "
+            f"{len(mixture.weights[0])}: a target belongs to each example, in the first dim"
+        )
+    return mixture
+
+
+def mixing_method(
+    name: str,
+    core: Callable[..., tuple[Tensor, Any]],
+    check_inputs: Callable[[str, Any], None],
+    *,
+    alpha: Scalar,
+    alpha_hint: str,
+    flags: Mapping[str, bool],
+    input_key: batches.Key | None,
+    target_key: batches.Key | None,
+) -> Algorithm:
+    """A method that mixes each example of a batch with a partner.
+
+    Args:
+        name: The algorithm's.
+        core: `(rng, inputs, targets, *, alpha, **flags) -> (inputs, targets)`. Its name is the factory's with `_batch`.
+        check_inputs: `(name, inputs)`, raises for inputs that cannot be mixed.
+        alpha: The parameter of the Beta distribution; the number 0 never matches.
+        alpha_hint: What it means, for errors.
+        flags: The other settings, `interpolate_loss` among them; printed, `interpolate_loss` aside, where they are set.
+        input_key, target_key: As in a factory.
+    """
+    factory = core.__name__.removesuffix("_batch")
+    check_scalar(alpha, f"{factory}: alpha", 0, hint=alpha_hint)
+    for setting, value in flags.items():
+        check_flag(value, f"{factory}: {setting}")
+    keys = given_keys(writes=("input_key", "target_key"), input_key=input_key, target_key=target_key)
+    mix = partial(core, **flags)
+
+    def apply(event: Event, state: State) -> State:
+        own_input = keys.get("input_key", state.context.input_key)
+        own_target = keys.get("target_key", state.context.target_key)
+        if event is Event.INIT:
+            check_can_write(own_input, "input_key")
+            check_can_write(own_target, "target_key")
+            check_reads_targets(name, state.context.loss)
+            losses.check_loss(state.context.loss, per_example=flags["interpolate_loss"])
+            return state
+        inputs, targets = batches.get(state.batch, own_input), batches.get(state.batch, own_target)
+        check_inputs(name, inputs)
+        inputs, targets = mix(state.rng(name), inputs, targets, alpha=state.scalar(alpha))
+        return state.replace(batch=batches.put(batches.put(state.batch, own_input, inputs), own_target, targets))
+
+    is_neutral = isinstance(alpha, (int, float)) and alpha == 0
+    shown = {setting: value for setting, value in flags.items() if value or setting == "interpolate_loss"}
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
+        apply,
+        traits=frozenset({Trait.MIXES_EXAMPLES}),
+        runs_after=(Trait.AUGMENTS_EXAMPLES,),
+        config={"alpha": alpha, **shown, **keys},
+    )

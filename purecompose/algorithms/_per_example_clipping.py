@@ -1,0 +1,257 @@
+"""Per-example clipping: bounds what a single example can do to a step, and drowns the rest in noise:"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from purecompose import batch as batches, random, tree
+from purecompose._support.checks import check_number, check_whole
+from purecompose.algorithms._parts.checks import check_scalar
+from purecompose.algorithms._parts.shared import gradient_of_part, share_of_batch, sum_over_shares
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.schedule import Scalar
+from purecompose.surgery.weights import wide
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+
+
+__all__ = ["clip_per_example", "norms_per_example", "per_example_clipping"]
+
+Grads = Mapping[str, Tensor]
+
+
+def norms_per_example(grads: Grads) -> Tensor:
+    """The Euclidean norm of each example's gradient.
+
+    Args:
+        grads: By name, (N, ...), floating.
+
+    Returns:
+        (N,), over all tensors together; float64 if any of them is that wide, else float32.
+
+    Example:
+        >>> norms_per_example({"w": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([4.0, 1.0])})
+        tensor([5., 1.])
+    """
+    norms = [torch.linalg.vector_norm(wide(grad).reshape(len(grad), -1), dim=1) for grad in grads.values()]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def clip_per_example(grads: Grads, max_norm: float | Tensor) -> dict[str, Tensor]:
+    """The mean of gradients of which none is longer than `max_norm`: longer ones are scaled down to that.
+
+    Args:
+        grads: By name, one row for each example, (N, ...), floating.
+        max_norm: The bound, above 0; a number or a 0-d tensor.
+
+    Returns:
+        By name, (...), of the same dtypes.
+
+    Example:
+        >>> clip_per_example({"w": torch.tensor([[3.0], [0.0]]), "b": torch.tensor([4.0, 0.5])}, 1.0)
+        {'w': tensor([0.3000]), 'b': tensor(0.6500)}
+    """
+    sums, norms = _clipped_sums(grads, max_norm)
+    return {name: total / len(norms) for name, total in sums.items()}
+
+
+@factory
+def per_example_clipping(
+    max_norm: Scalar,
+    noise_multiplier: Scalar = 0.0,
+    *,
+    chunk_size: int | None = None,
+    name: str = "per_example_clipping",
+) -> Algorithm:
+    """Clips the gradient of each example, and adds noise.
+
+    DP-SGD's step.
+
+        g <- 1/N sum_i g_i min(1, C / |g_i|) + sigma C / N z,   z ~ N(0, I)
+
+    with g_i the gradient of the loss of example i alone, |g_i| its Euclidean norm over all trainable parameters, N the
+    number of examples in the batch, C the bound `max_norm` and sigma `noise_multiplier`. Without noise one wild example
+    cannot carry a step away. With it this is the gradient of differentially private training; what privacy a run has,
+    its epsilon and delta, is not computed here, and see below for what else that takes.
+
+    The gradients of single examples are those of the step itself: its loss with the algorithms that act on the way to
+    it, frozen parameters left out, an example's dropout and augmentation as they were drawn in the batch. They are
+    taken by `torch.func.vmap` after the step's own, so that microbatches make no difference, and a scale of the loss is
+    gone; where several processes share the batch, each takes those of its part. Each example counts the same; in a loss
+    per token the mean over its own tokens is the example's. Where the model computes its own loss, that of a batch of
+    one example is taken.
+
+    Events: AFTER_TRAIN_BATCH, after other methods that compute gradients anew, such as `sam`, whose work it undoes, and
+    before those that collect or clip them. Replaces the gradients, without a look at what they were; adds
+    `metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the mean
+    of |g_i|. Remembers nothing. An example whose gradient is not finite makes the batch's so.
+
+    Layers must treat examples alone: batch normalisation in training, and layers that keep running statistics, are
+    refused. Layers of one's own that mix examples are not seen: they get a batch of one.
+
+    What a claim of privacy takes besides: an accountant; batches drawn at random as it assumes, each divided by the
+    size expected (here it is the batch's own); no report of what is not private, such as loss, metrics and batch
+    statistics; and noise from a generator that nobody can predict, which Philox is not. MixUp and CutMix make an
+    example of two records, so that one record is in two of them; `selective_backprop` looks at all records to choose.
+
+    Args:
+        max_norm: C, above 0; infinity never matches. An hparam or a schedule may be given, and for the noise, too: its
+            default is checked; what becomes of it later is not. The median of the norms is a good beginning; the
+            metric f"{name}/norm" tells their mean.
+        noise_multiplier: sigma, the deviation of the noise in the sum of the gradients, in units of `max_norm`; 0 for
+            none. Around 1 is common where privacy is wanted.
+        chunk_size: How many examples' gradients are in memory at a time, each as large as the parameters; by default
+            all that this process computes. With 1 they are taken one after the other, without `vmap`: slowly, but of
+            any network.
+        name: Names its draws and its metrics.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or noise without a bound. In the first
+            step: layers that mix examples.
+
+    Example:
+        >>> per_example_clipping(1.0, 0.8)
+        per_example_clipping(max_norm=1.0, noise_multiplier=0.8)
+        >>> per_example_clipping(float("inf")).match
+        never
+
+    References:
+        Martin Abadi, Andy Chu, Ian Goodfellow, H. Brendan McMahan, Ilya Mironov, Kunal Talwar, Li Zhang: Deep Learning
+        with Differential Privacy. CCS 2016. https://arxiv.org/abs/1607.00133
+    """
+    is_neutral = _checked(max_norm, noise_multiplier)
+    if chunk_size is not None:
+        check_whole(chunk_size, "per_example_clipping: chunk_size", 1, hint="it counts examples")
+    has_noise = not isinstance(noise_multiplier, (int, float)) or noise_multiplier > 0
+
+    def apply(event: Event, state: State) -> State:
+        del event
+        _check_layers(name, state.model.module)
+        bound, num, share = state.scalar(max_norm), state.num_examples, share_of_batch(state)
+        sums, norms = _sums_over_examples(name, state, share, bound, chunk_size)
+        norms = norms.detach()
+        own = {"grads": sums, "clipped": (norms > bound).to(norms.dtype).sum(), "norm": norms.sum()}
+        means = tree.map(lambda total: total / num, sum_over_shares(state, share, own))
+        grads, found = means["grads"], {f"{name}/{key}": means[key] for key in ("clipped", "norm")}
+        if has_noise:
+            deviation = state.scalar(noise_multiplier) * bound / num
+            grads = {key: _noisy(grad, state.rng(f"{name}.{key}"), deviation) for key, grad in grads.items()}
+        return state.replace(grads={**(state.grads or {}), **grads}, metrics={**state.metrics, **found})
+
+    config = {"max_norm": max_norm, "noise_multiplier": noise_multiplier}
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH),
+        apply,
+        traits=frozenset({Trait.RENEWS_GRADIENTS, Trait.CLIPS_EXAMPLES}),
+        config=config if chunk_size is None else {**config, "chunk_size": chunk_size},
+    )
+
+
+def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
+    """Whether the settings are neutral; raises where they are none."""
+    where, hint = "per_example_clipping: max_norm", "infinity clips nothing"
+    check_scalar(noise_multiplier, "per_example_clipping: noise_multiplier", 0, hint="0 is no noise")
+    if isinstance(max_norm, float) and max_norm == math.inf:
+        if not isinstance(noise_multiplier, (int, float)) or noise_multiplier > 0:
+            raise ValueError(
+                f"{where}: expected a finite number for noise in units of it (noise_multiplier={noise_multiplier!r}), "
+                "got inf; give it a bound"
+            )
+        return True
+    check_scalar(max_norm, where, 0, hint=hint)
+    if isinstance(max_norm, (int, float)):
+        check_number(max_norm, where, 0, above=True, hint=hint)
+    return False
+
+
+def _sums_over_examples(
+    name: str, state: State, share: range, max_norm: float | Tensor, chunk_size: int | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The sum over these examples of clipped gradients, and the norms that they had, (N,)."""
+    assert state.clock is not None
+    _ = state.clock.values  # made when first read: within a transform it would outlive that as a dead wrapper
+    sums: dict[str, Tensor] = {}
+    norms: list[Tensor] = []
+    share = share or range(1)  # for the form of what counts nothing
+    chunks = _one_by_one(state, share) if chunk_size == 1 else _mapped(name, state, share, chunk_size or len(share))
+    for grads in chunks:
+        new_sums, new_norms = _clipped_sums(grads, max_norm)
+        sums = {key: sums[key] + new if key in sums else new for key, new in new_sums.items()}
+        norms.append(new_norms)
+    return sums, torch.cat(norms)
+
+
+def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
+    """The gradient of each example, (1, ...)."""
+    start = 0 if state.first_example is None else state.first_example
+    examples = batches.split(state.batch, state.num_examples, state.context.input_key)
+    for index in share:
+        yield {key: grad[None] for key, grad in gradient_of_part(state, examples[index], start + index).items()}
+
+
+def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[dict[str, Tensor]]:
+    """The gradients of examples, (chunk, ...), chunk after chunk."""
+    num, tensors = state.num_examples, batches.tensors(state.batch)
+    is_row = [tensor.ndim > 0 and tensor.shape[0] == num for tensor in tensors]
+    rows = [tensor for tensor, per_example in zip(tensors, is_row, strict=True) if per_example]
+    indices = torch.arange(num, dtype=torch.int64, device=state.device)
+    if state.first_example is not None:
+        indices = indices + state.first_example
+
+    def gradient(rows: list[Tensor], index: Tensor) -> dict[str, Tensor]:
+        row, rest = iter(rows), iter(is_row)
+        one = batches.map_tensors(lambda tensor: next(row)[None] if next(rest) else tensor, state.batch)
+        return gradient_of_part(state, one, index)
+
+    try:
+        for start in share[::chunk_size]:
+            chunk = slice(start, min(start + chunk_size, share.stop))
+            yield torch.func.vmap(gradient)([row[chunk] for row in rows], indices[chunk])
+    except Exception as error:
+        error.add_note(
+            f"{name} takes the gradients of single examples by torch.func.vmap, which runs network, loss and the "
+            "algorithms around them once for all: they must not read values (.item(), an `if` on a tensor) nor write "
+            "into tensors that all examples share. chunk_size=1 does without it, and takes one after the other"
+        )
+        raise
+
+
+def _clipped_sums(grads: Grads, max_norm: float | Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The sum of clipped gradients by name, and the norms that they had."""
+    norms = norms_per_example(grads)
+    # On both sides finite, so that a gradient of 0 has a derivative. NaN is no longer than the bound, and stays.
+    is_long = norms > max_norm
+    share = torch.where(is_long, max_norm / torch.where(is_long, norms, 1.0), 1.0)
+    return {name: torch.tensordot(share.to(grad.dtype), grad, dims=1) for name, grad in grads.items()}, norms
+
+
+def _noisy(grad: Tensor, rng: random.Rng, deviation: float | Tensor) -> Tensor:
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return grad + (random.normal(rng, tuple(grad.shape), dtype=dtype) * deviation).to(grad)
+
+
+def _check_layers(name: str, network: nn.Module) -> None:
+    """Refuses layers in which an example has no gradient of its own."""
+    found: dict[str, Any] = {key: type(module).__name__ for key, module in network.named_modules() if _mixes(module)}
+    if found:
+        shown = [f"{key or 'the network'} ({kind})" for key, kind in found.items()]
+        named = f"{', '.join(shown[:5])}{', ...' if len(shown) > 5 else ''}"
+        raise ValueError(
+            f"{name}: expected a network that treats each example alone, got layers that use or keep statistics of the "
+            f"whole batch: {named}. Put nn.GroupNorm or nn.LayerNorm in their place (surgery.operate does that for "
+            "all), or call .eval() on them before State.create, so that they use the statistics they have"
+        )
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether it normalises by statistics of the batch, or writes them into buffers."""
+    if isinstance(module, _BatchNorm):
+        return module.training or module.running_mean is None
+    return isinstance(module, _InstanceNorm) and module.training and module.running_mean is not None

@@ -1,0 +1,324 @@
+"""Progressive resizing: trains on small images first, and on larger and larger ones up to their full size."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._support.checks import check_number, check_whole, shown
+from purecompose.algorithms._parts.checks import given_keys, needed_rng
+from purecompose.algorithms._parts.images import (
+    TakesTargets,
+    check_images,
+    check_takes_targets,
+    map_targets,
+    with_images,
+)
+from purecompose.algorithms._parts.reports import reported
+from purecompose.algorithms.images.sizes import whole_part
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.losses.targets import Mixture
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, before, on
+from purecompose.time.units import snapped
+
+
+__all__ = ["progressive_resizing", "progressive_scale", "resize_batch"]
+
+_MODES = ("resize", "crop")
+_LEAST_SCALE = 1e-9  # gives the smallest size, as 0 is to
+_INTERPOLATIONS = ("bilinear", "nearest")
+
+
+def progressive_scale(
+    elapsed: float, *, initial_scale: float = 0.5, finetune_fraction: float = 0.2, delay_fraction: float = 0.5
+) -> float:
+    """The scale of images at a point of a run; see `progressive_resizing` for the settings.
+
+    Args:
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        initial_scale: At the start.
+        finetune_fraction: Of the run, at its end, at full scale.
+        delay_fraction: Of the run, at its start, at the initial scale.
+
+    Returns:
+        A number in [initial_scale, 1].
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> [round(progressive_scale(elapsed), 2) for elapsed in (0, 0.5, 0.6, 0.65, 0.8, 1)]
+        [0.5, 0.5, 0.67, 0.75, 1.0, 1.0]
+    """
+    check_number(elapsed, "progressive_scale: elapsed", 0, hint="it is the share of the run that is over")
+    _check_schedule("progressive_scale", initial_scale, finetune_fraction, delay_fraction)
+    if elapsed >= 1 - finetune_fraction:
+        return 1.0
+    if elapsed <= delay_fraction:
+        return float(initial_scale)
+    # Here is a point between the two, so that they differ.
+    gone = (elapsed - delay_fraction) / (1 - finetune_fraction - delay_fraction)
+    return min(1.0, initial_scale + (1 - initial_scale) * gone)
+
+
+def resize_batch(
+    key: Tensor | random.Rng | None,
+    inputs: Tensor,
+    targets: Any,
+    scale_factor: float,
+    *,
+    mode: str = "resize",
+    resize_targets: TakesTargets = "auto",
+    interpolation: str = "bilinear",
+    size_increment: int | None = None,
+) -> tuple[Tensor, Any]:
+    """Make the images of a batch smaller.
+
+    Args:
+        key: A random key; may be `None` with mode "resize", which draws nothing.
+        inputs: Images (N, C, H, W).
+        targets: Anything. Masks are tensors (N, H, W) or (N, C, H, W) of any dtype, or a `Mixture` of such.
+        scale_factor: The scale of both sides, above 0, a number. From 1 on nothing is done.
+        mode: "resize" for the whole image, made smaller; "crop" for a window, drawn uniformly among all that lie
+            within the image, the same one for the whole batch.
+        resize_targets: Whether targets are masks, resized by the same factors or cropped to the same window; "auto"
+            takes those for masks that have more than two dimensions and in the last two the images' size. With `True`
+            all are, also those with a height and width of their own.
+        interpolation: "bilinear", antialiased, or "nearest", for images; masks take the nearest pixel.
+        size_increment: A side becomes the multiple of it that is nearest to side * scale_factor, at least one and at
+            most the side; where not even one fits, and by default, side * scale_factor rounded down, at least 1.
+
+    Returns:
+        Inputs and targets, of the same dtypes; the very same objects where the size stays what it is.
+
+    Raises:
+        TypeError: Inputs that are not one real tensor (N, C, H, W), masks that are no tensors, no key for a crop, or a
+            setting of the wrong kind.
+        ValueError: A setting out of range, or masks without height and width.
+
+    Example:
+        >>> inputs, masks = torch.rand(8, 3, 32, 32), torch.zeros(8, 32, 32, dtype=torch.int64)
+        >>> small, small_masks = resize_batch(None, inputs, masks, 0.7, size_increment=4)
+        >>> small.shape, small_masks.shape
+        (torch.Size([8, 3, 24, 24]), torch.Size([8, 24, 24]))
+    """
+    check_number(scale_factor, "resize_batch: scale_factor", 0, above=True, hint="it is the scale of both sides")
+    _check_choices("resize_batch", mode, resize_targets, interpolation)
+    if size_increment is not None:
+        check_whole(size_increment, "resize_batch: size_increment", 1)
+    check_images("resize_batch", inputs)
+    if inputs.is_complex():
+        raise TypeError(f"resize_batch: expected real images, got {inputs.dtype}; resize their parts")
+    old = (inputs.shape[-2], inputs.shape[-1])
+    new = tuple(_new_side(side, scale_factor, size_increment) for side in old)
+    if resize_targets is True:
+        _check_masks(targets)
+    if new == old:
+        return inputs, targets
+
+    if mode == "crop":
+        corner = _drawn_corner(key, old, new)
+
+        def on_masks(masks: Tensor) -> Tensor:
+            return _window(masks, old, new, corner)
+
+        changed = _window(inputs, old, new, corner)
+    else:
+
+        def on_masks(masks: Tensor) -> Tensor:
+            return _nearest(masks, _same_share(masks, old, new))
+
+        changed = _nearest(inputs, new) if interpolation == "nearest" else _bilinear(inputs, new)
+    return changed, map_targets(on_masks, targets, inputs, resize_targets)
+
+
+@factory
+def progressive_resizing(
+    mode: str = "resize",
+    initial_scale: float = 0.5,
+    finetune_fraction: float = 0.2,
+    delay_fraction: float = 0.5,
+    size_increment: int = 4,
+    *,
+    resize_targets: TakesTargets = "auto",
+    interpolation: str = "bilinear",
+    name: str = "progressive_resizing",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> Algorithm:
+    """Trains on images that grow to their full size.
+
+        u = clip((t - d) / (1 - f - d), 0, 1),   s = s0 + (1 - s0) u
+
+    with t the fraction of the run that is over, d the delay, f the share of the run at full size and s0 the first
+    scale. Each side becomes the multiple of `size_increment` that is nearest to s times the side, so that few sizes
+    occur.
+
+    Events: AFTER_DATALOADER, before the run's last part f begins (and INIT, to check the keys). Reads and replaces: the
+    batch's images, and with `resize_targets` its targets. Reports in `metrics` what the batch was given, and as
+    numbers: `f"{name}/height"` and `f"{name}/width"`, pixels, and `f"{name}/scale_factor"`, s before rounding to a
+    size. In the last part the method is absent, and so are its metrics.
+
+    A host algorithm: sizes depend on time, and of a compiled step each size is a variant. Where the epoch's length is
+    known, t moves with every batch; else, in a run of so many epochs, at their ends alone.
+
+    The network must take images of every size, as one that ends with a global pooling does.
+
+    Args:
+        mode: "resize" shrinks images, "crop" cuts a window out of them, at a random place, one for the batch.
+        initial_scale: The scale of both sides at first, in [0, 1]; 1 never matches. At 0 the smallest size is the
+            first.
+        finetune_fraction: The share of the run at its end with images of full size, in [0, 1]; 1 never matches.
+        delay_fraction: The share of the run at its start with the initial scale, in [0, 1]. The two together are at
+            most 1.
+        size_increment: Sides become multiples of it, pixels, where one fits. A greater one means fewer sizes, each
+            of which is compiled for itself in a compiled step.
+        resize_targets: Whether the target is a mask (N, H, W) or (N, C, H, W), which changes as its images do; "auto":
+            if it has more than two dimensions and the last two are the images'. With `False` it is not read.
+        interpolation: "bilinear", antialiased, or "nearest", of images; see `resize_batch`.
+        name: Names its draws and metrics.
+        input_key: Names the batch's images; by default the state's own input.
+        target_key: Names the targets; by default the state's own.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+            inputs that are no images, masks that are none, and a run without a duration or with one in seconds.
+
+    Example:
+        >>> progressive_resizing("crop", size_increment=8).predicate
+        (on(INIT) | on(AFTER_DATALOADER) & before('0.8dur'))
+        >>> progressive_resizing(initial_scale=1).match
+        never
+
+    References:
+        Jeremy Howard and others: fast.ai's way of training on DAWNBench, 2018.
+        https://www.fast.ai/posts/2018-08-10-fastai-diu-imagenet.html
+    """
+    _check_choices("progressive_resizing", mode, resize_targets, interpolation)
+    _check_schedule("progressive_resizing", initial_scale, finetune_fraction, delay_fraction)
+    check_whole(size_increment, "progressive_resizing: size_increment", 1, hint="sides are multiples of it, in pixels")
+    written = ("input_key", "target_key") if resize_targets is True else ("input_key",)
+    keys = given_keys(writes=written, input_key=input_key, target_key=target_key)
+    schedule = {
+        "initial_scale": initial_scale,
+        "finetune_fraction": finetune_fraction,
+        "delay_fraction": delay_fraction,
+    }
+    sizes = {"size_increment": size_increment, "resize_targets": resize_targets, "interpolation": interpolation}
+
+    def apply(event: Event, state: State) -> State:
+        facts: dict[str, float] = {}
+
+        def resized(rng: random.Rng, images: Tensor, targets: Any) -> tuple[Tensor, Any]:
+            elapsed = state.timestamp.elapsed()
+            assert elapsed is not None, "the predicate has asked for a duration"
+            scale = max(progressive_scale(elapsed, **schedule), _LEAST_SCALE)
+            images, targets = resize_batch(rng, images, targets, scale, mode=mode, **sizes)
+            facts.update(height=images.shape[-2], width=images.shape[-1], scale_factor=scale)
+            return images, targets
+
+        state = with_images(event, state, name, resized, keys, resize_targets)
+        return reported(state, name, facts) if facts else state
+
+    is_neutral = initial_scale == 1 or finetune_fraction == 1
+    growing = on(Event.AFTER_DATALOADER) & before(1 - finetune_fraction)
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT) | growing,
+        apply,
+        host=True,
+        traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
+        config={"mode": mode, **schedule, **sizes, **keys},
+    )
+
+
+def _check_choices(where: str, mode: Any, resize_targets: Any, interpolation: Any) -> None:
+    for role, value, known in (("mode", mode, _MODES), ("interpolation", interpolation, _INTERPOLATIONS)):
+        if not isinstance(value, str) or value not in known:
+            expected = " or ".join(map(repr, known))
+            raise ValueError(f"{where}: {role}: expected {expected}, got {shown(value)}")
+    check_takes_targets(resize_targets, f"{where}: resize_targets")
+
+
+def _check_schedule(where: str, initial_scale: float, finetune_fraction: float, delay_fraction: float) -> None:
+    check_number(initial_scale, f"{where}: initial_scale", 0, 1, hint="it is the scale of both sides at first")
+    check_number(finetune_fraction, f"{where}: finetune_fraction", 0, 1, hint="it is a share of the run")
+    check_number(delay_fraction, f"{where}: delay_fraction", 0, 1, hint="it is a share of the run")
+    if snapped(delay_fraction + finetune_fraction) > 1:
+        raise ValueError(
+            f"{where}: expected delay_fraction + finetune_fraction <= 1, got {delay_fraction} + {finetune_fraction}; "
+            "what is left of the run is the time in which images grow"
+        )
+
+
+def _new_side(side: int, scale: float, increment: int | None) -> int:
+    if scale >= 1:
+        return side
+    if increment is None or increment > side:
+        return max(1, whole_part(scale, side))
+    return min(max(1, round(side * scale / increment)) * increment, side)
+
+
+def _same_share(masks: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    """The masks' new height and width: theirs, times what the images' became, rounded."""
+    sides = zip(masks.shape[-2:], old, new, strict=True)
+    return tuple(max(1, (2 * side * small + full) // (2 * full)) for side, full, small in sides)
+
+
+def _check_masks(targets: Any) -> None:
+    for mask in targets.targets if isinstance(targets, Mixture) else [targets]:
+        if not isinstance(mask, Tensor):
+            raise TypeError(
+                "resize_targets=True: expected masks, a tensor (N, H, W) or (N, C, H, W), got "
+                f"{type(mask).__name__}; name them inside the batch by target_key="
+            )
+        if mask.ndim < 3:
+            raise ValueError(
+                f"resize_targets=True: expected masks (N, H, W) or (N, C, H, W), got {shown(mask)}, which has no "
+                "height and width; leave resize_targets out for targets of whole images"
+            )
+
+
+def _drawn_corner(key: Tensor | random.Rng | None, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The window's first row and column, 0-d int64."""
+    rng = needed_rng(key, "resize_batch", "for mode='crop', which draws the window's place")
+    top, left = (
+        random.randint(rng.named(role), (), 0, full - small + 1)
+        for role, full, small in zip(("top", "left"), old, new, strict=True)
+    )
+    return top, left
+
+
+def _window(images: Tensor, old: tuple[int, ...], new: tuple[int, ...], corner: tuple[Tensor, Tensor]) -> Tensor:
+    """The same window of anything that shows the images' scene, at its own resolution."""
+    sizes = _same_share(images, old, new)
+    for dim, full, size, start in zip((-2, -1), old, sizes, corner, strict=True):
+        side = images.shape[dim]
+        first = torch.div(start * side, full, rounding_mode="floor").clamp(max=side - size)
+        # By index and not by a slice, whose start would be read back from the device.
+        images = images.index_select(dim, (first + torch.arange(size, device=first.device)).to(images.device))
+    return images
+
+
+def _nearest(images: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Each new pixel is the old one in which its middle lies; of any dtype."""
+    for dim, small in zip((-2, -1), size, strict=True):
+        middles = torch.arange(small, device=images.device) * 2 + 1
+        index = torch.div(middles * images.shape[dim], 2 * small, rounding_mode="floor")
+        images = images.index_select(dim, index)
+    return images
+
+
+def _bilinear(images: Tensor, size: tuple[int, ...]) -> Tensor:
+    if size[1] == 1 < size[0]:
+        # On a CPU torch (2.13) makes every row of a result of width 1 the first one.
+        return _bilinear(images.mT, size[::-1]).mT
+    # torch has no antialiasing for half precision, and for bytes a way of its own to round on each device.
+    is_wide = images.dtype in (torch.float64, torch.int32, torch.int64)
+    wide = images.double() if is_wide else images.float()
+    smaller = F.interpolate(wide, size, mode="bilinear", align_corners=False, antialias=True)
+    return (smaller if images.is_floating_point() else smaller.round()).to(images.dtype)

@@ -1,0 +1,163 @@
+"""RandAugment: changes every image by a few random operations."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from purecompose import batch as batches, random
+from purecompose._support.checks import check_whole, frozen
+from purecompose.algorithms._parts.images import check_severity, image_method, one_operation_each
+from purecompose.algorithms.images import (
+    Primitive,
+    Scale,
+    ValueRange,
+    check_value_range,
+    chosen_primitives,
+    on_levels,
+)
+from purecompose.algorithms.images.samples import SampleTransform
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.random.keys import as_rng
+from purecompose.schedule import Scalar
+
+
+__all__ = ["randaugment", "randaugment_batch", "randaugment_transform"]
+
+
+def randaugment_batch(
+    key: Tensor | random.Rng,
+    images: Tensor,
+    *,
+    severity: float | Tensor = 9.0,
+    depth: int = 2,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    value_range: ValueRange = None,
+) -> Tensor:
+    """Change each image by `depth` random operations.
+
+    Args:
+        key: A random key.
+        images: (N, C, H, W), or one image (C, H, W); uint8 or floating.
+        severity: How strong operations get, in [0, 10]; a tensor's value (0-d) is not checked. 0 is the identity.
+        depth: How many operations each image gets, one after the other; 0 is the identity.
+        augmentation_set: "all", "safe" or "original" (see `algorithms.images.SETS`), or names of operations.
+        value_range: The values of black and white of floats, numbers or one for each channel; by default the least and
+            greatest value of each channel in the batch. Bytes always go from 0 to 255.
+
+    Returns:
+        Shape and dtype of `images`.
+
+    Raises:
+        TypeError: Images that are no tensor of uint8 or floats, no key, or a setting of the wrong kind.
+        ValueError: A setting out of range, an unknown operation, or another number of dimensions.
+
+    Example:
+        >>> import torch
+        >>> from purecompose.random import key
+        >>> images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
+        >>> randaugment_batch(key(0), images).shape
+        torch.Size([8, 3, 32, 32])
+    """
+    check_severity(severity, "randaugment_batch: severity")
+    check_whole(depth, "randaugment_batch: depth", 0)
+    primitives = chosen_primitives(augmentation_set, "randaugment_batch: augmentation_set")
+    rng = as_rng(key, "randaugment_batch")
+
+    def augmented(stored: Tensor, scale: Scale) -> Tensor:
+        for step in range(depth):
+            stored = one_operation_each(rng.named(step), stored, scale, primitives, severity)
+        return stored
+
+    return on_levels(images, augmented, value_range, "randaugment_batch")
+
+
+@factory
+def randaugment(
+    severity: Scalar = 9.0,
+    depth: int = 2,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    *,
+    value_range: ValueRange = None,
+    name: str = "randaugment",
+    input_key: batches.Key | None = None,
+) -> Algorithm:
+    """Changes every image by a few random operations.
+
+    `depth` times over, each image gets one operation of the set, each with the same chance, as strong as a uniform draw
+    up to `severity` says; see `purecompose.algorithms.images.primitives` for the operations and their strengths.
+
+    Events: AFTER_DATALOADER (and INIT, to check the key). Reads and replaces: the batch's images, a whole batch at
+    once, on the device where they are.
+
+    Args:
+        severity: How strong operations get, in [0, 10]. An `hparam` or a schedule may be given. The number 0 never
+            matches.
+        depth: How many operations each image gets; 0 never matches.
+        augmentation_set: "all", "safe" or "original", or names of operations.
+        value_range: The values of black and white; see `randaugment_batch`.
+        name: Names its draws.
+        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+            inputs that are no images.
+
+    Example:
+        >>> randaugment(9, 2)
+        randaugment(severity=9, depth=2, augmentation_set='all')
+        >>> randaugment(depth=0).match
+        never
+
+    References:
+        Ekin D. Cubuk, Barret Zoph, Jonathon Shlens, Quoc V. Le: RandAugment: Practical Automated Data Augmentation with
+        a Reduced Search Space. CVPR Workshops 2020. https://arxiv.org/abs/1909.13719
+    """
+    check_severity(severity, "randaugment: severity")
+    check_whole(depth, "randaugment: depth", 0)
+    chosen_primitives(augmentation_set, "randaugment: augmentation_set")
+    check_value_range(value_range, "randaugment: value_range")
+    settings = {
+        "severity": severity,
+        "depth": depth,
+        "augmentation_set": augmentation_set,
+        "value_range": value_range,
+    }
+    return image_method(
+        name,
+        randaugment_batch,
+        settings,
+        scalars=("severity",),
+        is_neutral=depth == 0 or severity == 0,
+        input_key=input_key,
+    )
+
+
+def randaugment_transform(
+    severity: float = 9.0,
+    depth: int = 2,
+    augmentation_set: str | Sequence[str | Primitive] = "all",
+    *,
+    value_range: ValueRange = None,
+    input_key: batches.Key | None = None,
+) -> SampleTransform:
+    """RandAugment as a transform of a data set's samples, in the processes that read it.
+
+    Args:
+        severity, depth, augmentation_set: See `randaugment`.
+        value_range: As there; by default (0, 1) for floats, since one image does not show the range of all. Floats
+            outside are refused, as those of normalised images: put it before the normalisation, or give their range.
+        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+            its first member.
+
+    Returns:
+        A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
+
+    Raises:
+        TypeError, ValueError: As `randaugment`. Of a sample: floats outside of the range.
+    """
+    randaugment(severity, depth, augmentation_set, value_range=value_range)
+    value_range = frozen(value_range) or (0.0, 1.0)
+    settings = {"severity": severity, "depth": depth, "augmentation_set": frozen(augmentation_set)}
+    core = partial(randaugment_batch, **settings, value_range=value_range)
+    return SampleTransform(core, input_key, value_range=value_range)

@@ -1,0 +1,331 @@
+"""Selective backprop: trains on part of each batch, hard examples more often than easy ones."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from purecompose import batch as batches, losses, random
+from purecompose._support.checks import check_number
+from purecompose.algorithms._parts.checks import check_per_example, given_keys
+from purecompose.algorithms._parts.model_losses import check_labelled, check_outputs, model_losses
+from purecompose.algorithms.images.sizes import whole_part
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.random.keys import as_rng
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, Predicate, between, every, on
+
+
+__all__ = ["choose_by_loss", "select_using_loss", "selective_backprop", "should_selective_backprop"]
+
+_MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
+
+
+def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: float = 0.5) -> Tensor:
+    """Draw examples without replacement, those of greater loss more often.
+
+    Ranks are drawn, then looked up: what is drawn depends on the losses through their order alone. Equal
+    losses rank in the batch's order. NaN ranks lowest, because such an example would turn every weight into
+    NaN; it can still be drawn. +inf ranks highest.
+
+    Args:
+        key: A random key.
+        example_losses: (N,), N at least 1.
+        keep: The share to keep, in (0, 1]; 1 gives a random order of all.
+
+    Returns:
+        (max(1, int(keep * N)),), int64: positions in the batch, in the order of drawing.
+
+    Raises:
+        TypeError, ValueError: `keep` out of range, no key, or losses not of shape (N,).
+
+    Example:
+        >>> from purecompose.random import key
+        >>> choose_by_loss(key(0), torch.tensor([0.1, 3.0, 0.2, 2.0])).shape
+        torch.Size([2])
+    """
+    _check_keep("choose_by_loss: keep", keep)
+    if example_losses.ndim != 1 or not len(example_losses):
+        raise ValueError(
+            f"choose_by_loss: expected one loss for each example, (N,), got shape "
+            f"{tuple(example_losses.shape)}; reduce over all other dims, as losses.per_example does"
+        )
+    num = len(example_losses)
+    order = torch.sort(torch.where(example_losses.isnan(), -torch.inf, example_losses), stable=True).indices
+    ranks = torch.arange(num, dtype=torch.float64, device=order.device)
+    # Relative to the highest rank: for a small `keep` the power of (r + 1/2) / N is 0 in every rank.
+    weights = ((ranks + 0.5) / (num - 0.5)) ** (1 / keep - 1)
+    drawn = random.choice(as_rng(key, "choose_by_loss").named("choice"), num, _num_kept(num, keep), weights)
+    return order.index_select(0, drawn.to(order.device))
+
+
+def select_using_loss(
+    key: Tensor | random.Rng,
+    inputs: Any,
+    targets: Any,
+    forward_fn: Callable[[Any], Any],
+    loss_fn: Callable[..., Tensor],
+    *,
+    keep: float = 0.5,
+    scale_factor: float = 1.0,
+) -> tuple[Any, Any]:
+    """The hard part of a batch: `choose_by_loss` by the losses of `forward_fn`.
+
+    Args:
+        key: A random key.
+        inputs: (N, ...), or any tree of tensors with N rows each that `forward_fn` takes.
+        targets: The same for `loss_fn`; a `Mixture` too.
+        forward_fn: Inputs to outputs; run once, without gradients.
+        loss_fn: `(outputs, targets, reduction="none")` to losses (N, ...).
+        keep: The share to keep, in (0, 1].
+        scale_factor: Shrinks images (N, C, ...) of 1 to 3 dimensions for this pass, in (0, 1]. What is
+            returned has full size.
+
+    Returns:
+        The chosen rows of inputs and targets, in the order of drawing.
+
+    Raises:
+        TypeError, ValueError: A setting out of range, a loss without a reduction, inputs that are no images
+            where `scale_factor` is below 1.
+
+    Example:
+        >>> from purecompose.random import key
+        >>> inputs, targets = torch.randn(8, 3), torch.arange(8) % 3
+        >>> x, y = select_using_loss(key(0), inputs, targets, lambda x: x, losses.cross_entropy)
+        >>> x.shape, y.shape
+        (torch.Size([4, 3]), torch.Size([4]))
+    """
+    _check_scale_factor("select_using_loss: scale_factor", scale_factor)
+    losses.check_loss(loss_fn, per_example=True)
+    example_losses = partial(losses.per_example, loss_fn)
+    ranking_losses = _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
+    chosen = choose_by_loss(key, ranking_losses, keep=keep)
+    num = len(ranking_losses)
+    return batches.take(inputs, chosen, num), batches.take(targets, chosen, num)
+
+
+def should_selective_backprop(
+    current_duration: float, batch_in_epoch: int, *, start: float = 0.5, end: float = 0.9, interrupt: int = 2
+) -> bool:
+    """Whether selective backprop is active in a batch.
+
+    Args:
+        current_duration: The fraction of the run that is over.
+        batch_in_epoch: The number of batches that are over in this epoch.
+        start: See `selective_backprop`, as the others.
+        end: Excluded.
+        interrupt: 0 for no exception.
+
+    Example:
+        >>> [should_selective_backprop(0.6, batch, interrupt=3) for batch in range(4)]
+        [True, True, False, True]
+    """
+    _check_window(start, end, interrupt)
+    is_interrupted = interrupt > 0 and (batch_in_epoch + 1) % interrupt == 0
+    return start <= current_duration < end and not is_interrupted
+
+
+@factory
+def selective_backprop(
+    start: float = 0.5,
+    end: float = 0.9,
+    keep: float = 0.5,
+    *,
+    scale_factor: float = 1.0,
+    interrupt: int = 2,
+    name: str = "selective_backprop",
+    input_key: batches.Key | None = None,
+    target_key: batches.Key | None = None,
+) -> Algorithm:
+    """Trains on the harder part of each batch.
+
+    A forward pass without gradients gives every example's loss. Of N examples
+
+        k = max(1, int(keep N))
+
+    are drawn without replacement, with probability of the example of rank r (0 for the least loss)
+
+        p_r ~ ((r + 1/2) / N)^(1 / keep - 1)
+
+    It is active from `start` to `end` of the run (as fractions), except in every `interrupt`-th batch of an epoch.
+
+    The loss of an example is the mean over those of its positions that count: in a language model's batch not over
+    padding. Where the model computes its own loss (`losses.ModelLoss`), one number for the batch, the ranking takes the
+    cross entropy of the outputs' `logits` and the labels that `ModelLoss(labels=...)` names.
+
+    Events: AFTER_DATALOADER, where it comes first by the trait SELECTS_EXAMPLES (INIT, to check the loss, and
+    BATCH_START and AFTER_FORWARD, to check the batch's members and a model's own outputs from the first batch on).
+    Reads params, buffers, the batch; replaces the batch by its chosen examples, in the order of drawing. Lists with an
+    entry for each example are chosen from on the host: a batch that has some waits for the device, and does not trace.
+
+    It pays where less than about two thirds of the examples are kept, since the extra forward pass costs about a third
+    of a step.
+
+    Args:
+        start: Active from this fraction of the run on, in [0, 1].
+        end: And before this one, in [0, 1], greater than `start`.
+        keep: The share of examples to keep, in (0, 1]; 1 never matches.
+        scale_factor: Shrinks images for the extra pass, in (0, 1]; below 1 for inputs (N, C, ...) with 1 to 3
+            dimensions after the channels. The model must take inputs of that size.
+        interrupt: Every `interrupt`-th batch of an epoch is trained on whole; 0 for none, 1 never matches.
+        name: Names its draws.
+        input_key: Names the batch's input; by default the state's own.
+        target_key: Names the target; by default the state's own. A model's own loss names its labels itself.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that has no
+            `reduction`, or ignores it on outputs (N, C); other losses that ignore it are found out where the
+            selection starts; a `ModelLoss` without `labels`. In the first step: with `scale_factor` below 1, inputs
+            that are no images; outputs without logits that fit the labels of a `ModelLoss`.
+        KeyError: In the first step: the batch has no such input or target.
+
+    Example:
+        >>> selective_backprop(start=0.5, end=0.9, keep=0.5)
+        selective_backprop(start=0.5, end=0.9, keep=0.5, scale_factor=1.0, interrupt=2)
+        >>> selective_backprop(keep=1).match
+        never
+
+    References:
+        Angela H. Jiang, Daniel L.-K. Wong, Giulio Zhou, David G. Andersen, Jeffrey Dean, Gregory R. Ganger, Gauri
+        Joshi, Michael Kaminsky, Michael Kozuch, Zachary C. Lipton, Padmanabhan Pillai: Accelerating Deep Learning
+        by Focusing on the Biggest Losers. 2019. https://arxiv.org/abs/1910.00762
+    """
+    _check_window(start, end, interrupt)
+    _check_keep("selective_backprop: keep", keep)
+    _check_scale_factor("selective_backprop: scale_factor", scale_factor)
+    keys = given_keys(input_key=input_key, target_key=target_key)
+
+    def apply(event: Event, state: State) -> State:
+        own_loss = _own_loss(state)
+        if event is Event.INIT:
+            check_labelled(name, own_loss) if own_loss else check_per_example(state.context.loss)
+            return state
+        if event is Event.AFTER_FORWARD:
+            if own_loss:
+                check_outputs(name, own_loss, state.outputs, state.batch)
+            return state
+        inputs, targets = _members(state, keys)
+        if event is Event.BATCH_START:
+            if scale_factor != 1:
+                _check_images(inputs, scale_factor)
+            return state
+        ranking_losses = _losses_in_state(name, state, inputs, targets, scale_factor)
+        num = batches.num_examples(state.batch, keys.get("input_key", state.context.input_key))
+        if len(ranking_losses) != num:
+            raise ValueError(
+                f"{name}: expected one loss for each of the batch's {num} examples, got {len(ranking_losses)}; name "
+                "a member with one row for each by input_key="
+            )
+        chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
+        return state.replace(batch=batches.take(state.batch, chosen, num))
+
+    settings = {"scale_factor": scale_factor, "interrupt": interrupt, **keys}
+    return Algorithm(
+        name,
+        NEVER if keep == 1 or interrupt == 1 else _match(start, end, interrupt),
+        apply,
+        traits=frozenset({Trait.SELECTS_EXAMPLES}),
+        runs_after=(Trait.LIMITS_BATCHES,),
+        config={"start": start, "end": end, "keep": keep, **settings},
+    )
+
+
+def _own_loss(state: State) -> losses.ModelLoss | None:
+    """The loss, where the model computes it."""
+    return state.context.loss if isinstance(state.context.loss, losses.ModelLoss) else None
+
+
+def _members(state: State, keys: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The batch's input and target, by the keys that were given, or the state's own."""
+    target_key = keys.get("target_key", state.context.target_key)
+    own_loss = _own_loss(state)
+    if own_loss is not None and own_loss.labels is not None:
+        target_key = own_loss.labels
+    inputs = batches.get(state.batch, keys.get("input_key", state.context.input_key))
+    return inputs, batches.get(state.batch, target_key)
+
+
+def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_factor: float) -> Tensor:
+    """The loss of each example with the state's model, or what ranks them where that model computes its own."""
+
+    def forward_fn(scaled: Any) -> Any:
+        # New buffers are dropped, so that BatchNorm's statistics see each batch once.
+        return state.run_model(scaled, train=True, rng_name=f"{name}.forward")[0]
+
+    def example_losses(outputs: Any, targets: Any) -> Tensor:
+        own_loss = _own_loss(state)
+        if own_loss is None:
+            return losses.per_example(state.context.loss, outputs, targets)
+        return model_losses(name, own_loss, outputs, state.batch)  # the loss names its labels itself
+
+    return _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
+
+
+def _match(start: float, end: float, interrupt: int) -> Predicate:
+    active = on(Event.AFTER_DATALOADER) & between(start, end)
+    if interrupt:
+        active = active & ~every(interrupt, in_epoch=True)
+    # In every batch: a check in the first one alone would be one more schedule to compile.
+    return on(Event.INIT, Event.BATCH_START, Event.AFTER_FORWARD) | active
+
+
+def _ranking_losses(
+    forward_fn: Callable[[Any], Any],
+    example_losses: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    scale_factor: float,
+) -> Tensor:
+    with torch.no_grad():
+        outputs = forward_fn(_shrunk(inputs, scale_factor))
+        return example_losses(outputs, targets)
+
+
+def _shrunk(inputs: Any, scale_factor: float) -> Any:
+    if scale_factor == 1:
+        return inputs
+    _check_images(inputs, scale_factor)
+    floating = inputs if inputs.is_floating_point() else inputs.float()
+    size = [max(1, whole_part(scale_factor, length)) for length in inputs.shape[2:]]
+    shrunk = F.interpolate(floating, size, mode=_MODES[inputs.ndim], align_corners=False)
+    return shrunk if inputs.is_floating_point() else shrunk.round().to(inputs.dtype)
+
+
+def _num_kept(num: int, keep: float) -> int:
+    return max(1, whole_part(keep, num))
+
+
+def _check_images(inputs: Any, scale_factor: float) -> None:
+    if not isinstance(inputs, Tensor) or inputs.ndim not in _MODES:
+        came = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+        raise ValueError(
+            f"scale_factor={scale_factor} shrinks images, tensors (N, C, ...) with 3, 4 or 5 dims, but the "
+            f"input is {came}; use scale_factor=1, or name the images by input_key="
+        )
+
+
+def _check_window(start: float, end: float, interrupt: int) -> None:
+    hint = "start and end are fractions of the run"
+    check_number(start, "selective_backprop: start", 0, 1, hint=hint)
+    check_number(end, "selective_backprop: end", 0, 1, hint=hint)
+    if start >= end:
+        raise ValueError(f"selective_backprop: expected start < end, got start={start}, end={end}; {hint}")
+    if not isinstance(interrupt, int) or isinstance(interrupt, bool):
+        raise TypeError(
+            f"selective_backprop: interrupt={interrupt!r} ({type(interrupt).__name__}): expected an int, "
+            "such as 2 for every other batch, or 0 for no interruption"
+        )
+    if interrupt < 0:
+        raise ValueError(f"selective_backprop: interrupt={interrupt}: expected 0 (no interruption) or more")
+
+
+def _check_keep(role: str, keep: float) -> None:
+    check_number(keep, role, 0, 1, above=True, hint="it is the share of examples to keep; 1 keeps all")
+
+
+def _check_scale_factor(role: str, scale_factor: float) -> None:
+    check_number(scale_factor, role, 0, 1, above=True, hint="it shrinks images; 1 leaves them as they are")

@@ -1,0 +1,76 @@
+"""Squeeze-and-excitation: weighs a convolution's channels by what all of them have on average."""
+
+from torch import nn
+
+from purecompose import surgery
+from purecompose._support.checks import check_whole
+from purecompose.algorithms._parts.surgery import on_drawn_module, surgery_method
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.nn.layers._widths import check_latent
+from purecompose.nn.layers.squeeze_excite import SqueezeExcite2d, SqueezeExciteConv2d
+
+
+__all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "squeeze_excite", "squeeze_excite_rules"]
+
+
+def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -> surgery.Rules:
+    """What takes the place of wide convolutions; for `purecompose.surgery`.
+
+    Args:
+        latent_channels, min_channels: See `squeeze_excite`.
+
+    Raises:
+        TypeError, ValueError: As `squeeze_excite`.
+
+    Example:
+        >>> squeeze_excite_rules(0.125)[nn.Conv2d](nn.Conv2d(128, 128, 3), None).se.squeeze
+        Linear(in_features=128, out_features=16, bias=False)
+    """
+    check_latent(latent_channels, "squeeze_excite: latent_channels")
+    check_whole(min_channels, "squeeze_excite: min_channels", 1)
+
+    def conv(module: nn.Conv2d, site: surgery.Site) -> nn.Module | None:
+        del site
+        is_wide = min(module.in_channels, module.out_channels) >= min_channels
+        return SqueezeExciteConv2d(module, latent_channels) if is_wide else None
+
+    return {nn.Conv2d: conv, SqueezeExciteConv2d: None}
+
+
+apply_squeeze_excite = on_drawn_module("squeeze_excite", squeeze_excite_rules)
+
+
+@factory
+def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name: str = "squeeze_excite") -> Algorithm:
+    """Adds attention over channels behind wide convolutions.
+
+    With the convolution's output U (N, C, H, W) and a hidden width k:
+
+        z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a        W1: k x C, W2: C x k, no biases
+
+    Convolutions with at least `min_channels` channels in and out get one. Their own weights are kept.
+
+    Events: INIT. Reads and replaces: the model, its parameters and the optimizer's state.
+
+    Args:
+        latent_channels: The hidden width, a whole number of at least 1, or below 1 a share of the convolution's output
+            channels, rounded down. The authors' advice is 64 or more.
+        min_channels: The fewest channels, in and out, of a convolution that gets one.
+        name: Names it and the draws of its weights.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Warns:
+        UserWarning: At INIT: the network has no such convolutions.
+
+    Example:
+        >>> squeeze_excite(0.125)
+        squeeze_excite(latent_channels=0.125, min_channels=128)
+
+    References:
+        Jie Hu, Li Shen, Samuel Albanie, Gang Sun, Enhua Wu: Squeeze-and-Excitation Networks. CVPR 2018.
+        https://arxiv.org/abs/1709.01507
+    """
+    rules = squeeze_excite_rules(latent_channels, min_channels)
+    return surgery_method(name, rules, {"latent_channels": latent_channels, "min_channels": min_channels})

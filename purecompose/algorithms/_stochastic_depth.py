@@ -1,0 +1,273 @@
+"""Stochastic depth: leaves out the branches of residual blocks at random, and trains many networks of less depth."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purecompose import surgery
+from purecompose._support.checks import check_number, check_whole
+from purecompose._support.device import as_scalar
+from purecompose.algorithms._parts.checks import check_one_of, check_scalar
+from purecompose.algorithms._parts.foreign import changed
+from purecompose.algorithms._parts.surgery import warn_of_nothing
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.nn.layers.stochastic_depth import DropPath, StochasticDepth, drop_paths, residuals
+from purecompose.schedule import Scalar, Schedule, collect, linear
+from purecompose.time import TimeLike, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+from purecompose.time.units import named_time
+
+
+__all__ = ["apply_stochastic_depth", "stochastic_depth", "stochastic_depth_rates", "stochastic_depth_rules"]
+
+_METHODS, _DISTRIBUTIONS = ("block", "sample"), ("uniform", "linear")
+
+
+def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribution: str = "linear") -> list[Any]:
+    """How often the branch of each block is left out.
+
+    Args:
+        num_blocks: L.
+        drop_rate: p, in [0, 1], a number or a 0-d tensor, whose value is not checked.
+        drop_distribution: "uniform", p for each, or "linear", p (i + 1) / L for block i from 0.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind or out of range.
+
+    Example:
+        >>> stochastic_depth_rates(4, 0.5)
+        [0.125, 0.25, 0.375, 0.5]
+    """
+    where = "stochastic_depth_rates"
+    check_whole(num_blocks, f"{where}: num_blocks", 0)
+    if not isinstance(drop_rate, Tensor):
+        check_number(drop_rate, f"{where}: drop_rate", 0, 1)
+    check_one_of(drop_distribution, f"{where}: drop_distribution", _DISTRIBUTIONS)
+    if drop_distribution == "uniform":
+        return [drop_rate] * num_blocks
+    return [drop_rate * ((place + 1) / num_blocks) for place in range(num_blocks)]
+
+
+def stochastic_depth_rules(
+    module: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
+) -> surgery.Rules:
+    """The rules that put `purecompose.layers.StochasticDepth` in the place of each residual block of a network.
+
+    Args:
+        module: The network, of which names and structure are read.
+        stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range.
+
+    Example:
+        >>> from purecompose import models
+        >>> [kind.__name__ for kind in stochastic_depth_rules(models.resnet8(1, 10, width=4))]
+        ['Module', 'StochasticDepth', 'DropPath']
+    """
+    check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
+    check_number(drop_rate, "stochastic_depth: drop_rate", 0, 1)
+    names = _blocks(module)
+    rates = dict(zip(names, stochastic_depth_rates(len(names), drop_rate, drop_distribution), strict=True))
+
+    def block(module: nn.Module, site: surgery.Site) -> nn.Module | None:
+        if site.name not in rates:
+            return None
+        if residuals(module):
+            return StochasticDepth(module, stochastic_method, rates[site.name])
+        rate = rates[site.name]
+        return changed(module, None, **{name: DropPath(stochastic_method, rate) for name in drop_paths(module)})
+
+    return {nn.Module: block, StochasticDepth: None, DropPath: None}
+
+
+def apply_stochastic_depth(
+    net: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
+) -> nn.Module:
+    """Return a copy of a network whose residual blocks leave out their branches; the network itself is not touched.
+
+    The copy has weights of its own, and is in the mode (train or eval) that the network was in. What is left out is
+    drawn from torch's global generator. Make the optimizer afterwards.
+
+    Args:
+        net: The network.
+        stochastic_method, drop_rate, drop_distribution: See `stochastic_depth`; the rate is a number.
+
+    Raises:
+        TypeError, ValueError: As `stochastic_depth`.
+
+    Warns:
+        UserWarning: The network has no residual block that is known.
+    """
+    rules = stochastic_depth_rules(net, stochastic_method, drop_rate, drop_distribution)
+    _check_blocks(net, "apply_stochastic_depth", stochastic_method)
+    return surgery.operate(net, rules, name="stochastic_depth")[0] if _blocks(net) else copy.deepcopy(net)
+
+
+@factory
+def stochastic_depth(
+    stochastic_method: str = "block",
+    drop_rate: Scalar = 0.2,
+    drop_distribution: str = "linear",
+    drop_warmup: TimeLike | float = 0.0,
+    *,
+    name: str = "stochastic_depth",
+) -> Algorithm:
+    """Leaves out branches of residual blocks.
+
+    With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is left out:
+
+        "block", in training     act(b F(x) + S(x)), one b for the whole batch, 1 with probability 1 - p
+                                 where b = 0 and S is the identity: x itself
+        "sample", in training    act(b_n F(x)_n + S(x)_n), one b_n for each example
+        in evaluation            act((1 - p) F(x) + S(x))
+
+    A block of a transformer is two of these, one after the other: its attention and its feed-forward part are branches
+    which are left out by draws of their own, both with the block's p.
+
+    Block i of L, in the order in which they are defined, has p (uniform), or p (i + 1) / L (linear). With `drop_warmup`
+    w all rates are multiplied by min(t / w, 1).
+
+    Blocks are known by the names of their children. Those of `purecompose.models` and of torchvision's residual
+    networks are replaced, see `purecompose.nn.layers.residuals`; not so blocks with parameters, buffers or hooks of
+    their own, or with a forward put on the instance. In the blocks of timm and Hugging Face that have a `drop_path`
+    (see `purecompose.nn.layers.drop_paths`), whatever its rate, `purecompose.layers.DropPath` takes its place: what the
+    branch does to its buffers then stays, and the activation follows a branch that is left out. The transformers of
+    `torch.nn`, and those of Hugging Face without `drop_path` (BERT, GPT-2), stay.
+
+    Events: INIT, and BATCH_START where rates move. Reads the clock; replaces the model, and writes the rates, a buffer
+    of each block.
+
+    Args:
+        stochastic_method: "block" for one decision for the whole batch and branch, "sample" for one for each example.
+        drop_rate: How often a branch is left out, in [0, 1]; for "linear" that of the last block. The number 0 never
+            matches. An `hparam` or a schedule may be given: its default is checked; what becomes of it later is not.
+        drop_distribution: "linear" for rates that rise with the depth, "uniform" for one rate.
+        drop_warmup: How long rates rise from 0: a share of the run, or a time such as "0.1dur", "2ep", "500ba".
+        name: Names its metric.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: blocks of the other method, which
+            an earlier one has put into the network.
+
+    Warns:
+        UserWarning: At INIT: the network has no residual block that is known.
+
+    Example:
+        >>> stochastic_depth("sample", 0.1)
+        stochastic_depth(stochastic_method='sample', drop_rate=0.1, drop_distribution='linear')
+        >>> stochastic_depth(drop_rate=0.0).match
+        never
+
+    References:
+        Gao Huang, Yu Sun, Zhuang Liu, Daniel Sedra, Kilian Weinberger: Deep Networks with Stochastic Depth. ECCV 2016.
+        https://arxiv.org/abs/1603.09382
+        Minjia Zhang, Yuxiong He: Accelerating Training of Transformer-Based Language Models with Progressive Layer
+        Dropping. NeurIPS 2020. https://arxiv.org/abs/2010.13369
+    """
+    check_one_of(stochastic_method, "stochastic_depth: stochastic_method", _METHODS)
+    check_one_of(drop_distribution, "stochastic_depth: drop_distribution", _DISTRIBUTIONS)
+    check_scalar(drop_rate, "stochastic_depth: drop_rate", 0, 1, hint="it is how often a branch is left out")
+    ramp = _ramp(drop_warmup)
+    rate = drop_rate if ramp is None else drop_rate * ramp
+    is_fixed, is_neutral = isinstance(rate, (int, float)), isinstance(drop_rate, (int, float)) and drop_rate == 0
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            state = _with_blocks(state, name, stochastic_method)
+            # What follows a schedule has no value before the first batch.
+            return state if collect(rate, Schedule) else _with_rates(state, state.scalar(rate), drop_distribution)
+        value = state.scalar(rate)
+        metrics = {**state.metrics, f"{name}/drop_rate": as_scalar(value, torch.float32, state.device)}
+        return _with_rates(state, value, drop_distribution).replace(metrics=metrics)
+
+    settings = {
+        "stochastic_method": stochastic_method,
+        "drop_rate": rate,  # with its warm-up: schedules are evaluated where they stand in the config
+        "drop_distribution": drop_distribution,
+    }
+    return Algorithm(
+        name,
+        NEVER if is_neutral else on(Event.INIT) if is_fixed else on(Event.INIT, Event.BATCH_START),
+        apply,
+        traits=frozenset({Trait.REQUIRED_ON_LOAD, Trait.SETS_BUFFERS}),
+        config=settings,
+    )
+
+
+def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
+    module = state.model.module
+    _check_blocks(module, name, stochastic_method)
+    if not _blocks(module):
+        return state
+    # One place writes rates: what is here in the first batch comes afterwards.
+    return surgery.operate(state, stochastic_depth_rules(module, stochastic_method, 0.0), name=name)[0]
+
+
+def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
+    """Warns of a network without blocks, and refuses blocks that decide in the other way."""
+    _check_no_others(module, name, stochastic_method)
+    if _blocks(module) or any(isinstance(child, (StochasticDepth, DropPath)) for child in module.modules()):
+        return
+    advice = (
+        "A block is known by its children: branch and shortcut (and relu), those of torchvision's BasicBlock or "
+        "Bottleneck, or norm1, attention, norm2 and feed_forward (and dropout); or by a drop_path, as in timm. Let the "
+        "network's have these names, or leave the method out; a library may have a setting of its own, such as "
+        "layerdrop in Hugging Face's Wav2Vec2 and BART"
+    )
+    warn_of_nothing(name, "residual blocks", module, advice)
+
+
+def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> None:
+    """Raises a `ValueError` for blocks that decide in the other way: they would stay as they are, with other rates."""
+    for place, child in module.named_modules():
+        if isinstance(child, (StochasticDepth, DropPath)) and child.method != stochastic_method:
+            raise ValueError(
+                f"{name}: expected blocks with method {stochastic_method!r}, got {child.method!r} in "
+                f"{place or 'the network'!r}, from an earlier stochastic depth; use one of them, or begin with the "
+                "network as it was"
+            )
+
+
+def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:
+    """The state with the rates of all blocks in their buffers."""
+    buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in state.model.module.named_modules()]
+    # A block of several drop paths has one rate.
+    blocks = {
+        buffer: name if isinstance(child, StochasticDepth) else name.rpartition(".")[0]
+        for name, buffer, child in buffers
+        if isinstance(child, (StochasticDepth, DropPath))
+    }
+    names = list(dict.fromkeys(blocks.values()))
+    rates = dict(zip(names, stochastic_depth_rates(len(names), rate, drop_distribution), strict=True))
+    new = {
+        buffer: as_scalar(rates[block], state.buffers[buffer].dtype, state.device) for buffer, block in blocks.items()
+    }
+    return state.replace(buffers={**state.buffers, **new})
+
+
+def _blocks(module: nn.Module) -> list[str]:
+    """The names of the residual blocks, outermost ones alone, and none that has been replaced or is inside of one."""
+    found: list[str] = []
+    done: list[str] = []
+    for name, child in module.named_modules():
+        if any(name.startswith(f"{outer}.".lstrip(".")) for outer in (*found, *done)):
+            continue
+        if isinstance(child, StochasticDepth):
+            done.append(name)
+        elif residuals(child) or drop_paths(child):
+            found.append(name)
+    return found
+
+
+def _ramp(drop_warmup: TimeLike | float) -> Schedule | None:
+    """What multiplies the rates during the warm-up."""
+    length = named_time(drop_warmup, "stochastic_depth: drop_warmup", TimeUnit.DURATION)
+    try:
+        return linear(0.0, 1.0, length) if length else None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"stochastic_depth: drop_warmup: {error}") from None

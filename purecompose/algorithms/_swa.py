@@ -1,0 +1,291 @@
+"""SWA, stochastic weight averaging: the mean of the weights that the end of training passes through."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose._support.checks import check_number, check_whole
+from purecompose._support.warnings import warn
+from purecompose.algorithms._parts.averages import Turns, between, gone, turns
+from purecompose.algorithms._parts.checks import check_one_of
+from purecompose.core.algorithm import Algorithm, Trait, factory
+from purecompose.core.state import State
+from purecompose.optim.checks import factors_of, known_part
+from purecompose.optim.guarded import all_finite
+from purecompose.optim.nested import map_leaves, settings_of, with_setting
+from purecompose.schedule import Hparam, Product, Scalar, Schedule, collect, resolve, scaled
+from purecompose.surgery.weights import Averages, statistics_of, with_batch, with_weights
+from purecompose.time import RunLength, Time, TimeLike, Timestamp, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import after, on, through
+from purecompose.time.predicates.timing import first_turn
+from purecompose.time.units import named_point
+
+
+__all__ = ["SwaState", "add_to_mean", "swa"]
+
+
+class SwaState(NamedTuple):
+    """What `swa` remembers."""
+
+    averages: Averages
+    num_batches: Tensor
+    """How many batches are in the statistics since `swa_end`, 0-d int64."""
+    turn: Tensor
+    """When the last interval ended: batches, epochs, examples and tokens, float64 of shape (4,); 0 with an interval in
+    batches, epochs or a share of the run."""
+
+
+def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num: int | Tensor) -> dict[str, Tensor]:
+    """Means with one more weight in them: `mean + (weight - mean) / (num + 1)`, element by element.
+
+    Args:
+        means: By name, floating; those of `num` weights.
+        weights: At least the same names, of the same shapes.
+        num: At least 0; a number or a 0-d tensor. With 0 the means count for nothing.
+
+    Returns:
+        New tensors in the means' dtypes.
+
+    Raises:
+        KeyError: A mean without a weight.
+
+    Example:
+        >>> add_to_mean({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([4.0, 2.0])}, 2)["w"]
+        tensor([2., 2.])
+    """
+
+    return between(means, weights, 1 / ((num.double() if isinstance(num, Tensor) else num) + 1))
+
+
+@factory
+def swa(
+    swa_start: TimeLike | float = 0.7,
+    swa_end: TimeLike | float = 0.97,
+    update_interval: TimeLike = "1ep",
+    swa_lr: float | None = None,
+    anneal_strategy: str = "linear",
+    anneal_steps: int = 10,
+    *,
+    name: str = "swa",
+) -> Algorithm:
+    """Averages the weights at the end of training.
+
+        A_n = A_{n-1} + (W_n - A_{n-1}) / n
+
+    with W_n the weights at the n-th turn: the first comes with the first batch from `swa_start` on (that ends an epoch,
+    for an interval in epochs), others after each `update_interval`, those at `swa_end` included. Averaged are the
+    trainable parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps`
+    intervals from `swa_start` on, and stays there; for each group that has a rate of its own as well:
+
+        lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
+
+    It is the schedule of the rate that changes: its greatest value stays, so that a weight decay which follows the
+    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) goes on doing so, and training before `swa_start` is that of
+    one schedule alone, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that
+    begins at 0, as a decay that follows it then does.
+
+    BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
+    `swa_end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to
+    date: they become means over these batches, with every module but BatchNorm in evaluation mode. A network without
+    BatchNorm is spared that. The whole batch goes through at once, without gradients, into whatever microbatches
+    training divides it. Of a batch with statistics that are not finite nothing is taken. A run that has no batches left
+    for it has `with_statistics(state, data, weights="swa")`.
+
+    The slot holds the averages, an `Averages`. Evaluation and prediction with `step=` look at them, as `fit` does;
+    `to_module(state, weights="swa")` and `with_weights(state, "swa")` give them to others. Until the first update they
+    are the live weights. The live weights train on and are never overwritten.
+
+    Events: INIT; BATCH_END in every interval from `swa_start` to `swa_end`; AFTER_TRAIN_BATCH from `swa_end` on;
+    EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads parameters and buffers; with
+    `swa_lr`, it replaces the optimizer's learning rate at INIT.
+
+    Args:
+        swa_start: When averaging begins, a share of the run or a time.
+        swa_end: When the last weights are taken, later than the start; the batches that follow bring statistics up to
+            date. At a share of 1 none follow: for networks without batch statistics.
+        update_interval: How often weights are taken, in any unit but seconds. First in the first batch from `swa_start`
+            on, or, with an interval in epochs, in the first that ends one. In samples, tokens or iterations the step
+            itself tells when, at the cost of an update in every batch.
+        swa_lr: The learning rate to go to, at least 0; by default it stays as it is.
+        anneal_strategy: How it goes there, "linear" or "cosine".
+        anneal_steps: Over how many intervals it does, at least 1.
+        name: Names the slot, and the weights for `to_module`.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind or out of range. At INIT, with `swa_lr`: an optimizer
+            without a learning rate, or one with an `hparam` in it. In the step: an interval or a time that the run
+            cannot tell.
+
+    Warns:
+        UserWarning: At INIT: the run ends, or `swa_end` comes, before any weights are taken.
+
+    Example:
+        >>> swa(0.75, update_interval="2ep", swa_lr=0.01)
+        swa(swa_start='0.75dur', swa_end='0.97dur', update_interval='2ep', swa_lr=0.01, anneal_strategy='linear', ...)
+
+    References:
+        Pavel Izmailov, Dmitrii Podoprikhin, Timur Garipov, Dmitry Vetrov, Andrew Gordon Wilson: Averaging Weights Leads
+        to Wider Optima and Better Generalization. UAI 2018. https://arxiv.org/abs/1803.05407
+    """
+    start, end = named_point(swa_start, "swa: swa_start"), named_point(swa_end, "swa: swa_end")
+    if start.unit is end.unit and end <= start:
+        raise ValueError(f"swa: expected swa_end after swa_start, got {start} and {end}")
+    taking = turns(update_interval, start, "swa: update_interval", is_counted_anew=True)
+    check_one_of(anneal_strategy, "swa: anneal_strategy", ("linear", "cosine"))
+    check_whole(anneal_steps, "swa: anneal_steps", 1)
+    if swa_lr is not None:
+        swa_lr = check_number(swa_lr, "swa: swa_lr", 0)
+
+    is_whole = end == Time(1.0, TimeUnit.DURATION)
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            if takes_none := _takes_none(state.timestamp.run, start, end, taking, is_whole=is_whole):
+                warn(f"{name}: {takes_none}")
+            zero = torch.zeros((), dtype=torch.int64, device=state.device)
+            never = torch.zeros(4, dtype=torch.float64, device=state.device)
+            state = state.replace(slots={**state.slots, name: SwaState(Averages.empty(state), zero, never)})
+            if swa_lr is None:
+                return state
+            annealed = _Annealed(1.0, 1.0, swa_lr, start, anneal_steps * taking.interval, anneal_strategy)
+            return state.replace(optimizer=_with_rate(state.optimizer, annealed, name))
+        if event in (Event.EVAL_START, Event.PREDICT_START):
+            return with_weights(state, name)
+        if event is Event.AFTER_TRAIN_BATCH:
+            return _with_statistics(state, name)
+        old = state.slots[name]
+        averages = old.averages
+        params = add_to_mean(averages.params, state.params, averages.num)
+        buffers = {key: state.buffers[key].to(buffer.dtype) for key, buffer in averages.buffers.items()}
+        new = old._replace(averages=Averages(params, buffers, averages.num + 1))
+        return state.replace(slots={**state.slots, name: taking.taken(state, new, old)})
+
+    averaging = on(Event.BATCH_END) & taking.match
+    match = averaging if is_whole else averaging & through(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
+    settings: dict[str, Any] = {"swa_start": str(start), "swa_end": str(end), "update_interval": taking.setting}
+    if swa_lr is not None:
+        settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
+    return Algorithm(
+        name,
+        on(Event.INIT, Event.EVAL_START, Event.PREDICT_START) | match,
+        apply,
+        traits=frozenset({Trait.AVERAGES_WEIGHTS}),
+        runs_after=(Trait.REQUIRED_ON_LOAD,),
+        config=settings,
+    )
+
+
+def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_whole: bool) -> str | None:
+    """In words, that a run takes no weights; `None` where it does, or cannot tell."""
+    interval = taking.interval if taking.measure is None else Time(1, TimeUnit.BATCH)
+    first, last = first_turn(start, interval, run), run.in_batches(end)
+    if first is None or (last is None and not is_whole):
+        return None
+    total = math.inf if run.total_batches is None else run.total_batches
+    if first <= total and (is_whole or (last is not None and first <= last)):
+        return None
+    facts = [] if last is None or is_whole else [f"swa_end={end} is batch {last:g}"]
+    facts += [] if total == math.inf else [f"the run has {total:g}"]
+    return (
+        f"takes no weights in this run: from swa_start={start} on the first batch for an update_interval of "
+        f"{taking.interval} is {first}, but {' and '.join(facts)}. Set one of fewer batches, such as '1ba', or "
+        "swa_start and swa_end further apart"
+    )
+
+
+def _with_statistics(state: State, name: str) -> State:
+    """The state whose averages have the batch in their statistics, where these are finite."""
+    found = statistics_of(state.model)
+    if not found.names:
+        return state
+    old = state.slots[name]
+    averages, num_batches = old.averages, old.num_batches
+    measured = found.of(with_weights(state, name), state.inputs)
+    is_good = all_finite(measured.values())
+    both = with_batch(averages.buffers, measured, num_batches)
+    buffers = {
+        key: torch.where(is_good, both[key], own) if key in found.names else own
+        for key, own in averages.buffers.items()
+    }
+    new = old._replace(
+        averages=averages._replace(buffers=buffers), num_batches=num_batches + is_good.to(num_batches.dtype)
+    )
+    return state.replace(slots={**state.slots, name: new})
+
+
+def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
+    """The optimizer whose learning rates, its groups' as well, go over to another."""
+
+    def new_rate(rate: Scalar) -> Scalar:
+        if collect(rate, Hparam):
+            raise ValueError(
+                f"{name}: swa_lr={annealed.last} takes the place of the learning rate, which is {rate!r}: leave the "
+                "hparam out of the rate, or leave swa_lr out"
+            )
+        return rate if annealed.is_in(rate) else annealed.put_into(rate, name)  # it is, at INIT once more
+
+    def with_new_rate(leaf: Any) -> Any:
+        if settings_of(leaf).get("lr") is None:
+            raise ValueError(f"{name}: expected an optimizer with a learning rate, a setting lr, got {leaf!r}")
+        return with_setting(leaf, "lr", new_rate)
+
+    return map_leaves(with_new_rate, optimizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Annealed:
+    """What a learning rate's number is multiplied by, so that the rate goes over to another one."""
+
+    own: Scalar
+    """What it was multiplied by before: 1, a schedule, or several."""
+    goal: float
+    """What it comes to: the last rate over the number."""
+    last: float
+    start: Time
+    length: Time
+    strategy: str
+
+    def is_in(self, rate: Scalar) -> bool:
+        """Whether a rate goes the same way already, be it from elsewhere, or before it goes on to yet another."""
+        ways = [one.fn for one in factors_of(rate) if isinstance(one, Schedule) and isinstance(one.fn, _Annealed)]
+        return any(
+            self == dataclasses.replace(way, own=self.own, goal=self.goal) or self.is_in(way.own) for way in ways
+        )
+
+    def put_into(self, rate: Scalar, name: str) -> Scalar:
+        """The rate that goes this way, from what it is now: its number, times one schedule."""
+        number = known_part(rate)
+        schedules = tuple(one for one in factors_of(rate) if isinstance(one, Schedule))
+        own = Product(schedules) if len(schedules) > 1 else schedules[0] if schedules else 1.0
+        if number == 0:
+            number, own = self.last, 0.0
+        way = dataclasses.replace(self, own=own, goal=self.last / number if number else 1.0)
+        return number * Schedule(way, f"({own!r}, to a rate of {self.last} by {name})")
+
+    def __call__(self, timestamp: Timestamp) -> float:
+        own = float(resolve(self.own, hparams={}, scheduled=lambda schedule: schedule(timestamp)))
+        share = min(max(gone(timestamp, self.length) - self._first(timestamp), 0.0), 1.0)
+        if self.strategy == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return (1 - share) * own + share * self.goal
+
+    def scaled(self, ratio: float, *, scale_warmup: bool = False) -> "_Annealed":
+        """Over schedules that are stretched; the way to the last rate is in the method's own times, which stay."""
+        return dataclasses.replace(self, own=scaled(self.own, ratio, scale_warmup=scale_warmup))
+
+    def _first(self, timestamp: Timestamp) -> float:
+        """When it begins, in lengths from the start of the run."""
+        start, length = (timestamp.run.in_batches(time) for time in (self.start, self.length))
+        if start is not None and length is not None:
+            return start / length
+        if self.start and self.start.unit is not self.length.unit:
+            raise ValueError(
+                f"swa: swa_start={self.start} and {self.length} of annealing have no unit in common in this run; give "
+                "State.create batches_per_epoch, or write swa_start and update_interval in one unit"
+            )
+        return self.start.value / self.length.value

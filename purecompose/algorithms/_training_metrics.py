@@ -1,0 +1,135 @@
+"""Training metrics: what evaluation measures, over the outputs that training computes anyway."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purecompose import batch as batches, tree
+from purecompose.core.algorithm import Algorithm, factory
+from purecompose.core.state import State
+from purecompose.losses.metrics import Metric, accuracy, as_metric, counting, of_model, read_by, top_k
+from purecompose.time import Time, TimeUnit
+from purecompose.time.event import Event
+from purecompose.time.predicates import NEVER, on
+from purecompose.time.units import named_time
+
+
+__all__ = ["NAMED", "accumulate", "training_metrics"]
+
+NAMED: Mapping[str, Metric] = MappingProxyType({"accuracy": accuracy, "top_5": top_k(5)})
+"""The metrics that can be asked for by name alone, as on a command line."""
+
+_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
+
+
+def accumulate(metric: Metric, acc: Any, state: State) -> Any:
+    """The accumulator with the state's batch, of which no gradient is taken."""
+    context = state.context
+    own = of_model(metric, context.loss)
+    update = counting(own, None if context.layout.is_rows else state.num_examples)
+    with torch.no_grad():
+        return update(acc, batches.map_tensors(Tensor.detach, state.outputs), read_by(own, state))
+
+
+@factory
+def training_metrics(
+    metrics: Mapping[str, Metric | Callable[..., Tensor]] | Sequence[str] = ("accuracy",),
+    *,
+    reset: str | Time | None = "1ep",
+    name: str = "training_metrics",
+) -> Algorithm:
+    """Measures the outputs of training steps.
+
+    Events: INIT (the slot), BATCH_START (begins anew where a period begins), AFTER_BACKWARD (adds a slice's examples),
+    BATCH_END (reports). Reads `outputs` and the batch; adds `metrics[f"train/{metric}"]`, the value over all examples
+    since the period began. Remembers one accumulator for each metric in `slots[name]`. Nothing waits for the device.
+
+    The outputs are those of training mode, before the update, on the examples that were trained on: with dropout, of
+    inputs that are mixed or augmented, with the mixed targets; examples that a method has left out do not count. So the
+    values are not those that an evaluation of the same examples would find.
+
+    Args:
+        metrics: By name: metrics, or functions `(outputs, targets)`, as for `evaluate`; or names among `NAMED`.
+            None at all never matches.
+        reset: How long a period is, in whole epochs or batches, such as `"1ep"` or `"100ba"`; `None` for the run.
+        name: Names its slot.
+
+    Raises:
+        TypeError, ValueError: A setting of the wrong kind, an unknown name, or a period of another unit.
+
+    Example:
+        >>> training_metrics(["accuracy", "top_5"])
+        training_metrics(metrics=('accuracy', 'top_5'), reset='1ep')
+        >>> from purecompose.losses.metrics import top_k
+        >>> training_metrics({"top_3": top_k(3)}, reset="100ba").events[1].name
+        'BATCH_START'
+    """
+    chosen = _chosen(metrics)
+    period = _period(reset)
+
+    def fresh(state: State) -> dict[str, Any]:
+        return {key: metric.init(state.device) for key, metric in chosen.items()}
+
+    def apply(event: Event, state: State) -> State:
+        if event is Event.INIT:
+            return state.replace(slots={**state.slots, name: fresh(state)})
+        accs = state.slots[name]
+        if event is Event.BATCH_END:
+            values = {f"train/{key}": metric.compute(accs[key]) for key, metric in chosen.items()}
+            return state.replace(metrics={**state.metrics, **values})
+        if event is Event.BATCH_START:
+            assert period is not None
+            begins = _begins(state, period)
+            new = tree.map(lambda zero, acc: torch.where(begins, zero, acc), fresh(state), accs)
+        else:
+            new = {key: accumulate(metric, accs[key], state) for key, metric in chosen.items()}
+        return state.replace(slots={**state.slots, name: new})
+
+    events = [Event.INIT, Event.AFTER_BACKWARD, Event.BATCH_END, *([] if period is None else [Event.BATCH_START])]
+    return Algorithm(
+        name,
+        on(*events) if chosen else NEVER,
+        apply,
+        config={"metrics": tuple(chosen), "reset": None if period is None else str(period)},
+    )
+
+
+def _chosen(metrics: Any) -> dict[str, Metric]:
+    if isinstance(metrics, Mapping):
+        return {str(key): as_metric(metric) for key, metric in metrics.items()}
+    if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(isinstance(m, str) for m in metrics):
+        raise TypeError(
+            "training_metrics: metrics: expected a mapping from names to metrics, such as {'accuracy': "
+            f"metrics.accuracy}}, or a list of names, got {metrics!r} ({type(metrics).__name__})"
+        )
+    unknown = [key for key in metrics if key not in NAMED]
+    if unknown:
+        raise ValueError(
+            f"training_metrics: metrics: expected names among {', '.join(NAMED)}, got {unknown[0]!r}; give others as "
+            "a mapping, {name: metric}"
+        )
+    return {key: NAMED[key] for key in metrics}
+
+
+def _period(reset: Any) -> Time | None:
+    if reset is None:
+        return None
+    period = named_time(reset, "training_metrics: reset")
+    if period.unit not in _UNITS or period.value < 1 or period.value != int(period.value):
+        raise ValueError(
+            "training_metrics: reset: expected whole epochs or batches, such as '1ep' or '100ba', or None, got "
+            f"{reset!r}"
+        )
+    return period
+
+
+def _begins(state: State, period: Time) -> Tensor:
+    """Whether a period begins with this batch: 0-d, bool."""
+    clock, length = state.clock, int(period.value)
+    assert clock is not None
+    if period.unit is TimeUnit.BATCH:
+        return clock.batch % length == 0
+    return (clock.epoch % length == 0) & (clock.batch_in_epoch == 0)
