@@ -61,7 +61,7 @@ from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, after, before, between, epoch_ends, every, on
 from purecompose.transforms.compilation import CompiledStep, TraceError, VariantLimitError, compile
 from purecompose.transforms.data_parallel import data_parallel
-from purecompose.transforms.lease import SpentStateError
+from purecompose.transforms.donation import SpentStateError
 from purecompose.transforms.population import population, stack_states, unstack_states
 
 

@@ -295,13 +295,13 @@ class State:
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
 
     def unleased(self) -> "State":
-        """This state, with all that it has on lease read out; see `purecompose.transforms.lease`."""
+        """This state, with all that it has on lease read out; see `purecompose.transforms.donation`."""
         state = object.__new__(State)
         state.__dict__.update(self.__getstate__())
         return state
 
     def __getattr__(self, name: str) -> Any:
-        # A field that is not here lies where the state's lease says; see `purecompose.transforms.lease`.
+        # A field that is not here lies where the state's lease says; see `purecompose.transforms.donation`.
         lease = self.__dict__.get("_lease")
         if lease is None or name not in _FIELDS:
             raise AttributeError(f"a state has no attribute {name!r}; its fields are {', '.join(_TENSOR_FIELDS)}")

@@ -29,7 +29,7 @@ from purecompose.time import RunLength, Time, Timestamp, TimeUnit
 from purecompose.time.event import Event
 from purecompose.time.intervals import has_passed
 from purecompose.transforms.compilation import CompiledStep
-from purecompose.transforms.lease import SpentStateError
+from purecompose.transforms.donation import SpentStateError
 
 
 __all__ = ["EpochData", "Run"]

@@ -60,7 +60,7 @@ def member(given: Any, index: int) -> Any:
 
 
 def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
-    """The inverse of `member`, for trees of one form; what is no tensor is the first one's.
+    """The inverse of `member`, for trees of one signature; what is no tensor is the first one's.
 
     Args:
         members: The trees.

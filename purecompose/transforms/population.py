@@ -248,7 +248,7 @@ def unstack_states(state: State) -> list[State]:
 
 
 def _joined(members: list[State], role: str, *, with_shared: bool = False) -> State:
-    """The members stacked, if they have one form; errors begin with the role."""
+    """The members stacked, if they have one structure and the same shapes and dtypes; errors begin with the role."""
     first = members[0]
     described = _described(first)
     for index, other in enumerate(members[1:], 1):
@@ -258,7 +258,8 @@ def _joined(members: list[State], role: str, *, with_shared: bool = False) -> St
             path = next(p for p in {**described, **theirs} if described.get(p) != theirs.get(p))
             raise ValueError(
                 f"{role}: state{path} is {theirs.get(path, 'absent')} in member {index}, and "
-                f"{described.get(path, 'absent')} in member 0; members of a population have one form"
+                f"{described.get(path, 'absent')} in member 0; members of a population have the same structure, "
+                "shapes and dtypes"
             )
     return stacked([one.replace(static=first.static) for one in members], with_shared=with_shared)
 

@@ -11,7 +11,7 @@ from purecompose import Algorithm, Event, State, algorithms as alg, between, eve
 from purecompose.core.algorithm import identity
 from purecompose.testing import MUTANTS, TASKS, Case, LawViolation, Subject, Task
 from purecompose.testing.suite import compiled, compiled_agrees
-from purecompose.transforms.lease import SpentStateError
+from purecompose.transforms.donation import SpentStateError
 
 
 MUTANT = {mutant.name: mutant for mutant in MUTANTS}

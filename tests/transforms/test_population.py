@@ -209,7 +209,7 @@ def test_a_second_gradient(microbatches):
 
 @pytest.mark.parametrize("num_parts", [2, 5])
 def test_a_step_in_parts_is_the_step(num_parts):
-    """As compile cuts it: what members have in common crosses the seams as one row."""
+    """As compile cuts it: what members have in common crosses the boundaries as one row."""
     step = compose(loop_events, [sharpness(), alg.mixup(0.3), counter()], microbatches=2)
     pop, batch = population(step, 3, 2), make_batch()
     states = pop.init(stack_states(make_members()))
@@ -476,8 +476,8 @@ def test_an_observed_population_says_what_to_do_instead():
 # Gradients through a population
 
 
-@pytest.mark.parametrize("form", ["func", "autograd"])
-def test_gradients_through_two_steps_of_a_population(form):
+@pytest.mark.parametrize("signature", ["func", "autograd"])
+def test_gradients_through_two_steps_of_a_population(signature):
     step, batches = compose(loop_events, [alg.label_smoothing(0.1)]), make_batches(2)
     members = [step.init(state) for state in make_members()]
     rates = torch.tensor([0.1, 0.2, 0.3])
@@ -488,7 +488,7 @@ def test_gradients_through_two_steps_of_a_population(form):
 
     expected = [torch.func.grad(loss)(rate, step, state) for rate, state in zip(rates, members, strict=True)]
     pop, states = population(step, 3, 2), stack_states(members)
-    if form == "func":
+    if signature == "func":
         found = torch.func.grad(loss)(rates, pop, states)
     else:
         (found,) = torch.autograd.grad(loss(leaf := rates.clone().requires_grad_(), pop, states), [leaf])

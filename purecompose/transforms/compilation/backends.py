@@ -1,7 +1,7 @@
 """From a flat graph to something fast: the only place that talks to Inductor.
 
 Inductor's inner entry takes a graph of aten operations and gives a function of a list of tensors. It is private to
-torch but has had this form for years, and it is where the speed is: what torch's public ways add around it costs
+torch but has had this signature for years, and it is where the speed is: what torch's public ways add around it costs
 240 us a call for 600 arguments (`standalone_compile`) or 450 (`torch.compile`, with guards), where this costs 18.
 Should it change, `torch.compile` of the same graph takes its place.
 """

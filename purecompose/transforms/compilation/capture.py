@@ -1,7 +1,7 @@
 """Capture: a part of a step as a flat graph of tensor operations.
 
-The part runs once on fake tensors, which have a form but no numbers. Which fields of the state it looks at is noted
-on the way: these, and no others, decide later whether the graph may be used again.
+The part runs once on fake tensors, which have shapes and dtypes but no numbers. The fields of the state that it reads
+are recorded: these, and no others, decide later whether the graph may be used again.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from purecompose._support.culprits import layer_of, line_of
 from purecompose.core.context import Static
 from purecompose.core.operation import NO_PURPOSE, Carry, Operation
 from purecompose.core.state import State, fields_where
-from purecompose.transforms.compilation.seam import FIELDS, Seam, Source, Writes
+from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.sizes import OPEN_FIELDS, Size, size_of
-from purecompose.transforms.form import Form, Spec
+from purecompose.transforms.signature import Signature, Spec
 
 
 __all__ = ["FALLBACK_ADVICE", "Captured", "TraceError", "capture", "explained", "fake_mode", "state_of"]
@@ -38,33 +38,33 @@ _LEFT_AT_THE_END = fields_where(persists=True)
 
 
 class TraceError(RuntimeError):
-    """A part of a step cannot be compiled: it reads a number, or does something that no graph can hold."""
+    """A part of a step cannot be compiled: it reads a number, or does something that a graph cannot express."""
 
 
 class Captured(NamedTuple):
-    """A part of a step, flat."""
+    """A part of a step as a flat graph."""
 
     graph: fx.GraphModule
     """Takes the tensors of `takes`, returns those that `writes` asks for; writes into `targets` before it returns."""
     takes: tuple[Source, ...]
     targets: tuple[Source, ...]
-    """The lane's tensors that are written but not read, after those of `takes`."""
-    reads: dict[str, Form]
-    """The fields that the part looked at, as they were."""
+    """The donated buffers that are written but not read, after those of `takes`."""
+    reads: dict[str, Signature]
+    """The signatures of the fields that the part read."""
     writes: Writes
     """The fields that it replaced."""
     copies: frozenset[int]
-    """The results that share memory with a lane: they are copied before anybody sees them."""
+    """The results that share memory with donated buffers; they are copied before they leave the step."""
     used: frozenset[str]
     """The gradients that updates have applied by the end."""
     size: Size | None = None
     """The number of examples, where it is left open."""
-    writes_lane: bool = False
-    """Whether it writes all that lasts into the lane."""
+    writes_buffers: bool = False
+    """Whether it writes all donated fields into the buffers."""
 
 
 def fake_mode() -> FakeTensorMode:
-    """Where fake tensors live; constants of closures are let in."""
+    """Return the mode that makes fake tensors; constants in closures are accepted."""
     # Imported here: it brings sympy along, which eager runs never need.
     symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     # Numbers read from tensors would become symbols, and waits for the device.
@@ -73,42 +73,42 @@ def fake_mode() -> FakeTensorMode:
 
 
 class _Recorder:
-    """In a lease's place while tracing: hands out fields, and notes which."""
+    """Takes the place of a lease while tracing: returns fields, and records which were read."""
 
-    def __init__(self, forms: Mapping[str, Form], tensors: Mapping[str, list[Tensor]]) -> None:
-        self.forms, self.tensors = forms, tensors
+    def __init__(self, signatures: Mapping[str, Signature], tensors: Mapping[str, list[Tensor]]) -> None:
+        self.signatures, self.tensors = signatures, tensors
         self.issued: dict[str, Any] = {}
 
     def read(self, name: str) -> Any:
         if name not in self.issued:
-            self.issued[name] = self.forms[name].build(self.tensors[name])
+            self.issued[name] = self.signatures[name].build(self.tensors[name])
         return self.issued[name]
 
 
 def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = None) -> State:
-    """A state with these fields, which asks the reader for the others."""
+    """Return a state with these fields, which asks the reader for the others."""
     state = object.__new__(State)
     state.__dict__.update(fields or {}, static=static, _lease=reader)
     return state
 
 
-def capture(body: Operation, seam: Seam, *, is_last: bool = False, is_open: bool = False) -> Captured:
+def capture(body: Operation, boundary: Boundary, *, is_last: bool = False, is_open: bool = False) -> Captured:
     """Traces a part of a step.
 
     Args:
         body: The part.
-        seam: The state that comes in. If it travels on a lane that is donated, the last part writes there.
+        boundary: The state that comes in. If it travels on donated buffers, the last part writes there.
         is_last: Whether the step ends here: what is temporary is left out.
         is_open: Leave the number of examples open.
 
     Raises:
         TraceError: The part cannot be traced; the message names algorithm and line.
     """
-    mode, forms, inputs = fake_mode(), seam.forms, seam.inputs()
-    size = Size(mode, size_of(forms)) if is_open else None
+    mode, signatures, inputs = fake_mode(), boundary.signatures, boundary.inputs()
+    size = Size(mode, size_of(signatures)) if is_open else None
     sources = [place for place, source in inputs.items() if place == source]
     with mode:
-        flat = [_fake(forms[name].specs[i], size if name in OPEN_FIELDS else None) for name, i in sources]
+        flat = [_fake(signatures[name].specs[i], size if name in OPEN_FIELDS else None) for name, i in sources]
     ends: list[_End] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -116,9 +116,9 @@ def capture(body: Operation, seam: Seam, *, is_last: bool = False, is_open: bool
         by_field: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
         for place, source in inputs.items():
             by_field[place.field].append(given[source])
-        recorder = _Recorder(forms, by_field)
+        recorder = _Recorder(signatures, by_field)
         with torch.no_grad():
-            end = body(Carry(state_of(seam.static, recorder), seam.used), NO_PURPOSE)
+            end = body(Carry(state_of(boundary.static, recorder), boundary.used), NO_PURPOSE)
         incoming = {id(tensor): source for source, tensor in given.items()}
         ends.append(_End(end.state, recorder, incoming, end.used, is_last=is_last))
         return ends[-1].results
@@ -126,17 +126,17 @@ def capture(body: Operation, seam: Seam, *, is_last: bool = False, is_open: bool
     with explained():
         graph = make_fx(run, tracing_mode="symbolic" if is_open else "fake", _allow_non_fake_inputs=True)(*flat)
     _check_constants(graph)
-    draft = _Draft(graph, sources, ends[-1], seam)
-    if seam.lane is not None:
-        draft.keep_out_of_lane()
-        if is_last and draft.fits(seam.lane):
-            draft.write_into_lane(seam.lane, seam.held)
-            return draft.finished()._replace(size=size, writes_lane=True)
+    draft = _Draft(graph, sources, ends[-1], boundary)
+    if boundary.donated is not None:
+        draft.keep_out_of_buffers()
+        if is_last and draft.fits(boundary.donated):
+            draft.write_into_buffers(boundary.donated, boundary.held)
+            return draft.finished()._replace(size=size, writes_buffers=True)
     return draft.finished()._replace(size=size)
 
 
 def _check_constants(graph: fx.GraphModule) -> None:
-    """Raises where a tensor got in by another way than the state: it has no number, now or later."""
+    """Raise a `TraceError` for a tensor that does not come from the state: the graph would keep an old value of it."""
     for node in graph.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(graph, str(node.target), None), FakeTensor):
             raise TraceError(
@@ -151,22 +151,22 @@ def _fake(spec: Spec, size: Size | None) -> Tensor:
 
 
 class _End:
-    """How the part left the state."""
+    """The state that the part returned."""
 
     def __init__(
         self, state: State, recorder: _Recorder, incoming: Mapping[int, Source], used: frozenset[str], *, is_last: bool
     ) -> None:
         self.reads, self.used = tuple(recorder.issued), used
         self.results: list[Tensor] = []
-        self.writes: dict[str, tuple[Form, tuple[Source, ...]]] = {}
+        self.writes: dict[str, tuple[Signature, tuple[Source, ...]]] = {}
         for name in _LEFT_AT_THE_END if is_last else FIELDS:
             if name not in state.__dict__ or state.__dict__[name] is recorder.issued.get(name, _MISSING):
                 continue
             value = state.__dict__[name]
             if any(isinstance(leaf, torch.SymInt) for leaf in tree.leaves(value)):
                 raise TraceError(f"state.{name} holds the number of examples, which was to be left open")
-            form, tensors = Form.of(value)
-            self.writes[name] = form, tuple(incoming.get(id(t)) or self._result(t) for t in tensors)
+            signature, tensors = Signature.of(value)
+            self.writes[name] = signature, tuple(incoming.get(id(t)) or self._result(t) for t in tensors)
 
     def _result(self, tensor: Tensor) -> Source:
         for index, known in enumerate(self.results):
@@ -180,16 +180,16 @@ _MISSING = object()
 
 
 class _Draft:
-    """A traced graph on its way: donation is added, and what is not needed taken out."""
+    """A traced graph, to which donation is added and from which unused nodes are removed."""
 
-    def __init__(self, graph: fx.GraphModule, sources: list[Source], end: _End, seam: Seam) -> None:
-        self.module, self.graph, self.forms = graph, graph.graph, seam.forms
+    def __init__(self, graph: fx.GraphModule, sources: list[Source], end: _End, boundary: Boundary) -> None:
+        self.module, self.graph, self.signatures = graph, graph.graph, boundary.signatures
         self.writes, self.reads, self.used = dict(end.writes), end.reads, end.used
-        self.taken_from = seam.inputs()
+        self.taken_from = boundary.inputs()
         nodes = self.graph.find_nodes(op="placeholder")
         self.inputs: dict[Source, fx.Node] = dict(zip(sources, nodes, strict=True))
-        self.lane = {seam.held[source]: node for source, node in self.inputs.items() if source in seam.held}
-        """The inputs that are a lane's tensors, by their place in the lane."""
+        self.donated = {boundary.held[source]: node for source, node in self.inputs.items() if source in boundary.held}
+        """The inputs that are donated buffers, by their place."""
         (self.output,) = self.graph.find_nodes(op="output")
         self.results: list[fx.Node] = list(self.output.args[0])  # pyright: ignore[reportArgumentType]
         self.targets: list[Source] = []
@@ -197,37 +197,38 @@ class _Draft:
         """Copies of what is about to be written over. They are results too: a compiler takes a copy of an input that is
         no result for the input itself."""
         self.copies: set[int] = set()
-        """Results that the backend may give out in a lane's memory."""
+        """Results that the backend may return in the memory of a donated buffer."""
 
-    def keep_out_of_lane(self) -> None:
-        """Copies what is a view of a lane's tensor, or lasts as one: the end of the step will write there."""
-        lane = {_storage(node) for node in self.lane.values()}
+    def keep_out_of_buffers(self) -> None:
+        """Copy results that are views of donated buffers: the end of the step will write there."""
+        donated = {_storage(node) for node in self.donated.values()}
         with self.graph.inserting_before(self.output):
             for index, node in enumerate(self.results):
-                if _storage(node) in lane:
+                if _storage(node) in donated:
                     self.results[index] = self._clone(node)
             for name in ("loss", "metrics"):
                 if name in self.writes:
-                    form, where = self.writes[name]
-                    self.writes[name] = form, tuple(self._out_of_lane(source) for source in where)
+                    signature, where = self.writes[name]
+                    self.writes[name] = signature, tuple(self._out_of_buffers(source) for source in where)
 
-    def fits(self, lane: Mapping[str, Form]) -> bool:
-        """Whether what lasts has the lane's form: a host algorithm may have given it another."""
+    def fits(self, donated: Mapping[str, Signature]) -> bool:
+        """Return whether the donated fields have the signatures of the buffers, which a host algorithm may change."""
         return all(
-            (self.writes[name][0] if name in self.writes else self.forms[name]).is_alike(lane[name]) for name in lane
+            (self.writes[name][0] if name in self.writes else self.signatures[name]).is_alike(donated[name])
+            for name in donated
         )
 
-    def write_into_lane(self, lane: Mapping[str, Form], held: Mapping[Source, Source]) -> None:
-        """Lets the graph end with copies of the new values into the lane's tensors."""
+    def write_into_buffers(self, donated: Mapping[str, Signature], held: Mapping[Source, Source]) -> None:
+        """Add copies of the new values into the donated buffers to the end of the graph."""
         moves: list[tuple[fx.Node, fx.Node]] = []
-        for name, form in lane.items():
+        for name, signature in donated.items():
             _, where = self.writes.pop(name, (None, None))
-            for i, spec in enumerate(form.specs):
+            for i, spec in enumerate(signature.specs):
                 place = Source(name, i)
                 source = place if where is None else where[i]
                 if held.get(source) != place:
                     value = self._input(source) if source.field else self.results[source.place]
-                    moves.append((self.lane.get(place) or self._target(place, spec), value))
+                    moves.append((self.donated.get(place) or self._target(place, spec), value))
         written = {_storage(target) for target, _ in moves}
         values = {_storage(value) for _, value in moves}
         self.copies = {index for index, node in enumerate(self.results) if _storage(node) in values}
@@ -252,22 +253,22 @@ class _Draft:
             self.module,
             tuple(source for source, node in self.inputs.items() if node in left),
             tuple(self.targets),
-            {name: self.forms[name] for name in self.reads},
+            {name: self.signatures[name] for name in self.reads},
             {
-                name: (form, tuple(s if s.field else Source("", place[s.place]) for s in where))
-                for name, (form, where) in self.writes.items()
+                name: (signature, tuple(s if s.field else Source("", place[s.place]) for s in where))
+                for name, (signature, where) in self.writes.items()
             },
             frozenset(place[index] for index in self.copies & asked),
             self.used,
         )
 
     def _input(self, place: Source) -> fx.Node:
-        """The input for a place, which may be another's that shares its memory."""
+        """Return the input for a place, which may be that of another place with the same memory."""
         return self.inputs[self.taken_from[place]]
 
-    def _out_of_lane(self, source: Source) -> Source:
+    def _out_of_buffers(self, source: Source) -> Source:
         node = None if not source.field else self._input(source)
-        if node is None or node not in self.lane.values():
+        if node is None or node not in self.donated.values():
             return source
         self.results.append(self._clone(node))
         return Source("", len(self.results) - 1)

@@ -1,7 +1,7 @@
-"""CUDA graphs: a compiled part recorded once for the memory that it works on, and replayed from then on.
+"""CUDA graphs: a compiled part is recorded once for the memory that it works on, and replayed from then on.
 
-A small network's step is a hundred short kernels, and launching them costs more than running them. Nothing in a step
-reads a host clock or a generator, and a lane's tensors stay where they are, so that the launches can be recorded.
+The step of a small network is a hundred short kernels, and launching them costs more than running them. Nothing in a
+step reads a host clock or a generator, and donated buffers stay where they are, so that the launches can be recorded.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class Replay:
         self._outputs: list[Tensor] = []
 
     def __call__(self, args: list[Tensor]) -> list[Tensor]:
-        """The part's results, in memory of their own."""
+        """Return the part's results, in new memory."""
         if self._graph is None:
             if not self._is_warm:
                 self._is_warm = True
@@ -45,7 +45,7 @@ class Replay:
         return [output.clone() for output in self._outputs]
 
     def _record(self, args: list[Tensor]) -> None:
-        """Recording runs nothing: the launches are written down, with the addresses they were given."""
+        """Record the launches with their addresses; this runs nothing."""
         self._inputs = [_alike(tensor) for tensor in args[self._num_bound :]]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -54,14 +54,14 @@ class Replay:
 
 
 def _alike(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, which the part takes for granted; `clone` would close gaps and undo repeats."""
+    """Return a copy with the same strides, which the part relies on; `clone` would close gaps and expand repeats."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     _stretch(copy).copy_(_stretch(tensor))
     return copy
 
 
 def _stretch(tensor: Tensor) -> Tensor:
-    """All memory between a tensor's first and last element, which can be copied whatever the strides are."""
+    """Return all memory between a tensor's first and last element, which can be copied whatever the strides are."""
     if tensor.is_contiguous():
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Segments: where a step may be cut, so that the variants of its parts add instead of multiplying."""
+"""Segments: where a step may be cut, so that the variants of its segments add instead of multiplying."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from purecompose.core.scopes import Scope, Update, events_in
 from purecompose.time.event import Event
 
 
-__all__ = ["Part", "Segments"]
+__all__ = ["Stretch", "Segments"]
 
 
-class Part(NamedTuple):
-    """A stretch of a step: compiled as one graph, or what runs between two graphs."""
+class Stretch(NamedTuple):
+    """Consecutive operations of a step: compiled as one graph, or run between two graphs."""
 
     segment: int
-    """Where in the program it lies."""
+    """The segment of the program that it belongs to."""
     number: int
     """Its place in the step: host algorithms may divide a segment."""
     lowered: tuple[Lowered, ...]
@@ -30,13 +30,13 @@ class Part(NamedTuple):
 class Segments:
     """The cuts of one step.
 
-    The gradient's scope and every update may be a segment of their own, and so may what lies between. A seam costs
-    some microseconds, so a cut is made only between two stretches in both of which the schedule changes what is done:
-    what varies in one stretch alone makes as many variants of the whole as of the part.
+    A scope, an update, and what lies between them may each be a segment. A boundary costs some microseconds, so a cut
+    is made only between two pieces whose content both depends on the schedule: what varies in one piece only makes as
+    many variants of the whole as of the piece.
     """
 
     def __init__(self, step: Step) -> None:
-        """Decides the cuts from the program and the open questions of the step's algorithms."""
+        """Decide the cuts from the program and the conditions that the step's algorithms are matched by."""
         varying = {question.event for question in step.matcher.questions if not question.algorithm.host}
         self._of_node: list[int] = []
         segment, is_varying = 0, False
@@ -59,8 +59,8 @@ class Segments:
         """The number of segments."""
         return len(self._masks)
 
-    def parts(self, operations: Sequence[Lowered], bits: int) -> list[Part]:
-        """A schedule's operations, cut at the seams and around host algorithms; what is empty is left out."""
+    def stretches(self, operations: Sequence[Lowered], bits: int) -> list[Stretch]:
+        """Return a schedule's operations, cut between segments and around host algorithms, without empty stretches."""
         runs: list[tuple[int, str, list[Lowered]]] = []
         for lowered in operations:
             segment, kind = self._of_node[lowered.node], _kind(lowered)
@@ -68,7 +68,7 @@ class Segments:
                 runs.append((segment, kind, []))
             runs[-1][2].append(lowered)
         return [
-            Part(segment, number, tuple(members), kind, bits & self._masks[segment])
+            Stretch(segment, number, tuple(members), kind, bits & self._masks[segment])
             for number, (segment, kind, members) in enumerate(runs)
         ]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from purecompose.transforms.form import Form, Spec
+from purecompose.transforms.signature import Signature, Spec
 
 
 __all__ = ["OPEN_FIELDS", "Size", "opened", "size_of"]
@@ -21,15 +21,15 @@ OPEN_FIELDS = ("batch", "outputs")
 """The fields whose leading dimensions may be left open."""
 
 
-def size_of(forms: Mapping[str, Form]) -> int:
-    """How many examples the batch has, as far as its form tells: the first leading dimension."""
-    return next((spec.shape[0] for spec in forms["batch"].specs if spec.shape), 0)
+def size_of(signatures: Mapping[str, Signature]) -> int:
+    """How many examples the batch has, as far as its signature tells: the first leading dimension."""
+    return next((spec.shape[0] for spec in signatures["batch"].specs if spec.shape), 0)
 
 
-def opened(form: Form, size: int) -> Form:
-    """The form with this leading dimension left out, for comparing."""
-    return form.with_specs(
-        [spec._replace(shape=(-1, *spec.shape[1:])) if _has(spec, size) else spec for spec in form.specs]
+def opened(signature: Signature, size: int) -> Signature:
+    """The signature with this leading dimension left out, for comparing."""
+    return signature.with_specs(
+        [spec._replace(shape=(-1, *spec.shape[1:])) if _has(spec, size) else spec for spec in signature.specs]
     )
 
 
@@ -52,7 +52,7 @@ class Size:
         self._node = self._env.create_symintnode(self._symbol, hint=example, source=source)
 
     def empty(self, spec: Spec) -> Tensor:
-        """A tensor of a form, with the number of examples left open."""
+        """A tensor of a signature, with the number of examples left open."""
         if not _has(spec, self.example):
             return spec.empty()
         shape = (self._node, *spec.shape[1:])
@@ -65,14 +65,14 @@ class Size:
             return False
         return all(bool(guard.expr.subs(self._symbol, size)) for guard in self._env.guards)
 
-    def settle(self, form: Form, size: int) -> Form:
-        """A form that the graph leaves, for a number of examples."""
+    def settle(self, signature: Signature, size: int) -> Signature:
+        """A signature that the graph leaves, for a number of examples."""
 
         def number(value: Any) -> int:
             return int(value.node.expr.subs(self._symbol, size)) if isinstance(value, torch.SymInt) else value
 
         specs = [
             spec._replace(shape=torch.Size(map(number, spec.shape)), stride=tuple(map(number, spec.stride)))
-            for spec in form.specs
+            for spec in signature.specs
         ]
-        return form.with_specs(specs)
+        return signature.with_specs(specs)

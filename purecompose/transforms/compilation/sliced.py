@@ -9,74 +9,77 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from purecompose._support.functorch import is_transforming
 from purecompose.core.operation import NO_PURPOSE, Carry, Lowered, Operation, Purpose
+from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source, Writes
 from purecompose.transforms.compilation.capture import explained, fake_mode, state_of
-from purecompose.transforms.compilation.links import Link, Values
-from purecompose.transforms.compilation.seam import FIELDS, Seam, Source, Writes
-from purecompose.transforms.form import Form, spec_of
-from purecompose.transforms.lease import LASTING, Lane
+from purecompose.transforms.compilation.plan_parts import CompiledPart, Values
+from purecompose.transforms.donation import LASTING, DonatedBuffers
+from purecompose.transforms.signature import Signature, spec_of
 
 
-__all__ = ["SlicedLink"]
+__all__ = ["SlicedPart"]
 
 _TERMS = ".terms"
 """The metric under which a slice's graph returns how many terms its loss is a mean of."""
 
 
-class SlicedLink:
+class SlicedPart:
     """A scope that cuts the batch: runs as composed, but for the slices, which run compiled.
 
     Averaging and cutting are the composed step's own; what they cost is small beside a slice that had to be cut off
     from a batch too large for the memory. One graph for all slices would be as many times as long.
     """
 
-    takes_clock, is_plain, writes_lane = True, False, False
+    takes_clock, is_plain, writes_buffers = True, False, False
 
-    def __init__(self, scope: Lowered, seam: Seam, find: Callable[[Operation, Seam], Link]) -> None:
+    def __init__(self, scope: Lowered, boundary: Boundary, find: Callable[[Operation, Boundary], CompiledPart]) -> None:
         """Builds the slices' graphs for what comes in.
 
         Args:
             scope: The scope.
-            seam: What comes in.
-            find: Gives the compiled form of a body, for what comes in there.
+            boundary: What comes in.
+            find: Gives the compiled signature of a body, for what comes in there.
         """
         assert scope.with_slices is not None
-        self._find, self._seam, self._is_building = find, seam, True
-        self._links: dict[Any, tuple[Link, int | None]] = {}
+        self._find, self._seam, self._is_building = find, boundary, True
+        self._compiled_parts: dict[Any, tuple[CompiledPart, int | None]] = {}
         self._run = scope.with_slices(self._compiled)
         mode = fake_mode()
         with explained(), mode, torch.no_grad():
-            fakes = {name: [spec.empty() for spec in seam.forms[name].specs] for name in FIELDS}
-            before = {name: seam.forms[name].build(fakes[name]) for name in FIELDS}
-            end, self.used, _ = self._run(Carry(state_of(seam.static, None, before), seam.used), NO_PURPOSE)
+            fakes = {name: [spec.empty() for spec in boundary.signatures[name].specs] for name in FIELDS}
+            before = {name: boundary.signatures[name].build(fakes[name]) for name in FIELDS}
+            end, self.used, _ = self._run(Carry(state_of(boundary.static, None, before), boundary.used), NO_PURPOSE)
         self._is_building = False
         places = {id(tensor): Source(name, i) for name in reversed(FIELDS) for i, tensor in enumerate(fakes[name])}
-        lane = {_storage(fakes[name][i]) for name, i in seam.held if name}
+        buffers = {_storage(fakes[name][i]) for name, i in boundary.held if name}
         self.writes: dict[str, Any] = {}
         self._views: list[tuple[str, int]] = []
-        """Results that are views of a lane's tensors: the end of the step will write there."""
+        """Results that are views of donated buffers: the end of the step will write there."""
         for name in FIELDS:
             if getattr(end, name) is not before[name]:
-                form, tensors = Form.of(getattr(end, name))
+                signature, tensors = Signature.of(getattr(end, name))
                 where = tuple(places.get(id(tensor), Source("", 0)) for tensor in tensors)
-                if name in ("loss", "metrics"):  # they outlive the step, and may be a lane's tensors themselves
-                    where = tuple(Source("", 0) if source in seam.held else source for source in where)
-                views = [i for i, t in enumerate(tensors) if not where[i].field and _storage(t) in lane]
+                if name in (
+                    "loss",
+                    "metrics",
+                ):  # these outlive the step, and may be donated buffers
+                    where = tuple(Source("", 0) if source in boundary.held else source for source in where)
+                views = [i for i, t in enumerate(tensors) if not where[i].field and _storage(t) in buffers]
                 specs = [spec_of(t.clone()) if i in views else spec_of(t) for i, t in enumerate(tensors)]
-                self.writes[name] = form.with_specs(specs), where
+                self.writes[name] = signature.with_specs(specs), where
                 self._views += [(name, i) for i in views]
 
-    def after(self, seam: Seam) -> Seam:
-        """The seam after the scope."""
+    def after(self, boundary: Boundary) -> Boundary:
+        """The boundary after the scope."""
         writes: Writes = self.writes
-        return seam.after(writes, self.used)
+        return boundary.after(writes, self.used)
 
-    def run(self, values: Values, lane: Lane, *, is_first: bool) -> None:
+    def run(self, values: Values, buffers: DonatedBuffers, *, is_first: bool) -> None:
         """Runs the scope, and puts its results into `values`."""
-        del lane, is_first
-        before = {name: self._seam.forms[name].build(values[name]) for name in FIELDS}
+        del buffers, is_first
+        before = {name: self._seam.signatures[name].build(values[name]) for name in FIELDS}
         with torch.no_grad():
             end = self._run(Carry(state_of(self._seam.static, None, before), self._seam.used), NO_PURPOSE).state
-        values.update({name: Form.of(getattr(end, name))[1] for name in self.writes})
+        values.update({name: Signature.of(getattr(end, name))[1] for name in self.writes})
         for name, i in self._views:
             values[name][i] = values[name][i].clone()
 
@@ -90,29 +93,33 @@ class SlicedLink:
         def run(carry: Carry, purpose: Purpose) -> Carry:
             state = carry.state
             if is_transforming() or (is_fake(state.key) and not self._is_building):
-                return body(carry, purpose)  # the gradient taken again in a part that is being traced
-            # Where a slice begins differs from slice to slice, and must not differ in the graph.
+                return body(carry, purpose)  # state.gradient, in a part that is being traced
+            # The first example differs from slice to slice, and must not be a constant of the graph.
             if not isinstance(state.first_example, Tensor):
                 first = torch.full((), state.first_example or 0, dtype=torch.int64, device=state.key.device)
                 state = state.replace(first_example=first)
-            found = {name: Form.of(getattr(state, name)) for name in FIELDS}
-            seam = Seam(self._seam.static, {name: form for name, (form, _) in found.items()}, carry.used)
-            place = tuple(seam.forms.values()), seam.used
-            if place not in self._links:
-                self._links[place] = self._built(with_terms, seam)
-            link, num_terms = self._links[place]
+            found = {name: Signature.of(getattr(state, name)) for name in FIELDS}
+            boundary = Boundary(
+                self._seam.static, {name: signature for name, (signature, _) in found.items()}, carry.used
+            )
+            place = tuple(boundary.signatures.values()), boundary.used
+            if place not in self._compiled_parts:
+                self._compiled_parts[place] = self._built(with_terms, boundary)
+            part, num_terms = self._compiled_parts[place]
             if self._is_building:
                 return body(carry._replace(state=state), purpose)
             values = {name: tensors for name, (_, tensors) in found.items()}
-            link.run(values, _NO_LANE, is_first=False)
-            after = state.replace(**{name: form.build(values[name]) for name, (form, _) in link.writes.items()})
+            part.run(values, _NO_BUFFERS, is_first=False)
+            after = state.replace(
+                **{name: signature.build(values[name]) for name, (signature, _) in part.writes.items()}
+            )
             terms = after.metrics.get(_TERMS, num_terms)
             metrics = {name: value for name, value in after.metrics.items() if name != _TERMS}
-            return Carry(after.replace(metrics=metrics), link.used, terms)
+            return Carry(after.replace(metrics=metrics), part.used, terms)
 
         return run
 
-    def _built(self, body: Operation, seam: Seam) -> tuple[Link, int | None]:
+    def _built(self, body: Operation, boundary: Boundary) -> tuple[CompiledPart, int | None]:
         counts: list[int | None] = []
 
         def counted(carry: Carry, purpose: Purpose) -> Carry:
@@ -121,12 +128,12 @@ class SlicedLink:
             return end
 
         with unset_fake_temporarily():
-            link = self._find(counted, seam)
-        return link, counts[-1]
+            part = self._find(counted, boundary)
+        return part, counts[-1]
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_NO_LANE = Lane({}, {name: [] for name in LASTING}, is_donated=False)
+_NO_BUFFERS = DonatedBuffers({}, {name: [] for name in LASTING}, is_donated=False)

@@ -14,13 +14,13 @@ from purecompose.core.compose import Prepared, Step
 from purecompose.core.context import Context
 from purecompose.core.state import NO_TEMPORARY, State
 from purecompose.transforms.compilation.backends import BACKENDS, MODES
-from purecompose.transforms.compilation.flight import Boarding, fly
-from purecompose.transforms.compilation.library import Library, Options, environment
-from purecompose.transforms.compilation.links import EAGER, Entry, Route
-from purecompose.transforms.compilation.seam import Seam
+from purecompose.transforms.compilation.boundary import Boundary
+from purecompose.transforms.compilation.execution import Launch, execute
+from purecompose.transforms.compilation.graph_cache import GraphCache, Options, environment
+from purecompose.transforms.compilation.plan_parts import EAGER, Entry, ExecutionPlan
 from purecompose.transforms.compilation.variants import Variants
-from purecompose.transforms.form import Form, spec_of
-from purecompose.transforms.lease import LASTING, Lane, Lease
+from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
+from purecompose.transforms.signature import Signature, spec_of
 
 
 __all__ = ["CompiledStep", "compile"]
@@ -38,11 +38,12 @@ def compile(  # noqa: A001
     max_variants: int = 32,
     quiet: bool = False,
 ) -> "CompiledStep":
-    """A step that does the same in compiled code.
+    """Return a step that computes the same in compiled code.
 
-    Each schedule (which algorithms act) and each form of batch is traced once into a flat graph of tensor operations,
-    forward, backward and update together, and compiled; from then on a step is one look-up and one call. No guards
-    run: the key of the look-up holds everything that the graph takes for granted.
+    Each schedule (which algorithms act) and each form of batch (its structure, shapes, dtypes and devices) is traced
+    once into a flat graph of tensor operations, forward, backward and update together, and compiled; from then on a
+    step is one look-up and one call. No guards run: the key of the look-up holds everything that the graph takes for
+    granted.
 
     With `donate`, the new parameters are written into the old ones' memory, and the state that a step was given is
     *spent*, if it came from this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
@@ -110,7 +111,7 @@ class CompiledStep(Step):
         """Take the step's data; nothing is compiled yet."""
         super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
         self.step, self.options = step, options
-        self._library = Library(step, options)
+        self._cache_of_graphs = GraphCache(step, options)
         self._met: set[Any] = set()
         self._eager: dict[Any, Context] = {}
 
@@ -125,7 +126,7 @@ class CompiledStep(Step):
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
-        lease: Lease | None = state.__dict__.get("_lease")
+        lease: BufferLease | None = state.__dict__.get("_lease")
         if lease is not None:
             lease.check()
         prepared = self.step.prepare(state, batch)
@@ -134,36 +135,36 @@ class CompiledStep(Step):
             place = (prepared.bits, shape, environment())
             if place in self._eager and self._eager[place] is state.static.context:
                 return self.step(state, batch)
-            boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, lease)
+            launch = None if self._must_be_eager(state, batch, shape) else self._launch(state, lease)
         except TypeError as error:
-            self._library.fall_back(error)
+            self._cache_of_graphs.fall_back(error)
             return self.step(state, batch)
-        if boarding is None:
+        if launch is None:
             return self.step(state, batch)
-        route = boarding.entry.routes.get(place)
-        if route is None and self._is_watched_first(prepared):
+        plan = launch.entry.plans.get(place)
+        if plan is None and self._is_watched_first(prepared):
             return self.step(state, batch)
         with arithmetic(state.static.context.precision, state.key.device):
-            route = route or self._find(boarding.entry, place, prepared)
-            if route is not EAGER:
+            plan = plan or self._find(launch.entry, place, prepared)
+            if plan is not EAGER:
                 with self.guarded(state, batch, is_first=False):
-                    return fly(self._library, boarding, prepared, tensors, route)
-        self._eager[place] = state.static.context  # the next step need not make a lane to find this out
+                    return execute(self._cache_of_graphs, launch, prepared, tensors, plan)
+        self._eager[place] = state.static.context  # the next step need not set up buffers to find this out
         return self.step(state, batch)
 
     def variants(self) -> Variants:
         """What has been compiled so far; prints as a table."""
-        return Variants(self._library.variants)
+        return Variants(self._cache_of_graphs.variants)
 
     def warmup(self, state: State, *examples: Any) -> Variants:
         """Compiles ahead what a run from this state will need.
 
         Args:
             state: Where the run starts; it is not changed, nor is it spent.
-            examples: Batches, one of each form that will come.
+            examples: Batches, one of each signature that will come.
 
         Returns:
-            As `variants`. What comes after a host algorithm is not built ahead: its result decides the form.
+            As `variants`. What comes after a host algorithm is not built ahead: its result decides the signature.
 
         Raises:
             TypeError: No state comes first.
@@ -178,16 +179,16 @@ class CompiledStep(Step):
         for batch in examples:
             for prepared in _moments(self.step, state, batch):
                 shape, _ = _shape_of(batch)
-                boarding = None if self._must_be_eager(state, batch, shape) else self._board(state, None)
-                if boarding is not None:
+                launch = None if self._must_be_eager(state, batch, shape) else self._launch(state, None)
+                if launch is not None:
                     place = (prepared.bits, shape, environment())
                     with arithmetic(state.static.context.precision, state.key.device):
-                        if place not in boarding.entry.routes:
-                            self._find(boarding.entry, place, prepared)
+                        if place not in launch.entry.plans:
+                            self._find(launch.entry, place, prepared)
         return self.variants()
 
     def replace(self, **changes: Any) -> "CompiledStep":
-        """The step with another program, other algorithms, passes or microbatches, compiled anew."""
+        """Return the step with other data, to be compiled again."""
         return CompiledStep(self.step.replace(**changes), self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -195,13 +196,13 @@ class CompiledStep(Step):
         return CompiledStep, (self.step, self.options)
 
     def __repr__(self) -> str:
-        return f"compile({self.step!r}, {len(self._library.variants)} variants)"
+        return f"compile({self.step!r}, {len(self._cache_of_graphs.variants)} variants)"
 
     def _must_be_eager(self, state: State, batch: Any, shape: "_Shape") -> bool:
         if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
             return True
         fields = state.__dict__
-        # Who sets a temporary field from outside has a step of their own in mind. A loop costs less than any(...).
+        # Only the composed step reads temporary fields that are set from outside. A loop costs less than any(...).
         for name in NO_TEMPORARY:
             if fields.get(name) is not None:
                 return True
@@ -209,70 +210,74 @@ class CompiledStep(Step):
         return bool(floor) and state.context.layout.num_examples(batch) < floor
 
     def _is_watched_first(self, prepared: Prepared) -> bool:
-        """Whether this is a schedule's first step, and host algorithms are in it, whom no fake tensors serve.
+        """Return whether this is the first step of a schedule with host algorithms, which cannot run on fake tensors.
 
         It runs as composed, which watches it: they would act twice if it were run for that alone.
         """
         variant = prepared.bits, prepared.num_examples
-        if variant in self._met or not self._library.has_host(prepared.bits):
+        if variant in self._met or not self._cache_of_graphs.has_host(prepared.bits):
             return False
         self._met.add(variant)
         return True
 
-    def _find(self, entry: Entry, place: Any, prepared: Prepared) -> Route:
-        """The route for a schedule and a batch that come the first time."""
+    def _find(self, entry: Entry, place: Any, prepared: Prepared) -> ExecutionPlan:
+        """Build the plan for a schedule and a batch that occur for the first time."""
         bits, start = prepared.bits, prepared.start()
-        forms = {**entry.forms, "batch": Form.of(start.batch)[0], "clock": Form.of(start.clock)[0]}
-        seam = Seam.start(start.static, forms, is_donated=self.options.donate)
-        watched = None if self._library.has_host(bits) else start
-        route = entry.routes[place] = self._library.route_or_eager(seam, bits, start=watched)
-        return route
+        signatures = {**entry.signatures, "batch": Signature.of(start.batch)[0], "clock": Signature.of(start.clock)[0]}
+        boundary = Boundary.start(start.static, signatures, is_donated=self.options.donate)
+        watched = None if self._cache_of_graphs.has_host(bits) else start
+        plan = entry.plans[place] = self._cache_of_graphs.plan_or_eager(boundary, bits, start=watched)
+        return plan
 
-    def _board(self, state: State, lease: Lease | None) -> Boarding | None:
-        """The lane that the step will run on; `None` where somebody differentiates in the state."""
+    def _launch(self, state: State, lease: BufferLease | None) -> Launch | None:
+        """Return what the step will execute with; `None` where a tensor of the state requires a gradient."""
         fields, is_donated = state.__dict__, self.options.donate
         if lease is not None and lease.entry is None:
-            lease = None  # a host algorithm's: the step that it is called in will write there
+            lease = None  # it belongs to a host algorithm: the step around it will write into the buffers
         if (
             lease is not None
-            and lease.lane.is_donated is is_donated
+            and lease.buffers.is_donated is is_donated
             and not lease.is_read
             and fields.keys().isdisjoint(LASTING)
         ):
             key, loss, context, home = lease.frees
             if fields["key"] is key and fields["loss"] is loss and state.static.context is context:
-                if home is self._library:
-                    return Boarding(lease.lane, lease.entry, state)
-            return self._with_entry(lease.lane, state)
-        keeps = lease is not None and lease.lane.is_donated is is_donated
-        found: dict[str, tuple[Form, list[Tensor]]] = {}
+                if home is self._cache_of_graphs:
+                    return Launch(lease.buffers, lease.entry, state)
+            return self._with_entry(lease.buffers, state)
+        keeps = lease is not None and lease.buffers.is_donated is is_donated
+        found: dict[str, tuple[Signature, list[Tensor]]] = {}
         for name in LASTING:
             if lease is None or not (keeps and lease.has_kept(name, fields)):
-                found[name] = Form.of(getattr(state, name))
+                found[name] = Signature.of(getattr(state, name))
         if torch.is_grad_enabled() and any(t.requires_grad for _, tensors in found.values() for t in tensors):
             return None
-        old = lease.lane if keeps and lease is not None else None
-        if old is not None and is_donated and all(form.is_alike(old.forms[name]) for name, (form, _) in found.items()):
+        old = lease.buffers if keeps and lease is not None else None
+        if (
+            old is not None
+            and is_donated
+            and all(signature.is_alike(old.signatures[name]) for name, (signature, _) in found.items())
+        ):
             copies = [pair for name, (_, new) in found.items() for pair in zip(old.values[name], new, strict=True)]
             return self._with_entry(old, state, copies=copies)
-        lane = _new_lane(found, old, is_donated=is_donated)
-        return self._with_entry(lane, state, spends=old if is_donated else None)
+        buffers = _new_buffers(found, old, is_donated=is_donated)
+        return self._with_entry(buffers, state, spends=old if is_donated else None)
 
-    def _with_entry(self, lane: Lane, state: State, **rest: Any) -> Boarding:
-        forms = {**lane.forms, "key": Form.of(state.key)[0], "loss": Form.of(state.loss)[0]}
-        return Boarding(lane, self._library.entry(state.context, forms), state, **rest)
+    def _with_entry(self, buffers: DonatedBuffers, state: State, **rest: Any) -> Launch:
+        signatures = {**buffers.signatures, "key": Signature.of(state.key)[0], "loss": Signature.of(state.loss)[0]}
+        return Launch(buffers, self._cache_of_graphs.entry(state.context, signatures), state, **rest)
 
 
 class _Shape(NamedTuple):
-    """What a batch is but for its numbers, as cheaply as it can be told."""
+    """The signature of a batch, computed as cheaply as possible."""
 
-    form: Hashable
+    signature: Hashable
     is_differentiated: bool
-    """Whether somebody wants a gradient in it."""
+    """Whether a tensor in it requires a gradient."""
 
 
 def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
-    """The batch's shape, and its tensors."""
+    """Return the batch's shape, and its tensors."""
     if type(batch) is tuple:
         specs, requires_grad = [], False
         for tensor in batch:
@@ -282,30 +287,32 @@ def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
             requires_grad = requires_grad or tensor.requires_grad
         else:
             return _Shape(tuple(specs), requires_grad and torch.is_grad_enabled()), list(batch)
-    form, tensors = Form.of(batch)
-    return _Shape(form, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), tensors
+    signature, tensors = Signature.of(batch)
+    return _Shape(signature, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), tensors
 
 
-def _new_lane(found: dict[str, tuple[Form, list[Tensor]]], old: Lane | None, *, is_donated: bool) -> Lane:
-    """A lane of its own memory (with donation), which takes over what is not found from an earlier one."""
-    forms, values = {}, {}
+def _new_buffers(
+    found: dict[str, tuple[Signature, list[Tensor]]], old: DonatedBuffers | None, *, is_donated: bool
+) -> DonatedBuffers:
+    """Return new buffers, which take over from earlier ones the fields that are not given."""
+    signatures, values = {}, {}
     for name in LASTING:
         if name not in found:
             assert old is not None
-            forms[name], values[name] = old.forms[name], old.values[name]
+            signatures[name], values[name] = old.signatures[name], old.values[name]
             continue
-        form, tensors = found[name]
+        signature, tensors = found[name]
         tensors = [tensor.detach() for tensor in tensors]
         if is_donated:
-            # One by one: a slot may alias a parameter, and two writes into one memory would be one too many.
+            # One by one: a slot may alias a parameter, and each needs memory of its own.
             tensors = [tensor.clone() for tensor in tensors]
-            form = form.with_specs(map(spec_of, tensors))
-        forms[name], values[name] = form, tensors
-    return Lane(forms, values, is_donated=is_donated)
+            signature = signature.with_specs(map(spec_of, tensors))
+        signatures[name], values[name] = signature, tensors
+    return DonatedBuffers(signatures, values, is_donated=is_donated)
 
 
 def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
-    """The step's beginning once for each schedule that the rest of the run will have, with batches of this form."""
+    """Yield what the host decides for each schedule that the rest of the run will have, with batches like this one."""
     run, seen = state.timestamp.run, set()
     if run.duration is None and run.batches_per_epoch is None:
         raise ValueError(

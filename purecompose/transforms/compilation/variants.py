@@ -11,7 +11,7 @@ __all__ = ["Variant", "VariantLimitError", "Variants", "too_many"]
 
 
 class VariantLimitError(RuntimeError):
-    """A step wants more compiled variants than its limit."""
+    """A step needs more compiled variants than its limit."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from tests.helpers import changing
 
 
 # The package's attribute of this name is the function.
-LIBRARY = sys.modules["purecompose.transforms.compilation.library"]
+LIBRARY = sys.modules["purecompose.transforms.compilation.graph_cache"]
 
 
 def compiled(step: Step, **options: Any) -> CompiledStep:

@@ -273,8 +273,8 @@ INTERRUPTED = """
     fast = pc.compile(step, quiet=True)
     batch = torch.randn(8, 4), torch.randint(3, (8,))
 
-    library = sys.modules["purecompose.transforms.compilation.library"]
-    original = library.compile_graph
+    graphs = sys.modules["purecompose.transforms.compilation.graph_cache"]
+    original = graphs.compile_graph
 
     is_over = threading.Event()
 
@@ -290,14 +290,14 @@ INTERRUPTED = """
         threading.Thread(target=press, daemon=True).start()
         return original(*args)
 
-    library.compile_graph = compile_graph
+    graphs.compile_graph = compile_graph
     try:
         fast(state, batch)
     except KeyboardInterrupt:
         is_over.set()
         print("interrupted", len(fast.variants()))
     is_over.set()
-    library.compile_graph = original
+    graphs.compile_graph = original
     first = fast(fast(state, batch), batch)
     second = step(step(state, batch), batch)
     worst = max(float((first.params[k] - second.params[k]).abs().max()) for k in first.params)

@@ -9,7 +9,7 @@ import torch
 
 import purecompose as pc
 from purecompose import Event, SpentStateError, State, compose, hparam, loop_events, optim, tree
-from purecompose.transforms.lease import LASTING
+from purecompose.transforms.donation import LASTING
 from tests.helpers import changing, counter, make_batch, make_batches, make_cnn, make_state
 from tests.transforms.compilation.compile_helpers import (
     assert_agree,
@@ -264,7 +264,7 @@ def test_an_override_of_another_form_takes_the_rest_along() -> None:
         _ = old.buffers
 
 
-# Several lanes, several steps
+# Several donated buffers, several steps
 
 
 def test_two_runs_in_turn_do_not_touch_each_other() -> None:
@@ -272,8 +272,8 @@ def test_two_runs_in_turn_do_not_touch_each_other() -> None:
     eager = [step.init(make_state(key=key)) for key in (0, 1)]
     leased = list(eager)
     for number, batch in enumerate(make_batches(8)):
-        lane = number % 2 if number < 6 else 0
-        eager[lane], leased[lane] = step(eager[lane], batch), fast(leased[lane], batch)
+        buffers = number % 2 if number < 6 else 0
+        eager[buffers], leased[buffers] = step(eager[buffers], batch), fast(leased[buffers], batch)
     for first, second in zip(eager, leased, strict=True):
         assert_agree(first, second)
 

@@ -226,7 +226,7 @@ def test_a_step_that_cannot_be_compiled_copies_no_state(monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match="read at"):
         state = fast(make_state(), batches[0])
     monkeypatch.setattr(
-        "purecompose.transforms.compilation.step._new_lane", lambda *a, **k: pytest.fail("a lane was made")
+        "purecompose.transforms.compilation.step._new_buffers", lambda *a, **k: pytest.fail("donated buffers was made")
     )
     for batch in batches[1:]:
         state = fast(state, batch)

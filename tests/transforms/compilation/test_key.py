@@ -1,4 +1,4 @@
-"""The key: what a graph takes for granted is compared before every step, so that no leaf of another form slips in."""
+"""The key of a graph: all that it relies on is compared before every step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

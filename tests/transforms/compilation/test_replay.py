@@ -170,9 +170,9 @@ def test_a_recording_that_fails_is_taken_again(device: Device) -> None:
 @pytest.fixture
 def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Parts of steps are recorded on the CPU, too, as those on a GPU are with mode="reduce-overhead"."""
-    compile_graph, link = LIBRARY.compile_graph, LIBRARY.Link
+    compile_graph, part = LIBRARY.compile_graph, LIBRARY.CompiledPart
     monkeypatch.setattr(LIBRARY, "compile_graph", lambda *args: device.launch(compile_graph(*args)))
-    monkeypatch.setattr(LIBRARY, "Link", lambda *args, replays: link(*args, replays=True))
+    monkeypatch.setattr(LIBRARY, "CompiledPart", lambda *args, replays: part(*args, replays=True))
     return device
 
 
@@ -206,8 +206,8 @@ def test_each_lane_has_a_recording_of_its_own(replayed: Device) -> None:
     eager = [make_state(key=key) for key in (0, 1)]
     leased = list(eager)
     for number, batch in enumerate(make_batches(8)):
-        lane = number % 2
-        eager[lane], leased[lane] = step(eager[lane], batch), fast(leased[lane], batch)
+        buffers = number % 2
+        eager[buffers], leased[buffers] = step(eager[buffers], batch), fast(leased[buffers], batch)
     for first, second in zip(eager, leased, strict=True):
         assert_agree(first, second)
     assert replayed.log.count("run") == replayed.log.count("written down") == 2

@@ -101,17 +101,17 @@ def test_parts_are_a_whole_cut_in_order() -> None:
     segments = Segments(step)
     for bits in range(4):
         lowered = step.lowered(bits)
-        parts = segments.parts(lowered, bits)
-        assert [one for part in parts for one in part.lowered] == list(lowered)
-        assert [part.segment for part in parts] == sorted(part.segment for part in parts)
-        assert [part.number for part in parts] == list(range(len(parts)))
-        hosts = [part for part in parts if part.kind == "host"]
+        stretches = segments.stretches(lowered, bits)
+        assert [one for stretch in stretches for one in stretch.lowered] == list(lowered)
+        assert [stretch.segment for stretch in stretches] == sorted(stretch.segment for stretch in stretches)
+        assert [stretch.number for stretch in stretches] == list(range(len(stretches)))
+        hosts = [stretch for stretch in stretches if stretch.kind == "host"]
         assert len(hosts) == 1 and len(hosts[0].lowered) == 1
 
 
 def test_a_program_of_nothing_has_one_segment() -> None:
     assert Segments(compose(())).num == 1
-    assert Segments(compose(())).parts((), 0) == []
+    assert Segments(compose(())).stretches((), 0) == []
 
 
 def test_each_update_may_be_a_segment_of_its_own() -> None:

@@ -12,7 +12,7 @@ from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
 from purecompose.transforms.compilation.capture import fake_mode
 from purecompose.transforms.compilation.sizes import Size, opened, size_of
-from purecompose.transforms.form import Form
+from purecompose.transforms.signature import Signature
 from tests.helpers import changing, counter, make_batch, make_cnn, make_mlp, make_state, noise
 from tests.shipped_examples import examples_on_tasks
 from tests.transforms.compilation.compile_helpers import assert_runs_agree, average, made, scaling, sharpness, swap
@@ -21,8 +21,8 @@ from tests.transforms.compilation.compile_helpers import assert_runs_agree, aver
 DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
 
 
-def form(value: Any) -> Form:
-    return Form.of(value)[0]
+def signature(value: Any) -> Signature:
+    return Signature.of(value)[0]
 
 
 def of_sizes(sizes: Sequence[int], **options: Any) -> list[Any]:
@@ -30,15 +30,15 @@ def of_sizes(sizes: Sequence[int], **options: Any) -> list[Any]:
 
 
 def test_the_size_is_the_first_leading_dimension() -> None:
-    assert size_of({"batch": form((torch.ones(()), torch.ones(5, 2), torch.ones(3)))}) == 5
-    assert size_of({"batch": form(None)}) == 0
-    assert size_of({"batch": form((torch.ones(()),))}) == 0
+    assert size_of({"batch": signature((torch.ones(()), torch.ones(5, 2), torch.ones(3)))}) == 5
+    assert size_of({"batch": signature(None)}) == 0
+    assert size_of({"batch": signature((torch.ones(()),))}) == 0
 
 
 def test_opened_forms_are_equal_but_for_the_size() -> None:
-    def make(size: int, *, by_columns: bool = False) -> Form:
+    def make(size: int, *, by_columns: bool = False) -> Signature:
         x = torch.ones(4, size).t() if by_columns else torch.ones(size, 4)
-        return form({"x": x, "y": torch.ones(size), "w": torch.ones(3)})
+        return signature({"x": x, "y": torch.ones(size), "w": torch.ones(3)})
 
     assert opened(make(5), 5) == opened(make(6), 6)
     assert opened(make(5), 5) != opened(make(3), 3), "w has as many elements by chance"
@@ -50,7 +50,7 @@ def test_a_size_allows_what_the_trace_assumed() -> None:
     mode = fake_mode()
     size = Size(mode, 8)
     with mode:
-        x = size.empty(form(torch.ones(8, 2)).specs[0])
+        x = size.empty(signature(torch.ones(8, 2)).specs[0])
         assert size.allows(100)
         if x.shape[0] > 6:
             x = x * 2
@@ -63,10 +63,10 @@ def test_forms_settle_on_a_number() -> None:
     mode = fake_mode()
     size = Size(mode, 8)
     with mode:
-        x = size.empty(form(torch.ones(8, 2)).specs[0])
-        left = form({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
+        x = size.empty(signature(torch.ones(8, 2)).specs[0])
+        left = signature({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
     x = torch.ones(5, 2)
-    assert size.settle(left, 5) == form({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
+    assert size.settle(left, 5) == signature({"rows": torch.cat([x, x]), "columns": x.t().contiguous(), "sum": x.sum()})
 
 
 # Steps

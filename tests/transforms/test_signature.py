@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from purecompose import tree
 from purecompose.testing import strategies
 from purecompose.testing.tasks import TASKS
-from purecompose.transforms.form import ABSENT, Form, spec_of
+from purecompose.transforms.signature import ABSENT, Signature, spec_of
 
 
 @dataclasses.dataclass
@@ -21,8 +21,8 @@ class Pair:
     name: str = "pair"
 
 
-def form(value: Any) -> Form:
-    return Form.of(value)[0]
+def signature(value: Any) -> Signature:
+    return Signature.of(value)[0]
 
 
 ONE = torch.arange(6.0).reshape(2, 3)
@@ -53,32 +53,32 @@ DIFFERENT = {
 
 
 def test_forms_differ_where_values_do() -> None:
-    forms = {name: form(value) for name, value in DIFFERENT.items()}
-    for first, one in forms.items():
-        for second, other in forms.items():
+    signatures = {name: signature(value) for name, value in DIFFERENT.items()}
+    for first, one in signatures.items():
+        for second, other in signatures.items():
             assert (one == other) is (first == second), (first, second)
-    assert len(set(forms.values())) == len(forms)
+    assert len(set(signatures.values())) == len(signatures)
 
 
 @pytest.mark.parametrize("value", DIFFERENT.values(), ids=DIFFERENT)
 def test_numbers_play_no_part_and_come_back(value: Any) -> None:
-    one, tensors = Form.of(value)
-    other, _ = Form.of(tree.map(lambda leaf: leaf + 1 if isinstance(leaf, torch.Tensor) else leaf, value))
+    one, tensors = Signature.of(value)
+    other, _ = Signature.of(tree.map(lambda leaf: leaf + 1 if isinstance(leaf, torch.Tensor) else leaf, value))
     assert one == other and hash(one) == hash(other)
     assert [spec_of(tensor) for tensor in tensors] == list(one.specs)
     fresh = [torch.empty_like(tensor) for tensor in tensors]
-    again, found = Form.of(one.build(fresh))
+    again, found = Signature.of(one.build(fresh))
     assert again == one and all(new is old for new, old in zip(found, fresh, strict=True))
 
 
 def test_a_form_is_alike_another_of_other_strides_alone() -> None:
-    assert form(ONE).is_alike(form(DIFFERENT["strides"]))
+    assert signature(ONE).is_alike(signature(DIFFERENT["strides"]))
     for name in ("shape", "dtype", "meta", "tuple", "dict"):
-        assert not form(ONE).is_alike(form(DIFFERENT[name])), name
+        assert not signature(ONE).is_alike(signature(DIFFERENT[name])), name
 
 
 def test_absent_is_the_form_of_nothing() -> None:
-    assert form(None) == ABSENT and ABSENT.specs == () and ABSENT.build([]) is None
+    assert signature(None) == ABSENT and ABSENT.specs == () and ABSENT.build([]) is None
 
 
 def test_a_spec_makes_tensors_of_its_form() -> None:
@@ -89,16 +89,16 @@ def test_a_spec_makes_tensors_of_its_form() -> None:
 @pytest.mark.parametrize("value", [ONE.to_sparse(), [ONE, ONE.to_sparse()], {"x": Pair(ONE.to_sparse())}], ids=type)
 def test_sparse_tensors_are_told(value: Any) -> None:
     with pytest.raises(TypeError, match="to_dense"):
-        Form.of(value)
+        Signature.of(value)
 
 
 def test_lazy_signs_and_conjugations_are_worked_out() -> None:
     z = torch.complex(ONE, ONE)
     for lazy in (z.conj(), z.conj().imag):
-        found, (tensor,) = Form.of({"z": lazy, "constant": 1})
+        found, (tensor,) = Signature.of({"z": lazy, "constant": 1})
         assert not tensor.is_neg() and not tensor.is_conj() and torch.equal(tensor, lazy)
         assert found.specs == (spec_of(tensor),)
-        assert torch.equal(Form.of((lazy,))[1][0], lazy)
+        assert torch.equal(Signature.of((lazy,))[1][0], lazy)
 
 
 @given(data=st.data())
@@ -106,11 +106,11 @@ def test_batches_have_the_form_of_their_kind(data: st.DataObject) -> None:
     task = TASKS[data.draw(st.sampled_from(sorted(TASKS)))]
     size = data.draw(st.integers(1, 4))
     one, other = (task.make_batch(seed, size) for seed in (0, 1))
-    assert form(one) == form(other)
-    assert form(one) != form(task.make_batch(0, size + 1))
+    assert signature(one) == signature(other)
+    assert signature(one) != signature(task.make_batch(0, size + 1))
 
 
 @given(batch=strategies.batches())
 def test_any_batch_is_rebuilt(batch: Any) -> None:
-    one, tensors = Form.of(batch)
+    one, tensors = Signature.of(batch)
     assert tree.equal(one.build(tensors), batch)

@@ -1,4 +1,4 @@
-"""The form of a value: all of it but the numbers in its tensors.
+"""The signature of a value: everything about it except the numbers in its tensors.
 
 Compiled code runs without guards, so what it was built for must be known in full: the containers, the constants
 among the leaves, and each tensor's shape, strides, dtype and device.
@@ -14,11 +14,11 @@ from purecompose import batch as batches, tree
 from purecompose._support.fingerprint import fingerprint
 
 
-__all__ = ["ABSENT", "Form", "Spec", "spec_of"]
+__all__ = ["ABSENT", "Signature", "Spec", "spec_of"]
 
 
 class Spec(NamedTuple):
-    """What compiled code takes for granted in a tensor."""
+    """What compiled code relies on in a tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -26,12 +26,12 @@ class Spec(NamedTuple):
     device: torch.device
 
     def empty(self) -> Tensor:
-        """A tensor of this form, its numbers left open."""
+        """Return a tensor of this kind with arbitrary numbers."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """The tensor's form.
+    """Return the spec of a tensor.
 
     Raises:
         TypeError: It is sparse or of a subclass: compiled code reads plain, strided memory.
@@ -42,27 +42,27 @@ def spec_of(tensor: Tensor) -> Spec:
 
 
 def as_it_lies(tensor: Tensor) -> Tensor:
-    """The tensor with its numbers as they lie in memory: without a lazy sign or conjugation."""
+    """Return the tensor without a lazy sign or conjugation, as its numbers are in memory."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_neg() or tensor.is_conj() else tensor
 
 
-class Form:
-    """A value without its numbers; forms compare and hash.
+class Signature:
+    """A value without its numbers; signatures compare and hash.
 
     Attributes:
-        specs: The tensors' forms, in order.
+        specs: The specs of the tensors, in order.
     """
 
     __slots__ = ("specs", "_structure", "_build", "_hash")
 
     def __init__(self, specs: tuple[Spec, ...], structure: Hashable, build: Callable[[list[Tensor]], Any]) -> None:
-        """`Form.of` is the usual way."""
+        """Use `Signature.of` instead."""
         self.specs, self._structure, self._build = specs, structure, build
         self._hash: int | None = None  # made when asked for: sizes that are still open have none
 
     @classmethod
-    def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
-        """The form of a value, and its tensors."""
+    def of(cls, value: Any) -> tuple["Signature", list[Tensor]]:
+        """Return the signature of a value, and its tensors."""
         leaves, treespec = tree.flatten(value)
         if all(isinstance(leaf, Tensor) for leaf in leaves):
             leaves = list(map(as_it_lies, leaves))
@@ -80,15 +80,15 @@ class Form:
         return cls(tuple(map(spec_of, found)), fingerprint(template), build), found
 
     def build(self, tensors: list[Tensor]) -> Any:
-        """The value of this form with these tensors."""
+        """Return the value of this signature with these tensors."""
         return self._build(tensors)
 
-    def with_specs(self, specs: Iterable[Spec]) -> "Form":
-        """The same containers around other tensors."""
-        return Form(tuple(specs), self._structure, self._build)
+    def with_specs(self, specs: Iterable[Spec]) -> "Signature":
+        """Return the signature of the same containers around other tensors."""
+        return Signature(tuple(specs), self._structure, self._build)
 
-    def is_alike(self, other: "Form") -> bool:
-        """Whether the forms are equal but for strides."""
+    def is_alike(self, other: "Signature") -> bool:
+        """Return whether the signatures are equal except for strides."""
         return self._structure == other._structure and [spec._replace(stride=()) for spec in self.specs] == [
             spec._replace(stride=()) for spec in other.specs
         ]
@@ -97,7 +97,7 @@ class Form:
         if self is other:
             return True
         return (
-            isinstance(other, Form)
+            isinstance(other, Signature)
             and hash(self) == hash(other)
             and self.specs == other.specs
             and self._structure == other._structure
@@ -110,9 +110,9 @@ class Form:
 
 
 class _Hole:
-    """Stands where a tensor was."""
+    """Takes the place of a tensor."""
 
 
 _HOLE = _Hole()
-ABSENT, _ = Form.of(None)
-"""The form of a field that is `None`."""
+ABSENT, _ = Signature.of(None)
+"""The signature of a field that is `None`."""

@@ -1,50 +1,50 @@
-"""Leases by themselves: who may read a lane, and what tells that nobody wrote into what was read."""
+"""Leases by themselves: who may read donated buffers, and what tells that nobody wrote into what was read."""
 
 import pytest
 import torch
 
 from purecompose import SpentStateError
-from purecompose.transforms.form import ABSENT, Form
-from purecompose.transforms.lease import LASTING, Lane, Lease
+from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
+from purecompose.transforms.signature import ABSENT, Signature
 
 
-def make_lane(*, is_donated: bool = True) -> Lane:
+def make_lane(*, is_donated: bool = True) -> DonatedBuffers:
     params = {"a": torch.ones(2), "b": torch.zeros(3)}
-    found = {name: (ABSENT, []) for name in LASTING} | {"params": Form.of(params)}
-    forms = {name: form for name, (form, _) in found.items()}
-    return Lane(forms, {name: tensors for name, (_, tensors) in found.items()}, is_donated=is_donated)
+    found = {name: (ABSENT, []) for name in LASTING} | {"params": Signature.of(params)}
+    signatures = {name: signature for name, (signature, _) in found.items()}
+    return DonatedBuffers(signatures, {name: tensors for name, (_, tensors) in found.items()}, is_donated=is_donated)
 
 
 def test_a_donated_lane_is_read_by_copies_always_the_same() -> None:
-    lane = make_lane()
-    lease = Lease(lane, None, ())
+    buffers = make_lane()
+    lease = BufferLease(buffers, None, ())
     params = lease.read("params")
     assert lease.read("params") is params
-    assert list(params) == ["a", "b"] and params["a"] is not lane.values["params"][0]
-    lane.values["params"][0].fill_(7)
+    assert list(params) == ["a", "b"] and params["a"] is not buffers.values["params"][0]
+    buffers.values["params"][0].fill_(7)
     assert params["a"].tolist() == [1, 1]
 
 
 def test_a_lane_that_nobody_writes_to_is_read_as_it_is() -> None:
-    lane = make_lane(is_donated=False)
-    assert Lease(lane, None, ()).read("params")["a"] is lane.values["params"][0]
+    buffers = make_lane(is_donated=False)
+    assert BufferLease(buffers, None, ()).read("params")["a"] is buffers.values["params"][0]
 
 
 def test_spending_ends_all_leases_and_tells_the_reason() -> None:
-    lane = make_lane()
-    early, late = Lease(lane, None, ()), Lease(lane, None, ())
+    buffers = make_lane()
+    early, late = BufferLease(buffers, None, ()), BufferLease(buffers, None, ())
     params = early.read("params")
-    lane.spend("was eaten by mice")
+    buffers.spend("was eaten by mice")
     assert not early.is_live and not late.is_live
     assert early.read("params") is params, "what was read stays"
     for read in (late.check, lambda: late.read("params"), lambda: early.read("slots")):
         with pytest.raises(SpentStateError, match="its memory was eaten by mice"):
             read()
-    assert Lease(lane, None, ()).is_live
+    assert BufferLease(buffers, None, ()).is_live
 
 
 def test_untouched_tells_what_was_read_from_all_else() -> None:
-    lease = Lease(make_lane(), None, ())
+    lease = BufferLease(make_lane(), None, ())
     params = lease.read("params")
     assert lease.untouched("slots", {}) is None, "never read"
     found = lease.untouched("params", params)
@@ -56,7 +56,7 @@ def test_untouched_tells_what_was_read_from_all_else() -> None:
 
 @pytest.mark.parametrize("edit", ["replaced", "added", "removed"])
 def test_untouched_sees_changes_in_the_dictionary(edit: str) -> None:
-    lease = Lease(make_lane(), None, ())
+    lease = BufferLease(make_lane(), None, ())
     params = lease.read("params")
     if edit == "replaced":
         params["a"] = torch.ones(2)

@@ -1,0 +1,74 @@
+"""What is known about the state between two parts of a compiled step, before any of its tensors exists."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from purecompose.core.context import Static
+from purecompose.core.state import fields_where
+from purecompose.transforms.donation import LASTING
+from purecompose.transforms.signature import Signature
+
+
+__all__ = ["FIELDS", "Boundary", "Source", "Writes"]
+
+FIELDS = (*LASTING, *fields_where(keeps_form=False))
+"""The fields of a state, those in donated buffers first."""
+
+
+class Source(NamedTuple):
+    """Where a tensor is: in a field of the state or, with an empty name, among a part's results."""
+
+    field: str
+    place: int
+
+
+Writes = Mapping[str, tuple[Signature, tuple[Source, ...]]]
+"""The fields that a part replaced: what they are now, and where their tensors come from."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place between two parts of a step: the signatures of all fields there, and what memory they share."""
+
+    static: Static
+    """The static part of the state, its time sealed."""
+    signatures: dict[str, Signature]
+    used: frozenset[str] = frozenset()
+    """The gradients that updates have applied."""
+    donated: dict[str, Signature] | None = None
+    """With donation: the signatures of the buffers that the end of the step writes into."""
+    held: dict[Source, Source] = field(default_factory=dict)
+    """With donation: the places whose tensor is a donated buffer, and which one it is. Several places may hold the same
+    buffer; a compiler that did not know would write over it while another place is still to be read."""
+
+    @classmethod
+    def start(cls, static: Static, signatures: Mapping[str, Signature], *, is_donated: bool) -> "Boundary":
+        """Return the start of a step, where each donated buffer is in its own place."""
+        if not is_donated:
+            return cls(static, dict(signatures))
+        donated = {name: signatures[name] for name in LASTING}
+        places = [Source(name, i) for name, signature in donated.items() for i in range(len(signature.specs))]
+        return cls(static, dict(signatures), donated=donated, held={place: place for place in places})
+
+    def after(self, writes: Writes, used: frozenset[str]) -> "Boundary":
+        """Return the boundary after a part that replaced these fields."""
+        signatures = {**self.signatures, **{name: signature for name, (signature, _) in writes.items()}}
+        held = {place: to for place, to in self.held.items() if place.field not in writes}
+        for name, (_, where) in writes.items():
+            held |= {Source(name, i): self.held[source] for i, source in enumerate(where) if source in self.held}
+        return Boundary(self.static, signatures, used, self.donated, held)
+
+    def inputs(self) -> dict[Source, Source]:
+        """Return the place to take each tensor of the state from; places that share memory have one source."""
+        shared: dict[Source, Source] = {}
+        found: dict[Source, Source] = {}
+        for name in FIELDS:
+            for i in range(len(self.signatures[name].specs)):
+                place = Source(name, i)
+                to = self.held.get(place)
+                if to is None:
+                    found[place] = place
+                else:  # where it belongs, if it is still there
+                    found[place] = to if self.held.get(to) == to else shared.setdefault(to, place)
+        return found

@@ -1,0 +1,192 @@
+"""Execution of a plan: its parts one after the other, host algorithms between them, and the new state."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from purecompose.core.compose import Prepared
+from purecompose.core.context import Static
+from purecompose.core.operation import NO_PURPOSE, Carry
+from purecompose.core.state import State
+from purecompose.time import Timestamp
+from purecompose.transforms.compilation.boundary import FIELDS, Boundary, Source
+from purecompose.transforms.compilation.capture import state_of
+from purecompose.transforms.compilation.graph_cache import GraphCache
+from purecompose.transforms.compilation.plan_parts import EAGER, Entry, ExecutionPlan, Values
+from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
+from purecompose.transforms.signature import Signature, spec_of
+
+
+__all__ = ["Launch", "execute"]
+
+
+class Launch(NamedTuple):
+    """What a step is about to execute with; nothing has been changed yet."""
+
+    buffers: DonatedBuffers
+    entry: Entry
+    state: State
+    copies: list[tuple[Tensor, Tensor]] = []
+    """Pairs (buffer, new value) for what the user has replaced, to be copied into the buffers."""
+    spends: DonatedBuffers | None = None
+    """Earlier buffers, some of which these ones take over."""
+
+
+_UNFINISHED = "was being written over by a step that did not finish"
+
+
+def execute(graphs: GraphCache, launch: Launch, prepared: Prepared, batch: list[Tensor], plan: ExecutionPlan) -> State:
+    """Execute a plan and return the state after the step."""
+    buffers, state = launch.buffers, launch.state
+    if launch.spends is not None:
+        launch.spends.spend(_UNFINISHED)
+    if launch.copies:
+        buffers.spend(_UNFINISHED)
+        for to, new in launch.copies:
+            to.copy_(new)
+    values: Values = {"key": [state.key], "loss": [] if state.loss is None else [state.loss], "batch": batch}
+    if plan.plain is not None:
+        # The usual step: one graph reads the buffers and the batch, and writes into the buffers.
+        buffers.spend(_UNFINISHED)
+        plan.plain.run(values, buffers, is_first=True)
+        state = _finished(graphs, plan, state.static, buffers, values, prepared.later)
+    else:
+        with torch.no_grad():
+            state = _through(graphs, launch, prepared, values, plan)
+    if launch.spends is not None:
+        launch.spends.reason = prepared.later
+    return state
+
+
+def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Values, plan: ExecutionPlan) -> State:
+    """Return the state after several parts, with host algorithms between them."""
+    buffers, state = launch.buffers, launch.state
+    start = prepared.start()
+    values = {**_EMPTY, **buffers.values, **values}
+    if plan.takes_clock:
+        values["clock"] = [start.clock.table]  # pyright: ignore[reportOptionalMemberAccess]
+    static, is_start = start.static, True
+    while True:
+        for part in plan.parts:
+            if plan.writes_buffers and part is plan.parts[-1]:
+                buffers.spend(_UNFINISHED)
+            part.run(values, buffers, is_first=is_start)
+            is_start = False
+        if plan.host is None:
+            break
+        next_part = plan.next_part
+        plan, state, used = _host(graphs, plan, static, buffers, values, prepared.bits)
+        if plan is EAGER:
+            rest = graphs.operation(prepared.bits, next_part)
+            return graphs.step.finish(rest(Carry(state, used), NO_PURPOSE).state).unleased()
+        static, is_start = state.static, False
+    return _finished(graphs, plan, static, buffers, values, prepared.later)
+
+
+def _finished(
+    graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: DonatedBuffers, values: Values, later: Timestamp
+) -> State:
+    """Return the state at the end, with a lease on the buffers that hold its donated fields."""
+    assert plan.end is not None
+    signatures, context, is_usual = plan.end.signatures, static.context.rested(), True
+    if not buffers.is_donated:
+        buffers = DonatedBuffers(
+            {name: signatures[name] for name in LASTING}, {name: values[name] for name in LASTING}, is_donated=False
+        )
+    else:
+        if not plan.writes_buffers:
+            settled = _settled(signatures, buffers, values)
+            is_usual = settled is buffers
+            buffers = settled
+        buffers.reason = later
+    key, loss = values["key"][0], values["loss"][0] if values["loss"] else None
+    exit_entry = plan.exit
+    if exit_entry is None or not is_usual:
+        exit_entry = graphs.entry(context, {**buffers.signatures, "key": signatures["key"], "loss": signatures["loss"]})
+        plan.exit = exit_entry if is_usual else None
+    state = object.__new__(State)
+    state.__dict__.update(
+        _IDLE_FIELDS,
+        static=Static(context, later),
+        key=key,
+        loss=loss,
+        metrics=signatures["metrics"].build(values["metrics"]) if "metrics" in values else {},
+        _lease=BufferLease(buffers, exit_entry, (key, loss, context, graphs)),
+    )
+    return state
+
+
+def _settled(signatures: dict[str, Signature], buffers: DonatedBuffers, values: Values) -> DonatedBuffers:
+    """Write the fields into the buffers after a final host algorithm; return new buffers if they do not fit."""
+    if not all(signatures[name].is_alike(buffers.signatures[name]) for name in LASTING):
+        buffers.spend(
+            "was given to a step in which a host algorithm changed the structure, shapes or dtypes of the state"
+        )
+        owned = {name: [tensor.detach().clone() for tensor in values[name]] for name in LASTING}
+        return DonatedBuffers(
+            {name: signatures[name].with_specs(map(spec_of, owned[name])) for name in LASTING}, owned, is_donated=True
+        )
+    moves = [
+        (to, new)
+        for name in LASTING
+        for to, new in zip(buffers.values[name], values[name], strict=True)
+        if new is not to
+    ]
+    if moves:
+        buffers.spend(_UNFINISHED)
+        # All reading comes before all writing: one tensor's new value may be another's old one.
+        for to, new in [(to, new.detach().clone()) for to, new in moves]:
+            to.copy_(new)
+    return buffers
+
+
+def _host(
+    graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: DonatedBuffers, values: Values, bits: int
+) -> tuple[ExecutionPlan, State, frozenset[str]]:
+    """Run a host algorithm on a plain state and find the plan from there; `values` are changed in place.
+
+    Returns:
+        The plan, the state that the algorithm returned, and the gradients that updates have applied by then.
+    """
+    assert plan.host is not None and plan.end is not None
+    lease = BufferLease(buffers, None, ())
+    is_own = {name: values[name] is buffers.values[name] for name in LASTING}
+    # It may keep what it sees, and the end of the step writes into the buffers, in whatever place they are now.
+    others = [name for name in FIELDS if not is_own.get(name, False)]
+    in_buffers = {id(t) for tensors in buffers.values.values() for t in tensors} if buffers.is_donated else frozenset()
+    seen = {
+        name: [t.clone() if id(t) in in_buffers and name != "regrad" else t for t in values[name]] for name in others
+    }
+    given = {name: plan.end.signatures[name].build(tensors) for name, tensors in seen.items()}
+    state, used, _ = plan.host.run(Carry(state_of(static, lease, given), plan.end.used), NO_PURPOSE)
+    signatures, fields = dict(plan.end.signatures), state.__dict__
+    for name in FIELDS:
+        if name not in fields or (name in given and fields[name] is given[name]):
+            continue
+        if is_own.get(name, False) and lease.untouched(name, fields[name]) is not None:
+            continue
+        signatures[name], values[name] = Signature.of(fields[name])
+    boundary = Boundary(state.static, signatures, used)
+    if buffers.is_donated:
+        boundary = replace(boundary, donated=buffers.signatures, held=_held(buffers, values))
+    place = (state.context, state.context.schedules, *signatures.values(), frozenset(boundary.held.items()), used)
+    if place not in plan.after_host:
+        if len(plan.after_host) == _MOST_KEPT:
+            plan.after_host.pop(next(iter(plan.after_host)))
+        plan.after_host[place] = graphs.plan_or_eager(boundary, bits, plan.next_part)
+    return plan.after_host[place], state, used
+
+
+def _held(buffers: DonatedBuffers, values: Values) -> dict[Source, Source]:
+    """Return the places whose tensor is a donated buffer, and which one it is."""
+    in_buffers = {id(tensor): Source(name, i) for name in LASTING for i, tensor in enumerate(buffers.values[name])}
+    places = ((Source(name, i), id(tensor)) for name in FIELDS for i, tensor in enumerate(values[name]))
+    return {place: in_buffers[tensor] for place, tensor in places if tensor in in_buffers}
+
+
+_MOST_KEPT = 64
+"""A host algorithm that puts a different number into the metrics in every step makes a plan for each."""
+_EMPTY: Values = {name: [] for name in FIELDS}
+_IDLE_FIELDS = dict.fromkeys(name for name in FIELDS if name not in LASTING)

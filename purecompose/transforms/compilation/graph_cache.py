@@ -1,0 +1,263 @@
+"""The compiled graphs of a step, and the plans made of them; what is missing is compiled here."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from purecompose._support.warnings import warn
+from purecompose.core.compose import Step
+from purecompose.core.context import Context
+from purecompose.core.operation import Operation
+from purecompose.core.scopes import events_in
+from purecompose.core.state import State
+from purecompose.transforms.compilation.backends import compile_graph
+from purecompose.transforms.compilation.boundary import FIELDS, Boundary
+from purecompose.transforms.compilation.capture import (
+    FALLBACK_ADVICE,
+    Captured,
+    TraceError,
+    capture,
+    explained,
+    fake_mode,
+    state_of,
+)
+from purecompose.transforms.compilation.plan_parts import EAGER, CompiledPart, Entry, ExecutionPlan, PlanPart
+from purecompose.transforms.compilation.segments import Segments, Stretch
+from purecompose.transforms.compilation.sizes import opened, size_of
+from purecompose.transforms.compilation.sliced import SlicedPart
+from purecompose.transforms.compilation.variants import Variant, too_many
+from purecompose.transforms.donation import LASTING
+from purecompose.transforms.members import member
+from purecompose.transforms.signature import Signature
+
+
+__all__ = ["GraphCache", "Options", "environment"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is compiled; see `purecompose.compile`."""
+
+    donate: bool
+    backend: str | Callable[..., Any]
+    mode: str | None
+    fallback: bool
+    eager_below: int
+    dynamic: bool
+    max_variants: int
+    announce: Callable[[str], object] | None
+
+
+def environment() -> tuple[Any, ...]:
+    """Return the settings of torch that a graph or its code depends on."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+_BUILDING = threading.RLock()
+"""Tracing patches torch for the whole process: one thread at a time."""
+
+
+class GraphCache:
+    """All that a compiled step has compiled."""
+
+    def __init__(self, step: Step, options: Options) -> None:
+        """Starts empty."""
+        self.step, self.options, self.segments = step, options, Segments(step)
+        self.variants: list[Variant] = []
+        self._compiled_parts: dict[Any, list[CompiledPart]] = {}
+        self._contexts: dict[Context, Context] = {}
+        self._entries: dict[Any, Entry] = {}
+        self._scopes: dict[Any, SlicedPart] = {}
+        self._refused: set[str] = set()
+
+    def entry(self, context: Context, signatures: Mapping[str, Signature]) -> Entry:
+        """Return the entry for states of a context and signatures, of which there is one."""
+        schedules = context.schedules  # not part of the equality: they only say what is where in the clock
+        context = self._contexts.setdefault(context, context)
+        place = (context, schedules, *[signatures[name] for name in (*LASTING, "key", "loss")])
+        if place not in self._entries:
+            self._entries[place] = Entry(context, {**IDLE, **signatures})
+        return self._entries[place]
+
+    def plan(self, boundary: Boundary, bits: int, first_stretch: int = 0) -> ExecutionPlan:
+        """Return the plan from a boundary to the end of the step, or to the next host algorithm.
+
+        Args:
+            boundary: Where it begins.
+            bits: The schedule.
+            first_stretch: The stretch of the step that begins there.
+        """
+        stretches = self.segments.stretches(self.step.lowered(bits), bits)
+        parts: list[PlanPart] = []
+        for stretch in stretches[first_stretch:]:
+            if stretch.kind == "host":
+                return ExecutionPlan(parts, boundary, stretch.lowered[0], stretch.number + 1)
+            is_last = stretch is stretches[-1]
+            find = self._sliced if stretch.kind == "sliced" else self._compiled_part
+            parts.append(find(stretch, boundary, is_last))
+            boundary = parts[-1].after(boundary)
+        return ExecutionPlan(parts, boundary, writes_buffers=bool(parts) and parts[-1].writes_buffers)
+
+    def plan_or_eager(
+        self, boundary: Boundary, bits: int, first_stretch: int = 0, start: State | None = None
+    ) -> ExecutionPlan:
+        """Return the plan as `plan` does; with `fallback`, `EAGER` for what cannot be traced.
+
+        Args:
+            boundary: Where it begins.
+            bits: The schedule.
+            first_stretch: The stretch of the step that begins there.
+            start: The step's beginning, for a first run without host algorithms: it is watched.
+        """
+        try:
+            with _BUILDING:
+                if start is not None:
+                    self._watch(start, boundary.signatures, bits)
+                return self.plan(boundary, bits, first_stretch)
+        except TraceError as error:
+            self.fall_back(error)
+            return EAGER
+
+    def fall_back(self, error: Exception) -> None:
+        """Warn once that steps run eagerly, or raise the error."""
+        if not self.options.fallback:
+            raise error
+        if str(error) not in self._refused:
+            self._refused.add(str(error))
+            text = str(error).removesuffix(FALLBACK_ADVICE)
+            warn(f"{text}. As fallback=True asks, such steps run eagerly")
+
+    def operation(self, bits: int, first_stretch: int = 0) -> Operation:
+        """Return a schedule's operations from a stretch on, as one."""
+        stretches = self.segments.stretches(self.step.lowered(bits), bits)[first_stretch:]
+        return self.step.members.in_order([lowered for stretch in stretches for lowered in stretch.lowered])
+
+    def has_host(self, bits: int) -> bool:
+        """Return whether a host algorithm acts in a schedule."""
+        return any(lowered.is_host for lowered in self.step.lowered(bits))
+
+    def _watch(self, start: State, signatures: Mapping[str, Signature], bits: int) -> None:
+        """Run a step on fake tensors, which take no memory, and check it as the first run of a schedule."""
+        _fill_caches(start)
+        with explained(), fake_mode(), torch.no_grad():
+            fields = {
+                name: signature.build([spec.empty() for spec in signature.specs])
+                for name, signature in signatures.items()
+            }
+            self.step.run_checked(bits, state_of(start.static, None, fields))
+
+    def _compiled_part(
+        self, stretch: Stretch, boundary: Boundary, is_last: bool, body: Operation | None = None
+    ) -> CompiledPart:
+        """Return the compiled graph of a stretch, or of a body within it."""
+        donated = tuple(boundary.donated.values()) if boundary.donated is not None and is_last else None
+        known = self._compiled_parts.setdefault(self._place(stretch, boundary, is_last, donated, body), [])
+        for part in known:
+            if part.fits(boundary.signatures):
+                return part
+        is_open = self.options.dynamic and size_of(boundary.signatures) >= 2  # torch takes sizes of 0 and 1 for special
+        if torch.is_anomaly_enabled():
+            warn(
+                "anomaly detection does not see into a compiled step: to find where a NaN comes from, run the step "
+                "that was given to pc.compile"
+            )
+        variant = Variant(
+            stretch.segment, self._acting(stretch), _shapes(boundary.signatures["batch"], is_open=is_open)
+        )
+        if len(self.variants) >= self.options.max_variants:
+            raise too_many(self.variants, variant, self.options.max_variants)
+        part = self._build(variant, boundary, is_last, body or self.step.members.in_order(stretch.lowered), is_open)
+        known.append(part)
+        self.variants.append(part.variant)
+        return part
+
+    def _sliced(self, stretch: Stretch, boundary: Boundary, is_last: bool) -> SlicedPart:
+        place = (*self._place(stretch, boundary, is_last), *boundary.signatures.values())
+        if place not in self._scopes:
+
+            def find(body: Operation, inner: Boundary) -> CompiledPart:
+                return self._compiled_part(stretch, inner, False, body)
+
+            self._scopes[place] = SlicedPart(stretch.lowered[0], boundary, find)
+        return self._scopes[place]
+
+    def _place(self, stretch: Stretch, boundary: Boundary, *rest: Any) -> tuple[Any, ...]:
+        """Return all that a part depends on except the signatures of the fields that it reads."""
+        context = boundary.static.context
+        settings = (self._contexts.setdefault(context, context), context.schedules, environment())
+        acting = tuple((lowered.node, lowered.algorithm and lowered.algorithm.name) for lowered in stretch.lowered)
+        return (
+            stretch.segment,
+            acting,
+            stretch.bits,
+            boundary.used,
+            frozenset(boundary.held.items()),
+            *settings,
+            *rest,
+        )
+
+    def _build(
+        self, variant: Variant, boundary: Boundary, is_last: bool, body: Operation, is_open: bool
+    ) -> CompiledPart:
+        options, signatures = self.options, boundary.signatures
+        say = options.announce or (lambda text: None)
+        say(f"purecompose: compiling {variant.title} ...")
+        start = time.perf_counter()
+        captured = self._captured(body, boundary, is_last, is_open)
+        if captured.size is None:
+            variant.batch = _shapes(signatures["batch"], is_open=False)
+        traced = time.perf_counter()
+        call = compile_graph(captured.graph, options.backend, options.mode)
+        variant.trace_seconds, variant.compile_seconds = traced - start, time.perf_counter() - traced
+        variant.nodes = len(captured.graph.graph.nodes)
+        say(f" {variant.nodes} operations, {variant.seconds:.1f} s\n")
+        replays = options.mode == "reduce-overhead" and signatures["key"].specs[0].device.type == "cuda"
+        return CompiledPart(captured, call, variant, replays=replays)
+
+    @staticmethod
+    def _captured(body: Operation, boundary: Boundary, is_last: bool, is_open: bool) -> Captured:
+        if is_open:
+            try:
+                return capture(body, boundary, is_last=is_last, is_open=True)
+            except Exception:  # whatever it is, a fixed size has it too, or can do without
+                pass
+        return capture(body, boundary, is_last=is_last)
+
+    def _acting(self, stretch: Stretch) -> tuple[str, ...]:
+        """Return the algorithms that act in a stretch, as `name at event`."""
+        nodes = dict.fromkeys(lowered.node for lowered in stretch.lowered)
+        events = [event for node in nodes for event in events_in([self.step.program[node]])]
+        here = {lowered.algorithm.name for lowered in stretch.lowered if lowered.algorithm is not None}
+        return tuple(
+            f"{algorithm.name} at {event}"
+            for event in events
+            for algorithm in self.step.matcher.matched(stretch.bits, event, self.step.algorithms)
+            if algorithm.name in here or event in self.step.differentiated
+        )
+
+
+def _fill_caches(start: State) -> None:
+    """Run forward once on real tensors: what it caches in a function or a global would otherwise be a fake tensor."""
+    if start.model.skeleton(train=True).is_fixed:  # torch's layers cache nothing there
+        return
+    one = member(start, 0) if start.key.ndim > 1 else start
+    with contextlib.suppress(Exception), torch.no_grad():  # what is wrong is reported by the step itself
+        one.run_model(one.inputs, train=True)
+
+
+def _shapes(batch: Signature, *, is_open: bool) -> str:
+    shapes = [spec.shape for spec in (opened(batch, size_of({"batch": batch})) if is_open else batch).specs]
+    return " ".join("x".join("n" if size == -1 else str(size) for size in shape) or "()" for shape in shapes)
+
+
+IDLE: dict[str, Signature] = {name: Signature.of({} if name == "metrics" else None)[0] for name in FIELDS}
+"""The signatures of fields that are not set."""

@@ -1,0 +1,177 @@
+"""Compiled parts of a step, and the execution plans that chain them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from purecompose.core.context import Context
+from purecompose.core.operation import Lowered
+from purecompose.transforms.compilation.backends import Compiled
+from purecompose.transforms.compilation.boundary import Boundary, Source
+from purecompose.transforms.compilation.capture import Captured
+from purecompose.transforms.compilation.replay import Replay
+from purecompose.transforms.compilation.sizes import OPEN_FIELDS, opened, size_of
+from purecompose.transforms.compilation.variants import Variant
+from purecompose.transforms.donation import LASTING, DonatedBuffers
+from purecompose.transforms.signature import Signature
+
+
+__all__ = ["EAGER", "Entry", "PlanPart", "CompiledPart", "ExecutionPlan", "Values"]
+
+Values = dict[str, list[Tensor]]
+"""The tensors of each field while a step runs."""
+
+
+class CompiledPart:
+    """A compiled part of a step: takes tensors of the state's fields and returns new ones."""
+
+    __slots__ = (
+        "call",
+        "takes",
+        "targets",
+        "reads",
+        "writes",
+        "copies",
+        "used",
+        "variant",
+        "takes_clock",
+        "is_plain",
+        "writes_buffers",
+        "_replays",
+        "_size",
+    )
+
+    def __init__(self, captured: Captured, call: Compiled, variant: Variant, *, replays: bool = False) -> None:
+        """Keeps what is needed to run; with `replays` it is recorded as a CUDA graph for each buffers."""
+        self.call, self.variant, self._replays = call, variant, replays
+        self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
+        self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
+        self._size, self.writes_buffers = captured.size, captured.writes_buffers
+        passed = (source for _, where in captured.writes.values() for source in where)
+        taken = {source.field for source in (*captured.takes, *passed)}
+        self.takes_clock = "clock" in taken
+        self.is_plain = taken <= {"", *LASTING, "key", "loss", "batch"}
+
+    def fits(self, signatures: Mapping[str, Signature]) -> bool:
+        """Return whether all that the part reads has the signature that it was built for."""
+        if self._size is None:
+            return all(signatures[name] == signature for name, signature in self.reads.items())
+        size = size_of(signatures)
+        return self._size.allows(size) and all(
+            opened(signatures[name], size) == opened(signature, self._size.example)
+            if name in OPEN_FIELDS
+            else signatures[name] == signature
+            for name, signature in self.reads.items()
+        )
+
+    def after(self, boundary: Boundary) -> Boundary:
+        """Return the boundary after the part."""
+        if self._size is None:
+            return boundary.after(self.writes, self.used)
+        size = size_of(boundary.signatures)
+        settled = {
+            name: (self._size.settle(signature, size), where) for name, (signature, where) in self.writes.items()
+        }
+        return boundary.after(settled, self.used)
+
+    def run(self, values: Values, buffers: DonatedBuffers, *, is_first: bool) -> None:
+        """Run the part and put its results into `values`.
+
+        Args:
+            values: The tensors of each field.
+            buffers: Where the step writes at its end.
+            is_first: Whether the donated fields in `values` are the buffers themselves.
+        """
+        if is_first:
+            bound = buffers.bound.get(self) or self._bind(buffers)
+            results = bound.call([*bound.args, *[values[field][index] for field, index in bound.free]])
+        else:
+            results = self.call(_gathered(values, self.takes) + _gathered(buffers.values, self.targets))
+        self.variant.hits += 1
+        if self.copies:
+            results = [result.clone() if i in self.copies else result for i, result in enumerate(results)]
+        if self.writes:
+            values.update(
+                {
+                    name: [results[index] if not field else values[field][index] for field, index in where]
+                    for name, (_, where) in self.writes.items()
+                }
+            )
+
+    def _bind(self, buffers: DonatedBuffers) -> "_Bound":
+        own = [source for source in self.takes if source.field in LASTING]
+        assert self.takes[: len(own)] == tuple(own) and not self.targets, "the buffers come first"
+        call = Replay(self.call, len(own)) if self._replays and buffers.is_donated else self.call
+        bound = buffers.bound[self] = _Bound(call, _gathered(buffers.values, own), self.takes[len(own) :])
+        return bound
+
+
+class _Bound(NamedTuple):
+    """A part on certain buffers: what is the same in every step."""
+
+    call: Compiled
+    args: list[Tensor]
+    """The arguments that are buffers."""
+    free: tuple[Source, ...]
+    """Where the others come from."""
+
+
+def _gathered(values: Values, sources: Any) -> list[Tensor]:
+    return [values[field][index] for field, index in sources]
+
+
+class PlanPart(Protocol):
+    """One part of a plan."""
+
+    takes_clock: bool
+    is_plain: bool
+    writes_buffers: bool
+
+    def after(self, boundary: Boundary, /) -> Boundary:
+        """Return the boundary after it."""
+        ...
+
+    def run(self, values: Values, buffers: DonatedBuffers, /, *, is_first: bool) -> None:
+        """Run it and put its results into `values`."""
+        ...
+
+
+@dataclass(eq=False)
+class ExecutionPlan:
+    """What a step executes for one schedule and one signature of state and batch, up to the next host algorithm."""
+
+    parts: "list[PlanPart]"
+    end: Boundary | None = None
+    host: Lowered | None = None
+    """The host algorithm that comes next; `None` at the end of the step."""
+    next_part: int = 0
+    """The part after that."""
+    writes_buffers: bool = False
+    """Whether the last part writes all donated fields into the buffers."""
+    after_host: dict[Any, "ExecutionPlan"] = field(default_factory=dict)
+    """The plans after the host algorithm, by the signature of what it returned."""
+    exit: "Entry | None" = None
+    """The entry of the next step, once it is known."""
+
+    plain: "PlanPart | None" = None
+    """The only part, if it takes only buffers, key, loss and batch, and writes into the buffers."""
+
+    def __post_init__(self) -> None:
+        if self.writes_buffers and len(self.parts) == 1 and self.parts[0].is_plain:
+            self.plain = self.parts[0]
+        self.takes_clock = any(part.takes_clock for part in self.parts) or self.host is not None
+
+
+EAGER = ExecutionPlan([])
+"""The plan of a step that cannot be compiled and runs as it was composed."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """The signature of states that steps start from, with the plans that are known from there."""
+
+    context: Context
+    signatures: dict[str, Signature]
+    plans: dict[Any, ExecutionPlan] = field(default_factory=dict)

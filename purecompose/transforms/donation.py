@@ -1,0 +1,123 @@
+"""Donated buffers: states whose tensors the next compiled step may write over.
+
+A compiled step with donation writes the new parameters into the memory of the old ones, as an imperative loop does. A
+state that the step returned holds a lease on these buffers, which ends with the next step. Reading a field copies it
+out, so that a tensor that was read never changes; reading it after the next step raises an error.
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from purecompose._support.functorch import plainly
+from purecompose.core.state import fields_where
+from purecompose.time import Timestamp
+from purecompose.transforms.signature import Signature
+
+
+__all__ = ["LASTING", "DonatedBuffers", "BufferLease", "SpentStateError"]
+
+LASTING = fields_where(keeps_form=True)
+"""The fields that are kept in donated buffers."""
+
+
+class SpentStateError(RuntimeError):
+    """A later step has written over the memory of the state that was read."""
+
+
+class DonatedBuffers:
+    """The memory that one state after the other is kept in, and the number of the present one.
+
+    Attributes:
+        signatures: The signature of each lasting field.
+        values: Each lasting field's tensors.
+        is_donated: Whether steps write into these tensors; if not, they may be handed out as they are.
+        bound: For each compiled part that starts a step here, the arguments that it takes from the buffers.
+    """
+
+    __slots__ = ("signatures", "values", "is_donated", "bound", "generation", "reason")
+
+    def __init__(self, signatures: dict[str, Signature], values: dict[str, list[Tensor]], *, is_donated: bool) -> None:
+        """Take over the tensors; with `is_donated` nothing else may refer to them."""
+        self.signatures, self.values, self.is_donated = signatures, values, is_donated
+        self.bound: dict[Any, Any] = {}
+        self.generation = 0
+        self.reason: str | Timestamp = ""
+
+    def spend(self, reason: str | Timestamp) -> None:
+        """End all leases.
+
+        Args:
+            reason: The time of the state that is there now, or the rest of a sentence that begins with "its memory".
+        """
+        self.generation += 1
+        self.reason = reason
+
+
+class BufferLease:
+    """A state's right to read the buffers until the next step writes there; copies of the state share it."""
+
+    __slots__ = ("buffers", "generation", "entry", "frees", "_issued")
+
+    def __init__(self, buffers: DonatedBuffers, entry: Any, frees: tuple[Any, ...]) -> None:
+        """Lease the buffers as they are now; `entry` and `frees` are kept for the compiled step."""
+        self.buffers, self.generation, self.entry, self.frees = buffers, buffers.generation, entry, frees
+        self._issued: dict[str, tuple[Any, list[Tensor], list[int]]] = {}
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the buffers still hold the state of this lease."""
+        return self.generation == self.buffers.generation
+
+    def read(self, name: str) -> Any:
+        """Return the value of a field, always the same object.
+
+        Raises:
+            SpentStateError: A later step has written there.
+        """
+        if name not in self._issued:
+            self.check()
+            tensors = self.buffers.values[name]
+            if self.buffers.is_donated:
+                with plainly():
+                    tensors = [tensor.clone() for tensor in tensors]
+                self.check()  # a step of another thread may have begun to write meanwhile
+            versions = [tensor._version for tensor in tensors]
+            self._issued[name] = self.buffers.signatures[name].build(tensors), tensors, versions
+        return self._issued[name][0]
+
+    def check(self) -> None:
+        """Raise a `SpentStateError` if the lease has ended."""
+        if not self.is_live:
+            reason = self.buffers.reason
+            if isinstance(reason, Timestamp):
+                reason = f"was given to a compiled step, which wrote the state after batch {reason.batch} into it"
+            raise SpentStateError(
+                f"this state is spent: its memory {reason}. Go on from the state that the step returned. To step from "
+                "one state more than once (a cell run again, a list of old states), give the step state.copy(), or use "
+                "compile(step, donate=False), which writes over nothing. loss, metrics and timestamp can still be read"
+            )
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a field has been read: whoever has it may have written into it since."""
+        return bool(self._issued)
+
+    def has_kept(self, name: str, fields: Mapping[str, Any]) -> bool:
+        """Return whether a state with these fields still has the value of one: not replaced, and not written into."""
+        if name not in self._issued:
+            return name not in fields
+        return self.untouched(name, fields.get(name, self._issued[name][0])) is not None
+
+    def untouched(self, name: str, value: Any) -> list[Tensor] | None:
+        """Return the tensors that `read` returned for a field, or `None` if this value differs or was changed."""
+        if name not in self._issued:
+            return None
+        issued, tensors, versions = self._issued[name]
+        if issued is not value or [tensor._version for tensor in tensors] != versions:
+            return None
+        signature, now = Signature.of(value)
+        is_same = signature.is_alike(self.buffers.signatures[name]) and all(map(operator.is_, now, tensors))
+        return tensors if is_same else None
