@@ -4,9 +4,10 @@ import pytest
 
 from purecompose import Event
 from purecompose.core.algorithm import Algorithm
-from purecompose.testing import LAWS, MUTANTS, LawViolation, check
+from purecompose.testing import LAWS, LawViolation, check
 from purecompose.testing.case import Case
-from purecompose.testing.mutants.mutant import mutant
+from tests.testing.mutants import MUTANTS
+from tests.testing.mutants.mutant import mutant
 from tests.testing.wrong_methods import WRONG
 
 

@@ -107,7 +107,7 @@ def test_edge_values_are_among_the_settings():
     """Found by search, so that a strategy that stops to draw them is noticed."""
 
     def drawn(name, kind, condition):
-        return find(SHIPPED[name].settings(kind), condition, settings=settings(max_examples=1000, database=None))
+        return find(SHIPPED[name].settings_for(kind), condition, settings=settings(max_examples=1000, database=None))
 
     assert drawn("label_smoothing", "vectors", lambda given: given.get("smoothing") == 1)
     assert drawn("mixup", "vectors", lambda given: given["alpha"] == 0)

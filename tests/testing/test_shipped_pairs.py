@@ -8,7 +8,7 @@ import torch
 
 from purecompose import State, Step, compose, loop_events, tree
 from purecompose.testing import SHIPPED, TASKS, Subject, Task
-from purecompose.testing.shipped.row import Row
+from purecompose.testing.shipped import Row
 from tests.testing.mixed_tasks import MIXED_TASKS
 
 

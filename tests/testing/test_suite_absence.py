@@ -13,10 +13,10 @@ from purecompose.nn.model import from_module
 from purecompose.testing.case import Case
 from purecompose.testing.companions import bystander
 from purecompose.testing.law import LawViolation
-from purecompose.testing.mutants.absence import forgets_everything, splits_the_key_at_init
 from purecompose.testing.suite.absence import absent_when_unmatched, draws_independent, neutral_setting
 from purecompose.time.event import Event
 from purecompose.time.predicates import between, on
+from tests.testing.mutants.absence import forgets_everything, splits_the_key_at_init
 
 
 CASE = Case(seed=3, batch_size=6, num_batches=2, microbatches=2, others=("noise", "shrink"), place=1)

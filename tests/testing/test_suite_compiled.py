@@ -9,9 +9,10 @@ from torch import nn
 import purecompose as pc
 from purecompose import Algorithm, Event, State, algorithms as alg, between, every, on, random
 from purecompose.core.algorithm import identity
-from purecompose.testing import MUTANTS, TASKS, Case, LawViolation, Subject, Task
+from purecompose.testing import TASKS, Case, LawViolation, Subject, Task
 from purecompose.testing.suite import compiled, compiled_agrees
 from purecompose.transforms.donation import SpentStateError
+from tests.testing.mutants import MUTANTS
 
 
 MUTANT = {mutant.name: mutant for mutant in MUTANTS}

@@ -8,11 +8,11 @@ from purecompose.schedule import hparam
 from purecompose.testing.case import Case
 from purecompose.testing.companions import bystander
 from purecompose.testing.law import LawViolation
-from purecompose.testing.mutants.contract import late_slot, widens_params
 from purecompose.testing.suite.contract import buffers_kept, init_once, own_slot, structure_kept
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
+from tests.testing.mutants.contract import late_slot, widens_params
 
 
 LAWS = [structure_kept, own_slot, buffers_kept, init_once]

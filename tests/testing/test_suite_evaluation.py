@@ -10,12 +10,12 @@ from purecompose.core.algorithm import Algorithm, identity
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
-from purecompose.testing.mutants.evaluation import counts_evaluations, restores_by_argmax
 from purecompose.testing.strategies import cases
 from purecompose.testing.suite.evaluation import evaluation_blind, pairs_undone
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
+from tests.testing.mutants.evaluation import counts_evaluations, restores_by_argmax
 
 
 CASE = Case(seed=3, batch_size=6, num_batches=2, microbatches=2, others=("noise", "shrink"), place=1)

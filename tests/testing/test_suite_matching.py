@@ -10,18 +10,18 @@ from purecompose.core.context import SealedTimeError
 from purecompose.core.matching import MatchError
 from purecompose.testing.case import Case
 from purecompose.testing.law import Law, LawViolation
-from purecompose.testing.mutants.matching import (
-    matches_by_kept_loss,
-    matches_by_key,
-    matches_by_loss,
-    reads_timestamp,
-)
-from purecompose.testing.mutants.mutant import Mutant
 from purecompose.testing.strategies import cases
 from purecompose.testing.suite.matching import match_pure, time_from_clock
 from purecompose.testing.tasks import TASKS
 from purecompose.time.event import Event
 from purecompose.time.predicates import ALWAYS, NEVER, Predicate, every, on
+from tests.testing.mutants.matching import (
+    matches_by_kept_loss,
+    matches_by_key,
+    matches_by_loss,
+    reads_timestamp,
+)
+from tests.testing.mutants.mutant import Mutant
 
 
 LAWS = [match_pure, time_from_clock]

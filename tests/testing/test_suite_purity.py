@@ -10,12 +10,12 @@ from purecompose.core.algorithm import Algorithm, identity
 from purecompose.core.state import State
 from purecompose.testing.case import Case
 from purecompose.testing.law import Law, LawViolation
-from purecompose.testing.mutants import purity as wrong
-from purecompose.testing.mutants.mutant import Mutant
 from purecompose.testing.process import process_settings
 from purecompose.testing.suite.purity import deterministic, global_state_kept, input_untouched
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
+from tests.testing.mutants import purity as wrong
+from tests.testing.mutants.mutant import Mutant
 
 
 LAWS = [deterministic, global_state_kept, input_untouched]

@@ -17,8 +17,6 @@ from purecompose.core.algorithm import Algorithm, identity
 from purecompose.testing import worker as workers
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
-from purecompose.testing.mutants import resume as wrong
-from purecompose.testing.mutants.mutant import Mutant
 from purecompose.testing.snapshot import from_bytes, to_bytes
 from purecompose.testing.subject import Subject
 from purecompose.testing.suite.resume import resume_exact
@@ -26,6 +24,8 @@ from purecompose.testing.tasks import TASKS, Task, make_mlp
 from purecompose.testing.worker import RemoteError, Unportable, Worker, WorkerError, resumed_elsewhere
 from purecompose.time.event import Event
 from purecompose.time.predicates import between, on
+from tests.testing.mutants import resume as wrong
+from tests.testing.mutants.mutant import Mutant
 
 
 MIDDLE = Case(start=1, batches_per_epoch=5, num_batches=2, seed=3, microbatches=2, others=("bystander", "noise"))

@@ -1,5 +1,5 @@
 # pyright: reportOptionalOperand=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
-"""Methods that are wrong in ways that researchers' methods really are, beyond `purecompose.testing.MUTANTS`.
+"""Methods that are wrong in ways that researchers' methods really are, beyond `mutants.MUTANTS`.
 
 Each names the law that finds it, and says what is wrong. They are grouped by what it takes to see the mistake: events
 outside the step, richer cases, all that a law's text promises, the process, or quantities no other law looks at.
@@ -19,9 +19,9 @@ from purecompose import random, surgery, tree
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
 from purecompose.schedule import hparam
-from purecompose.testing.mutants.mutant import Mutant, mutant, scaled_grads, scaled_params, with_slot
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
+from tests.testing.mutants.mutant import Mutant, mutant, scaled_grads, scaled_params, with_slot
 
 
 __all__ = ["WRONG"]

@@ -10,9 +10,9 @@ from torch import Tensor
 from purecompose import random
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
+from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 
 
 @mutant("resume_exact", at=Event.BATCH_END)

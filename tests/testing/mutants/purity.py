@@ -8,8 +8,8 @@ from torch import Tensor
 
 from purecompose import random
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 from purecompose.time.event import Event
+from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 
 
 # input_untouched

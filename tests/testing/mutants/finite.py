@@ -4,8 +4,8 @@ import torch
 
 from purecompose import tree
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_grads
 from purecompose.time.event import Event
+from tests.testing.mutants.mutant import mutant, scaled_grads
 
 
 @mutant("stays_finite", at=Event.AFTER_TRAIN_BATCH)

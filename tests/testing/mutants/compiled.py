@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params
 from purecompose.time.event import Event
+from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params
 
 
 @mutant("compiled_agrees", at=Event.AFTER_TRAIN_BATCH)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from purecompose import random, tree
 from purecompose.core.state import State
 from purecompose.losses.targets import one_hot
-from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 from purecompose.time.event import Event
 from purecompose.time.predicates import after, on
+from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 
 
 # absent_when_unmatched

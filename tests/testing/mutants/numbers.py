@@ -4,8 +4,8 @@ import torch
 
 from purecompose import batch as batches, random, tree
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 from purecompose.time.event import Event
+from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params, with_slot
 
 
 # microbatches_agree

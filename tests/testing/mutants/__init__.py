@@ -3,7 +3,7 @@
 They prove that each law can be broken, and serve those who write laws of their own.
 """
 
-from purecompose.testing.mutants import (
+from tests.testing.mutants import (
     absence,
     compiled,
     contract,
@@ -14,7 +14,7 @@ from purecompose.testing.mutants import (
     purity,
     resume,
 )
-from purecompose.testing.mutants.mutant import Mutant
+from tests.testing.mutants.mutant import Mutant
 
 
 __all__ = ["MUTANTS", "Mutant"]

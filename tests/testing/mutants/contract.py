@@ -7,9 +7,9 @@ from purecompose import losses, random, surgery, tree
 from purecompose._support.device import AUTOCAST
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_params, with_slot
 from purecompose.time.event import Event
 from purecompose.time.predicates import on
+from tests.testing.mutants.mutant import mutant, scaled_params, with_slot
 
 
 # structure_kept

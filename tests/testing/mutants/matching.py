@@ -7,9 +7,9 @@ from torch import Tensor
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.context import SealedTime
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_grads, scaled_params
 from purecompose.time import Timestamp
 from purecompose.time.event import Event
+from tests.testing.mutants.mutant import mutant, scaled_grads, scaled_params
 
 
 def _shrunk(event: Event, state: State) -> State:

@@ -8,8 +8,8 @@ from purecompose import batch as batches, random
 from purecompose.algorithms._label_smoothing import smooth_labels
 from purecompose.core.algorithm import Algorithm
 from purecompose.core.state import State
-from purecompose.testing.mutants.mutant import mutant, scaled_grads, with_slot
 from purecompose.time.event import Event
+from tests.testing.mutants.mutant import mutant, scaled_grads, with_slot
 
 
 # evaluation_blind

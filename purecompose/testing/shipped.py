@@ -1,0 +1,524 @@
+"""The table of shipped algorithms: what laws and property tests run each of them with, one row each.
+
+A test compares the table with the factories, so that a new algorithm cannot be left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from hypothesis import strategies as st
+from torch import nn
+
+from purecompose.algorithms import FACTORIES
+from purecompose.algorithms._gated_linear_units import ACTIVATIONS
+from purecompose.algorithms.images import PRIMITIVES
+from purecompose.core.algorithm import Algorithm
+from purecompose.nn.layers.attention import FeedForward, SelfAttention
+from purecompose.schedule import Scalar, cosine, hparam, linear
+from purecompose.testing.tasks import FULL_TASKS, TASKS, Residual, Task
+
+
+__all__ = ["SHIPPED", "Row"]
+
+Settings = st.SearchStrategy[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shipped algorithm.
+
+    Args:
+        name: The name of its factory.
+        examples: Source texts, as for `Subject.of`, on which all laws run.
+        neutral: A source text with settings that change nothing; `None` if it has none.
+        tasks: The names of the `TASKS` that it accepts in full precision; those in half precision only for a method
+            that does nothing elsewhere. See `accepted`.
+        settings: A strategy for valid keyword arguments, edge values among them; the simplest are the common ones.
+        on_images: The same for inputs that are images, where it differs.
+        needs: Types of layers, one of which a network must contain, for methods that look for them.
+        is_alone: Whether the algorithm excludes all others, so that it is in no list of several.
+    """
+
+    name: str
+    examples: tuple[str, ...]
+    neutral: str | None
+    tasks: tuple[str, ...] = FULL_TASKS
+    settings: Settings = st.just({})
+    on_images: Settings | None = None
+    needs: tuple[type[nn.Module], ...] = ()
+    is_alone: bool = False
+
+    def algorithms(self, kind: str = "vectors") -> st.SearchStrategy[Algorithm]:
+        """Return a strategy for the algorithm with any valid settings for inputs of this kind (see `tasks.KINDS`)."""
+        return self.settings_for(kind).map(lambda settings: FACTORIES[self.name](**settings))
+
+    def settings_for(self, kind: str) -> Settings:
+        """Return a strategy for valid keyword arguments on inputs of this kind."""
+        return self.on_images if kind == "images" and self.on_images is not None else self.settings
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """The names of all the `TASKS` that it accepts, on which laws are tried."""
+        return tuple(name for name, task in TASKS.items() if self.accepts(task))
+
+    def accepts(self, task: Task) -> bool:
+        """Return whether it takes such inputs, acts in the task's precision, and finds the layers that it needs."""
+        named = [TASKS[name] for name in self.tasks]
+        if task.kind not in {one.kind for one in named}:
+            return False
+        if not task.is_half and all(one.is_half for one in named):
+            return False
+        return not self.needs or any(isinstance(module, self.needs) for module in task.make_net(0).modules())
+
+
+_SCHEDULES = (linear(), linear(0.0, 1.0, t_max="0.5dur"), cosine(), cosine(warmup="0.25dur"))
+
+
+def _scalars(name: str, numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Scalar]:
+    """Numbers, and what stands for one: hparams, schedules and their products."""
+    defaults = _or_floats([0.25, 0.0, 1.0], 1e-6, 1)
+    hparams = defaults.map(lambda default: hparam(name, default))
+    schedules = st.sampled_from(_SCHEDULES)
+    products = st.builds(lambda h, s: h * s, hparams, schedules)
+    return st.one_of(numbers, hparams, schedules, products, schedules.map(lambda s: 0.5 * s))
+
+
+def _or_floats(common: list[Any], low: float, high: float, **bounds: Any) -> st.SearchStrategy[Any]:
+    """Common values first, then any number of the range."""
+    return st.sampled_from(common) | st.floats(low, high, **bounds)
+
+
+def _optional(**arguments: st.SearchStrategy[Any]) -> Settings:
+    """Any of these keyword arguments, each of which may be left out."""
+    return st.fixed_dictionaries({}, optional=arguments)
+
+
+def _joined(*parts: Settings) -> Settings:
+    """The keyword arguments of all parts."""
+    return st.tuples(*parts).map(lambda given: {name: value for part in given for name, value in part.items()})
+
+
+def _fixed(**arguments: st.SearchStrategy[Any]) -> Settings:
+    """All of these keyword arguments."""
+    return st.fixed_dictionaries(arguments)
+
+
+_BOOLEANS = st.booleans()
+_EXCLUDED = st.sampled_from([(), ("*bias",), ("*weight", "*")])
+_BETAS = _or_floats([0.2, 1.0, 1, 0, 0.0], 1e-6, 1e6)
+"""Parameters of a Beta distribution; numbers that float32 rounds to 0 are not valid."""
+
+_FRACTIONS = _or_floats([0.0, 0.25, 0.5, 0.75, 1.0], 0, 1)
+_KEPT_WINDOWS = st.just([0.0, 1.0]) | st.tuples(_FRACTIONS, _FRACTIONS).filter(lambda w: w[0] != w[1]).map(sorted)
+_SELECTIVE = _joined(
+    _KEPT_WINDOWS.map(lambda window: {"start": window[0], "end": window[1]}),
+    _optional(keep=_or_floats([0.5, 1, 1.0], 0, 1, exclude_min=True), interrupt=st.integers(0, 4)),
+)
+_SMALL_LINEARS = _fixed(  # the networks' layers have three to sixteen features
+    min_features=st.integers(1, 3), latent_features=_or_floats([1, 0.25, 1.0], 0.01, 0.5)
+)
+_SMALL_CONVS = _optional(min_channels=st.integers(1, 4), latent_channels=_or_floats([1, 2, 0.25, 0.5, 1.0], 0.01, 0.99))
+_SHARES_OF_RUN = st.sampled_from([(0.2, 0.5), (0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0, 1)]) | st.floats(0, 1).flatmap(
+    lambda finetune: st.floats(0, 1 - finetune).map(lambda delay: (finetune, delay))
+)
+_LENGTHS = st.sampled_from([(2, 5), (5, 5), (8, 1024)]) | st.tuples(st.integers(1, 6), st.integers(1, 6)).map(
+    lambda pair: (min(pair), max(pair))
+)
+_BANKS = st.sampled_from([(256, 16), (4, 2), (1, 1)]) | st.integers(1, 12).flatmap(
+    lambda sigma: st.tuples(st.just(sigma), st.integers(1, sigma))
+)
+_DECAYS = _or_floats([1e-5, 0.0, 1e-3], 0, 0.05)
+_UNMIXED_IDS = ("vectors", "soft", "images", "frozen", "zero_head", "double", "bf16_weights")
+_NO_BATCHNORM = ("vectors", "soft", "tokens", "frozen", "zero_head", "double", "bf16_weights")
+
+
+_ROWS = (
+    Row(
+        "alibi",
+        examples=("alibi(0.6)", "alibi(1)"),
+        neutral=None,
+        tasks=("tokens",),
+        settings=_optional(train_sequence_length_scaling=_or_floats([0.25, 1, 1.0, 0.5], 0.01, 1)),
+        needs=(SelfAttention,),
+    ),
+    Row(
+        "augmix",
+        # Few operations: RandAugment's examples have them all, and each is compiled for every step of a chain.
+        examples=(
+            "augmix(3, width=2, augmentation_set=('rotate', 'equalize', 'color'))",
+            "augmix(5, depth=1, width=2, augmentation_set=('shear_x', 'brightness'))",
+        ),
+        neutral="augmix(0)",
+        tasks=("images",),
+        settings=_optional(
+            severity=_scalars("augmix/severity", _or_floats([3.0, 9, 0], 0, 10)),
+            depth=st.sampled_from([-1, 1, 2]),
+            width=st.integers(1, 3),
+            alpha=_or_floats([1.0, 0.2, 2], 0.01, 100),
+            augmentation_set=st.lists(st.sampled_from(sorted(PRIMITIVES)), min_size=1, max_size=3).map(tuple),
+            value_range=st.sampled_from([None, (-2.0, 2.0)]),
+        ),
+    ),
+    Row(
+        "batch_size_warmup",
+        examples=("batch_size_warmup(1.0, 0.25)", "batch_size_warmup(0.6, 0, 1)"),
+        neutral="batch_size_warmup(0)",
+        settings=_optional(
+            duration=_or_floats([0.3, 1, 1.0, 0, 0.0], 0, 1),
+            initial_share=_or_floats([0.125, 1, 1.0, 0, 0.0], 0, 1),
+            multiple=st.none() | st.sampled_from([1, 2, 100]),
+        ),
+    ),
+    Row(
+        "blurpool",
+        examples=("blurpool(min_channels=4)", "blurpool(blur_first=False, min_channels=1)"),
+        neutral=None,
+        tasks=("images",),
+        settings=_joined(
+            _fixed(min_channels=st.integers(1, 4)),  # the strided convolution has four, fewer than by default
+            _optional(replace_maxpools=_BOOLEANS, blur_first=_BOOLEANS),
+        ),
+        needs=(nn.Conv2d,),
+    ),
+    Row("channels_last", examples=("channels_last()",), neutral=None, tasks=("images",), needs=(nn.Conv2d,)),
+    Row(
+        "colout",
+        examples=("colout(0.2, 0.4)", "colout(0.5, 0.2, per_example=True, resize_target=False)"),
+        neutral="colout(0, 0)",
+        tasks=("images",),
+        settings=_optional(
+            p_row=_or_floats([0.15, 0.5, 0, 0.0], 0, 0.5),  # three of six rows are the fewest that the CNN takes
+            p_col=_or_floats([0.15, 0.5, 0, 0.0], 0, 0.5),
+            per_example=_BOOLEANS,
+            resize_target=st.sampled_from(["auto", False]),  # targets are labels
+        ),
+    ),
+    Row(
+        "cutmix",
+        examples=("cutmix(1.0)", "cutmix(0.5, interpolate_loss=True, uniform_sampling=True, per_example=True)"),
+        neutral="cutmix(0)",
+        tasks=("images",),
+        settings=_optional(
+            alpha=_scalars("cutmix/alpha", _BETAS),
+            interpolate_loss=_BOOLEANS,
+            uniform_sampling=_BOOLEANS,
+            per_example=_BOOLEANS,
+        ),
+    ),
+    Row(
+        "cutout",
+        examples=("cutout()", "cutout(2, 0.7, uniform_sampling=True, per_example=True, fill=(0.5, -1.0))"),
+        neutral="cutout(0)",
+        tasks=("images",),
+        settings=_optional(
+            num_holes=st.integers(0, 4),
+            length=_or_floats([0.5, 1, 1.0, 0.01], 0, 1, exclude_min=True),
+            uniform_sampling=_BOOLEANS,
+            per_example=_BOOLEANS,
+            fill=st.sampled_from([0.0, 0, -1.5, (0.5, 2)]),
+        ),
+    ),
+    Row(
+        "decoupled_weight_decay",
+        examples=("decoupled_weight_decay(0.01)", "decoupled_weight_decay(0.05, 2, ('*bias',))"),
+        neutral="decoupled_weight_decay(0.0)",
+        settings=_optional(
+            weight_decay=_DECAYS
+            | _DECAYS.map(lambda default: hparam("weight_decay", default))
+            | _DECAYS.map(lambda top: top * linear()),
+            min_dims=st.sampled_from([0, 2, 9]),
+            exclude=_EXCLUDED,
+        ),
+    ),
+    Row(
+        "ema",
+        examples=("ema('2ba')", "ema(smoothing=0.9, update_interval='2ba')"),
+        neutral=None,
+        settings=_joined(
+            _fixed(half_life=st.sampled_from(["2ba", "1ep", "5sp", "0.25dur"]))
+            | _fixed(smoothing=_or_floats([0.9, 0.0, 1.0, 1], 0, 1)),
+            _optional(
+                ema_start=st.sampled_from([0.0, "1ba", "1ep", 0.5, 1.0]),
+                update_interval=st.sampled_from(["1ba", "2ba", "1ep", "0.5dur", "9sp"]),
+            ),
+        ),
+    ),
+    Row(
+        "factorize",
+        examples=(
+            "factorize(min_channels=4, latent_channels=0.5, min_features=3, latent_features=1)",
+            "factorize(factorize_convs=False, min_features=1, latent_features=0.25)",
+        ),
+        neutral="factorize(False, False)",
+        settings=_joined(_SMALL_LINEARS, _SMALL_CONVS),
+        on_images=_joined(_SMALL_LINEARS, _SMALL_CONVS, _optional(factorize_convs=_BOOLEANS)),
+    ),
+    Row(
+        "fused_layernorm",
+        examples=("fused_layernorm()",),
+        neutral=None,
+        tasks=("bf16_tokens",),  # in full precision it does nothing, and says so
+        needs=(nn.LayerNorm,),
+    ),
+    Row(
+        "gated_linear_units",
+        examples=("gated_linear_units()", "gated_linear_units('silu', True, True)"),
+        neutral=None,
+        tasks=("tokens",),
+        settings=_optional(
+            act_fn=st.sampled_from([None, *ACTIVATIONS]), gated_layer_bias=_BOOLEANS, non_gated_layer_bias=_BOOLEANS
+        ),
+        needs=(FeedForward,),
+    ),
+    Row(
+        "ghost_batchnorm",
+        examples=("ghost_batchnorm(2)", "ghost_batchnorm()"),
+        neutral=None,
+        tasks=("images",),
+        settings=_optional(ghost_batch_size=st.sampled_from([32, 2, 1]) | st.integers(1, 8)),
+        needs=(nn.BatchNorm2d,),
+    ),
+    Row(
+        "gradient_accumulation",
+        examples=("gradient_accumulation(2)", "gradient_accumulation(3)"),
+        neutral="gradient_accumulation(1)",
+        settings=_fixed(num_steps=st.integers(1, 5)),
+    ),
+    Row(
+        "gradient_clipping",
+        examples=(
+            "gradient_clipping('norm', 0.1)",
+            "gradient_clipping('value', 0.01)",
+            "gradient_clipping('adaptive', 0.01, exclude=('*.bias',))",
+        ),
+        neutral="gradient_clipping('norm', 1e999)",  # infinity, as a literal
+        settings=_joined(
+            _fixed(
+                clipping_type=st.sampled_from(["norm", "value", "adaptive"]),
+                # Not infinity, which prints as no literal.
+                clipping_threshold=_scalars("gradient_clipping/threshold", _or_floats([1.0, 0.1, 1], 1e-6, 1e6)),
+            ),
+            _optional(exclude=_EXCLUDED),
+        ),
+    ),
+    Row(
+        "gradient_noise_scale",
+        examples=("gradient_noise_scale()", "gradient_noise_scale(0)"),
+        neutral=None,
+        settings=_optional(decay=_or_floats([0.95, 0, 0.0], 0, 1, exclude_max=True)),
+    ),
+    Row(
+        "gradient_norm",
+        examples=("gradient_norm()", "gradient_norm(each=True)"),
+        neutral="gradient_norm(total=False)",
+        settings=_optional(total=_BOOLEANS, each=_BOOLEANS),
+    ),
+    Row(
+        "gyro_dropout",
+        examples=("gyro_dropout(0.5, 4, 2)", "gyro_dropout(0.3, feature_dim=-1)"),
+        neutral="gyro_dropout(0)",
+        settings=_joined(
+            _BANKS.map(lambda bank: {"sigma": bank[0], "tau": bank[1]}),
+            _optional(p=_or_floats([0.5, 0.2, 0, 0.0], 0, 0.9), feature_dim=st.sampled_from([None, 1, -1])),
+        ),
+    ),
+    Row(
+        "label_smoothing",
+        examples=("label_smoothing(0.1)", "label_smoothing(1)"),
+        neutral="label_smoothing(0)",
+        settings=_optional(smoothing=_scalars("label_smoothing/smoothing", _or_floats([0.1, 1, 0, 1.0, 0.0], 0, 1))),
+    ),
+    Row(
+        "layer_freezing",
+        examples=("layer_freezing(0.0, num_stages=None)", "layer_freezing(0.3, num_stages=3)"),
+        neutral="layer_freezing(freeze_level=0)",
+        settings=_optional(
+            freeze_start=_or_floats([0.5, 0.0, 0, 1.0, 1], 0, 1),
+            freeze_level=_or_floats([1.0, 1, 0, 0.0], 0, 1),
+            num_stages=st.none() | st.integers(2, 8),
+        ),
+    ),
+    Row(
+        "lookahead",
+        # Short intervals, so that it acts in short runs.
+        examples=("lookahead(interval=1)", "lookahead(0.8, interval=2)"),
+        neutral="lookahead(1)",
+        settings=_optional(
+            alpha=_scalars("lookahead/alpha", _or_floats([0.5, 0.8, 0, 1, 1.0], 0, 1)), interval=st.integers(1, 6)
+        ),
+    ),
+    Row(
+        "loss_scaling",
+        examples=("loss_scaling()", "loss_scaling(1024.0, growth_factor=4.0, growth_interval=1)"),
+        neutral="loss_scaling(1.0, growth_factor=1.0, backoff_factor=1.0)",
+        settings=_optional(
+            # Not so large that a float32 gradient of a small network overflows.
+            init_scale=_or_floats([2.0**16, 2.0**10, 1.0, 3.0], 2.0**-20, 2.0**20),
+            growth_factor=_or_floats([2.0, 1.0, 1], 1, 4),
+            backoff_factor=_or_floats([0.5, 1.0, 1], 0.1, 1),
+            growth_interval=st.integers(1, 4) | st.just(2000),
+        ),
+    ),
+    Row(
+        "low_precision_groupnorm",
+        examples=("low_precision_groupnorm()",),
+        neutral=None,
+        tasks=("bf16_images",),  # in full precision it does nothing, and says so
+        needs=(nn.GroupNorm,),
+    ),
+    Row(
+        "low_precision_layernorm",
+        examples=("low_precision_layernorm()",),
+        neutral=None,
+        tasks=("bf16_tokens",),  # in full precision it does nothing, and says so
+        needs=(nn.LayerNorm,),
+    ),
+    Row(
+        "mixup",
+        examples=("mixup(0.2)", "mixup(0.3, interpolate_loss=True, per_example=True)"),
+        neutral="mixup(0)",
+        tasks=_UNMIXED_IDS,
+        settings=_joined(
+            _fixed(alpha=_scalars("mixup/alpha", _BETAS)), _optional(interpolate_loss=_BOOLEANS, per_example=_BOOLEANS)
+        ),
+    ),
+    Row("no_op_model", examples=("no_op_model()",), neutral=None, is_alone=True),
+    Row(
+        "per_example_clipping",
+        examples=("per_example_clipping(0.5)", "per_example_clipping(0.5, 0.3, chunk_size=2)"),
+        neutral="per_example_clipping(1e999)",
+        tasks=_NO_BATCHNORM,
+        settings=_joined(
+            _fixed(max_norm=_scalars("per_example_clipping/max_norm", _or_floats([1.0, 1, 0.1], 1e-3, 1e3))),
+            _optional(
+                # Noise of many times the bound would lead the networks out of the range of float32.
+                noise_multiplier=_scalars("per_example_clipping/noise_multiplier", _or_floats([0.0, 0, 0.5], 0, 1)),
+                chunk_size=st.sampled_from([None, 1, 3]),
+            ),
+        ),
+    ),
+    Row(
+        "progressive_resizing",
+        examples=("progressive_resizing()", "progressive_resizing('crop', 0.5, 0.1, 0, 1)"),
+        neutral="progressive_resizing(initial_scale=1)",
+        tasks=("images",),
+        settings=_joined(
+            _SHARES_OF_RUN.map(lambda shares: {"finetune_fraction": shares[0], "delay_fraction": shares[1]}),
+            _optional(
+                mode=st.sampled_from(["resize", "crop"]),
+                initial_scale=_or_floats([0.5, 1, 1.0], 0.5, 1),  # the CNN takes images of half the size
+                size_increment=st.integers(1, 8),
+                interpolation=st.sampled_from(["bilinear", "nearest"]),
+            ),
+        ),
+    ),
+    Row(
+        "randaugment",
+        examples=("randaugment(9, 1)", "randaugment(5, 2, ('rotate', 'equalize', 'sharpness'))"),
+        neutral="randaugment(0)",
+        tasks=("images",),
+        settings=_optional(
+            severity=_scalars("randaugment/severity", _or_floats([9.0, 3, 10, 0, 0.0], 0, 10)),
+            depth=st.integers(0, 2),
+            augmentation_set=st.sampled_from(["all", "safe", "original"])
+            | st.lists(st.sampled_from(sorted(PRIMITIVES)), min_size=1, max_size=3).map(tuple),
+            value_range=st.sampled_from([None, (-2.0, 2.0), (-1.0, (1.0, 2.0))]),
+        ),
+    ),
+    Row(
+        "sam",
+        examples=("sam()", "sam(0.5, interval=2)"),
+        neutral="sam(0)",
+        settings=_optional(
+            rho=_scalars("sam/rho", _or_floats([0.05, 0.5, 0, 0.0], 1e-6, 10)),
+            epsilon=_or_floats([1e-12, 1e-30, 1.0], 1e-12, 1),
+            interval=st.integers(1, 4),
+        ),
+    ),
+    Row(
+        "schedule_free",
+        examples=("schedule_free()", "schedule_free(0.0)"),
+        neutral=None,
+        settings=_optional(beta=_or_floats([0.9, 0.98, 0.0], 0, 0.99)),
+    ),
+    Row(
+        "selective_backprop",
+        examples=(
+            "selective_backprop(0, 1.0, interrupt=0)",
+            "selective_backprop(0, 1.0, keep=0.5, interrupt=2)",
+            "selective_backprop(0.5, 0.9, keep=0.3)",
+        ),
+        neutral="selective_backprop(keep=1)",
+        settings=_SELECTIVE,
+        on_images=_joined(_SELECTIVE, _optional(scale_factor=_or_floats([1.0, 0.5, 1], 0.5, 1))),
+    ),
+    Row(
+        "seq_length_warmup",
+        examples=("seq_length_warmup(0.6, 2, 5, 1)", "seq_length_warmup(1.0, 2, 5, 1, truncate=False)"),
+        neutral="seq_length_warmup(0)",
+        tasks=("tokens",),
+        settings=_joined(
+            _LENGTHS.map(lambda lengths: {"min_seq_length": lengths[0], "max_seq_length": lengths[1]}),
+            _optional(
+                duration=_or_floats([0.3, 1, 0, 0.0], 0, 1), step_size=st.sampled_from([1, 2, 100]), truncate=_BOOLEANS
+            ),
+        ),
+    ),
+    Row("skip_nonfinite", examples=("skip_nonfinite()",), neutral=None),
+    Row(
+        "squeeze_excite",
+        examples=("squeeze_excite(0.5, 4)", "squeeze_excite(3, min_channels=1)"),
+        neutral=None,
+        tasks=("images",),
+        settings=_joined(
+            _fixed(min_channels=st.integers(1, 4)),  # the networks have four channels, fewer than by default
+            _optional(latent_channels=st.sampled_from([64, 1, 0.01, 1.0]) | st.integers(1, 8) | st.floats(0.01, 0.99)),
+        ),
+        needs=(nn.Conv2d,),
+    ),
+    Row(
+        "stochastic_depth",
+        examples=("stochastic_depth(drop_rate=0.5)", "stochastic_depth('sample', 0.5, drop_warmup=0.5)"),
+        neutral="stochastic_depth(drop_rate=0.0)",
+        tasks=("images",),
+        settings=_optional(
+            stochastic_method=st.sampled_from(["block", "sample"]),
+            drop_rate=_scalars("drop_rate", _or_floats([0.2, 1.0, 0, 0.0], 0, 1)),
+            drop_distribution=st.sampled_from(["linear", "uniform"]),
+            drop_warmup=st.sampled_from([0.0, 0.5, "2ba", "1ep"]),
+        ),
+        needs=(Residual,),
+    ),
+    Row(
+        "swa",
+        examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')"),
+        neutral=None,
+        settings=_optional(  # without swa_lr: the tasks' learning rate is an hparam, which it refuses
+            swa_start=st.sampled_from([0.25, 0.0, "1ba", 0.5]),
+            swa_end=st.sampled_from([0.75, 1.0, "5ba"]),
+            update_interval=st.sampled_from(["1ba", "2ba", "1ep", "0.25dur", "9sp"]),
+        ),
+    ),
+    Row(
+        "training_metrics",
+        examples=("training_metrics()", "training_metrics(reset='2ba')"),
+        neutral="training_metrics(())",
+        settings=_optional(
+            metrics=st.sampled_from([("accuracy",), ()]),  # the networks have too few classes for top_5
+            reset=st.sampled_from(["1ep", "2ep", "1ba", "3ba", None]),
+        ),
+    ),
+    Row(
+        "weight_standardization",
+        examples=("weight_standardization()", "weight_standardization(1)"),
+        neutral=None,
+        tasks=("images",),
+        settings=_optional(n_last_layers_ignore=st.integers(0, 1)),
+        needs=(nn.Conv2d,),
+    ),
+)
+
+SHIPPED: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ROWS})
+"""The rows by the factory's name."""
