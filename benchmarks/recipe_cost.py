@@ -95,7 +95,7 @@ def variants_of(methods: Sequence[Algorithm], subject: Subject) -> int:
     """How many variants a compiled step has after a whole run."""
     fast = pc.compile(compose(loop_events, methods), backend="eager", quiet=True)
     state = new_state(subject)
-    state = state.replace(timestamp=state.timestamp.replace(run=pc.RunLength("100ba", batches_per_epoch=100)))
+    state = state.replace(timestamp=state.timestamp.replace(run=pc.time.RunLength("100ba", batches_per_epoch=100)))
     state = fast.init(state)
     batch = (subject.inputs[:8], subject.targets[:8])
     for _ in range(100):

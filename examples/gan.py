@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import purecompose as pc
-from purecompose import Event, Grad, State, advance, compose, optim, update
+from purecompose import Event, State, compose, loop, optim
 
 
 class Players(nn.Module):
@@ -44,11 +44,11 @@ def generator_loss(state: State) -> State:
 
 gan_events = (
     Event.AFTER_DATALOADER,
-    Grad(discriminator_loss, wrt="D.*"),
-    update(wrt="D.*"),
-    Grad(generator_loss, wrt="G.*"),
-    update(wrt="G.*"),
-    advance,
+    loop.Grad(discriminator_loss, wrt="D.*"),
+    loop.update(wrt="D.*"),
+    loop.Grad(generator_loss, wrt="G.*"),
+    loop.update(wrt="G.*"),
+    loop.advance,
     Event.BATCH_END,
 )
 

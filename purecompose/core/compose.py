@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from purecompose._support.checks import check_whole
 from purecompose._support.device import arithmetic
 from purecompose._support.warnings import warn
 from purecompose.core.algorithm import Algorithm, Trait
@@ -30,7 +29,7 @@ from purecompose.core.composable import (
 )
 from purecompose.core.context import Context, SealedTime, Static
 from purecompose.core.contract import Contract, Observe, check_slots
-from purecompose.core.cut import Cut, check_one_cut
+from purecompose.core.cut import Cut
 from purecompose.core.gradient import wants_outer_gradient
 from purecompose.core.loop import advance
 from purecompose.core.matching import Matcher
@@ -133,12 +132,12 @@ class Step:
     @property
     def microbatches(self) -> int | None:
         """Into how many slices a batch is cut; `None` where their size is given."""
-        return self.cut.k
+        return self.cut.microbatches
 
     @property
     def microbatch_size(self) -> int | None:
         """The most examples in a slice; `None` where their number is given."""
-        return self.cut.size
+        return self.cut.microbatch_size
 
     def __call__(self, state: State, batch: Any) -> State:
         """Return the state after one batch; `state` and `batch` stay bit for bit as they were.
@@ -440,17 +439,15 @@ def compose(
     """
     nodes, chosen, ordering = as_program(program), as_algorithms(algorithms), as_passes(passes)
     check_collects_once(nodes, chosen)
-    check_one_cut(microbatches, microbatch_size, "compose", ("microbatches", "microbatch_size"))
-    if microbatch_size is not None:
-        check_whole(microbatch_size, "compose: microbatch_size", 1, hint="it is the most examples in a slice")
-    else:
-        microbatches = 1 if microbatches is None else check_whole(microbatches, "compose: microbatches", 1)
+    cut = Cut.checked(microbatches, microbatch_size, "compose")
+    if cut == (None, None):
+        cut = _WHOLE
     if order_by_constraints in ordering:
         for event in Event:  # an impossible set is told now, not when its members first meet
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
     for event in events_in_grad(nodes):
         check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))
-    step = Step(nodes, chosen, ordering, Cut(microbatches, microbatch_size))
+    step = Step(nodes, chosen, ordering, cut)
     if not any(event.is_eval or event.is_predict for event in step.events):
         for line in lacking_events(chosen, step.events):
             warn(f"{line}: it does nothing there. Put the event into the program; loop_events has all of them")

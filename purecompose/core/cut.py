@@ -1,40 +1,46 @@
 """How a batch is cut into slices."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from purecompose._support.checks import check_whole
 
 
-__all__ = ["Cut", "check_one_cut"]
+__all__ = ["Cut"]
 
 
 class Cut(NamedTuple):
-    """Into how many slices a batch is cut: a fixed number, or as few as hold at most `size` examples each."""
+    """Into how many slices a batch is cut: a fixed number, or as few as hold `microbatch_size` examples at most."""
 
-    k: int | None = None
-    size: int | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+
+    @classmethod
+    def checked(cls, microbatches: Any, microbatch_size: Any, where: str) -> "Cut":
+        """Return the cut that two arguments of a function named `where` ask for.
+
+        Raises:
+            TypeError: An argument that is neither an int nor `None`.
+            ValueError: An int below 1, or both arguments.
+        """
+        if microbatches is not None and microbatch_size is not None:
+            raise ValueError(
+                f"{where}: expected microbatches (how many slices) or microbatch_size (at most so many examples in "
+                f"each), got both: microbatches={microbatches!r}, microbatch_size={microbatch_size!r}"
+            )
+        if microbatches is not None:
+            microbatches = check_whole(microbatches, f"{where}: microbatches", 1)
+        if microbatch_size is not None:
+            hint = "it is the most examples in a slice"
+            microbatch_size = check_whole(microbatch_size, f"{where}: microbatch_size", 1, hint=hint)
+        return cls(microbatches, microbatch_size)
 
     @property
     def may_slice(self) -> bool:
         """Whether there may be several slices."""
-        return self.size is not None or (self.k or 1) > 1
+        return self.microbatch_size is not None or (self.microbatches or 1) > 1
 
     def num_slices(self, num_examples: int) -> int:
         """Return into how many slices a batch of this many examples is cut, at most one for each example."""
-        if self.size is not None:
-            return max(1, -(-num_examples // self.size))
-        return min(self.k or 1, num_examples)
-
-
-def check_one_cut(k: int | None, size: int | None, where: str, names: tuple[str, str]) -> None:
-    """Raise a `ValueError` where a number of slices and their size are both given.
-
-    Args:
-        k: The number of slices.
-        size: The most examples in a slice.
-        where: What was called, for the message.
-        names: What the two arguments are called there.
-    """
-    if k is not None and size is not None:
-        raise ValueError(
-            f"{where}: expected {names[0]} (how many slices) or {names[1]} (at most so many examples in each), got "
-            f"both: {names[0]}={k!r}, {names[1]}={size!r}"
-        )
+        if self.microbatch_size is not None:
+            return max(1, -(-num_examples // self.microbatch_size))
+        return min(self.microbatches or 1, num_examples)

@@ -4,12 +4,17 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 """
 
 from purecompose import losses
-from purecompose.core.scopes import Grad, Microbatches, Program, Stage, Update
+from purecompose.core.scopes import Grad, Microbatches, Program, Scope, Stage, Update
 from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
 __all__ = [
+    "Grad",
+    "Microbatches",
+    "Scope",
+    "Stage",
+    "Update",
     "advance",
     "eval_events",
     "eval_forward",

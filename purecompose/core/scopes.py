@@ -14,7 +14,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, tree
 from purecompose.core.contract import Contract
-from purecompose.core.cut import Cut, check_one_cut
+from purecompose.core.cut import Cut
 from purecompose.core.gradient import check_terms, differentiate, num_terms
 from purecompose.core.operation import Carry, Lowered, Node, Operation, Place, Purpose, in_order, lift
 from purecompose.core.ranks import Ranks, Sharing
@@ -216,30 +216,28 @@ class Microbatches(Scope):
 
     Args:
         body: Events, stages and a `Grad`.
-        k: The number of slices. A batch of fewer examples is cut into single ones.
-        size: The most examples in a slice, in place of their number: each batch is cut into as few slices of (nearly)
-            equal size as that takes, a short batch into fewer. Without either the step's `microbatches` or
-            `microbatch_size` holds.
+        microbatches: The number of slices. A batch of fewer examples is cut into single ones.
+        microbatch_size: The most examples in a slice, in place of their number: each batch is cut into as few slices
+            of (nearly) equal size as that takes, a short batch into fewer. Without either, the settings of `compose`
+            hold.
 
     Raises:
-        ValueError: A number that is not positive, or both numbers.
+        TypeError: A number that is not an int.
+        ValueError: A number below 1, or both numbers.
     """
 
     body: Program
-    k: int | None
-    size: int | None
+    microbatches: int | None
+    microbatch_size: int | None
 
-    def __init__(self, *body: Any, k: int | None = None, size: int | None = None) -> None:
-        for name, value, what in (("k", k, "microbatches"), ("size", size, "examples in a microbatch")):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"Microbatches({name}={value!r}): expected a positive number of {what}")
-        check_one_cut(k, size, "Microbatches", ("k", "size"))
-        super().__init__(*body, k=k, size=size)
+    def __init__(self, *body: Any, microbatches: int | None = None, microbatch_size: int | None = None) -> None:
+        super().__init__(*body, **Cut.checked(microbatches, microbatch_size, "Microbatches")._asdict())
 
     @property
     def cut(self) -> Cut | None:
         """How batches are cut; `None` where the step decides."""
-        return None if self.k is None and self.size is None else Cut(self.k, self.size)
+        cut = Cut(self.microbatches, self.microbatch_size)
+        return None if cut == (None, None) else cut
 
     def lower(self, place: Place) -> list[Lowered]:
         """Return the scope as one operation."""

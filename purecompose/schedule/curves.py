@@ -28,7 +28,7 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
         TypeError, ValueError: a setting that is no number or no time; see also `linear`.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> [constant(warmup="4ba")(Timestamp(batch=t)) for t in (0, 1, 4, 9)]
         [0.0, 0.25, 1.0, 1.0]
     """
@@ -61,7 +61,7 @@ def linear(
         ValueError: a time that cannot be read, is negative or in seconds, or a warm-up longer than `t_max`.
 
     Example:
-        >>> from purecompose import RunLength, Timestamp
+        >>> from purecompose.time import RunLength, Timestamp
         >>> run = RunLength("8ba")
         >>> [linear()(Timestamp(batch=t, run=run)) for t in (0, 2, 8)]
         [1.0, 0.75, 0.0]
@@ -84,7 +84,7 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
         TypeError, ValueError: as for `linear`.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> round(cosine(t_max="50ba")(Timestamp(batch=20)), 6)
         0.654508
 
@@ -110,7 +110,7 @@ def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, war
         TypeError, ValueError: as for `linear`; a power that is not above 0.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> polynomial(2, t_max="10ba")(Timestamp(batch=5))
         0.25
     """
@@ -141,7 +141,7 @@ def one_cycle(
         TypeError, ValueError: as for `linear`.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> curve = one_cycle(0.5, 0.0, "2ba", "6ba")
         >>> [round(curve(Timestamp(batch=t)), 2) for t in range(7)]
         [0.5, 0.75, 1.0, 0.85, 0.5, 0.15, 0.0]

@@ -34,7 +34,7 @@ def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> S
         ValueError: a time that cannot be read or is out of range.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> [step("2ba", 0.5)(Timestamp(batch=t)) for t in range(6)]
         [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     """
@@ -58,7 +58,7 @@ def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike =
         TypeError, ValueError: as for `step`.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> [exponential(0.25, "2ba")(Timestamp(batch=t)) for t in range(4)]
         [1.0, 0.5, 0.25, 0.125]
     """
@@ -86,7 +86,7 @@ def cosine_warm_restarts(
         TypeError, ValueError: as for `step`; a `t_mult` below 1, with which the restarts would come to no end.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> [round(cosine_warm_restarts("2ba", 2.0)(Timestamp(batch=t)), 2) for t in range(7)]
         [1.0, 0.5, 1.0, 0.85, 0.5, 0.15, 1.0]
 
@@ -115,7 +115,7 @@ def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeL
         TypeError, ValueError: as for `step`; no milestones.
 
     Example:
-        >>> from purecompose import Timestamp
+        >>> from purecompose.time import Timestamp
         >>> [multi_step(["2ba", "3ba"], 0.5)(Timestamp(batch=t)) for t in range(5)]
         [1.0, 1.0, 0.5, 0.25, 0.25]
     """

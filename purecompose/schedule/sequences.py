@@ -40,7 +40,7 @@ def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Sch
         ValueError: a time that cannot be read or is out of range, milestones that do not rise, or of another number.
 
     Example:
-        >>> from purecompose import RunLength, Timestamp
+        >>> from purecompose.time import RunLength, Timestamp
         >>> from purecompose.schedule import cosine, linear
         >>> curve, run = sequence([linear(0.0, 1.0), cosine()], ["4ba"]), RunLength("8ba")
         >>> [round(curve(Timestamp(batch=t, run=run)), 2) for t in range(9)]

@@ -16,7 +16,21 @@ it may change, and whose tensors it may not write into.
 """
 
 from purecompose.surgery.operation import Report, Surgery, operate, replace
+from purecompose.surgery.summary import summary
 from purecompose.surgery.visiting import Rule, Rules, Site
+from purecompose.surgery.weights import to_module, with_statistics, with_weights
 
 
-__all__ = ["Report", "Rule", "Rules", "Site", "Surgery", "operate", "replace"]
+__all__ = [
+    "Report",
+    "Rule",
+    "Rules",
+    "Site",
+    "Surgery",
+    "operate",
+    "replace",
+    "summary",
+    "to_module",
+    "with_statistics",
+    "with_weights",
+]

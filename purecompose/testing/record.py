@@ -239,7 +239,7 @@ def inserted(program: Sequence[Node], after: Callable[[Node], StateFn | None]) -
         if isinstance(node, Grad):
             node = Grad(*inserted(node.body, after), wrt=node.wrt)
         elif isinstance(node, Microbatches):
-            node = Microbatches(*inserted(node.body, after), k=node.k)
+            node = Microbatches(*inserted(node.body, after), microbatches=node.microbatches)
         nodes += [node] if stage is None else [node, stage]
     return tuple(nodes)
 

@@ -298,7 +298,7 @@ def _loops(draw: st.DrawFn) -> Program:
     )
     inner: tuple[Node, ...] = (grad, *some(Event.AFTER_BACKWARD))
     if draw(st.booleans()):
-        inner = (Microbatches(*inner, k=draw(st.none() | st.integers(1, 4))),)
+        inner = (Microbatches(*inner, microbatches=draw(st.none() | st.integers(1, 4))),)
     opening = some(Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
     return (*opening, *inner, *some(Event.AFTER_TRAIN_BATCH), update, advance, *some(Event.BATCH_END))
 

@@ -130,7 +130,7 @@ def test_a_run_that_could_not_be_saved_says_so(tmp_path: pathlib.Path, monkeypat
 
     monkeypatch.setattr("purecompose.run.saving.folder._sync", full)
     settings = Checkpoints(tmp_path, every="1ep", background=False)
-    with pytest.warns(pc.CheckpointWarning, match="No space left"), pytest.raises(SystemExit) as caught:
+    with pytest.warns(pc.errors.CheckpointWarning, match="No space left"), pytest.raises(SystemExit) as caught:
         fit(step(), start(), BATCHES, checkpoints=settings, observers=raising(signal.SIGTERM, 3))
     assert "the run could not be saved at batch 3; there is no checkpoint of it" in caught.value.__notes__[0]
 

@@ -183,7 +183,7 @@ def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
     share = pc.schedule.linear(0.125, 1.0, t_max="0.3dur")
     run_length = helpers.make_state(duration="700ba").timestamp.run
     for number in range(240):
-        now = pc.Timestamp(batch=number, run=run_length)
+        now = pc.time.Timestamp(batch=number, run=run_length)
         assert warmup_batch_size(number / 700, 7000, multiple=1) == pytest.approx(7000 * share(now), abs=1)
 
 
@@ -192,7 +192,7 @@ def test_a_learning_rate_grows_with_the_batch_by_a_schedule_of_the_same_line():
 
 @pytest.mark.parametrize("duration", [None, "60sec"])
 def test_a_run_of_unknown_length_is_refused(duration):
-    with pytest.raises(pc.MatchError, match="batch_size_warmup.*duration|batch_size_warmup.*wall-clock"):
+    with pytest.raises(pc.errors.MatchError, match="batch_size_warmup.*duration|batch_size_warmup.*wall-clock"):
         run([batch_size_warmup()], 1, helpers.make_state(duration=duration))
 
 

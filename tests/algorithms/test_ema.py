@@ -9,9 +9,10 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, Time, algorithms as alg, compose, loop_events, optim
+from purecompose import Event, algorithms as alg, compose, loop_events, optim
 from purecompose.algorithms._ema import compute_ema, ema
 from purecompose.testing import TASKS
+from purecompose.time import Time
 from tests.algorithms.averaging_checks import (
     BATCHES,
     assert_near,
@@ -164,7 +165,7 @@ def test_averaging_begins_with_the_first_update_from_the_start_on(start, interva
     assert_same(averages_of(states[first], "ema"), weights_of(states[first]))
     step = compose(loop_events, [method])
     for state in states[:first]:  # until then evaluation sees what trains
-        assert_same(step.replace(program=pc.eval_events).fire(Event.EVAL_START, state), state)
+        assert_same(step.replace(program=pc.loop.eval_events).fire(Event.EVAL_START, state), state)
 
 
 def test_a_run_without_a_length_will_do():
@@ -190,7 +191,7 @@ def test_a_run_that_learns_the_length_of_its_epochs_goes_on_in_time():
     state = step.init(make_state(duration="8ep", batches_per_epoch=None))
     for batch in batches[:3]:
         state = step(state, batch)
-    later = state.replace(timestamp=state.timestamp.replace(run=pc.RunLength("8ep", batches_per_epoch=4)))
+    later = state.replace(timestamp=state.timestamp.replace(run=pc.time.RunLength("8ep", batches_per_epoch=4)))
     before, after = averages_of(later, "ema"), averages_of(step(later, batches[3]), "ema")
     live = weights_of(step(later, batches[3]))
     kept = 0.5 ** (1 / 4)
@@ -382,7 +383,7 @@ def test_settings_are_checked_when_it_is_built(settings, error, words):
     ],
 )
 def test_times_that_the_run_cannot_tell_are_errors(settings, options, words):
-    with pytest.raises((ValueError, pc.MatchError), match=words):
+    with pytest.raises((ValueError, pc.errors.MatchError), match=words):
         states_after(ema(**settings), make_state(**options), make_batches(1))
 
 

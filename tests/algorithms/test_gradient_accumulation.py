@@ -8,23 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import (
-    Event,
-    Grad,
-    State,
-    advance,
-    algorithms as alg,
-    compose,
-    hparam,
-    loop_events,
-    optim,
-    tree,
-    update,
-)
+from purecompose import Event, State, algorithms as alg, compose, hparam, loop_events, optim, tree
 from purecompose.algorithms._ema import ema
 from purecompose.algorithms._gradient_accumulation import AccumulatedGradients, gradient_accumulation
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._sam import sam
+from purecompose.core.loop import advance, update
+from purecompose.core.scopes import Grad
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
@@ -196,7 +186,7 @@ def test_a_mean_of_nothing_whose_gradient_is_nan_is_left_out(nothing):
 
 
 def test_without_an_event_that_counts_terms_batches_weigh_their_examples():
-    program = (Event.BATCH_START, Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update, advance)
+    program = (Event.BATCH_START, Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update, advance)
     (batch,) = groups(1)
     with pytest.warns(UserWarning, match="gradient_accumulation acts at AFTER_LOSS, which the program does not have"):
         step = compose(program, [gradient_accumulation(2)])
@@ -351,7 +341,7 @@ def test_the_norm_that_is_reported_is_the_means_and_zero_in_between():
 @pytest.mark.parametrize("is_together", [True, False])
 def test_of_two_players_those_wait_whose_gradients_come_before_the_event(is_together):
     """Both players' gradients before it, or the second's alone: the first one then moves in every step."""
-    first, second = Grad(pc.forward, pc.loss, wrt="0.*"), Grad(pc.forward, pc.loss, wrt="2.*")
+    first, second = Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), Grad(pc.loop.forward, pc.loop.loss, wrt="2.*")
     start, end = Event.BATCH_START, (Event.AFTER_TRAIN_BATCH, update(wrt="2.*"), advance)
     if is_together:
         program = (start, first, second, Event.AFTER_TRAIN_BATCH, update(wrt="0.*"), update(wrt="2.*"), advance)
@@ -444,7 +434,7 @@ def test_gradients_flow_through_a_group():
 
 def test_a_program_with_two_gradients_to_collect_is_refused():
     """The second player's would be taken for those of another batch, and never trained."""
-    turn = (Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update)
+    turn = (Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update)
     program = (Event.BATCH_START, *turn, *turn, advance)
     with pytest.raises(ValueError, match=r"^gradient_accumulation adds up .*AFTER_TRAIN_BATCH 2 times: fire it once"):
         compose(program, [gradient_accumulation(2)])

@@ -260,7 +260,7 @@ def test_resuming_is_exact_within_a_period(tmp_path, cut):
     for batch in batches[cut:]:
         state, resumed = step(state, batch), again(resumed, batch)
     assert tree.equal((state.params, state.buffers, state.slots), (resumed.params, resumed.buffers, resumed.slots))
-    with pytest.raises(pc.MismatchError, match="gyro_dropout"):
+    with pytest.raises(pc.errors.MismatchError, match="gyro_dropout"):
         pc.load(tmp_path / "middle", make_state(make_net()), step=compose(loop_events), strict=False)
 
 
@@ -300,7 +300,7 @@ def test_activation_checkpointing_computes_the_same_masks_again():
             return self.call(self.inner, x)
 
     ends = []
-    for call in (lambda inner, x: inner(x), pc.checkpoint):
+    for call in (lambda inner, x: inner(x), pc.layers.checkpoint):
         step, state = started(Net(call), gyro_dropout(0.5, 8, 4), microbatches=2)
         ends.append(step(state, make_batch()).params)
     torch.testing.assert_close(ends[0], ends[1])

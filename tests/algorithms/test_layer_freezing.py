@@ -463,9 +463,9 @@ def test_in_epochs_of_unknown_length_the_depth_moves_at_their_ends():
 
 
 def test_a_player_with_all_layers_frozen_has_nothing_to_differentiate_in():
-    (scope,) = [node for node in loop_events if isinstance(node, pc.Microbatches)]
-    body = [pc.Grad(*node.body, wrt="0.*") if isinstance(node, pc.Grad) else node for node in scope.body]
-    program = [pc.Microbatches(*body) if node is scope else node for node in loop_events]
+    (scope,) = [node for node in loop_events if isinstance(node, pc.loop.Microbatches)]
+    body = [pc.loop.Grad(*node.body, wrt="0.*") if isinstance(node, pc.loop.Grad) else node for node in scope.body]
+    program = [pc.loop.Microbatches(*body) if node is scope else node for node in loop_events]
     step, state = compose(program, [layer_freezing(0, num_stages=None)]), make_state()
     for _ in range(7):
         state = step(state, BATCH)
@@ -475,7 +475,7 @@ def test_a_player_with_all_layers_frozen_has_nothing_to_differentiate_in():
 
 @pytest.mark.parametrize("duration", [None, "60sec"])
 def test_a_run_of_unknown_length_is_refused(duration):
-    with pytest.raises(pc.MatchError, match="layer_freezing.*duration|layer_freezing.*wall-clock"):
+    with pytest.raises(pc.errors.MatchError, match="layer_freezing.*duration|layer_freezing.*wall-clock"):
         run([layer_freezing()], make_state(duration=duration), 1)
 
 

@@ -224,14 +224,14 @@ def test_second_gradients_are_true_ones_and_their_overflow_skips():
 def test_gradients_that_an_update_has_used_count_as_well():
     """Of two players the first overflows: its own update is skipped, the other's is not, and the scale falls."""
     twice = (
-        pc.Grad(pc.forward, pc.loss, Event.BEFORE_BACKWARD, wrt="0.*"),
+        pc.loop.Grad(pc.loop.forward, pc.loop.loss, Event.BEFORE_BACKWARD, wrt="0.*"),
         Event.AFTER_BACKWARD,
-        pc.update(wrt="0.*"),
+        pc.loop.update(wrt="0.*"),
         lambda state: state.replace(inputs=torch.nan_to_num(state.inputs, posinf=0.0)),
-        pc.Grad(pc.forward, pc.loss, Event.BEFORE_BACKWARD, wrt="2.*"),
+        pc.loop.Grad(pc.loop.forward, pc.loop.loss, Event.BEFORE_BACKWARD, wrt="2.*"),
         Event.AFTER_BACKWARD,
-        pc.update(wrt="2.*"),
-        pc.advance,
+        pc.loop.update(wrt="2.*"),
+        pc.loop.advance,
         Event.BATCH_END,
     )
     step = compose(twice, [loss_scaling()])
@@ -343,7 +343,7 @@ def test_an_optimizer_put_in_after_init_is_refused():
 
 @pytest.mark.filterwarnings("ignore:loss_scaling acts at .*, which the program does not have")
 def test_a_program_without_an_unscaling_event_is_refused():
-    program = (pc.Grad(pc.forward, pc.loss, Event.BEFORE_BACKWARD), pc.update, pc.advance)
+    program = (pc.loop.Grad(pc.loop.forward, pc.loop.loss, Event.BEFORE_BACKWARD), pc.loop.update, pc.loop.advance)
     step = compose(program, [loss_scaling()])
-    with pytest.raises(pc.ContractError, match="slots"):
+    with pytest.raises(pc.errors.ContractError, match="slots"):
         step(step.init(helpers.make_state()), BATCH)

@@ -83,7 +83,7 @@ def test_time_moves_within_epochs_where_their_length_is_known(run_length, moves_
 @pytest.mark.parametrize("duration", [None, "60sec"])
 def test_a_run_of_unknown_length_is_refused(duration):
     step = compose(loop_events, [progressive_resizing()])
-    with pytest.raises(pc.MatchError, match="progressive_resizing: .*(no duration|wall-clock)"):
+    with pytest.raises(pc.errors.MatchError, match="progressive_resizing: .*(no duration|wall-clock)"):
         step(step.init(make_state(duration)), make_batch())
 
 

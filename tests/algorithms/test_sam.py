@@ -8,21 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import (
-    Event,
-    Grad,
-    State,
-    advance,
-    algorithms as alg,
-    compose,
-    hparam,
-    loop_events,
-    optim,
-    tree,
-    update,
-)
+from purecompose import Event, State, algorithms as alg, compose, hparam, loop_events, optim, tree
 from purecompose.algorithms._gradient_clipping import gradient_clipping
 from purecompose.algorithms._sam import perturb_params, sam
+from purecompose.core.loop import advance, update
+from purecompose.core.scopes import Grad
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
 
@@ -401,7 +391,7 @@ def test_loss_scaling_changes_no_bit_of_a_good_step():
 def test_of_two_players_the_last_one_before_the_event_is_perturbed():
     """The other's gradients are used by then, and move nothing."""
     net = wide_net()
-    body = (pc.forward, pc.loss)
+    body = (pc.loop.forward, pc.loop.loss)
     program = (
         Grad(*body, wrt="0.*"), update(wrt="0.*"), Grad(*body, wrt="3.*"), Event.AFTER_TRAIN_BATCH, update(wrt="3.*"),
         advance,

@@ -27,8 +27,8 @@ def start(rate: Any = 0.1, duration: str | None = "8ep", **options: Any) -> Stat
     return make_state(net, optimizer=optim.sgd(rate), duration=duration, batches_per_epoch=PER_EPOCH, **options)
 
 
-def at_the_start_of(duration: str) -> pc.Timestamp:
-    return pc.Timestamp(run=RunLength(duration, PER_EPOCH))
+def at_the_start_of(duration: str) -> pc.time.Timestamp:
+    return pc.time.Timestamp(run=RunLength(duration, PER_EPOCH))
 
 
 def rate(state: State, batch: int | None = None) -> float:
@@ -282,7 +282,7 @@ def test_what_cannot_be_stretched(make: Callable[[], State], error: type[Excepti
         make()
 
 
-def float_of(timestamp: pc.Timestamp) -> float:
+def float_of(timestamp: pc.time.Timestamp) -> float:
     return float(timestamp.batch)
 
 
@@ -296,7 +296,7 @@ def test_a_state_that_is_initialised_comes_too_late() -> None:
     step = compose(loop_events, [gyro_dropout()])
     with pytest.raises(ValueError, match="INIT is over for gyro_dropout.*before step.init"):
         scale_schedule(step.init(start(dropout=0.5)), 0.5)
-    assert scale_schedule(compose(loop_events).init(start()), 0.5).timestamp.run.duration == pc.Time(4, "ep")
+    assert scale_schedule(compose(loop_events).init(start()), 0.5).timestamp.run.duration == pc.time.Time(4, "ep")
 
 
 def test_a_length_that_is_rounded_leaves_absolute_times_behind() -> None:

@@ -108,7 +108,9 @@ def test_gradient_descent_is_that_by_hand(beta, weight_decay):
 def test_adamw_with_a_warm_up_is_that_by_hand(weight_decay):
     rate = warm(0.05)
     rising = schedule.constant(warmup="4ba")
-    assert [0.05 * rising(pc.Timestamp(batch=at)) for at in range(6)] == pytest.approx([rate(at) for at in range(6)])
+    assert [0.05 * rising(pc.time.Timestamp(batch=at)) for at in range(6)] == pytest.approx(
+        [rate(at) for at in range(6)]
+    )
     optimizer = optim.adamw(0.05 * rising, betas=(0.0, 0.99), weight_decay=weight_decay)
     end = states_after(schedule_free(0.9), double_state(optimizer), DOUBLE)[-1]
     y, x = by_hand(0.9, adamw_move(rate, 0.99, weight_decay), rate)

@@ -139,7 +139,7 @@ def test_too_many_lengths_are_told():
     step = compose(loop_events, [seq_length_warmup(1.0, 1, 16, 1)])
     fast = pc.compile(step, backend="eager", quiet=True, max_variants=3)
     state = step.init(make_state("16ba"))
-    with pytest.raises(pc.VariantLimitError, match="the batch came in 4 forms"):
+    with pytest.raises(pc.errors.VariantLimitError, match="the batch came in 4 forms"):
         for _ in range(16):
             state = fast(state, make_batch())
 

@@ -261,7 +261,7 @@ def test_with_per_example_clipping_a_bad_example_skips_the_step():
 
 @pytest.mark.filterwarnings("ignore:skip_nonfinite acts at .*, which the program does not have")
 def test_in_a_program_without_its_other_events_updates_are_guarded():
-    short = (pc.Grad(pc.forward, pc.loss), pc.update, pc.advance, Event.BATCH_END)
+    short = (pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.update, pc.loop.advance, Event.BATCH_END)
     step = compose(short, [skip_nonfinite()])
     before = step(fresh(step, net=net(norm=False)), BATCH)
     check_skipped(before, step(before, broken()))

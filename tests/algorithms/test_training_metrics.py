@@ -44,7 +44,8 @@ def expected_runs(period: int | None, batches) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("reset", "period"), [("1ep", NUM), ("2ep", 2 * NUM), ("3ba", 3), ("1ba", 1), (None, None), (pc.Time(1, "ep"), NUM)]
+    ("reset", "period"),
+    [("1ep", NUM), ("2ep", 2 * NUM), ("3ba", 3), ("1ba", 1), (None, None), (pc.time.Time(1, "ep"), NUM)],
 )
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_it_is_the_accuracy_since_the_period_began(reset, period, microbatches):

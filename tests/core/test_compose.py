@@ -4,20 +4,9 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import (
-    Algorithm,
-    Event,
-    MatchError,
-    State,
-    Trait,
-    advance,
-    compose,
-    loop_events,
-    on,
-    optim,
-    schedule,
-    update,
-)
+from purecompose import Algorithm, Event, State, Trait, compose, loop_events, on, optim, schedule
+from purecompose.core.loop import advance, update
+from purecompose.errors import MatchError
 from tests.helpers import (
     assert_close,
     assert_same,
@@ -65,8 +54,8 @@ def test_what_is_no_node(node):
     [
         ([advance, Event.BATCH_START], "BATCH_START belongs before"),
         ([Event.BATCH_END, advance], "BATCH_END belongs after"),
-        ([pc.Microbatches(Event.BATCH_END), advance], "BATCH_END belongs after"),
-        ([advance, pc.Microbatches(pc.Grad(Event.AFTER_LOSS))], "AFTER_LOSS belongs before"),
+        ([pc.loop.Microbatches(Event.BATCH_END), advance], "BATCH_END belongs after"),
+        ([advance, pc.loop.Microbatches(pc.loop.Grad(Event.AFTER_LOSS))], "AFTER_LOSS belongs before"),
     ],
 )
 def test_events_on_the_wrong_side_of_advance(program, side):
@@ -302,7 +291,7 @@ def test_stages_after_advance_read_the_new_time():
         seen.append(state.clock.batch.item())
         return state
 
-    program = [pc.Grad(pc.forward, pc.loss), stage, advance, stage, update]
+    program = [pc.loop.Grad(pc.loop.forward, pc.loop.loss), stage, advance, stage, update]
     optimizer = optim.sgd(0.1 * schedule.linear(1.0, 0.0, t_max="4ba"))
     end = compose(program)(make_state(optimizer=optimizer), make_batch())
     assert seen == [0, 1]
@@ -387,7 +376,7 @@ def test_after_the_gradient_the_batch_is_whole_and_outputs_are_the_last_slices(k
 
 def test_a_program_that_differentiates_and_never_updates_is_warned_of_once() -> None:
     state, batch = make_state(), make_batch()
-    step = compose([pc.Grad(pc.forward, pc.loss), pc.advance])
+    step = compose([pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.advance])
     with pytest.warns(UserWarning, match="trains nothing: its program has a Grad and no update"):
         after = step(state, batch)
     assert step(after, batch).params is state.params  # and says nothing more
@@ -401,15 +390,15 @@ def test_an_update_of_ones_own_is_no_lack_of_one() -> None:
 
     state, batch = make_state(), make_batch()
     for step in (
-        compose([pc.Grad(pc.forward, pc.loss), descend, pc.advance]),
+        compose([pc.loop.Grad(pc.loop.forward, pc.loop.loss), descend, pc.loop.advance]),
         compose(
-            [pc.Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, pc.advance],
+            [pc.loop.Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, pc.loop.advance],
             [changing("descent", Event.AFTER_TRAIN_BATCH, descend)],
         ),
     ):
         assert not torch.equal(step(state, batch).params["0.weight"], state.params["0.weight"])
 
 
-@pytest.mark.parametrize("program", [pc.eval_events, pc.predict_events])
+@pytest.mark.parametrize("program", [pc.loop.eval_events, pc.loop.predict_events])
 def test_training_methods_are_silently_absent_from_evaluation(program: tuple[pc.Event, ...]) -> None:
     compose(loop_events, [decay()]).replace(program=program)

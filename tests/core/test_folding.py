@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import purecompose as pc
-from purecompose import Event, Grad, Microbatches, advance, compose, loop_events, losses, tree, update
+from purecompose import Event, compose, loop_events, losses, tree
+from purecompose.core.loop import advance, update
+from purecompose.core.scopes import Grad, Microbatches
 from tests.helpers import assert_close, changing, make_batch, make_mlp, make_state
 
 
-PLAIN = Grad(Event.BEFORE_FORWARD, pc.forward, pc.loss)
+PLAIN = Grad(Event.BEFORE_FORWARD, pc.loop.forward, pc.loop.loss)
 
 
 def of_first(num):
@@ -53,7 +55,7 @@ def make_tokens():
 @pytest.mark.parametrize("outer", [1, 2, 3])
 def test_slices_of_slices_equal_the_whole_batch(outer, inner):
     state, batch = make_state(Words()), make_tokens()
-    nested = [Microbatches(Microbatches(PLAIN, k=inner), k=outer), update, advance]
+    nested = [Microbatches(Microbatches(PLAIN, microbatches=inner), microbatches=outer), update, advance]
     expected, found = compose([PLAIN, update, advance])(state, batch), compose(nested)(state, batch)
     torch.testing.assert_close(found.loss, expected.loss)
     assert_close(found.params, expected.params)
@@ -61,7 +63,7 @@ def test_slices_of_slices_equal_the_whole_batch(outer, inner):
 
 def test_slices_of_slices_draw_as_the_whole_batch():
     state, batch = make_state(make_mlp(dropout=0.5)), make_batch(size=8)
-    nested = compose([Microbatches(Microbatches(PLAIN, k=2), k=2), update, advance])
+    nested = compose([Microbatches(Microbatches(PLAIN, microbatches=2), microbatches=2), update, advance])
     assert_close(nested(state, batch).params, compose([PLAIN, update, advance])(state, batch).params)
 
 
@@ -79,13 +81,18 @@ def test_the_gradient_through_slices_of_tokens_is_that_through_the_whole():
 
 
 def test_an_update_whose_gradients_are_used_says_so_after_another_grad_too():
-    program = [Grad(pc.forward, pc.loss), update(wrt="3.*"), Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="3.*")]
+    program = [
+        Grad(pc.loop.forward, pc.loop.loss),
+        update(wrt="3.*"),
+        Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"),
+        update(wrt="3.*"),
+    ]
     with pytest.raises(RuntimeError, match=r"update\(wrt='3\.\*'\).*an earlier update has used"):
         compose(program)(make_state(), make_batch())
 
 
 def test_an_update_of_what_no_grad_differentiates_says_so():
-    program = [Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="3.*")]
+    program = [Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), update(wrt="3.*")]
     with pytest.raises(ValueError, match=r"no Grad before it differentiates in 3\.weight, 3\.bias; put Grad"):
         compose(program)(make_state(), make_batch())
 
@@ -107,20 +114,20 @@ def test_a_step_whose_gradients_a_method_has_taken_moves_time_alone(microbatches
 def test_gradients_that_are_taken_leave_out_every_update_up_to_the_next_grad():
     """The two updates after them; the third, of another Grad, applies what that one found."""
     program = [
-        Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update(wrt="0.*"), update(wrt="3.*"),
-        Grad(pc.forward, pc.loss, wrt="3.*"), update, advance,
+        Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update(wrt="0.*"), update(wrt="3.*"),
+        Grad(pc.loop.forward, pc.loop.loss, wrt="3.*"), update, advance,
     ]  # fmt: skip
     state, batch = make_state(), make_batch()
     after = compose(program, taken(Event.AFTER_TRAIN_BATCH))(state, batch)
-    expected = compose([Grad(pc.forward, pc.loss, wrt="3.*"), update, advance])(state, batch)
+    expected = compose([Grad(pc.loop.forward, pc.loop.loss, wrt="3.*"), update, advance])(state, batch)
     assert tree.equal((after.params, after.opt_state), (expected.params, expected.opt_state))
     assert tree.equal(after.params["0.weight"], state.params["0.weight"])
 
 
 def test_gradients_that_are_taken_are_no_slices_either():
     """Slices after them find gradients of their own, and those alone are applied."""
-    sliced = Microbatches(Grad(pc.forward, pc.loss), k=2)
-    program = [Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, sliced, update, advance]
+    sliced = Microbatches(Grad(pc.loop.forward, pc.loop.loss), microbatches=2)
+    program = [Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, sliced, update, advance]
     after = compose(program, taken(Event.AFTER_TRAIN_BATCH))(make_state(), make_batch())
     assert_close(after.params, compose([PLAIN, update, advance])(make_state(), make_batch()).params)
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, Grad, Microbatches, advance, compose, hparam, loop_events, optim, update
+from purecompose import Event, compose, hparam, loop_events, optim
 from purecompose.core.gradient import wants_outer_gradient
+from purecompose.core.loop import advance, update
+from purecompose.core.scopes import Grad, Microbatches
 from tests.helpers import (
     assert_close,
     assert_same,
@@ -116,7 +118,7 @@ def test_a_loss_that_is_no_scalar_is_named():
 
 def test_a_body_without_a_loss_is_named():
     with pytest.raises(ValueError, match="scalar loss, got None"):
-        compose([Grad(pc.forward), update])(make_state(), make_batch())
+        compose([Grad(pc.loop.forward), update])(make_state(), make_batch())
 
 
 def test_changes_of_params_inside_stay_inside():
@@ -262,7 +264,7 @@ def test_the_time_read_inside_is_no_wrapper_outside():
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_body_starts_without_a_loss(k):
     stale = make_state().replace(loss=torch.tensor(1.0, requires_grad=True))
-    program = [Microbatches(Grad(pc.forward)), update]
+    program = [Microbatches(Grad(pc.loop.forward)), update]
     with pytest.raises(ValueError, match="scalar loss, got None"):
         compose(program, microbatches=k)(stale, make_batch())
 
@@ -347,7 +349,7 @@ def test_the_second_gradient_leaks_nothing(k):
 
 def test_a_program_without_microbatches_has_a_second_gradient_too():
     found = {}
-    program = [Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH, update, advance]
+    program = [Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH, update, advance]
     compose(program, [second_gradients(found)])(make_state(), make_batch())
     assert_same(tuple(found["first"]), tuple(found["second"]))
 
@@ -362,7 +364,7 @@ def test_no_second_gradient_before_the_first():
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_no_second_gradient_within_slices_though_an_earlier_part_has_one(microbatches: int):
     late = changing("late", Event.AFTER_TRAIN_BATCH, lambda s: s.replace(grads=s.gradient(s.params)[0]))
-    part = Grad(pc.forward, pc.loss)
+    part = Grad(pc.loop.forward, pc.loop.loss)
     program = [Microbatches(part), update, Microbatches(part, Event.AFTER_TRAIN_BATCH), update, advance]
     with pytest.raises(RuntimeError, match="at events after its gradient"):
         compose(program, [late], microbatches=microbatches)(make_state(), make_batch())
@@ -385,7 +387,7 @@ class Blocks(nn.Module):
 
     def forward(self, inputs):
         hidden = self.first(inputs)
-        hidden = pc.checkpoint(self.block, hidden) if self.is_checkpointed else self.block(hidden)
+        hidden = pc.layers.checkpoint(self.block, hidden) if self.is_checkpointed else self.block(hidden)
         return self.last(hidden)
 
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Event, Grad, Microbatches, State, advance, compose, loop_events, optim, update
-from purecompose.core.scopes import events_in, walk
+from purecompose import Event, State, compose, loop_events, optim
+from purecompose.core.loop import advance, update
+from purecompose.core.scopes import Grad, Microbatches, events_in, walk
 from tests.helpers import (
     assert_close,
     assert_same,
@@ -108,7 +109,7 @@ def test_all_frozen_is_an_error():
 
 def with_wrt(grad_pattern, update_pattern=None):
     moved = update if update_pattern is None else update(wrt=update_pattern)
-    return (Grad(pc.forward, pc.loss, wrt=grad_pattern), Event.AFTER_TRAIN_BATCH, moved, advance)
+    return (Grad(pc.loop.forward, pc.loop.loss, wrt=grad_pattern), Event.AFTER_TRAIN_BATCH, moved, advance)
 
 
 def test_wrt_picks_parameters_by_pattern():
@@ -139,18 +140,18 @@ def test_update_before_any_grad_is_an_error():
     with pytest.raises(RuntimeError, match="before any Grad"):
         compose([update, advance])(make_state(), make_batch())
     with pytest.raises(RuntimeError, match="before any Grad"):
-        compose([Microbatches(pc.forward), update], microbatches=2)(make_state(), make_batch())
+        compose([Microbatches(pc.loop.forward), update], microbatches=2)(make_state(), make_batch())
 
 
 @pytest.mark.parametrize("k", [0, -1, True, 1.5])
 def test_microbatches_must_be_positive_integers(k):
-    with pytest.raises(ValueError, match="positive number"):
-        Microbatches(pc.forward, k=k)
+    with pytest.raises((TypeError, ValueError), match="Microbatches: microbatches: expected an int >= 1"):
+        Microbatches(pc.loop.forward, microbatches=k)
 
 
 def test_stages_and_scopes_print():
-    assert repr((pc.forward, update, update(wrt="a.*"))) == "(forward, update, update(wrt='a.*'))"
-    assert "Grad(forward, loss, wrt='a.*')" == repr(Grad(pc.forward, pc.loss, wrt="a.*"))
+    assert repr((pc.loop.forward, update, update(wrt="a.*"))) == "(forward, update, update(wrt='a.*'))"
+    assert "Grad(forward, loss, wrt='a.*')" == repr(Grad(pc.loop.forward, pc.loop.loss, wrt="a.*"))
 
 
 # Two players
@@ -230,7 +231,7 @@ def test_an_earlier_grad_keeps_its_bits_through_microbatches():
     seen = {}
     program = [
         Grad(disc_loss, wrt="disc.*"),
-        Microbatches(Grad(gen_loss, wrt="gen.*"), k=3),
+        Microbatches(Grad(gen_loss, wrt="gen.*"), microbatches=3),
         Event.AFTER_TRAIN_BATCH,
         update,
     ]
@@ -292,7 +293,7 @@ def test_gradients_that_no_update_has_used_last_until_one_does():
 
 
 def test_an_update_without_new_gradients_is_an_error():
-    grad = Grad(pc.forward, pc.loss)
+    grad = Grad(pc.loop.forward, pc.loop.loss)
     for program in ([grad, update, update], [grad, update, update(wrt="3.*")]):
         with pytest.raises(RuntimeError, match=r"update.* has nothing to apply: an earlier update has used"):
             compose(program)(make_state(), make_batch())
@@ -301,7 +302,7 @@ def test_an_update_without_new_gradients_is_an_error():
     assert_same(again.params, one(one(make_state(), make_batch()), make_batch()).params)
 
 
-PLAIN = Grad(pc.forward, pc.loss)
+PLAIN = Grad(pc.loop.forward, pc.loop.loss)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ PLAIN = Grad(pc.forward, pc.loss)
     [
         [Microbatches(PLAIN, update), Event.AFTER_TRAIN_BATCH, update],
         [Microbatches(PLAIN, update, Event.AFTER_BACKWARD), Event.AFTER_TRAIN_BATCH, update(wrt="3.*")],
-        [Microbatches(Microbatches(PLAIN, update, k=2), k=1), Event.AFTER_TRAIN_BATCH, update],
+        [Microbatches(Microbatches(PLAIN, update, microbatches=2), microbatches=1), Event.AFTER_TRAIN_BATCH, update],
         [PLAIN, update, Event.AFTER_TRAIN_BATCH, update],
     ],
     ids=repr,
@@ -341,11 +342,11 @@ def test_a_slice_has_its_own_gradients_alone(k):
 
 def test_an_update_per_slice_is_a_step_per_slice():
     batch, state = make_batch(size=8), make_state()
-    sliced = compose([Microbatches(PLAIN, update, k=2)])(state, batch)
+    sliced = compose([Microbatches(PLAIN, update, microbatches=2)])(state, batch)
     halves = [tuple(member[part] for member in batch) for part in (slice(0, 4), slice(4, 8))]
     assert_same(sliced.params, run_steps(compose([PLAIN, update]), state, halves).params)
     # And whole batches go on after it.
-    after = compose([Microbatches(PLAIN, update, k=2), PLAIN, update])(state, batch)
+    after = compose([Microbatches(PLAIN, update, microbatches=2), PLAIN, update])(state, batch)
     assert_same(after.params, run_steps(compose([PLAIN, update]), state, [*halves, batch]).params)
 
 
@@ -367,7 +368,7 @@ def test_a_stage_may_make_new_gradients():
     state = make_state(optimizer=optim.sgd(0.1))
     end = compose([ones, update, ones, update])(state, make_batch())
     assert_close(end.params, {name: param - 0.2 for name, param in state.params.items()})
-    stage = compose([ones, update, pc.Stage("ones", ones), update(wrt="3.*")])(state, make_batch())
+    stage = compose([ones, update, pc.loop.Stage("ones", ones), update(wrt="3.*")])(state, make_batch())
     assert torch.equal(stage.params["3.bias"], end.params["3.bias"])
     assert torch.equal(stage.params["0.bias"], state.params["0.bias"] - 0.1)
 
@@ -386,7 +387,7 @@ def test_the_gradient_elsewhere_forgets_what_the_step_has_used():
     end = step(state, batch)
     step(state, batch)
     expected: dict[str, Tensor] = {}
-    compose([Grad(pc.forward, pc.loss), Event.AFTER_TRAIN_BATCH], [grads_seen(expected)])(
+    compose([Grad(pc.loop.forward, pc.loop.loss), Event.AFTER_TRAIN_BATCH], [grads_seen(expected)])(
         state.replace(params=end.params), batch
     )
     assert len(found) == 2
@@ -569,7 +570,7 @@ def test_the_scope_decides_before_the_step():
         sizes.append(len(state.inputs))
         return state
 
-    program = [Microbatches(Grad(Event.BEFORE_FORWARD, pc.forward, pc.loss), k=4), update]
+    program = [Microbatches(Grad(Event.BEFORE_FORWARD, pc.loop.forward, pc.loop.loss), microbatches=4), update]
     compose(program, [changing("look", Event.BEFORE_FORWARD, look)], microbatches=2)(make_state(), make_batch())
     assert sizes == [2, 2, 2, 2]
 
@@ -611,7 +612,7 @@ def test_batches_of_any_form_give_the_same_step():
 
 
 def test_the_events_of_a_program_are_in_order_and_each_once():
-    program = (Event.BATCH_START, Microbatches(Grad(Event.BEFORE_FORWARD, pc.forward), Event.BATCH_START), update)
+    program = (Event.BATCH_START, Microbatches(Grad(Event.BEFORE_FORWARD, pc.loop.forward), Event.BATCH_START), update)
     assert events_in(program) == (Event.BATCH_START, Event.BEFORE_FORWARD)
     assert events_in(loop_events) == compose(loop_events).events
     assert list(walk(program[2:])) == [update] and len(list(walk(program))) == 7

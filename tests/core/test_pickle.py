@@ -91,7 +91,7 @@ class TestStates:
         del second
         spent = step(make_state(), make_batches(1)[0])
         step(spent, make_batches(1)[0])
-        with pytest.raises(pc.SpentStateError):
+        with pytest.raises(pc.errors.SpentStateError):
             pickle.dumps(spent)
 
     def test_parametrized_networks_point_to_save(self):
@@ -110,7 +110,7 @@ class TestSteps:
                 assert (again.name, again.config, again.traits) == (algorithm.name, algorithm.config, algorithm.traits)
 
     def test_programs_passes_and_microbatches_stay(self):
-        step = compose(loop_events, [alg.mixup(0.2)], passes=[pc.set_filo_order], microbatches=2)
+        step = compose(loop_events, [alg.mixup(0.2)], passes=[pc.passes.set_filo_order], microbatches=2)
         again = pickled(step)
         assert again.program == step.program and again.passes == step.passes and again.microbatches == 2
 

@@ -88,7 +88,7 @@ def test_shapes_are_asked_of_the_batch():
 def test_warnings():
     neutral = Algorithm("neutral", pc.NEVER, lambda event, state: state, config={"alpha": 0})
     waiting = changing("waiting", Event.AFTER_LOSS, lambda state: state)
-    program = [Event.BATCH_START, pc.Grad(pc.forward, pc.loss), pc.update]
+    program = [Event.BATCH_START, pc.loop.Grad(pc.loop.forward, pc.loop.loss), pc.loop.update]
     with pytest.warns(UserWarning, match="AFTER_LOSS|BATCH_END") as caught:
         step = compose(program, [neutral, waiting, counter()])
     assert [str(one.message).partition(":")[0] for one in caught] == [

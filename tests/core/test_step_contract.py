@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Algorithm, ContractError, Event, State, compose, hparam, loop_events, on, optim, schedule
+from purecompose import Algorithm, Event, State, compose, hparam, loop_events, on, optim, schedule
+from purecompose.errors import ContractError
 from tests.helpers import (
     assert_close,
     assert_same,
@@ -249,7 +250,7 @@ def test_a_layer_that_works_in_place_on_the_batch_is_caught():
 
 def test_draws_from_global_generators_in_an_algorithm_are_caught():
     torchs = changing("torchs", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + torch.rand(())))
-    with pytest.raises(pc.UnkeyedRandomError, match="rand"):
+    with pytest.raises(pc.errors.UnkeyedRandomError, match="rand"):
         compose(loop_events, [torchs])(make_state(), make_batch())
     pythons = changing("pythons", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + random.random()))
     with pytest.raises(ContractError, match="pythons at Event.BATCH_START drew from the global generator"):
@@ -300,7 +301,7 @@ def test_an_impossible_order_is_told_when_composed():
         Algorithm("a", late, lambda e, s: s, runs_before=("b",)),
         Algorithm("b", late, lambda e, s: s, runs_before=("a",)),
     ]
-    with pytest.raises(pc.OrderError, match="a before b before a|b before a before b"):
+    with pytest.raises(pc.errors.OrderError, match="a before b before a|b before a before b"):
         compose(loop_events, chosen)
 
 

@@ -286,7 +286,7 @@ def with_a_closure() -> nn.Module:
         (OwnGenerator, UnkeyedRandomError, r"torch\.randn` in OwnGenerator\.forward .*Leave `generator` out"),
         (TorchCheckpoint, UnkeyedRandomError, r"Use `purecompose\.checkpoint\(fn, \*args\)` in its place"),
         (Packed, UnkeyedRandomError, "no keyed dropout for packed sequences. Pass padded sequences"),
-        (ShapedByTheBatch, pc.ContractError, r"last"),
+        (ShapedByTheBatch, pc.errors.ContractError, r"last"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import purecompose as pc
-from purecompose import Event, State, TraceError, compose, loop_events
+from purecompose import Event, State, compose, loop_events
+from purecompose.errors import TraceError
 from tests.helpers import assert_same, changing, copied, make_batch, make_batches, make_mlp, make_state, run_steps
 
 
@@ -371,7 +372,9 @@ def plainly(fn: Any, *args: Any) -> Any:
 @pytest.mark.parametrize("k", [1, 2])
 def test_recomputation_repeats_the_pass_and_leaves_its_buffers_alone(k):
     step = compose(loop_events, microbatches=k)
-    plain, recomputed = (run_steps(step, make_state(Normed(f)), make_batches(3)) for f in (plainly, pc.checkpoint))
+    plain, recomputed = (
+        run_steps(step, make_state(Normed(f)), make_batches(3)) for f in (plainly, pc.layers.checkpoint)
+    )
     assert_same(recomputed.buffers, plain.buffers)
     assert_same(recomputed.params, plain.params)
     assert recomputed.buffers["block.4.num_batches_tracked"] == 3 * k
@@ -379,7 +382,7 @@ def test_recomputation_repeats_the_pass_and_leaves_its_buffers_alone(k):
 
 def test_recomputation_after_the_pass_sees_the_tensors_of_the_pass():
     gradients = []
-    for around in (plainly, pc.checkpoint):
+    for around in (plainly, pc.layers.checkpoint):
         state = make_state(Normed(around))
         leaves = {name: param.clone().requires_grad_() for name, param in state.params.items()}
         loss = state.replace(params=leaves).forward(make_batch()[0], train=True).square().sum()
@@ -401,7 +404,7 @@ def test_a_second_pass_in_a_gradient_does_not_lend_its_parameters_to_the_first()
         return state.replace(outputs=state.outputs + teacher.forward(state.inputs, train=True).detach())
 
     states = []
-    for around in (plainly, pc.checkpoint):
+    for around in (plainly, pc.layers.checkpoint):
         step = compose(loop_events, [changing("teach", Event.AFTER_FORWARD, teach)])
         states.append(run_steps(step, make_state(Normed(around)), make_batches(2)))
     assert_same(states[0].params, states[1].params)

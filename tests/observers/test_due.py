@@ -3,9 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from purecompose import Timestamp
 from purecompose.observers.due import Due
-from purecompose.time import RunLength
+from purecompose.time import RunLength, Timestamp
 
 
 def due_batches(every: object, points: list[Timestamp], start: Timestamp | None = None) -> list[int]:

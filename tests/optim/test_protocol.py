@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import ContractError, compose, loop_events, optim, schedule
+from purecompose import compose, loop_events, optim, schedule
+from purecompose.errors import ContractError
 from purecompose.schedule import hparam, number
 from tests.helpers import assert_close, make_batch, make_batches, make_state, run_steps
 

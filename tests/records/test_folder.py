@@ -12,9 +12,7 @@ import torch
 
 from purecompose import (
     Algorithm,
-    CheckpointWarning,
     Event,
-    MismatchError,
     State,
     compose,
     fit,
@@ -26,6 +24,7 @@ from purecompose import (
     tree,
 )
 from purecompose.algorithms import label_smoothing
+from purecompose.errors import CheckpointWarning, MismatchError
 from purecompose.observers import read_records
 from purecompose.records import RunFolder, folder as folder_module, read_run
 from tests.records.run_helpers import STEP, make_batches, make_state, train, uninterrupted

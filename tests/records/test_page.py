@@ -10,7 +10,7 @@ from tests.pages import ROOT
 
 
 # Checkpoints after every few milliseconds: on a slow disk some are passed over, as is said.
-@pytest.mark.filterwarnings("ignore::purecompose.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore::purecompose.errors.CheckpointWarning")
 def test_the_page_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

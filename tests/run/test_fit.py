@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Evaluator, Event, compose, epoch_ends, fit, loop_events, optim, schedule
+from purecompose import Evaluator, Event, compose, fit, loop_events, optim, schedule
 from purecompose.losses.metrics import as_metric
 from purecompose.observers import History
+from purecompose.time.predicates import epoch_ends
 from tests.helpers import (
     Unsized,
     assert_same,
@@ -30,7 +31,9 @@ from tests.helpers import (
 
 
 def by_hand(step, state, batches, epochs):
-    state = step.init(state.replace(timestamp=state.timestamp.replace(run=pc.RunLength(f"{epochs}ep", len(batches)))))
+    state = step.init(
+        state.replace(timestamp=state.timestamp.replace(run=pc.time.RunLength(f"{epochs}ep", len(batches))))
+    )
     for _ in range(epochs):
         for batch in batches:
             state = step(state, batch)
@@ -194,7 +197,7 @@ def test_batches_are_no_evaluator(data, came, monkeypatch):
 
 
 def test_a_step_without_advance_is_refused():
-    without = tuple(node for node in loop_events if node not in (pc.advance, Event.BATCH_END))
+    without = tuple(node for node in loop_events if node not in (pc.loop.advance, Event.BATCH_END))
     with pytest.raises(ValueError, match="no `advance`, so time would stand still"):
         fit(compose(without), make_state(), make_batches(2))
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Event, Grad, Microbatches, compose, loop_events, tree
+from purecompose import Event, compose, loop_events, tree
 from purecompose.batch import split
 from purecompose.core.cut import Cut
+from purecompose.core.scopes import Grad, Microbatches
 from tests.helpers import assert_same, changing, make_batch, make_mlp, make_state, noise, run_steps
 
 
@@ -39,11 +40,15 @@ def test_short_batches_have_fewer_slices_and_the_numbers_of_that_many():
 
 
 def test_a_scope_may_have_its_own_size():
-    plain = Grad(pc.forward, pc.loss)
-    program = [Microbatches(plain, size=3), pc.update, pc.advance]
+    plain = Grad(pc.loop.forward, pc.loop.loss)
+    program = [Microbatches(plain, microbatch_size=3), pc.loop.update, pc.loop.advance]
     found = compose(program, microbatches=2)(make_state(), make_batch())
-    assert_same(compose([Microbatches(plain, k=3), *program[1:]])(make_state(), make_batch()), found)
-    assert Microbatches(plain, size=3) == Microbatches(plain, size=3) != Microbatches(plain, k=3)
+    assert_same(compose([Microbatches(plain, microbatches=3), *program[1:]])(make_state(), make_batch()), found)
+    assert (
+        Microbatches(plain, microbatch_size=3)
+        == Microbatches(plain, microbatch_size=3)
+        != Microbatches(plain, microbatches=3)
+    )
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -102,20 +107,22 @@ def test_a_step_tells_how_it_cuts_and_is_replaced():
 def test_the_size_is_a_positive_int(size):
     with pytest.raises((TypeError, ValueError), match="compose: microbatch_size: expected an int >= 1, got .*; it is"):
         compose(loop_events, microbatch_size=size)
-    with pytest.raises(ValueError, match="expected a positive number of examples in a microbatch"):
-        Microbatches(pc.forward, size=size)
+    with pytest.raises(
+        (TypeError, ValueError), match="Microbatches: microbatch_size: expected an int >= 1, got .*; it is"
+    ):
+        Microbatches(pc.loop.forward, microbatch_size=size)
 
 
 def test_number_and_size_exclude_each_other():
     with pytest.raises(ValueError, match="got both: microbatches=2, microbatch_size=4"):
         compose(loop_events, microbatches=2, microbatch_size=4)
-    with pytest.raises(ValueError, match="got both: k=2, size=4"):
-        Microbatches(pc.forward, k=2, size=4)
+    with pytest.raises(ValueError, match="got both: microbatches=2, microbatch_size=4"):
+        Microbatches(pc.loop.forward, microbatches=2, microbatch_size=4)
 
 
 @pytest.mark.parametrize("num", range(1, 20))
 def test_slices_are_as_few_as_their_size_allows(num):
     for size in range(1, 22):
-        k = Cut(size=size).num_slices(num)
+        k = Cut(microbatch_size=size).num_slices(num)
         assert (k - 1) * size < num <= k * size
         assert max(len(part) for part in split(torch.arange(num), k)) <= size

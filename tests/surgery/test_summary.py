@@ -12,7 +12,7 @@ from tests.helpers import make_batch, make_cnn, make_state
 def test_shapes_and_counts() -> None:
     state, batch = make_state(make_cnn()), make_batch(shape=(2, 6, 6))
     before = tree.map(torch.clone, state.params)
-    found = pc.summary(state, batch)
+    found = pc.surgery.summary(state, batch)
     assert tree.equal(before, state.params)
     by_name = {layer.name: layer for layer in found.layers}
     net = pc.to_module(state)
@@ -42,18 +42,18 @@ class Odd(nn.Module):
 
 def test_odd_networks() -> None:
     state = State.create(Odd(), loss=losses.mse, optimizer=optim.sgd(0.1), input_key="x").replace(frozen=["idle.*"])
-    found = pc.summary(state, {"x": torch.zeros(4, 3)})
+    found = pc.surgery.summary(state, {"x": torch.zeros(4, 3)})
     rows = {layer.name: layer[1:] for layer in found.layers}
     assert rows[""] == ("Odd", "float32[4, 3], float32[4, 3]", 3, 3)
     assert rows["idle"] == ("Linear", "", 6, 0)
     assert rows["first"][2] == 9 and rows["second"][2] == 0
     assert (found.num_params, found.num_trainable) == (18, 12)
     with pytest.raises(KeyError, match="no member 'x'"):
-        pc.summary(state, {"y": torch.zeros(4, 3)})
+        pc.surgery.summary(state, {"y": torch.zeros(4, 3)})
 
 
 def test_what_is_no_state_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a State, got Linear"):
-        pc.summary(nn.Linear(2, 2), None)  # pyright: ignore[reportArgumentType]
+        pc.surgery.summary(nn.Linear(2, 2), None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"summary\(unstack_states\(state\)\[0\], batch\)"):
-        pc.summary(pc.stack_states([make_state(), make_state()]), make_batch())
+        pc.surgery.summary(pc.stack_states([make_state(), make_state()]), make_batch())

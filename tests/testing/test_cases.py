@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import find, given, settings, strategies as st
 
-from purecompose import Algorithm, Event, after, epoch_ends, every, on
+from purecompose import Algorithm, Event, after, every, on
 from purecompose.testing.case import Case
 from purecompose.testing.law import LawViolation
 from purecompose.testing.moments import find_moments
@@ -17,6 +17,7 @@ from purecompose.testing.process import process_restored, process_settings, read
 from purecompose.testing.strategies import cases, predicates
 from purecompose.testing.suite.numbers import gradient_exact, microbatches_agree
 from purecompose.testing.tasks import TASKS
+from purecompose.time.predicates import epoch_ends
 
 
 LOADED = on(Event.AFTER_DATALOADER)

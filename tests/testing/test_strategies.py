@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, find, given, settings, strategies as st
 
 import purecompose as pc
-from purecompose import Event, after, algorithms as alg, between, compose, epoch_ends, every, loop_events, on
+from purecompose import Event, after, algorithms as alg, between, compose, every, loop_events, on
 from purecompose.core.loop import advance, update
 from purecompose.core.scopes import Grad, Microbatches, walk
 from purecompose.testing import strategies as strategy
@@ -18,7 +18,7 @@ from purecompose.testing.shipped import SHIPPED
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS, make_task
 from purecompose.time import RunLength, Timestamp
-from purecompose.time.predicates import Predicate
+from purecompose.time.predicates import Predicate, epoch_ends
 
 
 def smallest(drawn: st.SearchStrategy[Any], condition=lambda value: True) -> Any:
@@ -229,13 +229,13 @@ def test_programs_vary_and_shrink():
     assert sum(isinstance(node, Grad) for node in bare) == 1
     assert set(walk(bare)) & set(Event) == set(compose(loop_events).events)
     fixed = [node for node in walk(smallest(strategy.programs(), has_own_k)) if isinstance(node, Microbatches)]
-    assert [node.k for node in fixed] == [1]
+    assert [node.microbatches for node in fixed] == [1]
     assert smallest(strategy.programs(trains=False)) == ()
     assert smallest(strategy.programs(), lambda program: not any(node is update for node in program)) == ()
 
 
 def has_own_k(program):
-    return any(isinstance(node, Microbatches) and node.k for node in walk(program))
+    return any(isinstance(node, Microbatches) and node.microbatches for node in walk(program))
 
 
 # Cases

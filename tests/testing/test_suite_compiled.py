@@ -118,7 +118,7 @@ def test_what_cannot_be_traced_is_told_with_event_and_torchs_reason():
     with pytest.raises(LawViolation, match="raised only where the step is compiled: TraceError") as caught:
         compiled_agrees(at(Event.AFTER_TRAIN_BATCH, by_value), Case())
     assert caught.value.event is Event.AFTER_TRAIN_BATCH
-    assert isinstance(caught.value.__cause__, pc.TraceError)
+    assert isinstance(caught.value.__cause__, pc.errors.TraceError)
     assert "test_suite_compiled.py" in caught.value.what
 
 

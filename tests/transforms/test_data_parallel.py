@@ -14,26 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import purecompose as pc
-from purecompose import (
-    Algorithm,
-    Event,
-    Grad,
-    Microbatches,
-    State,
-    algorithms as alg,
-    compose,
-    forward,
-    loop_events,
-    loss,
-    on,
-    tree,
-    update,
-)
+from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, on, tree
 from purecompose.algorithms._parts.shared import gradient_of_part
 from purecompose.algorithms._sam import perturb_params
 from purecompose.core.compose import Step
 from purecompose.core.layout import Layout
+from purecompose.core.loop import forward, loss, update
 from purecompose.core.ranks import Ranks
+from purecompose.core.scopes import Grad, Microbatches
 from purecompose.testing.ranks import played
 from tests.helpers import Routed, changing, loss_of, make_batch, make_mlp, make_state
 from tests.pages import ROOT
@@ -239,7 +227,7 @@ def test_changes_that_would_let_states_come_apart_are_refused(event: Event, chan
 
 
 def test_an_update_inside_is_refused() -> None:
-    step = compose([Event.BATCH_START, Microbatches(Grad(forward, loss), update), pc.advance])
+    step = compose([Event.BATCH_START, Microbatches(Grad(forward, loss), update), pc.loop.advance])
     with pytest.raises(RuntimeError, match="an update belongs after Microbatches"):
         played(step, 2)(lambda one: one(make_state(), make_batch()))
 
@@ -294,7 +282,7 @@ def test_it_goes_around_a_composed_step(alone: Any) -> None:
     with pytest.raises(ValueError, match="Put Microbatches around it"):
         pc.data_parallel(whole)
     with pytest.raises(ValueError, match="nothing to divide"):
-        pc.data_parallel(compose(pc.eval_events))
+        pc.data_parallel(compose(pc.loop.eval_events))
 
 
 def test_an_evaluation_is_each_process_alone(ranks: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from purecompose import SpentStateError
+from purecompose.errors import SpentStateError
 from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
 from purecompose.transforms.signature import ABSENT, Signature
 

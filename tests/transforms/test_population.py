@@ -12,10 +12,7 @@ import purecompose as pc
 from purecompose import (
     Algorithm,
     Event,
-    Grad,
-    Microbatches,
     State,
-    advance,
     algorithms as alg,
     compose,
     loop_events,
@@ -25,9 +22,10 @@ from purecompose import (
     stack_states,
     tree,
     unstack_states,
-    update,
 )
+from purecompose.core.loop import advance, update
 from purecompose.core.operation import NO_PURPOSE, Carry
+from purecompose.core.scopes import Grad, Microbatches
 from purecompose.observers import History, Progress
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import TASKS
@@ -172,16 +170,22 @@ def test_a_population_leaves_what_it_is_given_as_it_was():
 
 
 def test_two_players():
-    first = [Grad(pc.forward, pc.loss, wrt="0.*"), update(wrt="0.*")]
-    second = [Grad(pc.forward, Event.BEFORE_LOSS, pc.loss, Event.AFTER_LOSS, wrt="3.*"), update(wrt="3.*")]
+    first = [Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"), update(wrt="0.*")]
+    second = [Grad(pc.loop.forward, Event.BEFORE_LOSS, pc.loop.loss, Event.AFTER_LOSS, wrt="3.*"), update(wrt="3.*")]
     program = [*first, *second, advance, Event.BATCH_END]
     assert_agrees(compose(program, [alg.label_smoothing(0.1)]), make_members(4), make_batches(3), chunk_size=3)
 
 
 def test_used_gradients_are_used_for_every_chunk():
-    program = [Grad(pc.forward, pc.loss), update(wrt="0.*"), Grad(pc.forward, pc.loss), update(wrt="3.*"), advance]
+    program = [
+        Grad(pc.loop.forward, pc.loop.loss),
+        update(wrt="0.*"),
+        Grad(pc.loop.forward, pc.loop.loss),
+        update(wrt="3.*"),
+        advance,
+    ]
     assert_agrees(compose(program), make_members(4), make_batches(2), chunk_size=1)
-    again = compose([Grad(pc.forward, pc.loss), update, update, advance])
+    again = compose([Grad(pc.loop.forward, pc.loop.loss), update, update, advance])
     with pytest.raises(RuntimeError, match="an earlier update has used every gradient"):
         population(again, 2, 1)(stack_states(make_members(2)), make_batch())
 
@@ -261,7 +265,7 @@ def test_the_first_run_of_a_members_batch_size_is_watched() -> None:
     pop = population(compose(loop_events, [changing("write", Event.BATCH_START, write)]), 3, batches="each")
     batches = [tuple(torch.stack([t] * 3) for t in make_batch(size=size)) for size in (8, 5)]
     states = pop(stack_states(make_members()), batches[0])
-    with pytest.raises(pc.ContractError, match="write at .*in place into state.params"):
+    with pytest.raises(pc.errors.ContractError, match="write at .*in place into state.params"):
         pop(states, batches[1])
 
 
@@ -302,7 +306,7 @@ def test_a_draw_without_a_key_is_refused():
         return state.replace(metrics={"noise": torch.randn(())})
 
     states = stack_states(make_members())
-    with pytest.raises(pc.UnkeyedRandomError, match="state.rng") as caught:
+    with pytest.raises(pc.errors.UnkeyedRandomError, match="state.rng") as caught:
         population(compose(loop_events, [changing("draw", Event.BATCH_START, draw)]), 3)(states, make_batch())
     assert "in draw at Event.BATCH_START" in caught.value.__notes__
     keyed = stack_states([make_state(Noisy(), key=seed) for seed in range(2)])
@@ -312,7 +316,7 @@ def test_a_draw_without_a_key_is_refused():
 
 def test_a_changed_form_is_told_with_algorithm_and_path():
     widen = changing("widen", Event.BATCH_END, lambda s: s.replace(slots={"widen": torch.zeros(2)}))
-    with pytest.raises(pc.ContractError, match=r"widen at .*state.slots\['widen'\] from absent"):
+    with pytest.raises(pc.errors.ContractError, match=r"widen at .*state.slots\['widen'\] from absent"):
         population(compose(loop_events, [widen]), 3)(stack_states(make_members()), make_batch())
 
 
@@ -322,7 +326,7 @@ def test_writing_in_place_is_told():
         return state
 
     step = compose(loop_events, [changing("write", Event.BATCH_START, write)])
-    with pytest.raises(pc.ContractError, match="write at .*in place into state.params"):
+    with pytest.raises(pc.errors.ContractError, match="write at .*in place into state.params"):
         population(step, 3)(stack_states(make_members()), make_batch())
 
 
@@ -413,7 +417,7 @@ def test_host_algorithms_that_cannot_take_members_are_refused():
     with pytest.raises(ValueError, match="inside is a host algorithm and acts at .*, inside a scope"):
         population(compose(loop_events, [inside]), 2)
     choosy = Algorithm("choosy", lambda event, state: event is Event.BATCH_END, lambda event, state: state, host=True)
-    program = [Grad(pc.forward, pc.loss), update, advance, Event.BATCH_END]
+    program = [Grad(pc.loop.forward, pc.loop.loss), update, advance, Event.BATCH_END]
     with pytest.raises(ValueError, match="choosy is a host algorithm whose match at .* reads more than the time"):
         population(compose(program, [choosy]), 2)
 
@@ -573,7 +577,11 @@ def test_a_population_of_one():
 
 
 def test_slices_of_slices_in_a_population():
-    nested = [Microbatches(Microbatches(Grad(pc.forward, pc.loss), k=2), k=2), update, advance]
+    nested = [
+        Microbatches(Microbatches(Grad(pc.loop.forward, pc.loop.loss), microbatches=2), microbatches=2),
+        update,
+        advance,
+    ]
     assert_agrees(compose(nested), make_members(), make_batches(2), chunk_size=2)
 
 

@@ -1,5 +1,6 @@
-"""The layers that methods put into networks: plain `nn.Module`s, which know nothing of the library."""
+"""The layers that methods put into networks, as plain `nn.Module`s, and activation checkpointing."""
 
+from purecompose.nn.keyed.modules import checkpoint
 from purecompose.nn.layers.attention import FeedForward, PositionEmbedding, SelfAttention
 from purecompose.nn.layers.blur import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
 from purecompose.nn.layers.classes_second import ClassesSecond
@@ -50,6 +51,7 @@ __all__ = [
     "alibi_slopes",
     "blur_2d",
     "blurmax_pool2d",
+    "checkpoint",
     "drop_paths",
     "plain_conv",
     "residuals",

@@ -135,7 +135,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: pathlib.Path) -> None:
         pc.save(state, tmp_path / "one")
         return state
 
-    with pytest.raises(pc.CheckpointError, match="inside a step"):
+    with pytest.raises(pc.errors.CheckpointError, match="inside a step"):
         compose(loop_events, [changing("inside", Event.BATCH_END, inside)])(state, make_batch())
 
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: pathlib.Path) -> None:
 def test_another_model_is_told_layer_by_layer(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     wider = make_state(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.0), nn.Linear(9, 3)))
-    with pytest.raises(pc.MismatchError) as caught:
+    with pytest.raises(pc.errors.MismatchError) as caught:
         pc.load(tmp_path / "one", wider)
     text = str(caught.value)
     assert "out_features=8" in text and "out_features=9" in text
@@ -157,7 +157,7 @@ def test_what_fits_is_taken_over_on_request(tmp_path: pathlib.Path) -> None:
     state = make_state()
     pc.save(state, tmp_path / "one")
     other = make_state(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 5)))
-    with pytest.warns(pc.CheckpointWarning, match=r"params\['3.weight'\]: float32\[3, 8\] in the checkpoint"):
+    with pytest.warns(pc.errors.CheckpointWarning, match=r"params\['3.weight'\]: float32\[3, 8\] in the checkpoint"):
         found = pc.load(tmp_path / "one", other, strict=False)
     assert_same(found.params["0.weight"], state.params["0.weight"])
     assert_same(found.params["3.weight"], other.params["3.weight"])
@@ -165,7 +165,7 @@ def test_what_fits_is_taken_over_on_request(tmp_path: pathlib.Path) -> None:
 
 def test_another_optimizer_is_a_mismatch_where_it_remembers_otherwise(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
-    with pytest.raises(pc.MismatchError, match="optimizer: sgd"):
+    with pytest.raises(pc.errors.MismatchError, match="optimizer: sgd"):
         pc.load(tmp_path / "one", make_state(optimizer=optim.adam(0.1)))
 
 
@@ -173,7 +173,7 @@ def test_settings_that_differ_are_told_and_taken_over(tmp_path: pathlib.Path) ->
     step, other = (compose(loop_events, [algorithms.mixup(alpha)]) for alpha in (0.2, 0.4))
     state = step.init(make_state())
     pc.save(state, tmp_path / "one", step=step)
-    with pytest.warns(pc.CheckpointWarning) as caught:
+    with pytest.warns(pc.errors.CheckpointWarning) as caught:
         found = pc.load(tmp_path / "one", make_state(optimizer=optim.sgd(0.2, momentum=0.9)), step=other)
     text = str(caught[0].message)
     assert "lr=0.1" in text and "lr=0.2" in text and "mixup(alpha=0.4" in text
@@ -184,7 +184,7 @@ def test_an_algorithm_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
     step = compose(loop_events, [counter("steps"), algorithms.mixup(0.2)])
     pc.save(step.init(make_state()), tmp_path / "one", step=step)
     plain = compose(loop_events, [algorithms.mixup(0.2)])
-    with pytest.raises(pc.MismatchError, match=r"algorithm steps\(\): in the checkpoint, not here") as caught:
+    with pytest.raises(pc.errors.MismatchError, match=r"algorithm steps\(\): in the checkpoint, not here") as caught:
         pc.load(tmp_path / "one", plain.init(make_state()), step=plain)
     assert any(line.startswith("state.slots['steps']") for line in caught.value.differences)
 
@@ -195,7 +195,7 @@ def test_what_changed_the_model_must_be_there(tmp_path: pathlib.Path) -> None:
     )
     step = compose(loop_events, [surgery])
     pc.save(step.init(make_state()), tmp_path / "one", step=step)
-    with pytest.raises(pc.MismatchError, match="surgery: changed the model of the checkpoint"):
+    with pytest.raises(pc.errors.MismatchError, match="surgery: changed the model of the checkpoint"):
         pc.load(tmp_path / "one", make_state(), step=compose(loop_events), strict=False)
 
 
@@ -203,7 +203,7 @@ def test_another_number_of_threads_is_told(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     torch.set_num_threads(2)
     try:
-        with pytest.warns(pc.CheckpointWarning, match="threads: 1 then, 2 now"):
+        with pytest.warns(pc.errors.CheckpointWarning, match="threads: 1 then, 2 now"):
             pc.load(tmp_path / "one", make_state())
     finally:
         torch.set_num_threads(1)
@@ -224,18 +224,18 @@ def test_files_that_are_missing_cut_off_or_foreign(tmp_path: pathlib.Path) -> No
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         pc.load(one, state)
     one.mkdir()
-    with pytest.raises(pc.DamagedError, match="index.json cannot be read"):
+    with pytest.raises(pc.errors.DamagedError, match="index.json cannot be read"):
         pc.load(one, state)
     (one / "index.json").write_text('{"format": "another"}')
-    with pytest.raises(pc.DamagedError, match="somebody else's"):
+    with pytest.raises(pc.errors.DamagedError, match="somebody else's"):
         pc.load(one, state)
     pc.save(state, one)
     content = (one / "state.safetensors").read_bytes()
     (one / "state.safetensors").write_bytes(content[:-1])
-    with pytest.raises(pc.DamagedError, match="not whole"):
+    with pytest.raises(pc.errors.DamagedError, match="not whole"):
         pc.load(one, state)
     (one / "state.safetensors").unlink()
-    with pytest.raises(pc.DamagedError, match="state.safetensors cannot be read"):
+    with pytest.raises(pc.errors.DamagedError, match="state.safetensors cannot be read"):
         pc.load(one, state)
 
 
@@ -243,7 +243,7 @@ def test_the_tensors_of_another_checkpoint_are_refused(tmp_path: pathlib.Path) -
     for name, seed in (("one", 0), ("two", 1)):
         pc.save(make_state(make_mlp(seed)), tmp_path / name)
     (tmp_path / "two" / "state.safetensors").rename(tmp_path / "one" / "state.safetensors")
-    with pytest.raises(pc.DamagedError, match="checksum"):
+    with pytest.raises(pc.errors.DamagedError, match="checksum"):
         pc.load(tmp_path / "one", make_state())
 
 
@@ -251,5 +251,5 @@ def test_a_later_format_is_told(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(), tmp_path / "one")
     index = tmp_path / "one" / "index.json"
     index.write_text(index.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(pc.CheckpointError, match="format is version 2, and this purecompose reads 1"):
+    with pytest.raises(pc.errors.CheckpointError, match="format is version 2, and this purecompose reads 1"):
         pc.load(tmp_path / "one", make_state())

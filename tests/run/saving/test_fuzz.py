@@ -48,7 +48,7 @@ def test_no_mutation_gives_a_wrong_state(num: int, tmp_path: pathlib.Path) -> No
         file.write_bytes(mutated(file.read_bytes(), draw))
         try:
             found = pc.load(one, like, step=step)
-        except pc.CheckpointError as error:
+        except pc.errors.CheckpointError as error:
             assert str(one) in str(error)
             refused += 1
         else:
@@ -77,6 +77,6 @@ def test_a_forged_index_runs_no_code_and_says_what_is_wrong(tmp_path: pathlib.Pa
     }
     for name, changes in forged.items():
         (whole / "index.json").write_text(to_json(Index(**{**vars(index), **changes})))
-        with pytest.raises((pc.CheckpointError, pc.MismatchError)) as caught:
+        with pytest.raises((pc.errors.CheckpointError, pc.errors.MismatchError)) as caught:
             pc.load(whole, like)
         assert str(caught.value), name

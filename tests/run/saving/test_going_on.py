@@ -12,21 +12,8 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import (
-    Algorithm,
-    CheckpointError,
-    Checkpoints,
-    CheckpointWarning,
-    Evaluator,
-    Event,
-    MismatchError,
-    State,
-    compose,
-    fit,
-    loop_events,
-    on,
-    training,
-)
+from purecompose import Algorithm, Checkpoints, Evaluator, Event, State, compose, fit, loop_events, on, training
+from purecompose.errors import CheckpointError, CheckpointWarning, MismatchError
 from purecompose.run.saving import folder as disk
 from tests.helpers import assert_same, changing, make_batches, make_mlp, make_state
 

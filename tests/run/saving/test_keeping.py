@@ -147,7 +147,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused_and_the_one_before_it_offer
     (second / "state.safetensors").write_bytes(b"half")
     (last / "index.json").write_bytes(b"{")
     for path in (second, last):
-        with pytest.raises(pc.DamagedError, match=f"the next older whole one is .*{first.name}"):
+        with pytest.raises(pc.errors.DamagedError, match=f"the next older whole one is .*{first.name}"):
             fit(step(), start(), BATCHES, resume=path)
 
 
@@ -157,10 +157,10 @@ def test_a_folder_of_checkpoints_is_not_called_damaged_and_the_newest_offered(tm
     last = pc.saving.newest(kept)
     for folder in (kept, tmp_path / "run"):
         said = rf"{folder} is a folder of 3 checkpoints, .*the newest is {last}, as purecompose.saving.newest"
-        with pytest.raises(pc.CheckpointError, match=said) as caught:
+        with pytest.raises(pc.errors.CheckpointError, match=said) as caught:
             fit(step(), start(), BATCHES, resume=folder)
-        assert not isinstance(caught.value, pc.DamagedError)
-        with pytest.raises(pc.CheckpointError, match=said):
+        assert not isinstance(caught.value, pc.errors.DamagedError)
+        with pytest.raises(pc.errors.CheckpointError, match=said):
             pc.load(folder, step().init(start()))
     assert last is not None
     assert_same(pc.load(last, step().init(start())), state)
@@ -180,17 +180,17 @@ def test_a_damaged_one_is_passed_over_and_told(tmp_path: pathlib.Path) -> None:
     newest_ones = sorted(tmp_path.iterdir())
     (newest_ones[-1] / "state.safetensors").write_bytes(b"half")
     (newest_ones[-2] / "index.json").write_bytes(b"{")
-    with pytest.warns(pc.CheckpointWarning, match=rf"not whole.*going on from .*{newest_ones[-3].name}|no JSON"):
+    with pytest.warns(pc.errors.CheckpointWarning, match=rf"not whole.*going on from .*{newest_ones[-3].name}|no JSON"):
         assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
     for path in tmp_path.iterdir():
         (path / "index.json").unlink()
-    with pytest.raises(pc.DamagedError, match="no whole checkpoint is left"):
+    with pytest.raises(pc.errors.DamagedError, match="no whole checkpoint is left"):
         fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
 
 
 def test_a_checkpoint_of_another_run_is_a_mismatch_not_a_gap(tmp_path: pathlib.Path) -> None:
     fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False))
-    with pytest.raises(pc.MismatchError):
+    with pytest.raises(pc.errors.MismatchError):
         fit(compose(loop_events), start(), BATCHES, checkpoints=Checkpoints(tmp_path, background=False), resume="auto")
 
 
@@ -213,7 +213,7 @@ def test_what_is_damaged_is_put_aside_and_new_ones_are_kept(tmp_path: pathlib.Pa
         if state.timestamp.batch == 7:
             break
     (tmp_path / "ep0001-ba00000007" / "state.safetensors").write_bytes(b"half")
-    with pytest.warns(pc.CheckpointWarning, match="put aside, and going on from .*ba00000006"):
+    with pytest.warns(pc.errors.CheckpointWarning, match="put aside, and going on from .*ba00000006"):
         fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
     kept = names(tmp_path)
     assert len(kept) == 2 and kept[0].startswith("ep0001-ba00000007.damaged-") and kept[1] == "ep0003-ba00000012"
@@ -246,7 +246,7 @@ def test_a_best_that_nobody_measures_is_refused(tmp_path: pathlib.Path) -> None:
 def test_data_of_another_length_are_told(tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="1ba", background=False)
     next(training(step(), start(), BATCHES, checkpoints=settings))
-    with pytest.raises(pc.MismatchError, match="batches_per_epoch: 4 in the checkpoint, 3 here"):
+    with pytest.raises(pc.errors.MismatchError, match="batches_per_epoch: 4 in the checkpoint, 3 here"):
         fit(step(), start(), BATCHES[:3], checkpoints=settings, resume="auto")
 
 
@@ -335,7 +335,7 @@ def test_older_checkpoints_make_room_for_the_last_one(
     monkeypatch.setattr(disk, "_sync", disk_with_room_for(room, folder))
     settings = Checkpoints(folder, every="2ba", keep=keep, background=background)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pc.CheckpointWarning)
+        warnings.simplefilter("ignore", pc.errors.CheckpointWarning)
         fit(step(), start(), BATCHES, checkpoints=settings)
     assert names(folder) == left  # where only one may stay, a whole one is not given up for one that may fail
 
@@ -357,7 +357,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path: pathlib.Path, monkeypatch:
 def test_a_folder_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
     tmp_path.chmod(0o500)
     try:
-        with pytest.warns(pc.CheckpointWarning, match="Permission denied"):
+        with pytest.warns(pc.errors.CheckpointWarning, match="Permission denied"):
             fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / "run"))
     finally:
         tmp_path.chmod(0o700)
@@ -366,9 +366,9 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
 def test_a_file_in_the_folders_place(tmp_path: pathlib.Path) -> None:
     (tmp_path / "run").write_text("a file")
     with (
-        pytest.warns(pc.CheckpointWarning, match="training goes on without it"),
-        pytest.warns(pc.CheckpointWarning, match="attempts to write a checkpoint failed"),
-        pytest.warns(pc.CheckpointWarning, match="the last state of the run is in no checkpoint"),
+        pytest.warns(pc.errors.CheckpointWarning, match="training goes on without it"),
+        pytest.warns(pc.errors.CheckpointWarning, match="attempts to write a checkpoint failed"),
+        pytest.warns(pc.errors.CheckpointWarning, match="the last state of the run is in no checkpoint"),
     ):
         found = fit(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path / "run", background=False))
     assert found.timestamp.batch == 12
@@ -382,7 +382,7 @@ def test_a_slow_disk_costs_checkpoints_not_time(tmp_path: pathlib.Path, monkeypa
         write(*arguments)
 
     monkeypatch.setattr(disk, "write", slow)
-    with pytest.warns(pc.CheckpointWarning, match="passed over.*writing takes longer"):
+    with pytest.warns(pc.errors.CheckpointWarning, match="passed over.*writing takes longer"):
         for state in training(step(), start(), BATCHES, checkpoints=Checkpoints(tmp_path, every="1ba")):
             if state.timestamp.batch == 12:
                 release.set()
@@ -405,7 +405,7 @@ def test_what_cannot_be_saved_on_the_way_costs_checkpoints_alone(tmp_path: pathl
 
     hiding = changing("hiding", pc.Event.BATCH_END, tell, host=True)
     settings = Checkpoints(tmp_path, background=False)
-    with pytest.warns(pc.CheckpointWarning, match=r"state.metrics/odd holds set, which no checkpoint can"):
+    with pytest.warns(pc.errors.CheckpointWarning, match=r"state.metrics/odd holds set, which no checkpoint can"):
         end = fit(compose(loop_events, [hiding]), start(), BATCHES, checkpoints=settings)
     assert end.timestamp.batch == 12
     assert [name.partition("-")[0] for name in names(tmp_path)] == ["ep0001", "ep0002"]
@@ -436,6 +436,6 @@ def test_a_donating_step_saves_what_it_had(tmp_path: pathlib.Path) -> None:
         if state.timestamp.batch == 7:
             break
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pc.CheckpointWarning)  # compiled then, not now
+        warnings.simplefilter("ignore", pc.errors.CheckpointWarning)  # compiled then, not now
         again = fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
     torch.testing.assert_close(again.params, whole.params)

@@ -38,45 +38,47 @@ def test_the_weights_of_operated_networks_are_refused_by_plain_ones_and_the_reve
 ) -> None:
     step, plain, changed = operated(name)
     for saved, like in ((changed, plain), (plain, changed)):
-        path = pc.save_weights(saved, tmp_path / "net.safetensors")
-        with pytest.raises(pc.MismatchError, match=r"model: \S+: .* in the file, .* here"):
-            pc.load_weights(path, like)
+        path = pc.saving.save_weights(saved, tmp_path / "net.safetensors")
+        with pytest.raises(pc.errors.MismatchError, match=r"model: \S+: .* in the file, .* here"):
+            pc.saving.load_weights(path, like)
         pc.save(saved, tmp_path / "one")
         for loading in (None, step):
-            with pytest.raises(pc.MismatchError, match=r"model: \S+: .* in the checkpoint, .* here"):
+            with pytest.raises(pc.errors.MismatchError, match=r"model: \S+: .* in the checkpoint, .* here"):
                 pc.load(tmp_path / "one", like, step=loading)
     pc.save(changed, tmp_path / "one")
-    with pytest.raises(pc.MismatchError, match=f"{name}: changed the model of the checkpoint"):
+    with pytest.raises(pc.errors.MismatchError, match=f"{name}: changed the model of the checkpoint"):
         pc.load(tmp_path / "one", plain, strict=False)
     assert pc.tree.equal(pc.load(tmp_path / "one", changed), changed)
-    assert pc.tree.equal(pc.load_weights(pc.save_weights(changed, tmp_path / "net"), changed).params, changed.params)
+    assert pc.tree.equal(
+        pc.saving.load_weights(pc.saving.save_weights(changed, tmp_path / "net"), changed).params, changed.params
+    )
 
 
 def test_standardized_filters_in_a_plain_network_are_taken_over_on_request_and_the_outputs_differ(
     tmp_path: pathlib.Path,
 ) -> None:
     _, plain, changed = operated("weight_standardization")
-    path = pc.save_weights(changed, tmp_path / "net.safetensors")
-    with pytest.warns(pc.CheckpointWarning, match=r"0: StandardizedConv2d\(.*\) in the file, Conv2d\(.*\) here"):
-        found = pc.load_weights(path, plain, strict=False)
+    path = pc.saving.save_weights(changed, tmp_path / "net.safetensors")
+    with pytest.warns(pc.errors.CheckpointWarning, match=r"0: StandardizedConv2d\(.*\) in the file, Conv2d\(.*\) here"):
+        found = pc.saving.load_weights(path, plain, strict=False)
     inputs = torch.ones(2, 2, 6, 6)
     assert not torch.allclose(found.forward(inputs), changed.forward(inputs))
 
 
 def test_other_settings_of_modules_are_a_warning(tmp_path: pathlib.Path) -> None:
     one, other = (make_state(nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(slope))) for slope in (0.1, 0.2))
-    path = pc.save_weights(one, tmp_path / "net.safetensors")
+    path = pc.saving.save_weights(one, tmp_path / "net.safetensors")
     pc.save(one, tmp_path / "one")
     expected = r"model: 1: LeakyReLU\(negative_slope=0.1\) in the {}, LeakyReLU\(negative_slope=0.2\) here"
-    with pytest.warns(pc.CheckpointWarning, match=expected.format("file")):
-        pc.load_weights(path, other)
-    with pytest.warns(pc.CheckpointWarning, match=expected.format("checkpoint")):
+    with pytest.warns(pc.errors.CheckpointWarning, match=expected.format("file")):
+        pc.saving.load_weights(path, other)
+    with pytest.warns(pc.errors.CheckpointWarning, match=expected.format("checkpoint")):
         pc.load(tmp_path / "one", other)
 
 
 def test_a_replaced_module_is_one_difference_whatever_it_holds(tmp_path: pathlib.Path) -> None:
     pc.save(make_state(nn.Sequential(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))), tmp_path / "one")
-    with pytest.raises(pc.MismatchError) as caught:
+    with pytest.raises(pc.errors.MismatchError) as caught:
         pc.load(tmp_path / "one", make_state(nn.Sequential(nn.Linear(4, 3))))
     assert caught.value.differences[0].startswith("model: 0: Sequential() in the checkpoint, Linear(")
     assert sum(line.startswith("model: ") for line in caught.value.differences) == 1

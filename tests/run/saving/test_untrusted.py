@@ -45,11 +45,11 @@ def test_a_prepared_checkpoint_is_refused(tmp_path: pathlib.Path, name: str, put
     (path / name).unlink()
     assert callable(put)
     put(path / name)
-    with pytest.raises(pc.DamagedError, match=words):
+    with pytest.raises(pc.errors.DamagedError, match=words):
         pc.load(path, state)
 
 
 def test_prepared_weights_are_refused(tmp_path: pathlib.Path) -> None:
     put_pipe(tmp_path / "pipe.safetensors")
-    with pytest.raises(pc.DamagedError, match="not a regular file"):
-        pc.load_weights(tmp_path / "pipe.safetensors", make_state())
+    with pytest.raises(pc.errors.DamagedError, match="not a regular file"):
+        pc.saving.load_weights(tmp_path / "pipe.safetensors", make_state())

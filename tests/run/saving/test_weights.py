@@ -18,7 +18,7 @@ def in_channels_last(net: nn.Module) -> nn.Module:
 
 def test_weights_are_a_modules_state_dict(tmp_path: pathlib.Path) -> None:
     state = make_state(in_channels_last(make_cnn()))
-    found = load_file(pc.save_weights(state, tmp_path / "net.safetensors"))
+    found = load_file(pc.saving.save_weights(state, tmp_path / "net.safetensors"))
     module = pc.to_module(state)
     assert {**dict(module.named_parameters()), **dict(module.named_buffers())}.keys() == found.keys()
     fresh = make_cnn(1)
@@ -30,9 +30,9 @@ def test_weights_are_a_modules_state_dict(tmp_path: pathlib.Path) -> None:
 
 def test_weights_come_back_into_a_state(tmp_path: pathlib.Path) -> None:
     state = make_state(in_channels_last(make_cnn(1)))
-    path = pc.save_weights(state, tmp_path / "net.safetensors")
+    path = pc.saving.save_weights(state, tmp_path / "net.safetensors")
     like = make_state(make_cnn())
-    found = pc.load_weights(path, like)
+    found = pc.saving.load_weights(path, like)
     assert_same({**found.params, **found.buffers}, {**state.params, **state.buffers})
     assert found.params["0.weight"].stride() == like.params["0.weight"].stride()
     assert found.opt_state is like.opt_state
@@ -41,28 +41,32 @@ def test_weights_come_back_into_a_state(tmp_path: pathlib.Path) -> None:
 def test_ties_are_there_once(tmp_path: pathlib.Path) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
-    assert list(load_file(pc.save_weights(make_state(net), tmp_path / "net"))) == ["0.bias", "0.weight", "1.bias"]
+    assert list(load_file(pc.saving.save_weights(make_state(net), tmp_path / "net"))) == [
+        "0.bias",
+        "0.weight",
+        "1.bias",
+    ]
 
 
 def test_what_does_not_fit_is_told(tmp_path: pathlib.Path) -> None:
     state, path = make_state(), tmp_path / "net.safetensors"
     with pytest.raises(FileNotFoundError):
-        pc.load_weights(path, state)
+        pc.saving.load_weights(path, state)
     path.write_bytes(b"no tensors")
-    with pytest.raises(pc.DamagedError, match="cannot be read as safetensors"):
-        pc.load_weights(path, state)
+    with pytest.raises(pc.errors.DamagedError, match="cannot be read as safetensors"):
+        pc.saving.load_weights(path, state)
     other = {**state.params, "0.weight": torch.zeros(2), "extra": torch.zeros(1)}
     del other["0.bias"]
     save_file(other, path)
-    with pytest.raises(pc.MismatchError) as caught:
-        pc.load_weights(path, state)
+    with pytest.raises(pc.errors.MismatchError) as caught:
+        pc.saving.load_weights(path, state)
     assert caught.value.differences == [
         "0.bias: float32[8] here, not in the file",
         "extra: in the file, not here",
         "0.weight: float32[2] in the file, float32[8, 4] here",
     ]
-    with pytest.warns(pc.CheckpointWarning, match="extra: in the file, not here"):
-        found = pc.load_weights(path, make_state(make_mlp(1)), strict=False)
+    with pytest.warns(pc.errors.CheckpointWarning, match="extra: in the file, not here"):
+        found = pc.saving.load_weights(path, make_state(make_mlp(1)), strict=False)
     assert_same(found.params["3.weight"], state.params["3.weight"])
     assert_same(found.params["0.weight"], make_state(make_mlp(1)).params["0.weight"])
 
@@ -74,8 +78,8 @@ def test_the_live_weights_are_written_and_the_averages_where_they_are_put_first(
         state = step(state, make_batch(seed))
     averaged = pc.to_module(state, weights="ema").state_dict()
     assert not torch.equal(averaged["0.weight"], state.params["0.weight"])
-    live = load_file(pc.save_weights(state, tmp_path / "live"))
-    written = load_file(pc.save_weights(pc.with_weights(state, "ema"), tmp_path / "ema"))
+    live = load_file(pc.saving.save_weights(state, tmp_path / "live"))
+    written = load_file(pc.saving.save_weights(pc.with_weights(state, "ema"), tmp_path / "ema"))
     for name, param in state.params.items():
         assert_same(live[name], param)
         assert_same(written[name], averaged[name])
@@ -83,7 +87,7 @@ def test_the_live_weights_are_written_and_the_averages_where_they_are_put_first(
 
 
 def test_a_failed_writing_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = pc.save_weights(make_state(), tmp_path / "net")
+    path = pc.saving.save_weights(make_state(), tmp_path / "net")
 
     def fail(*_: object) -> None:
         raise OSError("No space left on device")
@@ -91,7 +95,7 @@ def test_a_failed_writing_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatc
     monkeypatch.setattr("purecompose.run.saving.folder._sync", fail)
     before = path.read_bytes()
     with pytest.raises(OSError, match="No space"):
-        pc.save_weights(make_state(make_mlp(1)), path)
+        pc.saving.save_weights(make_state(make_mlp(1)), path)
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["net"]
 
 
@@ -102,7 +106,7 @@ def test_onnx_computes_what_the_state_does(tmp_path: pathlib.Path) -> None:
     state, inputs = make_state(make_cnn()), make_batch(shape=(2, 6, 6))[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporter warns of itself
-        path = pc.export_onnx(state, inputs, tmp_path / "net.onnx")
+        path = pc.saving.export_onnx(state, inputs, tmp_path / "net.onnx")
     onnx.checker.check_model(str(path))
     session = reference.ReferenceEvaluator(str(path))
     (found,) = session.run(None, {session.input_names[0]: inputs.numpy()})
@@ -114,8 +118,8 @@ def test_files_of_torch_save_are_known(tmp_path: pathlib.Path, options: dict[str
     path = tmp_path / "w.pt"
     torch.save(torch.nn.Linear(2, 1).state_dict(), path, **options)
     with pytest.raises(pc.saving.DamagedError, match=r"was written by torch\.save, .*load_state_dict"):
-        pc.load_weights(path, make_state())
+        pc.saving.load_weights(path, make_state())
     with pytest.raises(TypeError, match="expected a path first, got State"):
-        pc.load_weights(make_state(), path)  # pyright: ignore[reportArgumentType]
+        pc.saving.load_weights(make_state(), path)  # pyright: ignore[reportArgumentType]
     with pytest.raises(pc.saving.CheckpointError, match="is a file; a checkpoint is a folder"):
         pc.load(path, make_state())

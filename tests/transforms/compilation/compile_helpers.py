@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import purecompose as pc
-from purecompose import Algorithm, CompiledStep, Event, State, Step, compose, every, loop_events, on, tree
+from purecompose import Algorithm, Event, State, Step, compose, every, loop_events, on, tree
+from purecompose.transforms.compilation import CompiledStep
 from tests.helpers import changing
 
 
@@ -79,7 +80,7 @@ def spent_text(state: State) -> str:
     """What reading a spent state's parameters says; fails where it can be read."""
     try:
         _ = state.params
-    except pc.SpentStateError as error:
+    except pc.errors.SpentStateError as error:
         return str(error)
     raise AssertionError("the state can still be read")
 

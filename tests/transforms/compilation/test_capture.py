@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, TraceError
+from purecompose import Algorithm, Event, State
+from purecompose.errors import TraceError
 from tests.helpers import changing, make_batch, make_batches, make_state
 from tests.transforms.compilation.compile_helpers import assert_agree, assert_runs_agree, made
 
@@ -186,14 +187,14 @@ BREAKERS: dict[str, tuple[Callable[[State], State], str]] = {
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("fn, words", BREAKERS.values(), ids=BREAKERS)
 def test_broken_contracts_come_through(fn: Callable[[State], State], words: str, donate: bool) -> None:
-    with pytest.raises(pc.ContractError) as eager:
+    with pytest.raises(pc.errors.ContractError) as eager:
         made([changing("breaker", Event.BATCH_START, fn)])[0](
             make_state(optimizer=pc.optim.sgd(pc.hparam("lr", 0.1))), make_batch()
         )
     _, fast = made([changing("breaker", Event.BATCH_START, fn)], donate=donate)
     state = make_state(optimizer=pc.optim.sgd(pc.hparam("lr", 0.1)))
     before = state.copy()
-    with pytest.raises(pc.ContractError, match=words) as caught:
+    with pytest.raises(pc.errors.ContractError, match=words) as caught:
         fast(state, make_batch())
     assert "breaker" in str(caught.value) and type(caught.value) is type(eager.value)
     assert_agree(before, state, tolerance=0)
@@ -202,7 +203,7 @@ def test_broken_contracts_come_through(fn: Callable[[State], State], words: str,
 def test_draws_without_a_key_come_through() -> None:
     loud = changing("loud", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs + torch.randn(4)))
     _, fast = made([loud])
-    with pytest.raises(pc.UnkeyedRandomError):
+    with pytest.raises(pc.errors.UnkeyedRandomError):
         fast(make_state(), make_batch())
 
 
@@ -211,7 +212,7 @@ def test_matches_that_read_tensors_come_through() -> None:
         return event is Event.BATCH_START and bool(state.params["0.bias"].sum() > 0)
 
     _, fast = made([Algorithm("greedy", match, lambda event, state: state)])
-    with pytest.raises(pc.MatchError, match="greedy"):
+    with pytest.raises(pc.errors.MatchError, match="greedy"):
         fast(fast.init(make_state()), make_batch())
 
 

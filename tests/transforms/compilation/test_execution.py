@@ -63,7 +63,9 @@ def test_what_a_host_algorithm_changes_agrees(change: Callable[[State], State], 
 def test_metrics_of_a_host_algorithm_are_tensors_compiled_or_not(event: Event) -> None:
     number = changing("host", event, lambda s: s.replace(metrics={"n": 0.5 * s.timestamp.batch}), host=True)
     for step in made([number]):
-        with pytest.raises(pc.ContractError, match=r"metrics\['n'\]: expected a tensor, got 0.[05] .* from host at"):
+        with pytest.raises(
+            pc.errors.ContractError, match=r"metrics\['n'\]: expected a tensor, got 0.[05] .* from host at"
+        ):
             step(make_state(), make_batches(1)[0])
 
 
@@ -139,7 +141,7 @@ def test_a_state_whose_successor_has_another_form_says_why_it_is_spent() -> None
     _, fast = made([counter(), changing("grow", Event.BATCH_END, grow, host=True, when=pc.every(1))])
     state = fast(fast(fast.init(make_state()), make_batch()), make_batch(1))
     fast(state, make_batch(2))
-    with pytest.raises(pc.SpentStateError, match=r"its memory (was|has)"):
+    with pytest.raises(pc.errors.SpentStateError, match=r"its memory (was|has)"):
         _ = state.buffers
 
 

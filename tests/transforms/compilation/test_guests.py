@@ -127,7 +127,7 @@ def test_a_reader_in_another_thread_gets_the_state_or_an_error() -> None:
     def read(state: State, number: int) -> None:
         try:
             weight = state.params["weight"]
-        except pc.SpentStateError:
+        except pc.errors.SpentStateError:
             return
         if not bool((weight == number).all()):
             wrong.append((number, weight.unique()[:3]))
@@ -210,7 +210,7 @@ def test_a_host_algorithm_in_slices_that_a_second_gradient_runs_again_is_not_tra
     ]
     step, fast = made(guests, microbatches=2)
     state = fast(make_state(), make_batch())
-    with pytest.raises(pc.TraceError, match=r"note, a host algorithm, was to be traced"):
+    with pytest.raises(pc.errors.TraceError, match=r"note, a host algorithm, was to be traced"):
         fast(state, make_batch())
     with pytest.warns(UserWarning, match="note, a host"):
         assert_runs_agree(step, compiled(step, fallback=True), make_state(), make_batches(4), tolerance=1e-4)

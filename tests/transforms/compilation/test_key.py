@@ -64,7 +64,7 @@ def test_a_batch_of_another_dtype_gives_the_eager_error_or_numbers(donate: bool)
 def test_a_batch_on_meta_gives_an_error() -> None:
     _, fast = made()
     state, (x, y) = fast(make_state(), make_batch()), make_batch()
-    with pytest.raises((RuntimeError, NotImplementedError, pc.TraceError)):
+    with pytest.raises((RuntimeError, NotImplementedError, pc.errors.TraceError)):
         fast(state, (x.to("meta"), y))
     fast(state, (x, y))
 
@@ -155,7 +155,7 @@ CHANGES: dict[str, Callable[[State], State]] = {
     "slots in another order": lambda s: s.replace(slots={"ema": dict(reversed(s.slots["ema"].items()))}),
     "more hparams": lambda s: s.replace(hparams={**s.hparams, "x": torch.tensor(1.0)}),
     "wide hparams": lambda s: s.replace(hparams={"lr": torch.tensor(0.2, dtype=torch.float64)}),
-    "another length": lambda s: s.replace(timestamp=s.timestamp.replace(run=pc.RunLength("40ba", 20))),
+    "another length": lambda s: s.replace(timestamp=s.timestamp.replace(run=pc.time.RunLength("40ba", 20))),
 }
 
 

@@ -117,12 +117,12 @@ def test_a_program_of_nothing_has_one_segment() -> None:
 def test_each_update_may_be_a_segment_of_its_own() -> None:
     program = (
         Event.AFTER_DATALOADER,
-        pc.Grad(pc.forward, pc.loss),
+        pc.loop.Grad(pc.loop.forward, pc.loop.loss),
         Event.AFTER_TRAIN_BATCH,
-        pc.update(wrt="0.*"),
+        pc.loop.update(wrt="0.*"),
         Event.BATCH_START,
-        pc.update(wrt="3.*"),
-        pc.advance,
+        pc.loop.update(wrt="3.*"),
+        pc.loop.advance,
         Event.BATCH_END,
     )
     methods = [

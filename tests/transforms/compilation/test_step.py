@@ -10,21 +10,9 @@ from hypothesis import Phase, given, settings, strategies as st
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import (
-    Algorithm,
-    Event,
-    Grad,
-    State,
-    advance,
-    algorithms as alg,
-    compose,
-    loop_events,
-    losses,
-    on,
-    optim,
-    update,
-)
-from purecompose.core.scopes import events_in
+from purecompose import Algorithm, Event, State, algorithms as alg, compose, loop_events, losses, on, optim
+from purecompose.core.loop import advance, update
+from purecompose.core.scopes import Grad, events_in
 from purecompose.schedule import cosine, hparam, linear
 from purecompose.testing import strategies
 from purecompose.testing.subject import Subject
@@ -125,7 +113,7 @@ class Checkpointed(nn.Module):
         self.inner, self.drop, self.outer = nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(pc.checkpoint(lambda y: self.drop(torch.tanh(self.inner(y))), x))
+        return self.outer(pc.layers.checkpoint(lambda y: self.drop(torch.tanh(self.inner(y))), x))
 
 
 class Scaled(nn.Module):
@@ -193,10 +181,10 @@ def test_two_players_agree(donate: bool) -> None:
 def test_two_updates_with_a_varying_method_between_agree(donate: bool) -> None:
     program = (
         Event.AFTER_DATALOADER,
-        Grad(pc.forward, pc.loss, wrt="0.*"),
+        Grad(pc.loop.forward, pc.loop.loss, wrt="0.*"),
         Event.AFTER_TRAIN_BATCH,
         update(wrt="0.*"),
-        Grad(pc.forward, pc.loss, wrt="3.*"),
+        Grad(pc.loop.forward, pc.loop.loss, wrt="3.*"),
         update(wrt="3.*"),
         advance,
         Event.BATCH_END,
@@ -206,7 +194,9 @@ def test_two_updates_with_a_varying_method_between_agree(donate: bool) -> None:
 
 
 @DONATE
-@pytest.mark.parametrize("program", [(), (Event.AFTER_DATALOADER,), (pc.forward, pc.loss), (advance,)], ids=str)
+@pytest.mark.parametrize(
+    "program", [(), (Event.AFTER_DATALOADER,), (pc.loop.forward, pc.loop.loss), (advance,)], ids=str
+)
 def test_programs_that_train_nothing_agree(program: Any, donate: bool) -> None:
     step = compose(program, [noise()] if Event.AFTER_DATALOADER in program else [])
     fast = compiled(step, donate=donate)
@@ -378,7 +368,7 @@ def test_gradients_through_a_compiled_step_are_those_of_the_composed_one() -> No
 def test_replace_compiles_the_new_step_with_the_same_options() -> None:
     _, fast = made(donate=False, max_variants=7)
     other = fast.replace(algorithms=[noise()])
-    assert isinstance(other, pc.CompiledStep) and other.options == fast.options
+    assert isinstance(other, pc.transforms.compilation.CompiledStep) and other.options == fast.options
     assert [algorithm.name for algorithm in other.algorithms] == ["noise"]
     assert_agree(other.step(make_state(), make_batch()), other(make_state(), make_batch()))
 
@@ -465,7 +455,7 @@ def timed(name: str, event: Event, when: Any, host: bool) -> Algorithm:
     return Algorithm(name, on(Event.INIT) | (on(event) & when), apply, host=host)
 
 
-RUN = pc.RunLength("8ba", batches_per_epoch=4)
+RUN = pc.time.RunLength("8ba", batches_per_epoch=4)
 
 
 @DONATE
@@ -476,7 +466,7 @@ def test_any_step_agrees(data: st.DataObject, donate: bool) -> None:
     task = data.draw(strategies.tasks())
     program = data.draw(strategies.programs(trains=True))
     methods = data.draw(strategies.algorithm_lists(task=task, max_size=2))
-    inside = set(events_in([n for n in program if isinstance(n, (Grad, pc.Microbatches))]))
+    inside = set(events_in([n for n in program if isinstance(n, (Grad, pc.loop.Microbatches))]))
     for number in range(data.draw(st.integers(0, 3))):
         events = [event for event in events_in(program)]
         if not events:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import purecompose as pc
-from purecompose import Algorithm, Event, State, VariantLimitError, compose, every, loop_events, tree
+from purecompose import Algorithm, Event, State, compose, every, loop_events, tree
+from purecompose.errors import VariantLimitError
 from tests.helpers import changing, make_batch, make_batches, make_state, noise
 from tests.transforms.compilation.compile_helpers import (
     LIBRARY,
