@@ -32,7 +32,7 @@ from purecompose import (
 from purecompose.nn.layers import ClassesSecond
 
 
-KEYS = ("input_ids", "labels")
+NAMES = ("input_ids", "labels")
 
 
 def methods(length: int) -> Mapping[str, list[Algorithm]]:
@@ -48,7 +48,7 @@ def trained(algorithms: list[Algorithm], text: data.TextData, options: Mapping[s
     net = models.build(
         "gpt", in_shape=text.in_shape, num_classes=text.num_classes, seed=seed, width=options["width"], depth=4
     )
-    batches = data.arrays(text.train_inputs, text.train_targets, options["batch_size"], drop_last=True, keys=KEYS)
+    batches = data.arrays(text.train_inputs, text.train_targets, options["batch_size"], drop_last=True, names=NAMES)
     duration = f"{options['batches']}ba"
     state = State.create(
         ClassesSecond(net),
@@ -57,8 +57,8 @@ def trained(algorithms: list[Algorithm], text: data.TextData, options: Mapping[s
         duration=duration,
         batches_per_epoch=len(batches),
         key=seed,
-        input_key=KEYS[0],
-        target_key=KEYS[1],
+        input_field=NAMES[0],
+        target_field=NAMES[1],
     )
     return fit(compose(loop_events, algorithms), state, batches)
 
@@ -81,7 +81,7 @@ def losses_at(state: State, text: data.TextData, lengths: list[int]) -> Row:
     found: Row = {}
     for length in lengths:
         inputs, targets = data.text_windows(tokens, length)
-        batches = data.arrays(inputs, targets, max(1, 2**14 // length), shuffle=False, keys=KEYS)
+        batches = data.arrays(inputs, targets, max(1, 2**14 // length), shuffle=False, names=NAMES)
         try:
             found[f"loss_at_{length}"] = round(evaluate(state, batches)["loss"], 4)
         except ValueError:  # longer than the positions that it has learned

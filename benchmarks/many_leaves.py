@@ -54,24 +54,24 @@ def calls_in(compiled: Any, state: State, batch: Any) -> list[Call]:
     state = compiled.init(state)
     for _ in range(3):  # the first steps of a run may take other graphs than those that follow
         state = compiled(state, batch)
-    links = [link for known in compiled._library._links.values() for link in known]
+    parts = [part for known in compiled._graphs._compiled_parts.values() for part in known]
     calls: list[Call] = []
 
-    def noting(link: Any, call: Callable[[list[Tensor]], Any]) -> Callable[[list[Tensor]], Any]:
+    def noting(part: Any, call: Callable[[list[Tensor]], Any]) -> Callable[[list[Tensor]], Any]:
         def note(given: list[Tensor]) -> Any:
             kept = [*given]  # a compiled graph may empty its list
-            calls.append(Call(link, call, kept, call(given)))
+            calls.append(Call(part, call, kept, call(given)))
             return calls[-1].results
 
         return note
 
-    originals = [link.call for link in links]
-    for link, call in zip(links, originals, strict=True):
-        link.call = noting(link, call)
-    state.__dict__["_lease"].lane.bound.clear()  # where the calls lie ready with their arguments
+    originals = [part.call for part in parts]
+    for part, call in zip(parts, originals, strict=True):
+        part.call = noting(part, call)
+    state.lease.buffers.bound.clear()  # where the calls lie ready with their arguments
     compiled(state, batch)
-    for link, call in zip(links, originals, strict=True):
-        link.call = call
+    for part, call in zip(parts, originals, strict=True):
+        part.call = call
     if not calls:
         raise SystemExit("the step called none of its compiled graphs: how they are found has changed")
     return calls

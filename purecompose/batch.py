@@ -1,9 +1,9 @@
 """Batches of any shape: read and replace one member, count the examples, split, choose.
 
 A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested at will. A
-*key* names one member: an index, a mapping key, an attribute, a list of keys (several members at once), a
+*field* names one member: an index, a key of a mapping, an attribute, a list of these (several members at once), a
 getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A tensor alone has one member,
-itself, by the key 0: its rows are examples. Nothing here edits a batch in place.
+itself, by the field 0: its rows are examples. Nothing here edits a batch in place.
 
 Examples are rows: they lie along the first dimension. Where `dim` is not 0, as for sequences (T, N, ...), they lie
 along that dimension of every tensor that has it, and along the first of the others.
@@ -23,7 +23,7 @@ from purecompose import tree
 __all__ = [
     "AS_ARGUMENT",
     "WHOLE",
-    "Key",
+    "Field",
     "bounds",
     "get",
     "put",
@@ -34,13 +34,13 @@ __all__ = [
     "take",
     "map_tensors",
     "tensors",
-    "check_key",
+    "check_field",
 ]
 
-Key = int | str | list | tuple | Callable[[Any], Any]
+Field = int | str | list | tuple | Callable[[Any], Any]
 
 WHOLE = "*"
-"""The key of the whole batch: a mapping reaches the model as keyword arguments, anything else as it is."""
+"""The field of the whole batch: a mapping reaches the model as keyword arguments, anything else as it is."""
 
 
 def _as_argument(batch: Any) -> list[Any]:
@@ -53,15 +53,15 @@ def _of_argument(batch: Any, value: list[Any]) -> Any:
 
 
 AS_ARGUMENT = (_as_argument, _of_argument)
-"""The key of the whole batch as one positional argument, for networks with `forward(self, batch)`."""
+"""The field of the whole batch as one positional argument, for networks with `forward(self, batch)`."""
 
 
-def get(batch: Any, key: Key) -> Any:
-    """The member of `batch` that `key` names.
+def get(batch: Any, field: Field) -> Any:
+    """The member of `batch` that `field` names.
 
     Args:
         batch: The batch.
-        key: See the module's docstring.
+        field: See the module's docstring.
 
     Raises:
         KeyError: The batch has no such member; the message lists what it has.
@@ -70,69 +70,70 @@ def get(batch: Any, key: Key) -> Any:
         >>> get({"image": 1, "label": 2}, "label")
         2
     """
-    if type(batch) is tuple and isinstance(key, int) and -len(batch) <= key < len(batch):
-        return batch[key]  # the common case, and on the path of every step
-    if isinstance(key, str) and key == WHOLE:
+    if type(batch) is tuple and isinstance(field, int) and -len(batch) <= field < len(batch):
+        return batch[field]  # the common case, and on the path of every step
+    if isinstance(field, str) and field == WHOLE:
         return batch
-    if callable(key):
-        return key(batch)
-    if isinstance(key, tuple):
-        return key[0](batch)
-    if isinstance(key, list):
-        return [get(batch, part) for part in key]
+    if callable(field):
+        return field(batch)
+    if isinstance(field, tuple):
+        return field[0](batch)
+    if isinstance(field, list):
+        return [get(batch, part) for part in field]
     if isinstance(batch, Tensor):
-        if key == 0:
+        if field == 0:
             return batch
-        raise KeyError(_missing(batch, key))
+        raise KeyError(_missing(batch, field))
     try:
-        if isinstance(batch, Mapping) or isinstance(key, int):
-            return batch[key]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        return getattr(batch, key)
+        if isinstance(batch, Mapping) or isinstance(field, int):
+            return batch[field]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return getattr(batch, field)
     except (KeyError, IndexError, AttributeError, TypeError):
-        raise KeyError(_missing(batch, key)) from None
+        raise KeyError(_missing(batch, field)) from None
 
 
-def put(batch: Any, key: Key, value: Any) -> Any:
-    """A copy of `batch` with `value` in the place that `key` names; the other members are shared.
+def put(batch: Any, field: Field, value: Any) -> Any:
+    """A copy of `batch` with `value` in the place that `field` names; the other members are shared.
 
     Raises:
         KeyError: The batch has no such member.
-        TypeError: `key` is a getter without a setter.
+        TypeError: `field` is a getter without a setter.
 
     Example:
         >>> put((1, 2), 1, 5)
         (1, 5)
     """
-    if type(batch) is tuple and isinstance(key, int) and 0 <= key < len(batch):
-        return (*batch[:key], value, *batch[key + 1 :])
-    if isinstance(key, str) and key == WHOLE:
+    if type(batch) is tuple and isinstance(field, int) and 0 <= field < len(batch):
+        return (*batch[:field], value, *batch[field + 1 :])
+    if isinstance(field, str) and field == WHOLE:
         return value
-    if isinstance(key, tuple):
-        return key[1](batch, value)
-    if callable(key):
+    if isinstance(field, tuple):
+        return field[1](batch, value)
+    if callable(field):
         raise TypeError(
-            f"the batch key {key!r} can only read; give a pair (getter, setter), with setter(batch, value) -> new batch"
+            f"the batch field {field!r} can only be read; give a pair (getter, setter), with setter(batch, value) -> "
+            "new batch"
         )
-    if isinstance(key, list):
-        for part, member in zip(key, value, strict=True):
+    if isinstance(field, list):
+        for part, member in zip(field, value, strict=True):
             batch = put(batch, part, member)
         return batch
-    get(batch, key)  # raises where there is no such member
-    return _put_one(batch, key, value)
+    get(batch, field)  # raises where there is no such member
+    return _put_one(batch, field, value)
 
 
-def num_examples(batch: Any, key: Key | None = None, dim: int = 0) -> int:
+def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
     """How many examples the batch holds: the size that its tensors share along the dimension of the examples.
 
     Args:
         batch: The batch.
-        key: Names the input, for batches with tensors that are not per example (weights of the classes, position
+        field: Names the input, for batches with tensors that are not per example (weights of the classes, position
             ids of shape (1, L)): where the tensors disagree, the leading dimension of the input counts, that of
             its first tensor where it has several.
         dim: The dimension of the examples; see the module's docstring.
 
     Raises:
-        ValueError: There is no tensor with a leading dimension, or they disagree and there is no key; or those of the
+        ValueError: There is no tensor with a leading dimension, or they disagree and there is no field; or those of the
             input have three sizes or more.
 
     Example:
@@ -150,7 +151,7 @@ def num_examples(batch: Any, key: Key | None = None, dim: int = 0) -> int:
     sizes = _leading_sizes(batch, dim)
     if not sizes and type(batch) is list and batch and all(isinstance(text, str) for text in batch):
         return len(batch)
-    own = _leading_sizes(get(batch, key), dim) if sizes and key is not None else []
+    own = _leading_sizes(get(batch, field), dim) if sizes and field is not None else []
     if len({int(size) for size in own}) > 2:
         raise ValueError(
             f"cannot tell the examples of the batch: the input's tensors have {own[:8]} rows; for lists of images of "
@@ -159,7 +160,7 @@ def num_examples(batch: Any, key: Key | None = None, dim: int = 0) -> int:
     if own:
         return own[0]
     found = f"found {sizes}" if sizes else f"found no tensor in {type(batch).__name__} (torch.from_numpy helps)"
-    hint = "; name the input by input_key=, and its leading dimension counts" if sizes and key is None else ""
+    hint = "; name the input by input_field=, and its leading dimension counts" if sizes and field is None else ""
     raise ValueError(f"a batch's tensors must share their leading dimension; {found}{hint}")
 
 
@@ -178,7 +179,7 @@ def num_tokens(batch: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def split(batch: Any, num_parts: int, key: Key | None = None, dim: int = 0) -> list[Any]:
+def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) -> list[Any]:
     """Cuts the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
 
     Sizes differ by at most one, larger parts first. What is *per example* is cut: tensors and arrays whose leading
@@ -189,7 +190,7 @@ def split(batch: Any, num_parts: int, key: Key | None = None, dim: int = 0) -> l
     Args:
         batch: The batch.
         num_parts: From 1 to the number of examples.
-        key: Names the input, as for `num_examples`.
+        field: Names the input, as for `num_examples`.
         dim: The dimension of the examples; see the module's docstring.
 
     Raises:
@@ -202,7 +203,7 @@ def split(batch: Any, num_parts: int, key: Key | None = None, dim: int = 0) -> l
         >>> split({"x": torch.tensor([1, 2]), "name": ["a", "b"], "set": "train"}, 2)[1]
         {'x': tensor([2]), 'name': ['b'], 'set': 'train'}
     """
-    total = num_examples(batch, key, dim)
+    total = num_examples(batch, field, dim)
     return [
         _map_rows(lambda rows, part=slice(start, stop): rows[_place(rows, part, dim)], batch, total, dim)
         for start, stop in itertools.pairwise(bounds(total, num_parts))
@@ -287,12 +288,12 @@ def tensors(batch: Any) -> list[Tensor]:
     return found
 
 
-def check_key(key: Key, role: str) -> None:
-    """Raises a `TypeError` for what cannot be a key."""
-    is_pair = isinstance(key, tuple) and len(key) == 2 and all(callable(part) for part in key)
-    if isinstance(key, bool) or not (isinstance(key, (int, str, list)) or is_pair or callable(key)):
+def check_field(field: Field, role: str) -> None:
+    """Raises a `TypeError` for what cannot be a field."""
+    is_pair = isinstance(field, tuple) and len(field) == 2 and all(callable(part) for part in field)
+    if isinstance(field, bool) or not (isinstance(field, (int, str, list)) or is_pair or callable(field)):
         raise TypeError(
-            f"{role}={key!r}: expected an index, a name, a list of these, a getter, or a pair (getter, setter)"
+            f"{role}={field!r}: expected an index, a name, a list of these, a getter, or a pair (getter, setter)"
         )
 
 
@@ -372,36 +373,37 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return successor
 
 
-def _put_one(batch: Any, key: Any, value: Any) -> Any:
+def _put_one(batch: Any, field: Any, value: Any) -> Any:
     if isinstance(batch, Tensor):
         return value
     if isinstance(batch, Mapping):
-        return _with_items(batch, {key: value})
+        return _with_items(batch, {field: value})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        name = batch._fields[key] if isinstance(key, int) else key  # pyright: ignore
+        name = batch._fields[field] if isinstance(field, int) else field  # pyright: ignore
         return batch._replace(**{name: value})  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(batch, (list, tuple)):
         members = list(batch)
-        members[key] = value
+        members[field] = value
         return type(batch)(members)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{key: value})
+        return dataclasses.replace(batch, **{field: value})
     successor = copy.copy(batch)
-    setattr(successor, key, value)
+    setattr(successor, field, value)
     return successor
 
 
-def _missing(batch: Any, key: Any) -> str:
+def _missing(batch: Any, field: Any) -> str:
     if isinstance(batch, Mapping):
         has = f"the keys {list(batch)}"
     elif isinstance(batch, (tuple, list)):
         has = f"{len(batch)} members"
     elif isinstance(batch, Tensor):
-        has = "one, itself, by the key 0: its rows are examples"
+        has = "one, itself, by the field 0: its rows are examples"
     else:
         has = f"the attributes {sorted(getattr(batch, '__dict__', {}))}"
     return (
-        f"the batch ({type(batch).__name__}) has no member {key!r}; it has {has}. "
-        "Name the right one with State.create(..., input_key=..., target_key=...); with input_key=batch.WHOLE the "
-        "network takes all members as keyword arguments, with batch.AS_ARGUMENT the batch itself, forward(self, batch)"
+        f"the batch ({type(batch).__name__}) has no member {field!r}; it has {has}. "
+        "Name the right one with State.create(..., input_field=..., target_field=...); with input_field=batch.WHOLE "
+        "the network takes all members as keyword arguments, with batch.AS_ARGUMENT the batch itself, "
+        "forward(self, batch)"
     )

@@ -85,24 +85,24 @@ KINDS = {
         (lambda b: b["out"].x, lambda b, value: {**b, "out": Data(value, None)}),
     ),
 }
-kinds = pytest.mark.parametrize("make, input_key, target_key", KINDS.values(), ids=list(KINDS))
+kinds = pytest.mark.parametrize("make, input_field, target_field", KINDS.values(), ids=list(KINDS))
 
 
 @kinds
-def test_members_are_read_and_replaced_without_editing(make, input_key, target_key):
+def test_members_are_read_and_replaced_without_editing(make, input_field, target_field):
     x, y, new = torch.arange(6.0).reshape(3, 2), torch.ones(3, 2), torch.zeros(3, 2)
     batch = make(x, y)
-    assert batches.get(batch, input_key) is x and batches.get(batch, target_key) is y
-    after = batches.put(batch, input_key, new)
+    assert batches.get(batch, input_field) is x and batches.get(batch, target_field) is y
+    after = batches.put(batch, input_field, new)
     assert type(after) is type(batch)
-    assert batches.get(after, input_key) is new and batches.get(after, target_key) is y
-    assert batches.get(batch, input_key) is x, "the old batch was edited"
-    after = batches.put(batch, target_key, new)
-    assert batches.get(after, target_key) is new and batches.get(after, input_key) is x
+    assert batches.get(after, input_field) is new and batches.get(after, target_field) is y
+    assert batches.get(batch, input_field) is x, "the old batch was edited"
+    after = batches.put(batch, target_field, new)
+    assert batches.get(after, target_field) is new and batches.get(after, input_field) is x
 
 
 @kinds
-def test_examples_are_counted_and_split(make, input_key, target_key):
+def test_examples_are_counted_and_split(make, input_field, target_field):
     x, y = torch.arange(10.0).reshape(5, 2), torch.ones(5, 2)
     batch = make(x, y)
     assert batches.num_examples(batch) == 5
@@ -110,9 +110,9 @@ def test_examples_are_counted_and_split(make, input_key, target_key):
     parts = batches.split(batch, 3)
     assert all(type(part) is type(batch) for part in parts)
     assert [batches.num_examples(part) for part in parts] == [2, 2, 1]
-    assert torch.equal(torch.cat([batches.get(part, input_key) for part in parts]), x)
-    assert torch.equal(torch.cat([batches.get(part, target_key) for part in parts]), y)
-    assert batches.get(batch, input_key) is x
+    assert torch.equal(torch.cat([batches.get(part, input_field) for part in parts]), x)
+    assert torch.equal(torch.cat([batches.get(part, target_field) for part in parts]), y)
+    assert batches.get(batch, input_field) is x
 
 
 def test_a_list_of_keys_names_several_members():
@@ -163,7 +163,7 @@ def test_a_missing_member_is_an_error_that_lists_what_there_is(batch, key, names
     for action in (lambda: batches.get(batch, key), lambda: batches.put(batch, key, 5)):
         with pytest.raises(KeyError) as caught:
             action()
-        assert all(name in str(caught.value) for name in [*names, "input_key", "target_key"])
+        assert all(name in str(caught.value) for name in [*names, "input_field", "target_field"])
 
 
 def test_a_getter_alone_cannot_write():
@@ -174,13 +174,13 @@ def test_a_getter_alone_cannot_write():
 
 @pytest.mark.parametrize("key", [0, -1, "x", [0, "x"], len, (len, max)])
 def test_keys(key):
-    batches.check_key(key, "input_key")
+    batches.check_field(key, "input_field")
 
 
 @pytest.mark.parametrize("key", [True, None, 1.5, (0, 1), (len,), (len, max, min), torch.ones(1)])
 def test_what_is_no_key(key):
-    with pytest.raises(TypeError, match="input_key="):
-        batches.check_key(key, "input_key")
+    with pytest.raises(TypeError, match="input_field="):
+        batches.check_field(key, "input_field")
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_what_is_common_to_all_examples_goes_into_each_part():
 
 
 @kinds
-def test_take_picks_rows_in_order(make, input_key, target_key):
+def test_take_picks_rows_in_order(make, input_field, target_field):
     x, y = torch.arange(10.0).reshape(5, 2), torch.ones(5, 2)
     taken = batches.take(make(x, y), torch.tensor([3, 0, 3]))
-    assert batches.get(taken, input_key).tolist() == [[6, 7], [0, 1], [6, 7]]
-    assert batches.get(taken, target_key).shape == (3, 2)
+    assert batches.get(taken, input_field).tolist() == [[6, 7], [0, 1], [6, 7]]
+    assert batches.get(taken, target_field).shape == (3, 2)
 
 
 def test_take_of_lists_says_why_it_does_not_map():
@@ -298,7 +298,7 @@ UNEQUAL = {
 
 @pytest.mark.parametrize("batch, key", UNEQUAL.values(), ids=list(UNEQUAL))
 def test_where_tensors_disagree_the_input_counts_and_others_stay_whole(batch, key):
-    with pytest.raises(ValueError, match="share their leading dimension.*input_key="):
+    with pytest.raises(ValueError, match="share their leading dimension.*input_field="):
         batches.num_examples(batch)
     assert batches.num_examples(batch, key) == 8
     sizes = {id(leaf): len(leaf) for leaf in batches.tensors(batch)}

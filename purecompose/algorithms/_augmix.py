@@ -102,7 +102,7 @@ def augmix(
     augmentation_set: str | Sequence[str | Primitive] = "all",
     value_range: ValueRange = None,
     name: str = "augmix",
-    input_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
 ) -> Algorithm:
     """Blends every image with a mixture of changed ones.
 
@@ -127,10 +127,10 @@ def augmix(
         augmentation_set: "all", "safe" or "original", or names of operations.
         value_range: The values of black and white; see `randaugment_batch`.
         name: Names its draws.
-        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
             inputs that are no images.
 
     Example:
@@ -162,7 +162,7 @@ def augmix(
         settings,
         scalars=("severity", "alpha"),
         is_neutral=severity == 0,
-        input_key=input_key,
+        input_field=input_field,
     )
 
 
@@ -174,13 +174,13 @@ def augmix_transform(
     augmentation_set: str | Sequence[str | Primitive] = "all",
     *,
     value_range: ValueRange = None,
-    input_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
 ) -> SampleTransform:
     """AugMix as a transform of a data set's samples, in the processes that read it.
 
     Args:
         severity, depth, width, alpha, augmentation_set: See `augmix`.
-        value_range, input_key: See `randaugment_transform`.
+        value_range, input_field: See `randaugment_transform`.
 
     Returns:
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
@@ -192,7 +192,7 @@ def augmix_transform(
     value_range = frozen(value_range) or (0.0, 1.0)
     settings = {"severity": severity, "depth": depth, "width": width, "alpha": alpha}
     core = partial(augmix_batch, **settings, augmentation_set=frozen(augmentation_set), value_range=value_range)
-    return SampleTransform(core, input_key, value_range=value_range)
+    return SampleTransform(core, input_field, value_range=value_range)
 
 
 def _chains(

@@ -97,8 +97,8 @@ def colout(
     per_example: bool = False,
     resize_target: TakesTargets = "auto",
     name: str = "colout",
-    input_key: batches.Key | None = None,
-    target_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
+    target_field: batches.Field | None = None,
 ) -> Algorithm:
     """Drops random rows and columns of the images.
 
@@ -122,11 +122,11 @@ def colout(
         resize_target: Whether the target loses the same rows and columns; "auto": if it has more than two dimensions
             and the last two are the images'. With `False` the target is not read.
         name: Names its draws.
-        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
-        target_key: Names the target; by default the state's own.
+        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
+        target_field: Names the target; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT: such
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT: such
             a key of the state's. In the step: inputs that are no images, or with `resize_target=True` a target of
             another size.
 
@@ -144,8 +144,8 @@ def colout(
         settings,
         is_neutral=p_row == 0 and p_col == 0,
         takes_targets=resize_target,
-        input_key=input_key,
-        target_key=target_key,
+        input_field=input_field,
+        target_field=target_field,
     )
 
 
@@ -154,16 +154,16 @@ def colout_transform(
     p_col: float = 0.15,
     *,
     resize_target: TakesTargets = "auto",
-    input_key: batches.Key | None = None,
-    target_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
+    target_field: batches.Field | None = None,
 ) -> SampleTransform:
     """ColOut as a transform of a data set's samples, in the processes that read it; each gets rows of its own.
 
     Args:
         p_row, p_col, resize_target: See `colout_batch`. A PIL image counts as one of three dimensions.
-        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+        input_field: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
             its first member.
-        target_key: Names the target; by default the second member of a tuple or list, if it has one.
+        target_field: Names the target; by default the second member of a tuple or list, if it has one.
 
     Returns:
         A function `(sample, rng=None) -> sample`, for `data.loader(..., transform=..., rng="key")` or any data set.
@@ -173,7 +173,7 @@ def colout_transform(
     """
     _check_settings(p_row, p_col, False, resize_target, "colout_transform")
     core = partial(colout_batch, p_row=p_row, p_col=p_col, resize_target=resize_target)
-    return SampleTransform(core, input_key, takes_target=resize_target is not False, target_key=target_key)
+    return SampleTransform(core, input_field, takes_target=resize_target is not False, target_field=target_field)
 
 
 def _shrunk(

@@ -167,8 +167,8 @@ def cutmix(
     uniform_sampling: bool = False,
     per_example: bool = False,
     name: str = "cutmix",
-    input_key: batches.Key | None = None,
-    target_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
+    target_field: batches.Field | None = None,
 ) -> Algorithm:
     """Trains on images with a box of another image pasted in.
 
@@ -198,11 +198,11 @@ def cutmix(
             replaced more often, as in the paper.
         per_example: Draw a box for each example, not one for the batch.
         name: Names its draws.
-        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
-        target_key: Names the target; by default the state's own.
+        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
+        target_field: Names the target; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT: such a
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT: such a
             key of the state's, a loss that the model computes itself, or with `interpolate_loss` one without a
             reduction. In the step: inputs that are no images, or with `interpolate_loss` targets that are maps.
 
@@ -224,8 +224,8 @@ def cutmix(
         alpha=alpha,
         alpha_hint=_ALPHA_HINT,
         flags=flags,
-        input_key=input_key,
-        target_key=target_key,
+        input_field=input_field,
+        target_field=target_field,
     )
 
 

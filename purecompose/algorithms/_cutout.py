@@ -94,7 +94,7 @@ def cutout(
     per_example: bool = False,
     fill: Fill = 0.0,
     name: str = "cutout",
-    input_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
 ) -> Algorithm:
     """Covers square patches of the images.
 
@@ -117,10 +117,10 @@ def cutout(
         per_example: Draw holes for each image, instead of one set for the batch.
         fill: What holes are filled with, a number or one for each channel; 0 is the mean of normalised images.
         name: Names its draws.
-        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
             inputs that are no images, or a fill that does not fit them.
 
     Example:
@@ -141,7 +141,7 @@ def cutout(
         "per_example": per_example,
         "fill": fill,
     }
-    return image_method(name, cutout_batch, settings, is_neutral=num_holes == 0, input_key=input_key)
+    return image_method(name, cutout_batch, settings, is_neutral=num_holes == 0, input_field=input_field)
 
 
 def cutout_transform(
@@ -150,14 +150,14 @@ def cutout_transform(
     *,
     uniform_sampling: bool = False,
     fill: Fill = 0.0,
-    input_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
 ) -> SampleTransform:
     """Cutout as a transform of a data set's samples, in the processes that read it.
 
     Args:
         num_holes, length, uniform_sampling: See `cutout`.
         fill: As there; a PIL image has levels from 0 to 255.
-        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+        input_field: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
             its first member.
 
     Returns:
@@ -168,7 +168,7 @@ def cutout_transform(
     """
     _check_settings(num_holes, length, uniform_sampling, False, fill, "cutout_transform")
     settings = {"num_holes": num_holes, "length": length, "uniform_sampling": uniform_sampling, "fill": frozen(fill)}
-    return SampleTransform(partial(cutout_batch, **settings), input_key)
+    return SampleTransform(partial(cutout_batch, **settings), input_field)
 
 
 def _drawn(rng: random.Rng, shape: tuple[int, int], half: int, sides: tuple[int, int], is_uniform: bool) -> Tensor:

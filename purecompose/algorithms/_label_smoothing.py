@@ -5,7 +5,7 @@ from torch import Tensor
 
 from purecompose import batch as batches
 from purecompose._support.checks import check_number
-from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_keys
+from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_fields
 from purecompose.core.algorithm import Algorithm, factory
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture, has_index_targets, one_hot, wide_dtype
@@ -54,7 +54,7 @@ def smooth_labels(
 
 @factory
 def label_smoothing(
-    smoothing: Scalar = 0.1, *, name: str = "label_smoothing", target_key: batches.Key | None = None
+    smoothing: Scalar = 0.1, *, name: str = "label_smoothing", target_field: batches.Field | None = None
 ) -> Algorithm:
     """Spreads a share of each target over all classes.
 
@@ -74,11 +74,11 @@ def label_smoothing(
             may differ in it, and one of 0 acts, since it has a slope there. Its default is checked; what becomes
             of it later is not.
         name: Names its slot, which is there between BEFORE_LOSS and AFTER_LOSS only.
-        target_key: Names the batch's target; by default the state's own.
+        target_field: Names the batch's target; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT:
-            a loss that the model computes itself, or such a key of the state's. In the step: as `smooth_labels`.
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT:
+            a loss that the model computes itself, or such a field of the state's. In the step: as `smooth_labels`.
 
     Example:
         >>> label_smoothing(0.1)
@@ -91,27 +91,27 @@ def label_smoothing(
         Inception Architecture for Computer Vision. CVPR 2016. https://arxiv.org/abs/1512.00567
     """
     check_scalar(smoothing, "label_smoothing: smoothing", 0, 1, hint=_HINT)
-    keys = given_keys(writes=("target_key",), target_key=target_key)
+    fields = given_fields(writes=("target_field",), target_field=target_field)
 
     def apply(event: Event, state: State) -> State:
-        key = keys.get("target_key", state.context.target_key)
+        field = fields.get("target_field", state.context.target_field)
         if event is Event.INIT:
             check_reads_targets(name, state.context.loss)
-            check_can_write(key, "target_key")
+            check_can_write(field, "target_field")
             return state
         if event is Event.AFTER_LOSS:
             slots = {slot: value for slot, value in state.slots.items() if slot != name}
-            return state.replace(batch=batches.put(state.batch, key, state.slots[name]), slots=slots)
-        targets = batches.get(state.batch, key)
+            return state.replace(batch=batches.put(state.batch, field, state.slots[name]), slots=slots)
+        targets = batches.get(state.batch, field)
         smoothed = _smooth_terms(state, targets, state.scalar(smoothing))
-        return state.replace(batch=batches.put(state.batch, key, smoothed), slots={**state.slots, name: targets})
+        return state.replace(batch=batches.put(state.batch, field, smoothed), slots={**state.slots, name: targets})
 
     is_neutral = isinstance(smoothing, (int, float)) and smoothing == 0
     return Algorithm(
         name,
         NEVER if is_neutral else on(Event.INIT, Event.BEFORE_LOSS, Event.AFTER_LOSS),
         apply,
-        config={"smoothing": smoothing, **keys},
+        config={"smoothing": smoothing, **fields},
     )
 
 

@@ -86,8 +86,8 @@ def mixup(
     interpolate_loss: bool = False,
     per_example: bool = False,
     name: str = "mixup",
-    input_key: batches.Key | None = None,
-    target_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
+    target_field: batches.Field | None = None,
 ) -> Algorithm:
     """Trains on mixtures of pairs of examples.
 
@@ -112,11 +112,11 @@ def mixup(
             "none".
         per_example: Draw a share for each example, not one for the batch.
         name: Names its draws.
-        input_key: Names the batch's input, one tensor; by default the state's own.
-        target_key: Names the target; by default the state's own.
+        input_field: Names the batch's input, one tensor; by default the state's own.
+        target_field: Names the target; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. At INIT:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT:
             such a key of the state's, a loss that the model computes itself, or with `interpolate_loss` one
             without a reduction. In the step: inputs that are not one tensor, or of int32 or int64, as token ids
             are: the model would be given numbers between two ids.
@@ -138,8 +138,8 @@ def mixup(
         alpha=alpha,
         alpha_hint=_ALPHA_HINT,
         flags={"interpolate_loss": interpolate_loss, "per_example": per_example},
-        input_key=input_key,
-        target_key=target_key,
+        input_field=input_field,
+        target_field=target_field,
     )
 
 
@@ -168,7 +168,7 @@ def _check_inputs(inputs: Any) -> None:
     if not isinstance(inputs, Tensor) or not inputs.ndim:
         came = "a 0-d tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise TypeError(
-            f"mixup mixes one tensor (N, ...) of inputs, got {came}; name it inside the batch by input_key, "
+            f"mixup mixes one tensor (N, ...) of inputs, got {came}; name it inside the batch by input_field, "
             "an index, a key or an accessor, and for tokens mix their embeddings inside the model"
         )
 

@@ -81,7 +81,7 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
 
     The network's input is the target y; the batch's inputs are read, moved and prepared, and not looked at. The loss
     counts what the state's own counts: elements that have its `ignore_index` are left out. Of a model with a loss of
-    its own, the target is what `ModelLoss.labels` names; where it names none, the state's `target_key` must.
+    its own, the target is what `ModelLoss.labels` names; where it names none, the state's `target_field` must.
 
     Events: INIT, first there. Replaces: the model, its parameters and buffers, the optimizer's state and its groups,
     the loss, and what names the model's input and its target.
@@ -105,9 +105,9 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
         given = state.context.loss
         has_classes = isinstance(given, CrossEntropy) or given is F.cross_entropy
         changed, _ = surgery.operate(state, no_op_model_rules(has_classes), name=name)
-        key = given.labels if isinstance(given, ModelLoss) and given.labels is not None else state.context.target_key
+        key = given.labels if isinstance(given, ModelLoss) and given.labels is not None else state.context.target_field
         loss = NoOpLoss(getattr(given, "ignore_index", None))
-        context = changed.context.replace(loss=loss, input_key=key, target_key=key)
+        context = changed.context.replace(loss=loss, input_field=key, target_field=key)
         return changed.replace(static=Static(context, changed.static.timestamp)).to(state.device)
 
     # Memories and surgery of others would be of the network that goes.

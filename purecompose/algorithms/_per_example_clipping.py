@@ -191,7 +191,7 @@ def _sums_over_examples(
 def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
     """The gradient of each example, (1, ...)."""
     start = 0 if state.first_example is None else state.first_example
-    examples = batches.split(state.batch, state.num_examples, state.context.input_key)
+    examples = batches.split(state.batch, state.num_examples, state.context.input_field)
     for index in share:
         yield {key: grad[None] for key, grad in gradient_of_part(state, examples[index], start + index).items()}
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, random
 from purecompose._support.checks import check_number, check_whole, shown
-from purecompose.algorithms._parts.checks import given_keys, needed_rng
+from purecompose.algorithms._parts.checks import given_fields, needed_rng
 from purecompose.algorithms._parts.images import (
     TakesTargets,
     check_images,
@@ -147,8 +147,8 @@ def progressive_resizing(
     resize_targets: TakesTargets = "auto",
     interpolation: str = "bilinear",
     name: str = "progressive_resizing",
-    input_key: batches.Key | None = None,
-    target_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
+    target_field: batches.Field | None = None,
 ) -> Algorithm:
     """Trains on images that grow to their full size.
 
@@ -158,8 +158,8 @@ def progressive_resizing(
     scale. Each side becomes the multiple of `size_increment` that is nearest to s times the side, so that few sizes
     occur.
 
-    Events: AFTER_DATALOADER, before the run's last part f begins (and INIT, to check the keys). Reads and replaces: the
-    batch's images, and with `resize_targets` its targets. Reports in `metrics` what the batch was given, and as
+    Events: AFTER_DATALOADER, before the run's last part f begins (and INIT, to check the fields). Reads and replaces:
+    the batch's images, and with `resize_targets` its targets. Reports in `metrics` what the batch was given, and as
     numbers: `f"{name}/height"` and `f"{name}/width"`, pixels, and `f"{name}/scale_factor"`, s before rounding to a
     size. In the last part the method is absent, and so are its metrics.
 
@@ -181,12 +181,13 @@ def progressive_resizing(
             if it has more than two dimensions and the last two are the images'. With `False` it is not read.
         interpolation: "bilinear", antialiased, or "nearest", of images; see `resize_batch`.
         name: Names its draws and metrics.
-        input_key: Names the batch's images; by default the state's own input.
-        target_key: Names the targets; by default the state's own.
+        input_field: Names the batch's images; by default the state's own input.
+        target_field: Names the targets; by default the state's own.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
-            inputs that are no images, masks that are none, and a run without a duration or with one in seconds.
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the
+            step: inputs that are not images, masks that are not tensors, and a run without a duration or with one in
+            seconds.
 
     Example:
         >>> progressive_resizing("crop", size_increment=8).predicate
@@ -201,8 +202,8 @@ def progressive_resizing(
     _check_choices("progressive_resizing", mode, resize_targets, interpolation)
     _check_schedule("progressive_resizing", initial_scale, finetune_fraction, delay_fraction)
     check_whole(size_increment, "progressive_resizing: size_increment", 1, hint="sides are multiples of it, in pixels")
-    written = ("input_key", "target_key") if resize_targets is True else ("input_key",)
-    keys = given_keys(writes=written, input_key=input_key, target_key=target_key)
+    written = ("input_field", "target_field") if resize_targets is True else ("input_field",)
+    fields = given_fields(writes=written, input_field=input_field, target_field=target_field)
     schedule = {
         "initial_scale": initial_scale,
         "finetune_fraction": finetune_fraction,
@@ -221,7 +222,7 @@ def progressive_resizing(
             facts.update(height=images.shape[-2], width=images.shape[-1], scale_factor=scale)
             return images, targets
 
-        state = with_images(event, state, name, resized, keys, resize_targets)
+        state = with_images(event, state, name, resized, fields, resize_targets)
         return reported(state, name, facts) if facts else state
 
     is_neutral = initial_scale == 1 or finetune_fraction == 1
@@ -232,7 +233,7 @@ def progressive_resizing(
         apply,
         host=True,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
-        config={"mode": mode, **schedule, **sizes, **keys},
+        config={"mode": mode, **schedule, **sizes, **fields},
     )
 
 
@@ -274,7 +275,7 @@ def _check_masks(targets: Any) -> None:
         if not isinstance(mask, Tensor):
             raise TypeError(
                 "resize_targets=True: expected masks, a tensor (N, H, W) or (N, C, H, W), got "
-                f"{type(mask).__name__}; name them inside the batch by target_key="
+                f"{type(mask).__name__}; name them inside the batch by target_field="
             )
         if mask.ndim < 3:
             raise ValueError(

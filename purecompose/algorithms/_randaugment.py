@@ -80,7 +80,7 @@ def randaugment(
     *,
     value_range: ValueRange = None,
     name: str = "randaugment",
-    input_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
 ) -> Algorithm:
     """Changes every image by a few random operations.
 
@@ -97,10 +97,10 @@ def randaugment(
         augmentation_set: "all", "safe" or "original", or names of operations.
         value_range: The values of black and white; see `randaugment_batch`.
         name: Names its draws.
-        input_key: Names the batch's images, (N, C, H, W); by default the state's own input.
+        input_field: Names the batch's images, (N, C, H, W); by default the state's own input.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range, or a key that can only read. In the step:
+        TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
             inputs that are no images.
 
     Example:
@@ -129,7 +129,7 @@ def randaugment(
         settings,
         scalars=("severity",),
         is_neutral=depth == 0 or severity == 0,
-        input_key=input_key,
+        input_field=input_field,
     )
 
 
@@ -139,7 +139,7 @@ def randaugment_transform(
     augmentation_set: str | Sequence[str | Primitive] = "all",
     *,
     value_range: ValueRange = None,
-    input_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
 ) -> SampleTransform:
     """RandAugment as a transform of a data set's samples, in the processes that read it.
 
@@ -147,7 +147,7 @@ def randaugment_transform(
         severity, depth, augmentation_set: See `randaugment`.
         value_range: As there; by default (0, 1) for floats, since one image does not show the range of all. Floats
             outside are refused, as those of normalised images: put it before the normalisation, or give their range.
-        input_key: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
+        input_field: Names the image in a sample: a PIL image, or a tensor (C, H, W). By default the sample itself, or
             its first member.
 
     Returns:
@@ -160,4 +160,4 @@ def randaugment_transform(
     value_range = frozen(value_range) or (0.0, 1.0)
     settings = {"severity": severity, "depth": depth, "augmentation_set": frozen(augmentation_set)}
     core = partial(randaugment_batch, **settings, value_range=value_range)
-    return SampleTransform(core, input_key, value_range=value_range)
+    return SampleTransform(core, input_field, value_range=value_range)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random
 from purecompose._support.checks import check_number
-from purecompose.algorithms._parts.checks import check_per_example, given_keys
+from purecompose.algorithms._parts.checks import check_per_example, given_fields
 from purecompose.algorithms._parts.model_losses import check_labelled, check_outputs, model_losses
 from purecompose.algorithms.images.sizes import whole_part
 from purecompose.core.algorithm import Algorithm, Trait, factory
@@ -138,8 +138,8 @@ def selective_backprop(
     scale_factor: float = 1.0,
     interrupt: int = 2,
     name: str = "selective_backprop",
-    input_key: batches.Key | None = None,
-    target_key: batches.Key | None = None,
+    input_field: batches.Field | None = None,
+    target_field: batches.Field | None = None,
 ) -> Algorithm:
     """Trains on the harder part of each batch.
 
@@ -173,8 +173,8 @@ def selective_backprop(
             dimensions after the channels. The model must take inputs of that size.
         interrupt: Every `interrupt`-th batch of an epoch is trained on whole; 0 for none, 1 never matches.
         name: Names its draws.
-        input_key: Names the batch's input; by default the state's own.
-        target_key: Names the target; by default the state's own. A model's own loss names its labels itself.
+        input_field: Names the batch's input; by default the state's own.
+        target_field: Names the target; by default the state's own. A model's own loss names its labels itself.
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that has no
@@ -197,7 +197,7 @@ def selective_backprop(
     _check_window(start, end, interrupt)
     _check_keep("selective_backprop: keep", keep)
     _check_scale_factor("selective_backprop: scale_factor", scale_factor)
-    keys = given_keys(input_key=input_key, target_key=target_key)
+    fields = given_fields(input_field=input_field, target_field=target_field)
 
     def apply(event: Event, state: State) -> State:
         own_loss = _own_loss(state)
@@ -208,22 +208,22 @@ def selective_backprop(
             if own_loss:
                 check_outputs(name, own_loss, state.outputs, state.batch)
             return state
-        inputs, targets = _members(state, keys)
+        inputs, targets = _members(state, fields)
         if event is Event.BATCH_START:
             if scale_factor != 1:
                 _check_images(inputs, scale_factor)
             return state
         ranking_losses = _losses_in_state(name, state, inputs, targets, scale_factor)
-        num = batches.num_examples(state.batch, keys.get("input_key", state.context.input_key))
+        num = batches.num_examples(state.batch, fields.get("input_field", state.context.input_field))
         if len(ranking_losses) != num:
             raise ValueError(
                 f"{name}: expected one loss for each of the batch's {num} examples, got {len(ranking_losses)}; name "
-                "a member with one row for each by input_key="
+                "a member with one row for each by input_field="
             )
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
         return state.replace(batch=batches.take(state.batch, chosen, num))
 
-    settings = {"scale_factor": scale_factor, "interrupt": interrupt, **keys}
+    settings = {"scale_factor": scale_factor, "interrupt": interrupt, **fields}
     return Algorithm(
         name,
         NEVER if keep == 1 or interrupt == 1 else _match(start, end, interrupt),
@@ -239,14 +239,14 @@ def _own_loss(state: State) -> losses.ModelLoss | None:
     return state.context.loss if isinstance(state.context.loss, losses.ModelLoss) else None
 
 
-def _members(state: State, keys: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The batch's input and target, by the keys that were given, or the state's own."""
-    target_key = keys.get("target_key", state.context.target_key)
+def _members(state: State, fields: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The batch's input and target, by the fields that were given, or the state's own."""
+    target_field = fields.get("target_field", state.context.target_field)
     own_loss = _own_loss(state)
     if own_loss is not None and own_loss.labels is not None:
-        target_key = own_loss.labels
-    inputs = batches.get(state.batch, keys.get("input_key", state.context.input_key))
-    return inputs, batches.get(state.batch, target_key)
+        target_field = own_loss.labels
+    inputs = batches.get(state.batch, fields.get("input_field", state.context.input_field))
+    return inputs, batches.get(state.batch, target_field)
 
 
 def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_factor: float) -> Tensor:
@@ -304,7 +304,7 @@ def _check_images(inputs: Any, scale_factor: float) -> None:
         came = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
         raise ValueError(
             f"scale_factor={scale_factor} shrinks images, tensors (N, C, ...) with 3, 4 or 5 dims, but the "
-            f"input is {came}; use scale_factor=1, or name the images by input_key="
+            f"input is {came}; use scale_factor=1, or name the images by input_field="
         )
 
 

@@ -254,7 +254,7 @@ def _checked(tensor: Any, where: str) -> Tensor:
     came = tree.describe(tensor) if is_tensor else "no tensor with two dims or more"
     raise TypeError(
         f"{where}: expected sequences, token ids as integers (N, L) or embeddings as floats (N, L, D), got {came}; "
-        "name them inside the batch by State.create(input_key=...), or call them input_ids in a mapping"
+        "name them inside the batch by State.create(input_field=...), or call them input_ids in a mapping"
     )
 
 

@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     """What examples are called."""
     models: tuple[str, ...] | None
     """Networks of `MODELS` for it; `None` for all that no other kind claims."""
-    keys: tuple[str, str] | None
+    names: tuple[str, str] | None
     """The names of inputs and targets in a batch; `None` for pairs."""
     metrics: Mapping[str, Any]
     """What is evaluated beside the loss."""
@@ -42,17 +42,17 @@ class Kind(NamedTuple):
 
     def batches(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Arrays:
         """Batches for training; a smaller last one is left out."""
-        return datasets.arrays(inputs, targets, batch_size, drop_last=True, keys=self.keys)
+        return datasets.arrays(inputs, targets, batch_size, drop_last=True, names=self.names)
 
     def stored(self, inputs: Tensor, targets: Tensor) -> Arrays:
         """Batches for evaluation, in the stored order."""
-        size = _EVAL_IMAGES if self.keys is None else max(1, _EVAL_TOKENS // inputs.shape[1])
-        return datasets.arrays(inputs, targets, size, shuffle=False, keys=self.keys)
+        size = _EVAL_IMAGES if self.names is None else max(1, _EVAL_TOKENS // inputs.shape[1])
+        return datasets.arrays(inputs, targets, size, shuffle=False, names=self.names)
 
     @property
     def state_options(self) -> dict[str, Any]:
         """Arguments of `State.create` by which a state finds inputs and targets."""
-        return {} if self.keys is None else {"input_key": self.keys[0], "target_key": self.keys[1]}
+        return {} if self.names is None else {"input_field": self.names[0], "target_field": self.names[1]}
 
     def rating(self, value: float) -> float:
         """A value of the metric that decides as a number that is greater for better ones."""

@@ -116,7 +116,7 @@ def _predicted(run: Trained) -> Iterator[tuple[Any, float, Any]]:
     for batch in run.setup.test_data:
         (outputs,) = predict(run.state, [batch], step=run.setup.plain_step)
         shares, classes = (found.flatten().tolist() for found in outputs.softmax(1).max(1))
-        targets = batches.get(batch, run.state.context.target_key).flatten().tolist()
+        targets = batches.get(batch, run.state.context.target_field).flatten().tolist()
         yield from zip([named[one] for one in classes], shares, [named[one] for one in targets], strict=True)
 
 

@@ -41,7 +41,7 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
         if name in fields:
             continue
         if name in ("inputs", "targets"):
-            new_batch = batches.put(new_batch, context.input_key if name == "inputs" else context.target_key, value)
+            new_batch = batches.put(new_batch, context.input_field if name == "inputs" else context.target_field, value)
         elif name == "timestamp":
             new_static = Static(new_static.context, value)
         elif name in _CONTEXT_FIELDS:

@@ -148,7 +148,7 @@ class Step:
             ContractError: An algorithm changed a structure, shape or dtype that must last.
         """
         end = self.finish(self.fold(state, batch))
-        return end.unleased() if "_lease" in end.__dict__ else end
+        return end if end.lease is None else end.unleased()
 
     def fold(
         self, state: State, batch: Any, observe: Observe | None = None, *, domain: str = "", draw: int | None = None

@@ -34,8 +34,8 @@ class Context:
     """Parameters without gradient and update."""
     precision: str = "fp32"
     """"fp32", "tf32" (float32 with rounded products on a GPU), or "bf16" or "fp16", a forward pass under autocast."""
-    input_key: batches.Key = 0
-    target_key: batches.Key = 1
+    input_field: batches.Field = 0
+    target_field: batches.Field = 1
     batch_dim: int = 0
     """The dimension of the examples in the batch's tensors."""
     splitter: Splitter | None = None
@@ -59,9 +59,9 @@ class Context:
         idle = self.frozen | self.paused
         names = tuple(name for name in self.model.param_names if name not in idle)
         object.__setattr__(self, "trainable", names)
-        batches.check_key(self.input_key, "input_key")
-        batches.check_key(self.target_key, "target_key")
-        layout = Layout(self.input_key, self.batch_dim, self.splitter, self.num_tokens)
+        batches.check_field(self.input_field, "input_field")
+        batches.check_field(self.target_field, "target_field")
+        layout = Layout(self.input_field, self.batch_dim, self.splitter, self.num_tokens)
         object.__setattr__(self, "layout", layout)
 
     def replace(self, **changes: Any) -> "Context":
@@ -78,7 +78,7 @@ class Context:
 
     @property
     def _callables(self) -> tuple[Any, ...]:
-        return self.loss, self.layout, self.target_key
+        return self.loss, self.layout, self.target_field
 
     def __eq__(self, other: object) -> bool:
         if self is other:

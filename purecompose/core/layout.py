@@ -43,7 +43,7 @@ class Layout:
     """How a batch holds its examples.
 
     Args:
-        key: Names the input, for batches whose tensors disagree; see `batch.num_examples`.
+        field: Names the input, for batches whose tensors disagree; see `batch.num_examples`.
         dim: The dimension of the examples in the batch's tensors.
         splitter: Takes the place of both.
         token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
@@ -52,7 +52,7 @@ class Layout:
         TypeError, ValueError: A value of the wrong kind, or both a splitter and a dimension.
     """
 
-    key: batches.Key | None = None
+    field: batches.Field | None = None
     dim: int = 0
     splitter: Splitter | None = None
     token_counter: Callable[[Any], int] | None = None
@@ -78,7 +78,7 @@ class Layout:
             TypeError, ValueError: As `batch.num_examples`; a splitter that gives no number.
         """
         if self.splitter is None:
-            return batches.num_examples(batch, self.key, self.dim)
+            return batches.num_examples(batch, self.field, self.dim)
         return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
 
     def num_tokens(self, batch: Any) -> int:
@@ -98,7 +98,7 @@ class Layout:
             ValueError: As `batch.split`; a splitter's part of another size than was asked for.
         """
         if self.splitter is None:
-            return batches.split(batch, num_parts, self.key, self.dim)
+            return batches.split(batch, num_parts, self.field, self.dim)
         bounds = batches.bounds(self.num_examples(batch), num_parts)
         parts = []
         for start, stop in itertools.pairwise(bounds):

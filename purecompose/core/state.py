@@ -118,8 +118,8 @@ class State:
         duration: Time | str | None = None,
         batches_per_epoch: int | None = None,
         iteration_length: Time | str | None = None,
-        input_key: batches.Key | None = None,
-        target_key: batches.Key = 1,
+        input_field: batches.Field | None = None,
+        target_field: batches.Field = 1,
         batch_dim: int = 0,
         splitter: Splitter | None = None,
         num_tokens: Callable[[Any], int] | None = None,
@@ -140,9 +140,9 @@ class State:
             batches_per_epoch: The epoch's length in batches; without it nothing can be told in fractions of
                 an epoch.
             iteration_length: The length of an iteration, a group of epochs or tokens.
-            input_key: Names the model's input in a batch; by default the first member, or the whole batch for
+            input_field: Names the model's input in a batch; by default the first member, or the whole batch for
                 `losses.model_loss`. See `purecompose.batch`.
-            target_key: Names the target.
+            target_field: Names the target.
             batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
@@ -165,10 +165,10 @@ class State:
         check_optimizer(optimizer, "optimizer")
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
-        if input_key is None:
-            input_key = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
+        if input_field is None:
+            input_field = batches.WHOLE if isinstance(loss, losses.ModelLoss) else 0
         schedules = collect(optimizer, Schedule)
-        batch_form = input_key, target_key, batch_dim, splitter, num_tokens
+        batch_form = input_field, target_field, batch_dim, splitter, num_tokens
         context = Context(parts.model, loss, optimizer, parts.frozen, precision, *batch_form, schedules=schedules)
         run = RunLength(
             None if duration is None else named_time(duration, "State.create: duration"),
@@ -218,13 +218,13 @@ class State:
 
     @property
     def inputs(self) -> Any:
-        """The batch's input, by the state's `input_key`."""
-        return batches.get(self.batch, self.context.input_key)
+        """The batch's input, by the state's `input_field`."""
+        return batches.get(self.batch, self.context.input_field)
 
     @property
     def targets(self) -> Any:
-        """The batch's target, by the state's `target_key`."""
-        return batches.get(self.batch, self.context.target_key)
+        """The batch's target, by the state's `target_field`."""
+        return batches.get(self.batch, self.context.target_field)
 
     @property
     def num_examples(self) -> int:
@@ -294,6 +294,11 @@ class State:
         """A state with tensors of its own, which no compiled step writes over."""
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
 
+    @property
+    def lease(self) -> Any:
+        """What a compiled step's buffers are read through; `None` in a state that holds its fields itself."""
+        return self.__dict__.get("_lease")
+
     def unleased(self) -> "State":
         """This state, with all that it has on lease read out; see `purecompose.transforms.donation`."""
         state = object.__new__(State)
@@ -302,7 +307,7 @@ class State:
 
     def __getattr__(self, name: str) -> Any:
         # A field that is not here lies where the state's lease says; see `purecompose.transforms.donation`.
-        lease = self.__dict__.get("_lease")
+        lease = self.lease
         if lease is None or name not in _FIELDS:
             raise AttributeError(f"a state has no attribute {name!r}; its fields are {', '.join(_TENSOR_FIELDS)}")
         value = self.__dict__[name] = lease.read(name)
@@ -414,7 +419,7 @@ class State:
         return self.clock.scheduled(schedule)
 
     def __repr__(self) -> str:
-        lease = self.__dict__.get("_lease")
+        lease = self.lease
         if lease is not None and not lease.is_live:
             return f"State({self.model!r}, spent, {self.static.timestamp!r}, device={str(self.device)!r})"
         size = sum(tensor.numel() for tensor in self.params.values())

@@ -30,7 +30,7 @@ class Arrays:
     """Inputs and targets in memory, with the way they are cut into batches. Made by `arrays`.
 
     Iterating it gives `(inputs, targets)` batches in the stored order, the form that evaluation takes;
-    `epoch` gives the keyed order for training. `len` counts batches per epoch. With `keys` batches are dicts.
+    `epoch` gives the keyed order for training. `len` counts batches per epoch. With `names` batches are dicts.
 
     Attributes:
         inputs: shape `(num_examples, *rest)`, any dtype.
@@ -38,7 +38,7 @@ class Arrays:
         batch_size: examples per batch; the last batch of an epoch may be smaller.
         shuffle: whether `epoch` permutes; otherwise every epoch has the stored order.
         drop_last: whether a smaller last batch is left out, in `epoch` and in plain iteration.
-        keys: the names of inputs and targets in a batch, a dict then; `None` for pairs.
+        names: the names of inputs and targets in a batch, a dict then; `None` for pairs.
     """
 
     inputs: Tensor
@@ -46,16 +46,16 @@ class Arrays:
     batch_size: int
     shuffle: bool = True
     drop_last: bool = False
-    keys: tuple[str, str] | None = None
+    names: tuple[str, str] | None = None
 
     def __repr__(self) -> str:
         members = f"inputs={tree.describe(self.inputs)}, targets={tree.describe(self.targets)}"
-        rest = ("batch_size", "shuffle", "drop_last", "keys")
+        rest = ("batch_size", "shuffle", "drop_last", "names")
         return f"Arrays({members}, {', '.join(f'{name}={getattr(self, name)!r}' for name in rest)})"
 
     def __post_init__(self) -> None:
         _check_paired("arrays", self.inputs, self.targets)
-        _check_keys(self.keys)
+        _check_names(self.names)
         check_whole(self.batch_size, "arrays: batch_size", 1)
         if self.drop_last and self.batch_size > self.num_examples:
             raise ValueError(
@@ -128,7 +128,7 @@ class Arrays:
             yield self._batch(self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen))
 
     def _batch(self, inputs: Tensor, targets: Tensor) -> Any:
-        return (inputs, targets) if self.keys is None else {self.keys[0]: inputs, self.keys[1]: targets}
+        return (inputs, targets) if self.names is None else {self.names[0]: inputs, self.names[1]: targets}
 
 
 class Split(NamedTuple):
@@ -149,7 +149,7 @@ def arrays(
     *,
     shuffle: bool = True,
     drop_last: bool = False,
-    keys: tuple[str, str] | None = None,
+    names: tuple[str, str] | None = None,
 ) -> Arrays:
     """Makes an in-memory data set that gives batches of `batch_size` examples.
 
@@ -159,11 +159,11 @@ def arrays(
         batch_size: examples per batch, at least 1.
         shuffle: permute the order of each epoch by key; plain iteration never shuffles.
         drop_last: leave out a last batch that is smaller than the others.
-        keys: two names, for batches that are dicts: `("input_ids", "labels")`, so that the tokens of a language
-            model's batch are counted. The state needs the same as its `input_key` and `target_key`.
+        names: two names, for batches that are dicts: `("input_ids", "labels")`, so that the tokens of a language
+            model's batch are counted. The state needs the same as its `input_field` and `target_field`.
 
     Raises:
-        TypeError: something other than tensors, a batch size that is not an int, or keys that are not two texts.
+        TypeError: something other than tensors, a batch size that is not an int, or names that are not two texts.
         ValueError: no examples, different numbers of inputs and targets, different devices, a batch size
             below 1, or `drop_last` with fewer examples than one batch.
 
@@ -172,7 +172,7 @@ def arrays(
         >>> len(data), [tuple(inputs.shape) for inputs, _ in data]
         (3, [(4, 3), (4, 3), (2, 3)])
     """
-    return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last, keys=keys)
+    return Arrays(inputs, targets, batch_size, shuffle=shuffle, drop_last=drop_last, names=names)
 
 
 def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> Split:
@@ -212,13 +212,13 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
     return Split(inputs[kept], targets[kept], inputs[held], targets[held])
 
 
-def _check_keys(keys: Any) -> None:
-    if keys is None:
+def _check_names(names: Any) -> None:
+    if names is None:
         return
-    if not isinstance(keys, tuple) or len(keys) != 2 or not all(isinstance(key, str) for key in keys):
-        raise TypeError(f"arrays: keys: expected two names, such as ('input_ids', 'labels'), got {shown(keys)}")
-    if keys[0] == keys[1]:
-        raise ValueError(f"arrays: keys: inputs and targets need names of their own, both are {keys[0]!r}")
+    if not isinstance(names, tuple) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"arrays: names: expected two names, such as ('input_ids', 'labels'), got {shown(names)}")
+    if names[0] == names[1]:
+        raise ValueError(f"arrays: names: inputs and targets need names of their own, both are {names[0]!r}")
 
 
 def _check_paired(where: str, inputs: Tensor, targets: Tensor) -> None:

@@ -304,13 +304,13 @@ class ModelLoss:
     """
 
     key: str = "loss"
-    labels: batches.Key | None = None
+    labels: batches.Field | None = None
     ignore_index: int = -100
     shift: int | None = None
 
     def __post_init__(self) -> None:
         if self.labels is not None:
-            batches.check_key(self.labels, "ModelLoss: labels")
+            batches.check_field(self.labels, "ModelLoss: labels")
         if self.shift is not None and (
             not isinstance(self.shift, int) or isinstance(self.shift, bool) or self.shift < 0
         ):

@@ -278,6 +278,6 @@ def _call(module: torch.nn.Module, inputs: Any) -> Any:
 
 
 _KEYS = (
-    "State.create's input_key says what the network is called with: the name of a member, a list of names for several "
-    "arguments, batch.WHOLE for all members as keyword arguments, batch.AS_ARGUMENT for forward(self, batch)"
+    "State.create's input_field says what the network is called with: the name of a member, a list of names for "
+    "several arguments, batch.WHOLE for all members as keyword arguments, batch.AS_ARGUMENT for forward(self, batch)"
 )

@@ -108,7 +108,7 @@ def evaluate(
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
             With `losses.model_loss`, those of the library that take logits (accuracy, perplexity, ...) get the
             outputs' `logits` and the batch's labels; a function gets the outputs and, where the batch has no target
-            at the state's `target_key`, the whole batch in its place.
+            at the state's `target_field`, the whole batch in its place.
         step: The training step, if its algorithms are to act at evaluation's events (averaged weights do). For
             stacked states their `population`, whose metrics may not read values in Python.
         num_batches: How many batches to take at most; by default all. Data without an end need it.
@@ -119,7 +119,7 @@ def evaluate(
 
     Raises:
         ValueError: There is no batch.
-        KeyError: A batch has no target at the state's `target_key`.
+        KeyError: A batch has no target at the state's `target_field`.
         TypeError: Something that is no metric.
     """
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
@@ -145,7 +145,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
 
     Raises:
         ValueError: There is no batch.
-        KeyError: A batch has no target at the state's `target_key`.
+        KeyError: A batch has no target at the state's `target_field`.
     """
     loss_fn = state.context.loss
     metrics: Mapping[str, Metric] = evaluator.metrics or {"loss": mean_loss(loss_fn)}

@@ -61,7 +61,7 @@ def summary(state: State, batch: Any) -> Summary:
     Raises:
         TypeError: It is no state.
         ValueError: The state is a population's.
-        KeyError: The batch has no input at the state's `input_key`.
+        KeyError: The batch has no input at the state's `input_field`.
 
     Example:
         >>> from purecompose import losses, optim
@@ -86,7 +86,7 @@ def summary(state: State, batch: Any) -> Summary:
     chosen = {name: module for name, module in net.named_modules() if module._parameters or not list(module.children())}
     for name, module in chosen.items():
         module.register_forward_hook(_noting(outputs, name))
-    inputs = batches.get(batch, state.context.input_key)
+    inputs = batches.get(batch, state.context.input_field)
     inputs = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
     with torch.no_grad():
         if isinstance(inputs, Mapping):

@@ -116,7 +116,7 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
         return state
     buffers, num_batches = averages.buffers, 0
     for batch in fixed_batches(data, state.key):
-        inputs = batches.get(batch, state.context.input_key)
+        inputs = batches.get(batch, state.context.input_field)
         inputs = batches.map_tensors(lambda tensor: tensor.to(state.device), inputs)
         with torch.no_grad():
             buffers = with_batch(buffers, found.of(with_weights(state, weights), inputs), num_batches)

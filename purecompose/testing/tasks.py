@@ -52,7 +52,7 @@ class Task:
         batch: A function `(seed, size)` that makes a batch of so many examples, with tensors of its own. The global
             generators are seeded for it as well.
         loss: As `State.create`.
-        options: More arguments of `State.create`, such as `input_key`.
+        options: More arguments of `State.create`, such as `input_field`.
         dtype: Of weights and floating batches, where a law asks for no other.
     """
 
@@ -286,7 +286,7 @@ def _made(
     _check_one_of("precision", precision, PRECISIONS)
     options: dict[str, Any] = {} if precision == "fp32" else {"precision": precision}
     if batch.keys is not None:
-        options["input_key"], options["target_key"] = batch.keys
+        options["input_field"], options["target_field"] = batch.keys
     return Task(name or _call(net, batch, precision, dtype), net, batch, options=options, dtype=dtype)
 
 

@@ -241,8 +241,8 @@ def test_the_states_input_says_how_long_sequences_are() -> None:
     ids, labels = make_batch()
     batch = {"input_ids": torch.zeros(4, 3, dtype=torch.int64), "text": ids, "labels": labels}
     with pytest.raises(ValueError, match=r"a position for each of 4x8 tokens, got int64\[4, 3\]"):
-        seen_batch(batch, alibi(0.5), input_key="text", target_key="labels")
-    seen = seen_batch((torch.zeros((), dtype=torch.int64), ids, labels), alibi(0.5), input_key=1, target_key=2)
+        seen_batch(batch, alibi(0.5), input_field="text", target_field="labels")
+    seen = seen_batch((torch.zeros((), dtype=torch.int64), ids, labels), alibi(0.5), input_field=1, target_field=2)
     assert torch.equal(seen[1], ids.reshape(8, 4)) and torch.equal(seen[2], labels.reshape(8, 4))
 
 
@@ -267,7 +267,7 @@ def test_a_vision_transformer_takes_images_of_any_size_that_its_patches_fit() ->
 def test_a_quarter_by_default_and_mappings_too() -> None:
     ids, labels = make_batch()
     batch = {"input_ids": ids, "labels": labels, "scale": torch.tensor(2.0)}
-    seen = seen_batch(batch, alibi(), input_key="input_ids", target_key="labels")
+    seen = seen_batch(batch, alibi(), input_field="input_ids", target_field="labels")
     assert torch.equal(seen["input_ids"], ids.reshape(16, 2)) and torch.equal(seen["labels"], labels.reshape(16, 2))
     assert seen["scale"] is batch["scale"] and batch["input_ids"] is ids
 
@@ -308,7 +308,7 @@ def test_labels_of_whole_sequences_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"expected all tensors to have a position for each of 4x8 tokens, got float32"
     ):
-        seen_batch(batch, alibi(), input_key="input_ids", target_key="labels")
+        seen_batch(batch, alibi(), input_field="input_ids", target_field="labels")
 
 
 def test_inputs_that_are_no_sequences_are_refused() -> None:

@@ -55,8 +55,8 @@ def make_net(kind: str, by: str = "sdpa", *, dropout: float = 0.0, **options: An
 
 
 def make_state(net: nn.Module, **options: Any) -> pc.State:
-    options = {"optimizer": optim.sgd(0.1, momentum=0.9), "key": 3, "duration": "8ba", "input_key": "*", **options}
-    return pc.State.create(net, loss=losses.model_loss, target_key="labels", **options)
+    options = {"optimizer": optim.sgd(0.1, momentum=0.9), "key": 3, "duration": "8ba", "input_field": "*", **options}
+    return pc.State.create(net, loss=losses.model_loss, target_field="labels", **options)
 
 
 def with_biases(net: nn.Module) -> Any:

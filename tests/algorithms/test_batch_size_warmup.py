@@ -106,7 +106,7 @@ def test_whatever_is_per_example_is_taken_and_all_else_stays():
         "weights": torch.ones(4),
         "set": "train",
     }
-    state = helpers.make_state(duration="10ba", input_key="x", target_key="y")
+    state = helpers.make_state(duration="10ba", input_field="x", target_field="y")
     (first, *_), _ = run([batch_size_warmup(0.5, 0.2, 4)], 1, state, batch)
     assert torch.equal(first["x"], BATCH[0][:4]) and torch.equal(first["y"], BATCH[1][:4])
     assert first["names"] == ["0", "1", "2", "3"] and first["set"] == "train" and first["weights"] is batch["weights"]

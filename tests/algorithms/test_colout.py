@@ -230,8 +230,8 @@ def test_labels_are_shared_members_named_and_what_came_is_left_alone():
     images, labels = TASKS["images"].make_batch(0, 4)
     batch = {"x": images, "y": labels, "depth": images[:, 0]}
     kept_before = tree.map(torch.clone, batch)
-    names = {"input_key": "x", "target_key": "y"}
-    for algorithm in (colout(0.2, 0.4), colout(0.2, 0.4, target_key=["y", "depth"]), colout(resize_target=False)):
+    names = {"input_field": "x", "target_field": "y"}
+    for algorithm in (colout(0.2, 0.4), colout(0.2, 0.4, target_field=["y", "depth"]), colout(resize_target=False)):
         step = compose(loop_events, [algorithm, spy(seen, Event.BATCH_START)])
         step(step.init(make_image_state(**names)), batch)
     assert tree.equal(batch, kept_before)
@@ -251,7 +251,7 @@ def test_evaluation_sees_whole_images():
 def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
     seen: list[Any] = []
     images, labels = TASKS["images"].make_batch(0, 4)
-    read = {"target_key": lambda batch: batch[1]}
+    read = {"target_field": lambda batch: batch[1]}
     step = compose(loop_events, [colout(0.5, 0.5), spy(seen, Event.BATCH_START)])
     step(step.init(make_image_state(**read)), (images, labels))
     assert seen[-1][0].shape == (4, 2, 3, 3)
@@ -259,7 +259,7 @@ def test_a_batch_without_a_target_and_targets_that_can_only_be_read():
     step = compose(loop_events, [colout(0.5, 0.5), own, spy(seen, Event.BATCH_START)])
     step(step.init(make_image_state()), (images, None))
     assert seen[-1][0].shape == (4, 2, 3, 3)
-    with pytest.raises(TypeError, match="target_key=.*can only read"):
+    with pytest.raises(TypeError, match="target_field=.*can only read"):
         compose(loop_events, [colout(resize_target=True)]).init(make_image_state(**read))
 
 
@@ -270,8 +270,8 @@ def test_neutral_settings_never_match():
 
 def test_registry_and_print():
     assert FACTORIES["colout"] is colout
-    assert repr(colout(0.2, per_example=True, resize_target=False, input_key="x")) == (
-        "colout(p_row=0.2, p_col=0.15, per_example=True, resize_target=False, input_key='x')"
+    assert repr(colout(0.2, per_example=True, resize_target=False, input_field="x")) == (
+        "colout(p_row=0.2, p_col=0.15, per_example=True, resize_target=False, input_field='x')"
     )
 
 
@@ -330,5 +330,5 @@ def test_a_step_names_what_does_not_fit():
     with pytest.raises(ValueError, match="got shape .*4,") as caught:
         step(step.init(make_image_state()), TASKS["images"].make_batch(0, 4))
     assert any("colout at" in note for note in caught.value.__notes__)
-    with pytest.raises(TypeError, match="input_key=.*can only read"):
-        colout(input_key=lambda batch: batch[0])
+    with pytest.raises(TypeError, match="input_field=.*can only read"):
+        colout(input_field=lambda batch: batch[0])

@@ -169,9 +169,9 @@ def test_alpha_may_be_an_hparam_or_a_schedule():
 def test_members_of_dict_batches_are_named_by_keys():
     images, targets = image_batch()
     batch = {"x": images, "y": targets, "extra": torch.ones(8, 2)}
-    state = image_state(input_key="x", target_key="y")
+    state = image_state(input_field="x", target_field="y")
     expected = one_step(cutmix(), image_state(), (images, targets))
-    for algorithm in (cutmix(), cutmix(input_key="x", target_key="y")):
+    for algorithm in (cutmix(), cutmix(input_field="x", target_field="y")):
         after = one_step(algorithm, state, batch)
         assert tree.equal(after.params, expected.params)
     assert torch.equal(batch["x"], images)
@@ -187,7 +187,7 @@ def test_targets_arrive_as_a_mixture_and_evaluation_sees_none():
 
 def test_registry_and_print():
     assert FACTORIES["cutmix"] is cutmix
-    assert repr(cutmix(0.5, input_key="x")) == "cutmix(alpha=0.5, interpolate_loss=False, input_key='x')"
+    assert repr(cutmix(0.5, input_field="x")) == "cutmix(alpha=0.5, interpolate_loss=False, input_field='x')"
     assert repr(cutmix(per_example=True)) == "cutmix(alpha=1.0, interpolate_loss=False, per_example=True)"
 
 
@@ -205,9 +205,9 @@ def test_registry_and_print():
         ({"interpolate_loss": 1}, TypeError),
         ({"uniform_sampling": 1}, TypeError),
         ({"per_example": None}, TypeError),
-        ({"input_key": 1.5}, TypeError),
-        ({"target_key": True}, TypeError),
-        ({"input_key": lambda batch: batch[0]}, TypeError),
+        ({"input_field": 1.5}, TypeError),
+        ({"target_field": True}, TypeError),
+        ({"input_field": lambda batch: batch[0]}, TypeError),
         ({"name": ""}, ValueError),
     ],
 )

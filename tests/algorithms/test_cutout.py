@@ -265,8 +265,8 @@ def test_a_neutral_setting_never_matches():
 
 def test_registry_and_print():
     assert FACTORIES["cutout"] is cutout
-    assert repr(cutout(2, 0.25, per_example=True, fill=(1, 2.5), input_key="x")) == (
-        "cutout(num_holes=2, length=0.25, uniform_sampling=False, per_example=True, fill=(1, 2.5), input_key='x')"
+    assert repr(cutout(2, 0.25, per_example=True, fill=(1, 2.5), input_field="x")) == (
+        "cutout(num_holes=2, length=0.25, uniform_sampling=False, per_example=True, fill=(1, 2.5), input_field='x')"
     )
 
 
@@ -325,8 +325,8 @@ def test_a_step_refuses_what_is_no_image_and_keys_that_only_read():
     step = compose(loop_events, [cutout(name="mine")])
     with pytest.raises(TypeError, match=r"mine: expected images, one tensor \(N, C, H, W\), got float32\[4, 4\]"):
         step(step.init(TASKS["vectors"].make_state(0, duration="8ba")), TASKS["vectors"].make_batch(0, 4))
-    with pytest.raises(TypeError, match="input_key=.*can only read"):
-        cutout(input_key=lambda batch: batch[0])
+    with pytest.raises(TypeError, match="input_field=.*can only read"):
+        cutout(input_field=lambda batch: batch[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])

@@ -298,8 +298,8 @@ def test_keys_and_other_names():
     inputs, targets = make_batch()
     batch = {"x": inputs, "y": targets}
     expected = one_step([label_smoothing(0.1)], make_state(), (inputs, targets))
-    for algorithm in (label_smoothing(0.1), label_smoothing(0.1, target_key="y", name="ls")):
-        after = one_step([algorithm], make_state(input_key="x", target_key="y"), batch)
+    for algorithm in (label_smoothing(0.1), label_smoothing(0.1, target_field="y", name="ls")):
+        after = one_step([algorithm], make_state(input_field="x", target_field="y"), batch)
         assert tree.equal(after.params, expected.params)
 
 
@@ -325,7 +325,7 @@ def test_other_draws_do_not_move():
         ({"smoothing": None}, TypeError),
         ({"smoothing": hparam("smoothing", 2.0)}, ValueError),
         ({"smoothing": 2 * hparam("smoothing", 0.6)}, ValueError),
-        ({"target_key": 0.5}, TypeError),
+        ({"target_field": 0.5}, TypeError),
         ({"name": ""}, ValueError),
     ],
 )
@@ -375,7 +375,7 @@ def read_second(batch):
 
 
 def test_keys_that_can_only_read_are_refused():
-    with pytest.raises(TypeError, match="target_key=.*can only read.*getter, setter"):
-        label_smoothing(0.1, target_key=read_second)
-    with pytest.raises(TypeError, match="target_key=.*can only read"):
-        compose(loop_events, [label_smoothing(0.1)]).init(make_state(target_key=read_second))
+    with pytest.raises(TypeError, match="target_field=.*can only read.*getter, setter"):
+        label_smoothing(0.1, target_field=read_second)
+    with pytest.raises(TypeError, match="target_field=.*can only read"):
+        compose(loop_events, [label_smoothing(0.1)]).init(make_state(target_field=read_second))

@@ -252,16 +252,16 @@ def test_members_of_dict_batches_are_named_by_keys():
     seen = []
     inputs, targets = make_batch()
     batch = {"x": inputs, "y": targets, "extra": torch.ones(10, 2)}
-    state = make_state(input_key="x", target_key="y")
+    state = make_state(input_field="x", target_field="y")
     step = compose(loop_events, [mixup(), spy(seen, "before_forward")])
     after = step(step.init(state), batch)
     _, params = imperative_step(state, (inputs, targets), *drawn_by(state))
     torch.testing.assert_close(after.params, params)
     assert torch.equal(seen[0]["extra"], batch["extra"]) and torch.equal(batch["x"], inputs)
 
-    explicit = compose(loop_events, [mixup(input_key="x", target_key="y")])
+    explicit = compose(loop_events, [mixup(input_field="x", target_field="y")])
     assert tree.equal(explicit(explicit.init(state), batch).params, after.params)
-    swapped = compose(loop_events, [mixup(input_key="extra"), spy(seen, "before_forward")])
+    swapped = compose(loop_events, [mixup(input_field="extra"), spy(seen, "before_forward")])
     swapped(swapped.init(state), {**batch, "extra": inputs})
     assert torch.equal(seen[-1]["x"], inputs) and not torch.equal(seen[-1]["extra"], inputs)
 
@@ -293,8 +293,8 @@ def test_alpha_may_be_an_hparam_or_a_schedule():
         ({"alpha": True}, TypeError),
         ({"alpha": hparam("alpha", -1.0)}, ValueError),
         ({"interpolate_loss": 1}, TypeError),
-        ({"input_key": 1.5}, TypeError),
-        ({"target_key": True}, TypeError),
+        ({"input_field": 1.5}, TypeError),
+        ({"target_field": True}, TypeError),
         ({"name": ""}, ValueError),
     ],
 )
@@ -316,7 +316,7 @@ def test_bad_arguments_of_the_core_are_refused():
         mixup_batch(None, inputs, targets, mixing=0.5)
     with pytest.raises(TypeError, match="expected a key"):
         mixup_batch(torch.zeros(2), inputs, targets)
-    with pytest.raises(TypeError, match="got dict; name it .* by input_key"):
+    with pytest.raises(TypeError, match="got dict; name it .* by input_field"):
         mixup_batch(key, {"image": inputs}, targets)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="0-d"):
         mixup_batch(key, torch.tensor(1.0), targets)
@@ -341,12 +341,12 @@ def test_interpolating_needs_losses_per_example():
 
 def test_a_step_names_the_member_that_does_not_fit():
     step = compose(loop_events, [mixup()])
-    state = step.init(make_state(input_key=[0]))
+    state = step.init(make_state(input_field=[0]))
     with pytest.raises(TypeError, match="mixup mixes one tensor") as caught:
         step(state, make_batch())
     assert any("mixup at" in note for note in caught.value.__notes__)
     with pytest.raises(KeyError, match="no member 'picture'"):
-        wrong = compose(loop_events, [mixup(input_key="picture")])
+        wrong = compose(loop_events, [mixup(input_field="picture")])
         wrong(wrong.init(make_state()), {"x": torch.zeros(2, 2)})
 
 
@@ -379,7 +379,7 @@ def test_images_of_bytes_are_mixed_in_a_step():
 
 def test_registry_and_print():
     assert FACTORIES["mixup"] is mixup
-    assert repr(mixup(1.0, input_key="x")) == "mixup(alpha=1.0, interpolate_loss=False, input_key='x')"
+    assert repr(mixup(1.0, input_field="x")) == "mixup(alpha=1.0, interpolate_loss=False, input_field='x')"
     assert mixup().events == (Event.INIT, Event.AFTER_DATALOADER)
 
 
@@ -388,14 +388,14 @@ def read_first(batch):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"input_key": read_first}, {"target_key": read_first}, {"input_key": [0, read_first]}]
+    "keys", [{"input_field": read_first}, {"target_field": read_first}, {"input_field": [0, read_first]}]
 )
 def test_keys_that_can_only_read_are_refused_when_built(keys):
     with pytest.raises(TypeError, match=f"{next(iter(keys))}=.*can only read.*getter, setter"):
         mixup(**keys)
 
 
-@pytest.mark.parametrize("role", ["input_key", "target_key"])
+@pytest.mark.parametrize("role", ["input_field", "target_field"])
 def test_the_states_own_keys_that_can_only_read_are_refused_at_init(role):
     keys: dict[str, Any] = {role: read_first}
     with pytest.raises(TypeError, match=f"{role}=.*can only read"):

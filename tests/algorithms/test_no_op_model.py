@@ -116,7 +116,7 @@ def test_a_models_own_loss_has_the_target_that_it_names():
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             raise AssertionError(f"called with {x}, {labels}")
 
-    state = make_state(Own(), loss=pc.losses.ModelLoss(labels="labels"), input_key=["x", "labels"])
+    state = make_state(Own(), loss=pc.losses.ModelLoss(labels="labels"), input_field=["x", "labels"])
     step, state = started(state)
     folded = step.fold(state, {"x": torch.zeros(3, 4), "labels": torch.tensor([2, 4, -100])})
     assert folded.loss.item() == pytest.approx((1 + 4) / 2)
@@ -140,7 +140,7 @@ def test_a_second_time_keeps_the_number():
 
 def test_dictionaries_dtypes_groups_and_networks_without_weights():
     optimizer = pc.optim.adamw(0.01, groups={"*bias": {"weight_decay": 0.0}})
-    state = make_state(optimizer=optimizer, input_key="x", target_key="y")
+    state = make_state(optimizer=optimizer, input_field="x", target_field="y")
     step, state = started(state)
     assert step(state, {"x": torch.zeros(2, 4), "y": torch.tensor([1, 2])}).timestamp.batch == 1
     assert started(make_state(nn.Linear(4, 3).double()))[1].params["weight"].dtype is torch.float64
@@ -156,7 +156,7 @@ def test_it_comes_first_so_that_others_meet_the_number():
 
 
 def test_mixed_targets_are_refused_in_words():
-    step, state = started(make_state(), mixup(0.2, input_key=0))
+    step, state = started(make_state(), mixup(0.2, input_field=0))
     with pytest.raises(TypeError, match="no_op_model: expected a tensor as target, got Mixture"):
         step(state, (torch.zeros(2, 4), torch.tensor([1, 2])))
 

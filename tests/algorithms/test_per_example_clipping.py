@@ -238,7 +238,7 @@ def test_members_that_all_examples_share_stay_whole():
     net, (inputs, labels) = Weighted(), wide(helpers.make_batch())
     scale = torch.linspace(0.5, 2, 6, dtype=torch.float64)[None]
     keys = ["inputs", "scale", "labels"]
-    state = State.create(net, loss=losses.model_loss, optimizer=optim.sgd(0.1), input_key=keys)
+    state = State.create(net, loss=losses.model_loss, optimizer=optim.sgd(0.1), input_field=keys)
     names = [f"example {i}" for i in range(10)]
     batch = {"scale": scale, "names": names, "inputs": inputs, "labels": labels}
     each = [lambda net, i=i: net(inputs[i : i + 1], scale, labels[i : i + 1])["loss"] for i in range(10)]

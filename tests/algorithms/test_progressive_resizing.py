@@ -112,12 +112,12 @@ def test_masks_in_a_step_and_members_by_key():
     images, _ = make_batch(16, 16)
     batch = {"x": images, "y": torch.randint(0, 5, (4, 16, 16)), "other": images}
     state = State.create(
-        Pixels(), loss=pc.losses.cross_entropy, optimizer=sgd(0.1), duration="4ba", input_key="x", target_key="y"
+        Pixels(), loss=pc.losses.cross_entropy, optimizer=sgd(0.1), duration="4ba", input_field="x", target_field="y"
     )
     seen = []
     spy = Algorithm("spy", on("before_train_batch"), lambda event, s: seen.append(s.batch) or s)
     methods = [progressive_resizing("crop", resize_targets=True), progressive_resizing("crop")]
-    for named in (*methods, progressive_resizing("crop", resize_targets=True, input_key="x", target_key="y")):
+    for named in (*methods, progressive_resizing("crop", resize_targets=True, input_field="x", target_field="y")):
         step = compose(loop_events, [named, spy], microbatches=2)
         loss = step(step.init(state), batch).loss
         assert loss is not None and torch.isfinite(loss)
@@ -136,7 +136,7 @@ def test_a_model_that_computes_its_own_loss_needs_no_target(method, named):
         def forward(self, x):
             return {"loss": self.conv(x).square().mean()}
 
-    settings: dict[str, Any] = {"input_key": "x"} if named else {}
+    settings: dict[str, Any] = {"input_field": "x"} if named else {}
     state = State.create(Energy(), loss=pc.losses.ModelLoss(), optimizer=sgd(0.1), key=0, duration="4ba", **settings)
     images, _ = make_batch(8, 8)
     seen = []
@@ -183,7 +183,7 @@ def test_neutral_settings_never_match(settings):
         ({"resize_targets": 1}, TypeError),
         ({"resize_targets": "masks"}, ValueError),
         ({"interpolation": "cubic"}, ValueError),
-        ({"input_key": len}, TypeError),
+        ({"input_field": len}, TypeError),
     ],
 )
 def test_bad_settings_are_refused_when_built(settings, error):
@@ -192,18 +192,18 @@ def test_bad_settings_are_refused_when_built(settings, error):
 
 
 def test_a_target_key_that_can_only_read_serves_images_alone():
-    assert progressive_resizing(target_key=len).config["target_key"] is len
-    with pytest.raises(TypeError, match="target_key=.*can only read"):
-        progressive_resizing(resize_targets=True, target_key=len)
-    with pytest.raises(TypeError, match="target_key=.*can only read"):
-        compose(loop_events, [progressive_resizing(resize_targets=True)]).init(make_state(target_key=len))
+    assert progressive_resizing(target_field=len).config["target_field"] is len
+    with pytest.raises(TypeError, match="target_field=.*can only read"):
+        progressive_resizing(resize_targets=True, target_field=len)
+    with pytest.raises(TypeError, match="target_field=.*can only read"):
+        compose(loop_events, [progressive_resizing(resize_targets=True)]).init(make_state(target_field=len))
 
 
 def test_registry_and_print():
     assert FACTORIES["progressive_resizing"] is progressive_resizing
-    assert repr(progressive_resizing("crop", 0.25, input_key="x")) == (
+    assert repr(progressive_resizing("crop", 0.25, input_field="x")) == (
         "progressive_resizing(mode='crop', initial_scale=0.25, finetune_fraction=0.2, delay_fraction=0.5, "
-        "size_increment=4, resize_targets='auto', interpolation='bilinear', input_key='x')"
+        "size_increment=4, resize_targets='auto', interpolation='bilinear', input_field='x')"
     )
 
 

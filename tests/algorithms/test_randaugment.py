@@ -236,12 +236,12 @@ def test_neutral_settings_never_match() -> None:
 
 def test_images_are_found_by_name_and_others_are_refused() -> None:
     images_of_bytes = make_images()
-    state = make_state(input_key="image", target_key="label")
+    state = make_state(input_field="image", target_field="label")
     batch = {"image": images_of_bytes.float(), "label": torch.arange(12) % 3}
     loss = after_a_step(randaugment(), state, batch).loss
     assert loss is not None and torch.isfinite(loss)
     with pytest.raises(TypeError, match=r"randaugment: expected images, one tensor \(N, C, H, W\), got"):
-        after_a_step(randaugment(input_key="label"), state, batch)
+        after_a_step(randaugment(input_field="label"), state, batch)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

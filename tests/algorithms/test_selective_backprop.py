@@ -111,13 +111,13 @@ def test_every_member_of_the_batch_keeps_in_step():
         "y": mixture,
         "more": {"id": torch.arange(10), "note": "kept", "scale": torch.tensor(2.0)},
     }
-    state = make_state(input_key="x", target_key="y")
+    state = make_state(input_field="x", target_field="y")
     chosen = selected(always(), state, batch)
     ids = chosen["more"]["id"]
     assert len(ids) == 5 and chosen["more"]["note"] == "kept" and chosen["more"]["scale"] == 2
     assert torch.equal(chosen["x"], inputs[ids])
     assert torch.equal(chosen["y"].targets[1], targets.flip(0)[ids]) and len(chosen["y"].weights[0]) == 5
-    explicit = selected(always(input_key="x", target_key="y"), state, batch)
+    explicit = selected(always(input_field="x", target_field="y"), state, batch)
     assert tree.equal(explicit, chosen)
 
 
@@ -129,7 +129,7 @@ class Pair:
 
 def test_a_dataclass_is_a_batch_too():
     inputs, targets = make_batch()
-    state = make_state(input_key="image", target_key="label")
+    state = make_state(input_field="image", target_field="label")
     chosen = selected(always(), state, Pair(inputs, targets))
     assert isinstance(chosen, Pair)
     assert torch.equal(chosen.label, targets[row_numbers(chosen.image, inputs)])
@@ -281,8 +281,8 @@ def test_a_step_with_a_scale_factor_ranks_small_images_and_trains_on_large_ones(
         ({"scale_factor": 0}, ValueError),
         ({"scale_factor": 2}, ValueError),
         ({"scale_factor": None}, TypeError),
-        ({"input_key": 0.5}, TypeError),
-        ({"target_key": True}, TypeError),
+        ({"input_field": 0.5}, TypeError),
+        ({"target_field": True}, TypeError),
         ({"name": ""}, ValueError),
     ],
 )
@@ -306,7 +306,7 @@ def test_inputs_that_are_no_images_are_refused_in_the_first_batch():
     with pytest.raises(ValueError, match=r"shape \(10, 6\); use scale_factor=1"):
         step(step.init(make_state()), make_batch())
     with pytest.raises(ValueError, match=r"the input is a list; use scale_factor=1"):
-        step(step.init(make_state(input_key=[0])), make_batch())
+        step(step.init(make_state(input_field=[0])), make_batch())
 
 
 def ignores_reduction(outputs, targets, reduction="mean"):
@@ -333,7 +333,7 @@ def test_losses_that_do_not_take_the_made_up_shapes_pass_init(loss):
     compose(loop_events, [selective_backprop()]).init(make_state(loss=loss))
 
 
-@pytest.mark.parametrize("keys", [{"input_key": "image"}, {"target_key": 2}, {"target_key": "label"}])
+@pytest.mark.parametrize("keys", [{"input_field": "image"}, {"target_field": 2}, {"target_field": "label"}])
 def test_keys_that_the_batch_lacks_are_refused_in_the_first_batch(keys):
     # The selection itself would start half-way through the run.
     step = compose(loop_events, [selective_backprop(**keys)])
@@ -354,7 +354,7 @@ def test_lists_with_an_entry_for_each_example_keep_in_step():
     inputs, targets = make_batch()
     names = [f"example {i}" for i in range(10)]
     batch = {"x": inputs, "y": targets, "name": names, "meta": {"id": tuple(range(10)), "set": "train"}}
-    picked = selected(always(), make_state(input_key="x", target_key="y"), batch)
+    picked = selected(always(), make_state(input_field="x", target_field="y"), batch)
     rows = row_numbers(picked["x"], inputs)
     assert len(rows) == 5 and picked["name"] == [names[i] for i in rows]
     assert picked["meta"] == {"id": tuple(rows), "set": "train"}
@@ -366,7 +366,7 @@ def test_losses_that_are_not_one_for_each_example_of_the_batch_are_refused():
     net = nn.Sequential(nn.Unflatten(0, (5, 2)), nn.Flatten(), nn.Linear(12, 4))
     inputs, targets = make_batch()
     batch = {"views": inputs, "y": targets[:5]}
-    state = make_state(net, input_key="views", target_key="y")
+    state = make_state(net, input_field="views", target_field="y")
     apply = always().apply
     with pytest.raises(ValueError, match="each of the batch's 10 examples, got 5"):
         apply(Event.AFTER_DATALOADER, state.replace(batch=batch))

@@ -124,10 +124,10 @@ def rows_of(batch, chosen):
 # Losses of outputs and targets
 
 
-@pytest.mark.parametrize("input_key", [["input_ids", "attention_mask"], "*"])
+@pytest.mark.parametrize("input_field", [["input_ids", "attention_mask"], "*"])
 @given(seed=st.integers(0, 1000), num=st.integers(1, 9), keep=st.floats(0.1, 1, exclude_max=True))
 @settings(max_examples=10)
-def test_rows_are_ranked_by_the_mean_over_the_tokens_that_count(input_key, seed, num, keep):
+def test_rows_are_ranked_by_the_mean_over_the_tokens_that_count(input_field, seed, num, keep):
     class Net(TinyGPT):
         def forward(self, input_ids, attention_mask=None, labels=None, name=None):
             return super().forward(input_ids, attention_mask)
@@ -138,7 +138,7 @@ def test_rows_are_ranked_by_the_mean_over_the_tokens_that_count(input_key, seed,
         example_losses = row_losses(outputs.logits, targets)
         return example_losses if reduction == "none" else example_losses.mean()
 
-    state = make_state(Net(), loss=rowwise, input_key=input_key, target_key="labels")
+    state = make_state(Net(), loss=rowwise, input_field=input_field, target_field="labels")
     logits = to_module(state)(**batch).logits
     expected = choose_by_loss(state.rng("selective_backprop"), row_losses(logits, batch["labels"]), keep=keep)
     by_hand = rows_of(batch, expected)
@@ -154,7 +154,7 @@ def test_rows_are_ranked_by_the_mean_over_the_tokens_that_count(input_key, seed,
             return losses.cross_entropy.counted(outputs.logits.transpose(1, 2), targets)
 
     found = selected(
-        make_state(Net(), loss=TokenLoss(), input_key=input_key, target_key="labels"), batch, always(keep=keep)
+        make_state(Net(), loss=TokenLoss(), input_field=input_field, target_field="labels"), batch, always(keep=keep)
     )
     assert tree.equal(found, by_hand)
 

@@ -34,7 +34,7 @@ class Bigram(nn.Module):
 
 def make_state(duration="10ba", **options):
     torch.manual_seed(0)
-    given = {"loss": losses.cross_entropy, "input_key": "input_ids", "target_key": "labels", **options}
+    given = {"loss": losses.cross_entropy, "input_field": "input_ids", "target_field": "labels", **options}
     return State.create(Bigram(), optimizer=sgd(0.3), key=5, duration=duration, **given)
 
 
@@ -147,7 +147,7 @@ def test_too_many_lengths_are_told():
 def test_a_model_with_its_own_loss_sees_ids_and_labels_cut_alike():
     batch = make_batch()
     batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-    state = make_state(loss=losses.ModelLoss(shift=1), input_key=None)
+    state = make_state(loss=losses.ModelLoss(shift=1), input_field=None)
     seen, (start, after) = run(seq_length_warmup(0.5, 5, 16), state, batch, 1)
     assert torch.equal(seen[0]["labels"], batch["labels"][:, :5])
     expected = to_module(start)(input_ids=batch["input_ids"][:, :5], labels=batch["labels"][:, :5])["loss"]
@@ -157,10 +157,10 @@ def test_a_model_with_its_own_loss_sees_ids_and_labels_cut_alike():
 def test_pairs_of_tensors_and_other_names_serve():
     batch = make_batch()
     pair = (batch["input_ids"], batch["labels"])
-    seen, _ = run(seq_length_warmup(0.5, 5, 16), make_state(input_key=0, target_key=1), pair, 1)
+    seen, _ = run(seq_length_warmup(0.5, 5, 16), make_state(input_field=0, target_field=1), pair, 1)
     assert torch.equal(seen[0][0], pair[0][:, :5]) and torch.equal(seen[0][1], pair[1][:, :5])
     named = {"features": torch.rand(4, 3), "tokens": pair[0], "y": pair[1]}
-    seen, _ = run(seq_length_warmup(0.5, 5, 16), make_state(input_key="tokens", target_key="y"), named, 1)
+    seen, _ = run(seq_length_warmup(0.5, 5, 16), make_state(input_field="tokens", target_field="y"), named, 1)
     assert seen[0]["tokens"].shape == (4, 5) and seen[0]["features"] is named["features"]
 
 
@@ -188,7 +188,7 @@ def test_no_warm_up_is_the_plain_step():
 
 @pytest.mark.parametrize("inputs", [torch.rand(4, 6), torch.rand(4, 2, 6, 6), torch.ones(4, 6, dtype=torch.bool)])
 def test_inputs_that_are_no_sequences_are_refused(inputs):
-    state = make_state(input_key=0, target_key=1)
+    state = make_state(input_field=0, target_field=1)
     with pytest.raises(TypeError, match="mine: expected sequences.*got"):
         run(seq_length_warmup(name="mine"), state, (inputs, torch.zeros(4)), 1)
 

@@ -143,7 +143,7 @@ def test_a_model_with_a_loss_of_its_own_shows_its_batch():
     right = metrics.from_function(lambda outputs, batch: outputs["logits"].argmax(1) == batch["y"])
     x, y = make_batches()[0]
     step = compose(loop_events, [training_metrics({"accuracy": right})])
-    before = step.init(start(Own(), loss=pc.losses.model_loss, target_key="labels"))
+    before = step.init(start(Own(), loss=pc.losses.model_loss, target_field="labels"))
     found = step(before, {"x": x, "y": y}).metrics["train/accuracy"].item()
     assert found == pytest.approx((before.forward({"x": x, "y": y})["logits"].argmax(1) == y).float().mean().item())
 

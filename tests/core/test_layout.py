@@ -52,7 +52,7 @@ def make_net() -> nn.Module:
 
 
 def make_state(**options: Any) -> State:
-    keys = {"input_key": batches.AS_ARGUMENT, "target_key": batches.WHOLE, "splitter": SAMPLES}
+    keys = {"input_field": batches.AS_ARGUMENT, "target_field": batches.WHOLE, "splitter": SAMPLES}
     return State.create(make_net(), loss=loss, optimizer=optim.sgd(0.1), **{**keys, **options})
 
 
@@ -137,7 +137,7 @@ def test_tokens_are_counted_as_the_state_says():
     """Without padding here, in all forms of a step, up to the end of the run."""
     mask = torch.tensor([[True, True, False], [True, False, False]])
     batch = {"input_ids": torch.arange(6).reshape(2, 3), "mask": mask, "y": torch.zeros(2, dtype=torch.int64)}
-    options: dict[str, Any] = {"input_key": "input_ids", "target_key": "y", "duration": "7tok"}
+    options: dict[str, Any] = {"input_field": "input_ids", "target_field": "y", "duration": "7tok"}
 
     def make(key: int = 0, **more: Any) -> State:
         net = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 2))

@@ -441,7 +441,7 @@ def test_without_any_target_the_loss_is_nan_and_the_gradient_zero_in_slices_too(
     inputs, targets = make_batch()
     batch = {"inputs": inputs, "labels": torch.full_like(targets, -100)}
     if loss_fn == pc.losses.cross_entropy:
-        state = make_state(loss=loss_fn, input_key="inputs", target_key="labels")
+        state = make_state(loss=loss_fn, input_field="inputs", target_field="labels")
     else:
         state = make_state(OwnLoss(), loss=loss_fn)
     for k in (1, 2, 4):
@@ -606,8 +606,8 @@ def test_batches_of_any_form_give_the_same_step():
         ([targets, inputs], 1, 0),
         ({"in": {"x": inputs}, "y": targets}, lambda batch: batch["in"]["x"], "y"),
     ]
-    for batch, input_key, target_key in forms:
-        state = make_state(input_key=input_key, target_key=target_key)
+    for batch, input_field, target_field in forms:
+        state = make_state(input_field=input_field, target_field=target_field)
         assert_same(compose(loop_events, microbatches=2)(state, batch).params, expected.params)
 
 

@@ -192,16 +192,16 @@ def test_strides_are_kept_through_a_step():
     "make, keys",
     [
         (lambda x, y: [x, y], {}),
-        (lambda x, y: (y, x), {"input_key": 1, "target_key": 0}),
-        (lambda x, y: {"x": x, "y": y}, {"input_key": "x", "target_key": "y"}),
-        (lambda x, y: {"args": [x], "y": y}, {"input_key": "args", "target_key": "y"}),
+        (lambda x, y: (y, x), {"input_field": 1, "target_field": 0}),
+        (lambda x, y: {"x": x, "y": y}, {"input_field": "x", "target_field": "y"}),
+        (lambda x, y: {"args": [x], "y": y}, {"input_field": "args", "target_field": "y"}),
         (lambda x, y: ({"x": x}, y), {}),
-        (Pair, {"input_key": "x", "target_key": "y"}),
-        (Data, {"input_key": "x", "target_key": "y"}),
-        (lambda x, y: SimpleNamespace(x=x, y=y), {"input_key": "x", "target_key": "y"}),
+        (Pair, {"input_field": "x", "target_field": "y"}),
+        (Data, {"input_field": "x", "target_field": "y"}),
+        (lambda x, y: SimpleNamespace(x=x, y=y), {"input_field": "x", "target_field": "y"}),
         (
             lambda x, y: {"in": {"deep": (x,)}, "out": [y]},
-            {"input_key": lambda b: b["in"]["deep"][0], "target_key": lambda b: b["out"][0]},
+            {"input_field": lambda b: b["in"]["deep"][0], "target_field": lambda b: b["out"][0]},
         ),
     ],
     ids=["list", "swapped", "dict", "arguments", "keywords", "namedtuple", "dataclass", "object", "nested"],
@@ -220,7 +220,7 @@ def test_every_kind_of_batch_trains_alike(make, keys, microbatches):
 def test_models_that_compute_their_own_loss(make, microbatches):
     run, (x, y) = step.replace(microbatches=microbatches), batch()
     state = start(seeded(lambda: Linear(make)), loss=losses.model_loss)
-    assert state.context.input_key == "*"
+    assert state.context.input_field == "*"
     found, expected = run(state, {"x": x, "labels": y}), run(start(seeded(Linear)), (x, y))
     torch.testing.assert_close(found.params, expected.params)
     torch.testing.assert_close(found.loss, expected.loss)
@@ -290,14 +290,14 @@ def test_replace_shares_the_rest_and_knows_its_names():
 
 def test_replace_of_inputs_and_targets_goes_by_the_states_keys():
     x, y = batch()
-    state = start(input_key="x", target_key="y").replace(batch={"x": x, "y": y, "rest": 1})
+    state = start(input_field="x", target_field="y").replace(batch={"x": x, "y": y, "rest": 1})
     assert state.inputs is x and state.targets is y and state.num_examples == 6
     after = state.replace(inputs=2 * x, targets=y + 1, loss=torch.ones(()))
     assert torch.equal(after.inputs, 2 * x) and torch.equal(after.targets, y + 1) and after.loss == 1
     assert after.batch["rest"] == 1 and state.inputs is x and state.loss is not None and state.loss.isnan()
     both = state.replace(batch={"x": y, "y": x}, inputs=x)
     assert both.inputs is x and both.targets is x
-    with pytest.raises(KeyError, match="input_key"):
+    with pytest.raises(KeyError, match="input_field"):
         start().replace(inputs=x)
 
 
@@ -386,7 +386,7 @@ def test_states_of_other_times_and_seeds_map_and_subtract():
         {"loss": F.cross_entropy},
         {"optimizer": optim.sgd(0.2, momentum=0.9)},
         {"precision": "bf16"},
-        {"target_key": 2},
+        {"target_field": 2},
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -642,8 +642,8 @@ def test_create_takes_a_seed_or_a_key_and_the_runs_length():
         ({"key": 1.5}, TypeError, "1.5"),
         ({"key": torch.ones(2)}, TypeError, r"State.create: expected a key, an int64 tensor of shape \(2,\)"),
         ({"precision": "fp8"}, ValueError, "precision='fp8': expected one of fp32, tf32, bf16"),
-        ({"input_key": 1.5}, TypeError, "input_key=1.5"),
-        ({"target_key": None}, TypeError, "target_key=None"),
+        ({"input_field": 1.5}, TypeError, "input_field=1.5"),
+        ({"target_field": None}, TypeError, "target_field=None"),
         ({"duration": "20 parsecs"}, ValueError, "parsecs"),
         ({"duration": "0.5dur"}, ValueError, "fraction of itself"),
         ({"duration": "0ep"}, ValueError, "duration: expected a time > 0"),

@@ -114,7 +114,7 @@ def test_tokens_are_counted():
             return self.table(ids).mean(1)
 
     batch = {"input_ids": torch.arange(12).reshape(4, 3) % 5, "labels": torch.tensor([0, 1, 2, 0])}
-    state = make_state(Embedder(), input_key="input_ids", target_key="labels")
+    state = make_state(Embedder(), input_field="input_ids", target_field="labels")
     end = run_steps(compose(loop_events), state, [batch] * 2)
     assert (end.timestamp.token, end.timestamp.sample) == (24, 8)
 

@@ -124,7 +124,7 @@ class Data:
 
 @pytest.mark.parametrize("make, path", [(Data, "batch.x"), (lambda x, y: UserDict(x=x, y=y), "batch['x']")])
 def test_batches_of_kinds_that_no_registry_knows(make, path):
-    state = make_state(input_key="x", target_key="y")
+    state = make_state(input_field="x", target_field="y")
     double = changing("double", Event.BATCH_START, lambda s: s.replace(inputs=2 * s.inputs))
     same = changing("same", Event.AFTER_DATALOADER, lambda s: s.replace(inputs=s.inputs.clone()))
     trace = trace_of([double, same], state=state, batch=make(*make_batch()))

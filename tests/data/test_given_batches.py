@@ -57,7 +57,7 @@ def test_batches_of_every_kind_pass(given):
 
 
 def test_data_in_memory_print_without_their_numbers():
-    printed = "Arrays(inputs=float32[4, 3], targets=int64[4], batch_size=2, shuffle=True, drop_last=False, keys=None)"
+    printed = "Arrays(inputs=float32[4, 3], targets=int64[4], batch_size=2, shuffle=True, drop_last=False, names=None)"
     arrays = data.arrays(INPUTS, TARGETS, batch_size=2)
     assert repr(arrays) == printed
     assert "tensor" not in repr(Evaluator(arrays)) + repr(Evaluator([(INPUTS, TARGETS)]))

@@ -17,7 +17,7 @@ from purecompose.random import key
 
 
 SHAKESPEARE = Path(__file__).parents[2].parent / "shared" / "data" / "tinyshakespeare.txt"
-KEYS = ("input_ids", "labels")
+NAMES = ("input_ids", "labels")
 
 # Halves of surrogate pairs have no form in UTF-8, and the mark of the byte order is no text.
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufeff"), min_size=1, max_size=300)
@@ -157,20 +157,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_batches_with_keys_are_those_without(seed: int, batch_size: int, start: int) -> None:
     inputs, labels = text_windows(torch.arange(64), 3)
     pairs = arrays(inputs, labels, batch_size, drop_last=True)
-    named = arrays(inputs, labels, batch_size, drop_last=True, keys=KEYS)
+    named = arrays(inputs, labels, batch_size, drop_last=True, names=NAMES)
     for one, other in (
         (list(pairs), list(named)),
         (list(pairs.epoch(key(seed), 3, start)), list(named.epoch(key(seed), 3, start))),
     ):
         assert len(one) == len(other) > 0
         for (x, y), batch in zip(one, other, strict=True):
-            assert list(batch) == list(KEYS)
+            assert list(batch) == list(NAMES)
             assert torch.equal(batch["input_ids"], x) and torch.equal(batch["labels"], y)
-    assert named.to("cpu").keys == KEYS
+    assert named.to("cpu").names == NAMES
 
 
 @pytest.mark.parametrize(
-    ("keys", "kind", "said"),
+    ("names", "kind", "said"),
     [
         (("a",), TypeError, "expected two names"),
         ("ab", TypeError, "expected two names"),
@@ -178,9 +178,9 @@ def test_batches_with_keys_are_those_without(seed: int, batch_size: int, start: 
         (("a", "a"), ValueError, "both are 'a'"),
     ],
 )
-def test_keys_that_cannot_be(keys: tuple[str, str], kind: type[Exception], said: str) -> None:
+def test_names_that_cannot_be(names: tuple[str, str], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
-        arrays(torch.zeros(3), torch.zeros(3), 1, keys=keys)
+        arrays(torch.zeros(3), torch.zeros(3), 1, names=names)
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:
@@ -211,15 +211,15 @@ def test_methods_for_sequences_take_the_batches() -> None:
     text = "abcdefgh" * 40
     vocabulary = CharacterVocabulary.of(text)
     inputs, labels = text_windows(vocabulary.encode(text), 10)
-    data = arrays(inputs, labels, 8, drop_last=True, keys=KEYS)
+    data = arrays(inputs, labels, 8, drop_last=True, names=NAMES)
     torch.manual_seed(0)
     state = State.create(
         ClassesSecond(torch.nn.Embedding(8, 8)),
         loss=losses.cross_entropy,
         optimizer=optim.sgd(8.0),
         duration="40ba",
-        input_key="input_ids",
-        target_key="labels",
+        input_field="input_ids",
+        target_field="labels",
     )
     warmup, selective = seq_length_warmup(0.5, 4, 10, 3), selective_backprop(0.0, 1.0, 0.5)
     step = compose(loop_events, [warmup, selective, label_smoothing(0.01)])

@@ -244,5 +244,5 @@ CASES = [
     Case("embedding bag of sums", lambda: Bags("sum", include_last_offset=False), tokens()),
     Case("embedding bag by offsets", ByOffsets, tokens()),
     Case("adaptive softmax", AdaptiveSoftmax, mapped(vectors(num_classes=12), as_named), own_loss, of_named,
-         options={"input_key": "*", "target_key": "*"}, adam=True, refused={"compiled": SHAPES["compiled"]}),
+         options={"input_field": "*", "target_field": "*"}, adam=True, refused={"compiled": SHAPES["compiled"]}),
 ]  # fmt: skip

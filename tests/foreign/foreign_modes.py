@@ -85,7 +85,7 @@ def in_torch(case: Case, seed: int = 0, num_slices: int = 1) -> Trained:
 
 
 def _slices(case: Case, batch: Batch, num: int) -> list[Batch]:
-    layout = Layout(case.options.get("input_key"), case.options.get("batch_dim", 0))
+    layout = Layout(case.options.get("input_field"), case.options.get("batch_dim", 0))
     return [batch] if num == 1 else layout.split(batch, num)
 
 

@@ -721,10 +721,10 @@ CASES = [
          mapped(vectors(), two_inputs)),
     Case("keyword inputs", built(lambda self, x, scale=1.0: self.leave(scale * torch.tanh(self.enter(x))), **BODY),
          mapped(vectors(), as_dict), lambda o, t: F.cross_entropy(o, t["label"]), lambda net, batch: net(batch["x"]),
-         {"input_key": "x", "target_key": "*"}),
+         {"input_field": "x", "target_field": "*"}),
     Case("batch as the argument", built(lambda self, batch: self.leave(torch.tanh(self.enter(batch["x"]))), **BODY),
          mapped(vectors(), as_dict), lambda o, t: F.cross_entropy(o, t["label"]), lambda net, batch: net(batch),
-         {"input_key": (lambda batch: [batch], lambda batch, value: value[0]), "target_key": "*"}),
+         {"input_field": (lambda batch: [batch], lambda batch, value: value[0]), "target_field": "*"}),
     *(Case(f"tied by the {how}", functools.partial(Tied, how), vectors(), adam=how == "module")
       for how in ("module", "parameter", "data")),
     Case("tied by a view", functools.partial(Tied, "view"), vectors(), refused="share memory"),

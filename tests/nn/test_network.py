@@ -454,13 +454,13 @@ class TakesBatch(nn.Module):
 def test_a_network_may_take_the_whole_batch_as_one_argument():
     torch.manual_seed(0)
     net, batch = TakesBatch(), {"x": torch.randn(6, 4), "scale": torch.rand(6, 1), "y": torch.arange(6) % 3}
-    options = {"loss": pc.losses.cross_entropy, "optimizer": pc.optim.sgd(0.1), "target_key": "y"}
-    state = pc.State.create(net, input_key=pc.batch.AS_ARGUMENT, **options)
+    options = {"loss": pc.losses.cross_entropy, "optimizer": pc.optim.sgd(0.1), "target_field": "y"}
+    state = pc.State.create(net, input_field=pc.batch.AS_ARGUMENT, **options)
     end = pc.compose(pc.loop_events, microbatches=2)(state, batch)
     loss = pc.losses.cross_entropy(net(batch), batch["y"])
     expected = net.head.weight - 0.1 * torch.autograd.grad(loss, net.head.weight)[0]
     torch.testing.assert_close(end.params["head.weight"], expected.detach())
-    wrong = pc.State.create(net, input_key=pc.batch.WHOLE, **options)
+    wrong = pc.State.create(net, input_field=pc.batch.WHOLE, **options)
     with pytest.raises(TypeError) as error:
         pc.compose(pc.loop_events)(wrong, batch)
     assert any("batch.AS_ARGUMENT for forward(self, batch)" in note for note in error.value.__notes__)

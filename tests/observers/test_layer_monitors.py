@@ -67,7 +67,7 @@ def test_activations_of_networks_with_several_inputs_and_of_no_layer() -> None:
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return self.layer(x + y)
 
-    state = State.create(Both(), loss=losses.mse, optimizer=optim.sgd(0.1), input_key=[0, 1], target_key=2)
+    state = State.create(Both(), loss=losses.mse, optimizer=optim.sgd(0.1), input_field=[0, 1], target_field=2)
     x, y = torch.ones(2), torch.zeros(2)
     as_list, as_mapping = activations([x, y])(state), activations({"x": x, "y": y})(state)
     pc.tree.equal(as_list, as_mapping)

@@ -105,7 +105,7 @@ def test_models_with_their_own_loss():
 def test_a_batch_without_a_target_reaches_metrics_whole(key):
     batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
     net, loss = make_mlp(), pc.losses.cross_entropy if key == WHOLE else pc.losses.model_loss
-    state = make_state(net, loss=loss, input_key="x", target_key=key)
+    state = make_state(net, loss=loss, input_field="x", target_field=key)
     found = evaluate(state, batches, {"accuracy": lambda outputs, batch: outputs.argmax(1) == batch["y"]})
     assert found["accuracy"] == pytest.approx(by_hand(net, uneven())[1], rel=1e-6)
 
@@ -134,11 +134,11 @@ def padded_batches():
 
 
 # "labels" is there; 1 and "label" are not, and then metrics have the batch.
-@pytest.mark.parametrize("target_key", ["labels", 1, "label"])
+@pytest.mark.parametrize("target_field", ["labels", 1, "label"])
 @pytest.mark.parametrize("is_given", [False, True])
-def test_the_mean_of_a_models_own_loss_counts_the_labels_of_the_batch(target_key, is_given):
+def test_the_mean_of_a_models_own_loss_counts_the_labels_of_the_batch(target_field, is_given):
     own = pc.losses.ModelLoss(labels="labels")
-    state, seen = make_state(TokenLoss(), loss=own, target_key=target_key), []
+    state, seen = make_state(TokenLoss(), loss=own, target_field=target_field), []
 
     def right(outputs, targets):
         seen.append(targets)
@@ -151,7 +151,7 @@ def test_the_mean_of_a_models_own_loss_counts_the_labels_of_the_batch(target_key
     logits = torch.cat([net(batch["inputs"]).flatten(0, 1) for batch in padded_batches()])
     labels = torch.cat([batch["labels"].flatten() for batch in padded_batches()])
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
-    assert all(isinstance(targets, torch.Tensor) == (target_key == "labels") for targets in seen)
+    assert all(isinstance(targets, torch.Tensor) == (target_field == "labels") for targets in seen)
     assert len(seen) == (2 if is_given else 0)
 
 
@@ -161,17 +161,17 @@ def test_a_models_own_loss_may_be_measured_while_another_one_trains():
             return super().forward(inputs, labels)["logits"]
 
     batches = padded_batches()
-    trained = make_state(Logits(), input_key=WHOLE, target_key="labels")
-    own = make_state(TokenLoss(), loss=pc.losses.cross_entropy, input_key=WHOLE, target_key="labels")
+    trained = make_state(Logits(), input_field=WHOLE, target_field="labels")
+    own = make_state(TokenLoss(), loss=pc.losses.cross_entropy, input_field=WHOLE, target_field="labels")
     found = evaluate(own, batches, {"own": pc.losses.ModelLoss(labels="labels")})
     assert found["own"] == pytest.approx(evaluate(trained, batches)["loss"], rel=1e-6)
 
 
 def test_a_wrong_target_key_is_told():
     batches = [{"x": inputs, "y": targets} for inputs, targets in uneven()]
-    state = make_state(input_key="x", target_key="label")
+    state = make_state(input_field="x", target_field="label")
     for metrics in (None, {"accuracy": pc.metrics.accuracy}):
-        with pytest.raises(KeyError, match="no member 'label'.*target_key"):
+        with pytest.raises(KeyError, match="no member 'label'.*target_field"):
             evaluate(state, batches, metrics)
     assert len(predict(state, batches)) == 3
 

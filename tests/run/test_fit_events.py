@@ -143,7 +143,7 @@ class Embedder(torch.nn.Module):
 def token_setting(**options):
     """States and batches of 12 tokens each."""
     batch = {"input_ids": torch.arange(12).reshape(4, 3) % 5, "labels": torch.tensor([0, 1, 2, 0])}
-    return make_state(Embedder(), input_key="input_ids", target_key="labels", **options), [batch] * 4
+    return make_state(Embedder(), input_field="input_ids", target_field="labels", **options), [batch] * 4
 
 
 def test_iterations_of_tokens_end_within_epochs():

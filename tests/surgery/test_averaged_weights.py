@@ -249,7 +249,7 @@ def test_what_cannot_be_measured_is_an_error():
 
 
 def test_batches_of_any_form_will_do():
-    state = make_state(make_cnn(), input_key="image", target_key="label", batches_per_epoch=6)
+    state = make_state(make_cnn(), input_field="image", target_field="label", batches_per_epoch=6)
     named = [{"image": inputs, "label": targets} for inputs, targets in IMAGES]
     step = compose(loop_events, [ema("2ba")])
     end = run_steps(step, step.init(state), named)
@@ -260,4 +260,4 @@ def test_batches_of_any_form_will_do():
 
 def trained_like(state: State) -> State:
     """The same state for batches that are tuples."""
-    return state.replace(input_key=0, target_key=1)
+    return state.replace(input_field=0, target_field=1)

@@ -41,7 +41,7 @@ class Odd(nn.Module):
 
 
 def test_odd_networks() -> None:
-    state = State.create(Odd(), loss=losses.mse, optimizer=optim.sgd(0.1), input_key="x").replace(frozen=["idle.*"])
+    state = State.create(Odd(), loss=losses.mse, optimizer=optim.sgd(0.1), input_field="x").replace(frozen=["idle.*"])
     found = pc.surgery.summary(state, {"x": torch.zeros(4, 3)})
     rows = {layer.name: layer[1:] for layer in found.layers}
     assert rows[""] == ("Odd", "float32[4, 3], float32[4, 3]", 3, 3)

@@ -8,7 +8,7 @@ from purecompose.transforms.donation import LASTING, BufferLease, DonatedBuffers
 from purecompose.transforms.signature import ABSENT, Signature
 
 
-def make_lane(*, is_donated: bool = True) -> DonatedBuffers:
+def make_buffers(*, is_donated: bool = True) -> DonatedBuffers:
     params = {"a": torch.ones(2), "b": torch.zeros(3)}
     found = {name: (ABSENT, []) for name in LASTING} | {"params": Signature.of(params)}
     signatures = {name: signature for name, (signature, _) in found.items()}
@@ -16,7 +16,7 @@ def make_lane(*, is_donated: bool = True) -> DonatedBuffers:
 
 
 def test_a_donated_lane_is_read_by_copies_always_the_same() -> None:
-    buffers = make_lane()
+    buffers = make_buffers()
     lease = BufferLease(buffers, None, ())
     params = lease.read("params")
     assert lease.read("params") is params
@@ -26,12 +26,12 @@ def test_a_donated_lane_is_read_by_copies_always_the_same() -> None:
 
 
 def test_a_lane_that_nobody_writes_to_is_read_as_it_is() -> None:
-    buffers = make_lane(is_donated=False)
+    buffers = make_buffers(is_donated=False)
     assert BufferLease(buffers, None, ()).read("params")["a"] is buffers.values["params"][0]
 
 
 def test_spending_ends_all_leases_and_tells_the_reason() -> None:
-    buffers = make_lane()
+    buffers = make_buffers()
     early, late = BufferLease(buffers, None, ()), BufferLease(buffers, None, ())
     params = early.read("params")
     buffers.spend("was eaten by mice")
@@ -44,7 +44,7 @@ def test_spending_ends_all_leases_and_tells_the_reason() -> None:
 
 
 def test_untouched_tells_what_was_read_from_all_else() -> None:
-    lease = BufferLease(make_lane(), None, ())
+    lease = BufferLease(make_buffers(), None, ())
     params = lease.read("params")
     assert lease.untouched("slots", {}) is None, "never read"
     found = lease.untouched("params", params)
@@ -56,7 +56,7 @@ def test_untouched_tells_what_was_read_from_all_else() -> None:
 
 @pytest.mark.parametrize("edit", ["replaced", "added", "removed"])
 def test_untouched_sees_changes_in_the_dictionary(edit: str) -> None:
-    lease = BufferLease(make_lane(), None, ())
+    lease = BufferLease(make_buffers(), None, ())
     params = lease.read("params")
     if edit == "replaced":
         params["a"] = torch.ones(2)

@@ -132,7 +132,7 @@ def test_batch_normalisation_and_microbatches():
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 5])
 def test_each_member_may_have_its_own_batches(chunk_size):
     step = compose(loop_events, [alg.mixup(0.3), noise()], microbatches=2)
-    members = [step.init(state) for state in make_members(input_key="x", target_key="y")]
+    members = [step.init(state) for state in make_members(input_field="x", target_field="y")]
     pop, states = population(step, 3, chunk_size, batches="each"), stack_states(members)
     for t, size in enumerate((6, 6, 4)):
         own = [dict(zip(("x", "y"), make_batch(10 * t + i, size), strict=True)) for i in range(3)]
@@ -148,7 +148,7 @@ def test_batches_may_be_objects_that_vmap_knows_nothing_of():
         def __init__(self, x: Tensor, y: Tensor) -> None:
             self.x, self.y = x, y
 
-    members = make_members(input_key="x", target_key="y")
+    members = make_members(input_field="x", target_field="y")
     batches = [Batch(*batch) for batch in make_batches(2)]
     assert_agrees(compose(loop_events, [alg.mixup(0.3)]), members, batches)
     assert_agrees(compose(loop_events), members, batches)

@@ -1,4 +1,4 @@
-"""What factories check when an algorithm is built, and at INIT: settings, batch keys, the loss."""
+"""What factories check when an algorithm is built, and at INIT: settings, fields of the batch, the loss."""
 
 import math
 import warnings
@@ -21,7 +21,7 @@ __all__ = [
     "check_reads_targets",
     "check_scalar",
     "checked_patterns",
-    "given_keys",
+    "given_fields",
     "needed_rng",
 ]
 
@@ -51,32 +51,32 @@ def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def given_keys(*, writes: Sequence[str] = (), **keys: batches.Key | None) -> dict[str, batches.Key]:
-    """The batch keys that are given, by role; those left at `None` are the state's own.
+def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) -> dict[str, batches.Field]:
+    """The batch fields that are given, by role; those left at `None` are the state's own.
 
     Args:
         writes: The roles of those that are written.
-        keys: The keys by role.
+        fields: The fields by role.
 
     Raises:
-        TypeError: What cannot be a key, or a getter without a setter among those that are written.
+        TypeError: What cannot be a field, or a getter without a setter among those that are written.
     """
-    given = {role: key for role, key in keys.items() if key is not None}
-    for role, key in given.items():
-        batches.check_key(key, role)
+    given = {role: field for role, field in fields.items() if field is not None}
+    for role, field in given.items():
+        batches.check_field(field, role)
         if role in writes:
-            check_can_write(key, role)
+            check_can_write(field, role)
     return given
 
 
-def check_can_write(key: batches.Key, role: str) -> None:
-    """Raises a `TypeError` for a getter without a setter, also in a list of keys."""
-    if isinstance(key, list):
-        for part in key:
+def check_can_write(field: batches.Field, role: str) -> None:
+    """Raises a `TypeError` for a getter without a setter, also in a list of fields."""
+    if isinstance(field, list):
+        for part in field:
             check_can_write(part, role)
-    elif callable(key):
+    elif callable(field):
         raise TypeError(
-            f"{role}={key!r} can only read, and this member of the batch is replaced: expected an index, a name, or "
+            f"{role}={field!r} can only read, and this member of the batch is replaced: expected an index, a name, or "
             "a pair (getter, setter), with setter(batch, value) -> new batch"
         )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random, tree
 from purecompose._support.checks import frozen, shown
-from purecompose.algorithms._parts.checks import check_can_write, check_scalar, given_keys
+from purecompose.algorithms._parts.checks import check_can_write, check_scalar, given_fields
 from purecompose.algorithms.images import Primitive, Scale, Strength
 from purecompose.algorithms.images.assignment import treated
 from purecompose.core.algorithm import Algorithm, Trait
@@ -47,7 +47,7 @@ def check_images(name: str, inputs: Any) -> None:
         came = tree.describe(inputs) if isinstance(inputs, Tensor) else shown(inputs)
         raise TypeError(
             f"{name}: expected images, one tensor (N, C, H, W), got {came}; name them inside the "
-            "batch by input_key, an index, a key or an accessor"
+            "batch by input_field, an index, a name or an accessor"
         )
 
 
@@ -81,10 +81,10 @@ def with_images(
     state: State,
     name: str,
     core: Callable[..., tuple[Tensor, Any]],
-    keys: Mapping[str, batches.Key],
+    fields: Mapping[str, batches.Field],
     takes_targets: TakesTargets = False,
 ) -> State:
-    """The state with other images in its batch; at INIT as it is, once its keys are seen to do.
+    """The state with other images in its batch; at INIT as it is, once its fields are seen to do.
 
     Args:
         event: INIT or the event at which images are replaced.
@@ -92,18 +92,18 @@ def with_images(
         name: The algorithm's.
         core: `(rng, images, targets) -> (images, targets)`; targets are `None` where they are not taken, and the same
             object where they stay.
-        keys: Those that are given; see `given_keys`.
+        fields: Those that are given; see `given_fields`.
         takes_targets: Whether targets are read; with "auto" they may be such as can only be read, as long as they stay,
-            and a model that computes its own loss need not have any: they are read if their key is given.
+            and a model that computes its own loss need not have any: they are read if their field is given.
     """
-    if takes_targets == "auto" and "target_key" not in keys and isinstance(state.context.loss, losses.ModelLoss):
+    if takes_targets == "auto" and "target_field" not in fields and isinstance(state.context.loss, losses.ModelLoss):
         takes_targets = False
-    own_input = keys.get("input_key", state.context.input_key)
-    own_target = keys.get("target_key", state.context.target_key)
+    own_input = fields.get("input_field", state.context.input_field)
+    own_target = fields.get("target_field", state.context.target_field)
     if event is Event.INIT:
-        check_can_write(own_input, "input_key")
+        check_can_write(own_input, "input_field")
         if takes_targets is True:
-            check_can_write(own_target, "target_key")
+            check_can_write(own_target, "target_field")
         return state
     images = batches.get(state.batch, own_input)
     check_images(name, images)
@@ -121,7 +121,7 @@ def image_method(
     scalars: Sequence[str] = (),
     is_neutral: bool,
     takes_targets: TakesTargets | None = None,
-    **given: batches.Key | None,
+    **given: batches.Field | None,
 ) -> Algorithm:
     """A method that replaces a batch's images by what a core makes of them.
 
@@ -132,10 +132,10 @@ def image_method(
         scalars: Which of them the state resolves in each step.
         is_neutral: Whether the settings change nothing.
         takes_targets: As in `with_images`; `None` for a core of images alone.
-        **given: `input_key` and, where targets are taken, `target_key`, as in a factory.
+        **given: `input_field` and, where targets are taken, `target_field`, as in a factory.
     """
-    writes = ("input_key", "target_key") if takes_targets is True else ("input_key",)
-    keys = given_keys(writes=writes, **given)
+    writes = ("input_field", "target_field") if takes_targets is True else ("input_field",)
+    fields = given_fields(writes=writes, **given)
     settings = {setting: frozen(value) for setting, value in settings.items()}
 
     def apply(event: Event, state: State) -> State:
@@ -145,14 +145,14 @@ def image_method(
                 return core(rng, images, **own), targets
             return core(rng, images, targets, **own)
 
-        return with_images(event, state, name, with_settings, keys, takes_targets or False)
+        return with_images(event, state, name, with_settings, fields, takes_targets or False)
 
     return Algorithm(
         name,
         NEVER if is_neutral else on(Event.INIT, Event.AFTER_DATALOADER),
         apply,
         traits=frozenset({Trait.AUGMENTS_EXAMPLES}),
-        config={setting: value for setting, value in {**settings, **keys}.items() if value is not None},
+        config={setting: value for setting, value in {**settings, **fields}.items() if value is not None},
     )
 
 

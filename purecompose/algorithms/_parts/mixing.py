@@ -9,7 +9,7 @@ from torch import Tensor
 
 from purecompose import batch as batches, losses, random
 from purecompose._support.checks import check_flag, check_number
-from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_keys
+from purecompose.algorithms._parts.checks import check_can_write, check_reads_targets, check_scalar, given_fields
 from purecompose.core.algorithm import Algorithm, Trait
 from purecompose.core.state import State
 from purecompose.losses.targets import Mixture
@@ -73,8 +73,8 @@ def mixing_method(
     alpha: Scalar,
     alpha_hint: str,
     flags: Mapping[str, bool],
-    input_key: batches.Key | None,
-    target_key: batches.Key | None,
+    input_field: batches.Field | None,
+    target_field: batches.Field | None,
 ) -> Algorithm:
     """A method that mixes each example of a batch with a partner.
 
@@ -85,21 +85,21 @@ def mixing_method(
         alpha: The parameter of the Beta distribution; the number 0 never matches.
         alpha_hint: What it means, for errors.
         flags: The other settings, `interpolate_loss` among them; printed, `interpolate_loss` aside, where they are set.
-        input_key, target_key: As in a factory.
+        input_field, target_field: As in a factory.
     """
     factory = core.__name__.removesuffix("_batch")
     check_scalar(alpha, f"{factory}: alpha", 0, hint=alpha_hint)
     for setting, value in flags.items():
         check_flag(value, f"{factory}: {setting}")
-    keys = given_keys(writes=("input_key", "target_key"), input_key=input_key, target_key=target_key)
+    fields = given_fields(writes=("input_field", "target_field"), input_field=input_field, target_field=target_field)
     mix = partial(core, **flags)
 
     def apply(event: Event, state: State) -> State:
-        own_input = keys.get("input_key", state.context.input_key)
-        own_target = keys.get("target_key", state.context.target_key)
+        own_input = fields.get("input_field", state.context.input_field)
+        own_target = fields.get("target_field", state.context.target_field)
         if event is Event.INIT:
-            check_can_write(own_input, "input_key")
-            check_can_write(own_target, "target_key")
+            check_can_write(own_input, "input_field")
+            check_can_write(own_target, "target_field")
             check_reads_targets(name, state.context.loss)
             losses.check_loss(state.context.loss, per_example=flags["interpolate_loss"])
             return state
@@ -116,5 +116,5 @@ def mixing_method(
         apply,
         traits=frozenset({Trait.MIXES_EXAMPLES}),
         runs_after=(Trait.AUGMENTS_EXAMPLES,),
-        config={"alpha": alpha, **shown, **keys},
+        config={"alpha": alpha, **shown, **fields},
     )

@@ -35,11 +35,11 @@ class SampleTransform:
     Args:
         core: `(key, image (C, H, W)) -> image`, of any size. A partial function of a module's own pickles, as workers
             want it.
-        input_key: Names the image in a sample; by default the sample itself, or the first member of a tuple or list.
+        input_field: Names the image in a sample; by default the sample itself, or the first member of a tuple or list.
         takes_target: Whether the core moves pixels without changing them, and takes a target along:
             `(key, image, target) -> (image, target)`. PIL images in a target, a tree of anything, reach it as tensors
             (C, H, W) and come back as images; such a core gets any mode of whole bytes, palettes and depths included.
-        target_key: Names that target; by default the second member of a tuple or list. Where there is none, the core
+        target_field: Names that target; by default the second member of a tuple or list. Where there is none, the core
             is given the image alone.
         value_range: The values of black and white of floats, numbers or one for each channel; values outside are
             refused. By default any will do.
@@ -53,15 +53,15 @@ class SampleTransform:
     """
 
     core: Callable[..., Any]
-    input_key: batches.Key | None = None
+    input_field: batches.Field | None = None
     takes_target: bool = False
-    target_key: batches.Key | None = None
+    target_field: batches.Field | None = None
     value_range: ValueRange = None
 
     def __post_init__(self) -> None:
-        for role in ("input_key", "target_key"):
-            if (key := getattr(self, role)) is not None:
-                batches.check_key(key, role)
+        for role in ("input_field", "target_field"):
+            if (field := getattr(self, role)) is not None:
+                batches.check_field(field, role)
 
     def __call__(self, sample: Any, rng: random.Rng | Tensor | torch.Generator | None = None) -> Any:
         """The sample with its image changed, of the same kind.
@@ -77,25 +77,25 @@ class SampleTransform:
             ValueError: Floats outside of the range; only where they are on a CPU, and nothing is traced.
         """
         is_sequence = isinstance(sample, tuple | list)
-        key, target_key = self.input_key, self.target_key
-        if key is None:
-            key = 0 if is_sequence else batches.WHOLE
-        if target_key is None and is_sequence and len(sample) > 1:
-            target_key = 1
-        image = batches.get(sample, key)
+        field, target_field = self.input_field, self.target_field
+        if field is None:
+            field = 0 if is_sequence else batches.WHOLE
+        if target_field is None and is_sequence and len(sample) > 1:
+            target_field = 1
+        image = batches.get(sample, field)
         opened = as_tensor(image, is_moved=self.takes_target)
         if opened.is_floating_point() and can_read(opened):
             check_in_range(opened, self.value_range, self._name().replace("_batch", "_transform"))
-        target = None if not self.takes_target or target_key is None else batches.get(sample, target_key)
+        target = None if not self.takes_target or target_field is None else batches.get(sample, target_field)
         if target is None:
-            return batches.put(sample, key, like_before(self.core(self._key(rng), opened), image))
+            return batches.put(sample, field, like_before(self.core(self._key(rng), opened), image))
         opened_target = tree.map(_opened, target)
         changed, changed_target = self.core(self._key(rng), opened, opened_target)
-        sample = batches.put(sample, key, like_before(changed, image))
+        sample = batches.put(sample, field, like_before(changed, image))
         if changed_target is opened_target:
             return sample
-        assert target_key is not None
-        return batches.put(sample, target_key, tree.map(like_before, changed_target, target))
+        assert target_field is not None
+        return batches.put(sample, target_field, tree.map(like_before, changed_target, target))
 
     def _key(self, rng: Any) -> Tensor:
         """A key of this sample and this function: two transforms may be given one source."""
@@ -126,7 +126,9 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
     if isinstance(image, Tensor):
         return image
     if not _is_pil(image):
-        raise TypeError(f"expected an image, a PIL one or a tensor (C, H, W), got {shown(image)}; name it by input_key")
+        raise TypeError(
+            f"expected an image, a PIL one or a tensor (C, H, W), got {shown(image)}; name it by input_field"
+        )
     modes = _MOVABLE if is_moved else _COLOURS
     if image.mode not in modes:
         # Of one bit each, pixels are black and white or a mask's 0 and 1: colours would change what a mask says.

@@ -31,7 +31,7 @@ _EVENT = re.compile(r"<Event\.(\w+): '\w+'>")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_LINES = 12
 _ROOT = "(root)"
-_SETTINGS = ("optimizer", "loss", "precision", "input_key", "target_key", "program", "microbatches")
+_SETTINGS = ("optimizer", "loss", "precision", "input_field", "target_field", "program", "microbatches")
 
 
 def describe(state: State, step: Any = None) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
         "optimizer": _words(context.optimizer),
         "loss": getattr(loss, "__name__", None) or _words(loss),
         "precision": context.precision,
-        "input_key": _words(context.input_key),
-        "target_key": _words(context.target_key),
+        "input_field": _words(context.input_field),
+        "target_field": _words(context.target_field),
         "frozen": sorted(context.frozen),
         "initialised": list(context.initialised),
         "required": list(context.required),

@@ -111,7 +111,7 @@ class CompiledStep(Step):
         """Take the step's data; nothing is compiled yet."""
         super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
         self.step, self.options = step, options
-        self._cache_of_graphs = GraphCache(step, options)
+        self._graphs = GraphCache(step, options)
         self._met: set[Any] = set()
         self._eager: dict[Any, Context] = {}
 
@@ -126,7 +126,7 @@ class CompiledStep(Step):
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
-        lease: BufferLease | None = state.__dict__.get("_lease")
+        lease: BufferLease | None = state.lease
         if lease is not None:
             lease.check()
         prepared = self.step.prepare(state, batch)
@@ -137,7 +137,7 @@ class CompiledStep(Step):
                 return self.step(state, batch)
             launch = None if self._must_be_eager(state, batch, shape) else self._launch(state, lease)
         except TypeError as error:
-            self._cache_of_graphs.fall_back(error)
+            self._graphs.fall_back(error)
             return self.step(state, batch)
         if launch is None:
             return self.step(state, batch)
@@ -148,13 +148,13 @@ class CompiledStep(Step):
             plan = plan or self._find(launch.entry, place, prepared)
             if plan is not EAGER:
                 with self.guarded(state, batch, is_first=False):
-                    return execute(self._cache_of_graphs, launch, prepared, tensors, plan)
+                    return execute(self._graphs, launch, prepared, tensors, plan)
         self._eager[place] = state.static.context  # the next step need not set up buffers to find this out
         return self.step(state, batch)
 
     def variants(self) -> Variants:
         """What has been compiled so far; prints as a table."""
-        return Variants(self._cache_of_graphs.variants)
+        return Variants(self._graphs.variants)
 
     def warmup(self, state: State, *examples: Any) -> Variants:
         """Compiles ahead what a run from this state will need.
@@ -174,7 +174,7 @@ class CompiledStep(Step):
             raise TypeError(f"warmup(state, *batches): expected a State first, got {type(state).__name__}")
         if not examples:
             raise ValueError("warmup(state, *batches): expected a batch of each form that will come, got none")
-        if state.__dict__.get("_lease") is not None:
+        if state.lease is not None:
             state = state.copy()
         for batch in examples:
             for prepared in _moments(self.step, state, batch):
@@ -196,7 +196,7 @@ class CompiledStep(Step):
         return CompiledStep, (self.step, self.options)
 
     def __repr__(self) -> str:
-        return f"compile({self.step!r}, {len(self._cache_of_graphs.variants)} variants)"
+        return f"compile({self.step!r}, {len(self._graphs.variants)} variants)"
 
     def _must_be_eager(self, state: State, batch: Any, shape: "_Shape") -> bool:
         if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
@@ -215,7 +215,7 @@ class CompiledStep(Step):
         It runs as composed, which watches it: they would act twice if it were run for that alone.
         """
         variant = prepared.bits, prepared.num_examples
-        if variant in self._met or not self._cache_of_graphs.has_host(prepared.bits):
+        if variant in self._met or not self._graphs.has_host(prepared.bits):
             return False
         self._met.add(variant)
         return True
@@ -225,8 +225,8 @@ class CompiledStep(Step):
         bits, start = prepared.bits, prepared.start()
         signatures = {**entry.signatures, "batch": Signature.of(start.batch)[0], "clock": Signature.of(start.clock)[0]}
         boundary = Boundary.start(start.static, signatures, is_donated=self.options.donate)
-        watched = None if self._cache_of_graphs.has_host(bits) else start
-        plan = entry.plans[place] = self._cache_of_graphs.plan_or_eager(boundary, bits, start=watched)
+        watched = None if self._graphs.has_host(bits) else start
+        plan = entry.plans[place] = self._graphs.plan_or_eager(boundary, bits, start=watched)
         return plan
 
     def _launch(self, state: State, lease: BufferLease | None) -> Launch | None:
@@ -242,7 +242,7 @@ class CompiledStep(Step):
         ):
             key, loss, context, home = lease.frees
             if fields["key"] is key and fields["loss"] is loss and state.static.context is context:
-                if home is self._cache_of_graphs:
+                if home is self._graphs:
                     return Launch(lease.buffers, lease.entry, state)
             return self._with_entry(lease.buffers, state)
         keeps = lease is not None and lease.buffers.is_donated is is_donated
@@ -265,7 +265,7 @@ class CompiledStep(Step):
 
     def _with_entry(self, buffers: DonatedBuffers, state: State, **rest: Any) -> Launch:
         signatures = {**buffers.signatures, "key": Signature.of(state.key)[0], "loss": Signature.of(state.loss)[0]}
-        return Launch(buffers, self._cache_of_graphs.entry(state.context, signatures), state, **rest)
+        return Launch(buffers, self._graphs.entry(state.context, signatures), state, **rest)
 
 
 class _Shape(NamedTuple):

@@ -143,9 +143,9 @@ def test_the_image_is_found_in_a_sample_and_the_rest_stays(name):
         "randaugment": randaugment_transform,
     }[name]
     sample = {"image": image, "label": label}
-    changed = make(input_key="image")(sample, KEY)
+    changed = make(input_field="image")(sample, KEY)
     assert torch.equal(changed["image"], expected) and changed["label"] is label and sample["image"] is image
-    assert torch.equal(make(input_key=1)((label, image), KEY)[1], expected)
+    assert torch.equal(make(input_field=1)((label, image), KEY)[1], expected)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 12), st.integers(1, 12), st.sampled_from(["L", "P", "I;16", "I", "F"]))
@@ -167,7 +167,7 @@ def test_masks_lose_the_rows_and_columns_of_their_image(seed, height, width, mod
 def test_masks_of_any_kind_go_along_and_others_stay():
     image, mask, small = make_pil("RGB"), make_pil("L", seed=1), make_pil("L", 5, 5)
     sample = {"image": image, "masks": [mask, make_pixels(1), small, "name", 3]}
-    transform = colout_transform(0.2, 0.4, input_key="image", target_key="masks")
+    transform = colout_transform(0.2, 0.4, input_field="image", target_field="masks")
     changed = transform(sample, KEY)
     assert changed["image"].size == changed["masks"][0].size == (9, 16)
     core: tuple[Tensor, Tensor] = colout_batch(KEY, as_tensor(image), as_tensor(mask), p_row=0.2, p_col=0.4)
@@ -289,7 +289,7 @@ def test_bad_settings_are_refused_when_made(make):
 
 
 def test_bad_keys_are_refused_when_made():
-    bad: list[dict[str, Any]] = [{"input_key": 1.5}, {"target_key": True}]
+    bad: list[dict[str, Any]] = [{"input_field": 1.5}, {"target_field": True}]
     for keys in bad:
         with pytest.raises(TypeError, match=f"{next(iter(keys))}="):
             colout_transform(**keys)
@@ -310,7 +310,7 @@ def test_what_is_no_image_or_no_source_is_refused():
     with pytest.raises(TypeError, match=r"expected a key, a torch.Generator or None, got 3 \(int\)"):
         transform(make_pil(), 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="has no member 'picture'"):
-        cutout_transform(input_key="picture")({"image": make_pil()}, KEY)
+        cutout_transform(input_field="picture")({"image": make_pil()}, KEY)
 
 
 @pytest.mark.parametrize("make", [augmix_transform, randaugment_transform])

@@ -71,7 +71,7 @@ def test_a_complete_run_is_complete_in_every_unit(
     step: Any = compose(loop_events)
 
     def run(length: str, **options: Any) -> State:
-        keys = {"input_key": "input_ids", "target_key": "labels", "iteration_length": "1ep"}
+        keys = {"input_field": "input_ids", "target_field": "labels", "iteration_length": "1ep"}
         states = [make_state(make_mlp(dropout=0.3), key=key, duration=length, **keys) for key in (3, 4)]
         first = pc.stack_states(states) if is_population else states[0]
         return fit(pc.population(step, 2) if is_population else step, first, batches, **options)

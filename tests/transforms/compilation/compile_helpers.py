@@ -30,7 +30,7 @@ def made(algorithms: Sequence[Algorithm] = (), *, microbatches: int = 1, **optio
 
 def readable(state: State) -> State:
     """The state with everything that it has on lease read out."""
-    return state.unleased() if "_lease" in state.__dict__ else state
+    return state if state.lease is None else state.unleased()
 
 
 def assert_agree(eager: Any, other: Any, tolerance: float = 1e-5) -> None:

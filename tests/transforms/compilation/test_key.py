@@ -105,7 +105,7 @@ def test_constants_that_differ_in_their_sign_alone_are_two() -> None:
     step, fast = made([changing("scale", Event.BATCH_START, scale)])
     x, y = make_batch()
     assert_runs_agree(
-        step, fast, make_state(input_key="x", target_key="y"), [{"x": x, "y": y, "z": z} for z in (0.0, -0.0)]
+        step, fast, make_state(input_field="x", target_field="y"), [{"x": x, "y": y, "z": z} for z in (0.0, -0.0)]
     )
 
 
@@ -301,5 +301,5 @@ def test_objects_in_a_batch_count_by_value() -> None:
     scale = changing("scale", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs * s.batch["set"].factor))
     step, fast = made([scale])
     batches = [{"x": x, "y": y, "set": Settings(1.0 + number % 2)} for number, (x, y) in enumerate(make_batches(5))]
-    assert_runs_agree(step, fast, make_state(input_key="x", target_key="y"), batches)
+    assert_runs_agree(step, fast, make_state(input_field="x", target_field="y"), batches)
     assert len(fast.variants()) == 2

@@ -123,7 +123,7 @@ def test_members_of_a_batch_that_are_no_examples_agree(donate: bool) -> None:
     step, fast = made([weigh], dynamic=True, donate=donate)
     weights = torch.linspace(0, 1, 4)
     batches = [{"x": x, "y": y, "w": weights} for x, y in of_sizes((4, 5, 6, 4))]
-    assert_runs_agree(step, fast, make_state(input_key="x", target_key="y"), batches)
+    assert_runs_agree(step, fast, make_state(input_field="x", target_field="y"), batches)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -247,14 +247,14 @@ BATCHES = {
 
 
 @DONATE
-@pytest.mark.parametrize("build, input_key, target_key", BATCHES.values(), ids=BATCHES)
-def test_batches_of_any_form_agree(build: Any, input_key: Any, target_key: Any, donate: bool) -> None:
+@pytest.mark.parametrize("build, input_field, target_field", BATCHES.values(), ids=BATCHES)
+def test_batches_of_any_form_agree(build: Any, input_field: Any, target_field: Any, donate: bool) -> None:
     def warm(state: State) -> State:
         temperature = state.batch.get("temperature", 1.0) if isinstance(state.batch, dict) else 1.0
         return state.replace(outputs=state.outputs / temperature)
 
     step, fast = made([changing("warm", Event.AFTER_FORWARD, warm)], donate=donate)
-    state = make_state(input_key=input_key, target_key=target_key)
+    state = make_state(input_field=input_field, target_field=target_field)
     assert_runs_agree(step, fast, state, [build(*batch) for batch in make_batches(20)])
     assert len(fast.variants()) == 1
 
@@ -264,7 +264,7 @@ def test_changing_constants_in_a_batch_are_never_baked_in() -> None:
     step, fast = made([warm])
     scales = [1.0, 2.0, 1, True, 0.5, 1.0]
     batches = [{"x": x, "y": y, "scale": scale} for (x, y), scale in zip(make_batches(6), scales, strict=True)]
-    assert_runs_agree(step, fast, make_state(input_key="x", target_key="y"), batches)
+    assert_runs_agree(step, fast, make_state(input_field="x", target_field="y"), batches)
     assert len(fast.variants()) == 5  # 1.0 twice; 1, 1.0 and True are three things
 
 
@@ -273,7 +273,7 @@ def test_arrays_in_a_batch_that_change_in_place_are_seen() -> None:
     weights = numpy.ones(4, dtype="float32")
     warm = changing("warm", Event.BATCH_START, lambda s: s.replace(inputs=s.inputs * float(s.batch["w"][0])))
     step, fast = made([warm])
-    state, (x, y) = make_state(input_key="x", target_key="y"), make_batch()
+    state, (x, y) = make_state(input_field="x", target_field="y"), make_batch()
     batch = {"x": x, "y": y, "w": weights}
     assert_agree(step(state, batch), fast(state, batch))
     weights[:] = 3

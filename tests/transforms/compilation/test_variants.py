@@ -195,5 +195,5 @@ def test_names_in_a_batch_are_blamed_on_the_batch() -> None:
         {"x": x, "y": y, "ids": [f"{number}-{i}" for i in range(8)]} for number, (x, y) in enumerate(make_batches(9))
     ]
     with pytest.raises(VariantLimitError, match="ids, names") as caught:
-        run(fast, make_state(input_key="x", target_key="y"), batches)
+        run(fast, make_state(input_field="x", target_field="y"), batches)
     del caught
