@@ -28,7 +28,7 @@ def five() -> list[Algorithm]:
         only(alg.mixup(0.2, name="late_mixup"), after(0.9)),
         only(alg.mixup(0.2, name="rare_mixup"), every("0.5dur")),
         only(alg.label_smoothing(0.1), between("500ep", 0.9) & ~every(2)),
-        only(alg.selective_backprop(0.0, 1.0, interrupt=0), every(10**6)),
+        only(alg.selective_backprop(0.0, 1.0, full_every=0), every(10**6)),
         only(alg.selective_backprop(0.5, 0.9, name="late_backprop"), after(0.5)),
     ]
 

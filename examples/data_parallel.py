@@ -26,7 +26,7 @@ def train(num_epochs: int) -> pc.State:
     labels = (points.norm(dim=1) > 0.8).long()  # inside of a circle, or outside
     batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(points, labels), 64, shuffle=True)
 
-    step = pc.data_parallel(compose(loop_events, [alg.mixup(0.1), alg.sam(0.05, interval=5), alg.ema("20ba")]))
+    step = pc.data_parallel(compose(loop_events, [alg.mixup(0.1), alg.sam(0.05, every=5), alg.ema("20ba")]))
     state = pc.State.create(
         net, loss=pc.losses.cross_entropy, optimizer=pc.optim.adamw(0.01), key=0, duration=f"{num_epochs}ep"
     ).to(device)

@@ -62,8 +62,8 @@ def ema(
     half_life: TimeLike | None = None,
     *,
     smoothing: float | None = None,
-    ema_start: TimeLike | float = 0.0,
-    update_interval: TimeLike | None = None,
+    start: TimeLike | float = 0.0,
+    every: TimeLike | None = None,
     name: str = "ema",
 ) -> Algorithm:
     """Averages the weights for evaluation and export.
@@ -79,15 +79,15 @@ def ema(
     are the live weights. Nothing writes into the live weights, so training is the same, bit for bit, with the method
     and without it.
 
-    Events: INIT; BATCH_END in every `update_interval` from `ema_start` on; EVAL_START and PREDICT_START, where the
+    Events: INIT; BATCH_END at each averaging step from `start` on; EVAL_START and PREDICT_START, where the
     state is one that is thrown away. Reads parameters and buffers.
 
     Args:
         half_life: After how long a weight counts for half, positive, in any unit but seconds: "2ep", "0.01dur",
             "1e6sp"; by default "1000ba" unless `smoothing` is given.
         smoothing: s, in [0, 1], for each update, in place of a half-life.
-        ema_start: When averaging begins, a share of the run or a time.
-        update_interval: How often weights are taken, counted from the beginning of the run, in any unit but seconds; by
+        start: When averaging begins, a share of the run or a time.
+        every: How often weights are taken, counted from the beginning of the run, in any unit but seconds; by
             default after every batch. It should be much smaller than the half-life. In samples, tokens or iterations
             the step itself tells when, at the cost of an update in every batch.
         name: Names the slot, and the weights for `to_module`.
@@ -98,7 +98,7 @@ def ema(
 
     Example:
         >>> ema("100ba")
-        ema(half_life='100ba', ema_start='0.0dur', update_interval='1ba')
+        ema(half_life='100ba', start='0.0dur', every='1ba')
         >>> ema(smoothing=0.99).config["smoothing"]
         0.99
 
@@ -115,10 +115,8 @@ def ema(
         pace = measure(checked_interval(time, "ema: half_life"))
     else:
         pace = check_number(smoothing, "ema: smoothing", 0, 1)
-    start = named_point(ema_start, "ema: ema_start")
-    taking = turns(
-        "1ba" if update_interval is None else update_interval, start, "ema: update_interval", is_counted_anew=False
-    )
+    start = named_point(start, "ema: start")
+    taking = turns("1ba" if every is None else every, start, "ema: every", is_counted_anew=False)
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -147,7 +145,7 @@ def ema(
         apply,
         traits=frozenset({Trait.AVERAGES_WEIGHTS}),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config={setting: pace, "ema_start": str(start), "update_interval": taking.setting},
+        config={setting: pace, "start": str(start), "every": taking.setting},
     )
 
 

@@ -10,8 +10,9 @@ from purecompose.algorithms._parts.checks import check_scalar
 from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule import Scalar
+from purecompose.time import predicates
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, every, on
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["lookahead", "pull_back"]
@@ -40,30 +41,30 @@ def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: flo
 
 
 @factory
-def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead") -> Algorithm:
-    """Goes back along the way in every `interval`-th step.
+def lookahead(alpha: Scalar = 0.5, every: int = 5, *, name: str = "lookahead") -> Algorithm:
+    """Move the weights part of the way back, once in `every` steps.
 
-        every `interval` steps:   slow <- slow + alpha (fast - slow),   fast <- slow
+        once in `every` steps:   slow <- slow + alpha (fast - slow),   fast <- slow
 
-    with fast the weights that the optimizer moves, and slow those of `interval` steps before. What the optimizer
+    with fast the weights that the optimizer moves, and slow those of `every` steps before. What the optimizer
     remembers stays as it is.
 
-    Events: INIT; BATCH_END of every `interval`-th step, counted from 1. Reads and replaces: the parameters that were
+    Events: INIT; BATCH_END of one step in `every`, counted from 1. Reads and replaces: the parameters that were
     trainable at INIT and still are. The slot holds the slow ones, by name. They begin as the weights are at INIT, so
     weights from elsewhere are put in before `step.init`.
 
     Args:
         alpha: Which share of the way stays, in [0, 1]; 1 never matches. An `hparam` or a schedule may be given: its
             default is checked; what becomes of it later is not. 0.5 and 0.8 are common.
-        interval: k, after how many steps; 5 and 10 are common.
+        every: k, the number of steps from one move back to the next; 5 and 10 are common.
         name: Names its slot.
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range.
 
     Example:
-        >>> lookahead(0.8, interval=10)
-        lookahead(alpha=0.8, interval=10)
+        >>> lookahead(0.8, every=10)
+        lookahead(alpha=0.8, every=10)
         >>> lookahead(1.0).match
         never
 
@@ -72,7 +73,7 @@ def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead"
         NeurIPS 2019. https://arxiv.org/abs/1907.08610
     """
     check_scalar(alpha, "lookahead: alpha", 0, 1, hint="it is the share of the way that stays")
-    interval = check_whole(interval, "lookahead: interval", 1, hint="it counts steps")
+    every = check_whole(every, "lookahead: every", 1, hint="it counts steps")
 
     def apply(event: Event, state: State) -> State:
         if event is Event.INIT:
@@ -87,9 +88,9 @@ def lookahead(alpha: Scalar = 0.5, interval: int = 5, *, name: str = "lookahead"
     is_neutral = isinstance(alpha, (int, float)) and alpha == 1
     return Algorithm(
         name,
-        NEVER if is_neutral else on(Event.INIT) | on(Event.BATCH_END) & every(interval),
+        NEVER if is_neutral else on(Event.INIT) | on(Event.BATCH_END) & predicates.every(every),
         apply,
         runs_before=(Trait.AVERAGES_WEIGHTS,),
         runs_after=(Trait.REQUIRED_ON_LOAD,),
-        config={"alpha": alpha, "interval": interval},
+        config={"alpha": alpha, "every": every},
     )

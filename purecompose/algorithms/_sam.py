@@ -11,8 +11,9 @@ from purecompose.core.algorithm import Algorithm, Trait, factory
 from purecompose.core.state import State
 from purecompose.schedule import Scalar
 from purecompose.surgery.weights import wide
+from purecompose.time import predicates
 from purecompose.time.event import Event
-from purecompose.time.predicates import NEVER, every, on
+from purecompose.time.predicates import NEVER, on
 
 
 __all__ = ["perturb_params", "sam"]
@@ -50,7 +51,7 @@ def perturb_params(
 
 @factory
 def sam(
-    rho: Scalar = 0.05, *, epsilon: float = 1e-12, interval: int = 1, per_rank: bool = False, name: str = "sam"
+    rho: Scalar = 0.05, *, epsilon: float = 1e-12, every: int = 1, per_rank: bool = False, name: str = "sam"
 ) -> Algorithm:
     """Steps by the gradient at the worst point nearby.
 
@@ -62,7 +63,7 @@ def sam(
     one is what other algorithms and the optimizer see. The parameters are never moved to w + e and back, so nothing is
     rounded, and the optimizer is not wrapped: its state is in the checkpoint as ever.
 
-    Events: AFTER_TRAIN_BATCH of every `interval`-th step, counted from 1, before what clips gradients. Reads and
+    Events: AFTER_TRAIN_BATCH of one step in `every`, counted from 1, before what clips gradients. Reads and
     replaces: the gradients; reports in `metrics` the loss at w + e less the loss at w, as f"{name}/sharpness".
     Remembers nothing. Under loss scaling both gradients are scaled, and a step of which either overflows is left out.
     Of a program with several `Grad`s the last one before the event is taken again; its loss is at a point moved along
@@ -72,8 +73,8 @@ def sam(
         rho: How far that point is, at least 0; 0 never matches. An `hparam` or a schedule may be given: its default is
             checked; what becomes of it later is not.
         epsilon: Added to the norm of the gradient, at least 1e-30.
-        interval: In every how many-th step. 0.05 in every step is common; with an interval of 10 a rho of 0.5 costs a
-            tenth, and gains most of it.
+        every: The number of steps from one such step to the next. A rho of 0.05 in each step is common; with every=10
+            a rho of 0.5 costs a tenth, and gains most of it.
         per_rank: In a step of several processes (`data_parallel`): each moves along the gradient of its own part of the
             batch, and not along the whole batch's. The point is then another one for each part (m-sharpness in the
             paper, which found small parts to generalise better). It takes one more gradient, alone as well, where the
@@ -84,8 +85,8 @@ def sam(
         TypeError, ValueError: A setting of the wrong kind or out of range.
 
     Example:
-        >>> sam(0.5, interval=10)
-        sam(rho=0.5, epsilon=1e-12, interval=10)
+        >>> sam(0.5, every=10)
+        sam(rho=0.5, epsilon=1e-12, every=10)
         >>> sam(0).match
         never
 
@@ -95,7 +96,7 @@ def sam(
     """
     check_scalar(rho, "sam: rho", 0, hint="it is how far the second gradient's point is")
     epsilon = check_number(epsilon, "sam: epsilon", _LEAST_EPSILON, hint="1e-12 is common")
-    interval = check_whole(interval, "sam: interval", 1, hint="it counts steps")
+    every = check_whole(every, "sam: every", 1, hint="it counts steps")
     check_flag(per_rank, "sam: per_rank")
 
     def apply(event: Event, state: State) -> State:
@@ -112,9 +113,9 @@ def sam(
     is_neutral = isinstance(rho, (int, float)) and rho == 0
     return Algorithm(
         name,
-        NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH) & every(interval),
+        NEVER if is_neutral else on(Event.AFTER_TRAIN_BATCH) & predicates.every(every),
         apply,
         traits=frozenset({Trait.RENEWS_GRADIENTS}),
         runs_before=(Trait.CLIPS_EXAMPLES, Trait.CLIPS_GRADIENTS),
-        config={"rho": rho, "epsilon": epsilon, "interval": interval, **({"per_rank": True} if per_rank else {})},
+        config={"rho": rho, "epsilon": epsilon, "every": every, **({"per_rank": True} if per_rank else {})},
     )

@@ -109,7 +109,7 @@ def select_using_loss(
 
 
 def should_selective_backprop(
-    current_duration: float, batch_in_epoch: int, *, start: float = 0.5, end: float = 0.9, interrupt: int = 2
+    current_duration: float, batch_in_epoch: int, *, start: float = 0.5, end: float = 0.9, full_every: int = 2
 ) -> bool:
     """Whether selective backprop is active in a batch.
 
@@ -118,14 +118,14 @@ def should_selective_backprop(
         batch_in_epoch: The number of batches that are over in this epoch.
         start: See `selective_backprop`, as the others.
         end: Excluded.
-        interrupt: 0 for no exception.
+        full_every: 0 for no exception.
 
     Example:
-        >>> [should_selective_backprop(0.6, batch, interrupt=3) for batch in range(4)]
+        >>> [should_selective_backprop(0.6, batch, full_every=3) for batch in range(4)]
         [True, True, False, True]
     """
-    _check_window(start, end, interrupt)
-    is_interrupted = interrupt > 0 and (batch_in_epoch + 1) % interrupt == 0
+    _check_window(start, end, full_every)
+    is_interrupted = full_every > 0 and (batch_in_epoch + 1) % full_every == 0
     return start <= current_duration < end and not is_interrupted
 
 
@@ -136,7 +136,7 @@ def selective_backprop(
     keep: float = 0.5,
     *,
     scale_factor: float = 1.0,
-    interrupt: int = 2,
+    full_every: int = 2,
     name: str = "selective_backprop",
     input_field: batches.Field | None = None,
     target_field: batches.Field | None = None,
@@ -151,7 +151,8 @@ def selective_backprop(
 
         p_r ~ ((r + 1/2) / N)^(1 / keep - 1)
 
-    It is active from `start` to `end` of the run (as fractions), except in every `interrupt`-th batch of an epoch.
+    It is active from `start` to `end` of the run (as fractions), except in one batch of `full_every`, which is trained
+    on whole.
 
     The loss of an example is the mean over those of its positions that count: in a language model's batch not over
     padding. Where the model computes its own loss (`losses.ModelLoss`), one number for the batch, the ranking takes the
@@ -171,7 +172,8 @@ def selective_backprop(
         keep: The share of examples to keep, in (0, 1]; 1 never matches.
         scale_factor: Shrinks images for the extra pass, in (0, 1]; below 1 for inputs (N, C, ...) with 1 to 3
             dimensions after the channels. The model must take inputs of that size.
-        interrupt: Every `interrupt`-th batch of an epoch is trained on whole; 0 for none, 1 never matches.
+        full_every: One batch in so many of an epoch is trained on whole; with 0 none is, with 1 all are (it never
+            matches).
         name: Names its draws.
         input_field: Names the batch's input; by default the state's own.
         target_field: Names the target; by default the state's own. A model's own loss names its labels itself.
@@ -185,7 +187,7 @@ def selective_backprop(
 
     Example:
         >>> selective_backprop(start=0.5, end=0.9, keep=0.5)
-        selective_backprop(start=0.5, end=0.9, keep=0.5, scale_factor=1.0, interrupt=2)
+        selective_backprop(start=0.5, end=0.9, keep=0.5, scale_factor=1.0, full_every=2)
         >>> selective_backprop(keep=1).match
         never
 
@@ -194,7 +196,7 @@ def selective_backprop(
         Joshi, Michael Kaminsky, Michael Kozuch, Zachary C. Lipton, Padmanabhan Pillai: Accelerating Deep Learning
         by Focusing on the Biggest Losers. 2019. https://arxiv.org/abs/1910.00762
     """
-    _check_window(start, end, interrupt)
+    _check_window(start, end, full_every)
     _check_keep("selective_backprop: keep", keep)
     _check_scale_factor("selective_backprop: scale_factor", scale_factor)
     fields = given_fields(input_field=input_field, target_field=target_field)
@@ -223,10 +225,10 @@ def selective_backprop(
         chosen = choose_by_loss(state.rng(name), ranking_losses, keep=keep)
         return state.replace(batch=batches.take(state.batch, chosen, num))
 
-    settings = {"scale_factor": scale_factor, "interrupt": interrupt, **fields}
+    settings = {"scale_factor": scale_factor, "full_every": full_every, **fields}
     return Algorithm(
         name,
-        NEVER if keep == 1 or interrupt == 1 else _match(start, end, interrupt),
+        NEVER if keep == 1 or full_every == 1 else _match(start, end, full_every),
         apply,
         traits=frozenset({Trait.SELECTS_EXAMPLES}),
         runs_after=(Trait.LIMITS_BATCHES,),
@@ -265,10 +267,10 @@ def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_f
     return _ranking_losses(forward_fn, example_losses, inputs, targets, scale_factor)
 
 
-def _match(start: float, end: float, interrupt: int) -> Predicate:
+def _match(start: float, end: float, full_every: int) -> Predicate:
     active = on(Event.AFTER_DATALOADER) & between(start, end)
-    if interrupt:
-        active = active & ~every(interrupt, in_epoch=True)
+    if full_every:
+        active = active & ~every(full_every, in_epoch=True)
     # In every batch: a check in the first one alone would be one more schedule to compile.
     return on(Event.INIT, Event.BATCH_START, Event.AFTER_FORWARD) | active
 
@@ -308,19 +310,19 @@ def _check_images(inputs: Any, scale_factor: float) -> None:
         )
 
 
-def _check_window(start: float, end: float, interrupt: int) -> None:
+def _check_window(start: float, end: float, full_every: int) -> None:
     hint = "start and end are fractions of the run"
     check_number(start, "selective_backprop: start", 0, 1, hint=hint)
     check_number(end, "selective_backprop: end", 0, 1, hint=hint)
     if start >= end:
         raise ValueError(f"selective_backprop: expected start < end, got start={start}, end={end}; {hint}")
-    if not isinstance(interrupt, int) or isinstance(interrupt, bool):
+    if not isinstance(full_every, int) or isinstance(full_every, bool):
         raise TypeError(
-            f"selective_backprop: interrupt={interrupt!r} ({type(interrupt).__name__}): expected an int, "
+            f"selective_backprop: full_every={full_every!r} ({type(full_every).__name__}): expected an int, "
             "such as 2 for every other batch, or 0 for no interruption"
         )
-    if interrupt < 0:
-        raise ValueError(f"selective_backprop: interrupt={interrupt}: expected 0 (no interruption) or more")
+    if full_every < 0:
+        raise ValueError(f"selective_backprop: full_every={full_every}: expected 0 (no whole batches) or more")
 
 
 def _check_keep(role: str, keep: float) -> None:

@@ -34,7 +34,7 @@ class SwaState(NamedTuple):
 
     averages: Averages
     num_batches: Tensor
-    """How many batches are in the statistics since `swa_end`, 0-d int64."""
+    """How many batches are in the statistics since `end`, 0-d int64."""
     turn: Tensor
     """When the last interval ended: batches, epochs, examples and tokens, float64 of shape (4,); 0 with an interval in
     batches, epochs or a share of the run."""
@@ -64,9 +64,9 @@ def add_to_mean(means: Mapping[str, Tensor], weights: Mapping[str, Tensor], num:
 
 @factory
 def swa(
-    swa_start: TimeLike | float = 0.7,
-    swa_end: TimeLike | float = 0.97,
-    update_interval: TimeLike = "1ep",
+    start: TimeLike | float = 0.7,
+    end: TimeLike | float = 0.97,
+    every: TimeLike = "1ep",
     swa_lr: float | None = None,
     anneal_strategy: str = "linear",
     anneal_steps: int = 10,
@@ -77,20 +77,20 @@ def swa(
 
         A_n = A_{n-1} + (W_n - A_{n-1}) / n
 
-    with W_n the weights at the n-th turn: the first comes with the first batch from `swa_start` on (that ends an epoch,
-    for an interval in epochs), others after each `update_interval`, those at `swa_end` included. Averaged are the
+    with W_n the weights at the n-th turn: the first comes with the first batch from `start` on (that ends an epoch,
+    for an interval in epochs), others follow every `every`, those at `end` included. Averaged are the
     trainable parameters. With `swa_lr` the learning rate goes from the schedule's own to that one, over `anneal_steps`
-    intervals from `swa_start` on, and stays there; for each group that has a rate of its own as well:
+    intervals from `start` on, and stays there; for each group that has a rate of its own as well:
 
         lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
     It is the schedule of the rate that changes: its greatest value stays, so that a weight decay which follows the
-    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) goes on doing so, and training before `swa_start` is that of
+    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) goes on doing so, and training before `start` is that of
     one schedule alone, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that
     begins at 0, as a decay that follows it then does.
 
     BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
-    `swa_end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to
+    `end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to
     date: they become means over these batches, with every module but BatchNorm in evaluation mode. A network without
     BatchNorm is spared that. The whole batch goes through at once, without gradients, into whatever microbatches
     training divides it. Of a batch with statistics that are not finite nothing is taken. A run that has no batches left
@@ -100,15 +100,15 @@ def swa(
     `to_module(state, weights="swa")` and `with_weights(state, "swa")` give them to others. Until the first update they
     are the live weights. The live weights train on and are never overwritten.
 
-    Events: INIT; BATCH_END in every interval from `swa_start` to `swa_end`; AFTER_TRAIN_BATCH from `swa_end` on;
+    Events: INIT; BATCH_END in every interval from `start` to `end`; AFTER_TRAIN_BATCH from `end` on;
     EVAL_START and PREDICT_START, where the state is one that is thrown away. Reads parameters and buffers; with
     `swa_lr`, it replaces the optimizer's learning rate at INIT.
 
     Args:
-        swa_start: When averaging begins, a share of the run or a time.
-        swa_end: When the last weights are taken, later than the start; the batches that follow bring statistics up to
+        start: When averaging begins, a share of the run or a time.
+        end: When the last weights are taken, later than the start; the batches that follow bring statistics up to
             date. At a share of 1 none follow: for networks without batch statistics.
-        update_interval: How often weights are taken, in any unit but seconds. First in the first batch from `swa_start`
+        every: How often weights are taken, in any unit but seconds. First in the first batch from `start`
             on, or, with an interval in epochs, in the first that ends one. In samples, tokens or iterations the step
             itself tells when, at the cost of an update in every batch.
         swa_lr: The learning rate to go to, at least 0; by default it stays as it is.
@@ -122,20 +122,20 @@ def swa(
             cannot tell.
 
     Warns:
-        UserWarning: At INIT: the run ends, or `swa_end` comes, before any weights are taken.
+        UserWarning: At INIT: the run ends, or `end` comes, before any weights are taken.
 
     Example:
-        >>> swa(0.75, update_interval="2ep", swa_lr=0.01)
-        swa(swa_start='0.75dur', swa_end='0.97dur', update_interval='2ep', swa_lr=0.01, anneal_strategy='linear', ...)
+        >>> swa(0.75, every="2ep", swa_lr=0.01)
+        swa(start='0.75dur', end='0.97dur', every='2ep', swa_lr=0.01, anneal_strategy='linear', ...)
 
     References:
         Pavel Izmailov, Dmitrii Podoprikhin, Timur Garipov, Dmitry Vetrov, Andrew Gordon Wilson: Averaging Weights Leads
         to Wider Optima and Better Generalization. UAI 2018. https://arxiv.org/abs/1803.05407
     """
-    start, end = named_point(swa_start, "swa: swa_start"), named_point(swa_end, "swa: swa_end")
+    start, end = named_point(start, "swa: start"), named_point(end, "swa: end")
     if start.unit is end.unit and end <= start:
-        raise ValueError(f"swa: expected swa_end after swa_start, got {start} and {end}")
-    taking = turns(update_interval, start, "swa: update_interval", is_counted_anew=True)
+        raise ValueError(f"swa: expected end after start, got {start} and {end}")
+    taking = turns(every, start, "swa: every", is_counted_anew=True)
     check_one_of(anneal_strategy, "swa: anneal_strategy", ("linear", "cosine"))
     check_whole(anneal_steps, "swa: anneal_steps", 1)
     if swa_lr is not None:
@@ -167,7 +167,7 @@ def swa(
 
     averaging = on(Event.BATCH_END) & taking.match
     match = averaging if is_whole else averaging & through(end) | on(Event.AFTER_TRAIN_BATCH) & after(end)
-    settings: dict[str, Any] = {"swa_start": str(start), "swa_end": str(end), "update_interval": taking.setting}
+    settings: dict[str, Any] = {"start": str(start), "end": str(end), "every": taking.setting}
     if swa_lr is not None:
         settings |= {"swa_lr": swa_lr, "anneal_strategy": anneal_strategy, "anneal_steps": anneal_steps}
     return Algorithm(
@@ -189,12 +189,12 @@ def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_who
     total = math.inf if run.total_batches is None else run.total_batches
     if first <= total and (is_whole or (last is not None and first <= last)):
         return None
-    facts = [] if last is None or is_whole else [f"swa_end={end} is batch {last:g}"]
+    facts = [] if last is None or is_whole else [f"end={end} is batch {last:g}"]
     facts += [] if total == math.inf else [f"the run has {total:g}"]
     return (
-        f"takes no weights in this run: from swa_start={start} on the first batch for an update_interval of "
+        f"takes no weights in this run: from start={start} on the first batch for every="
         f"{taking.interval} is {first}, but {' and '.join(facts)}. Set one of fewer batches, such as '1ba', or "
-        "swa_start and swa_end further apart"
+        "start and end further apart"
     )
 
 
@@ -285,7 +285,7 @@ class _Annealed:
             return start / length
         if self.start and self.start.unit is not self.length.unit:
             raise ValueError(
-                f"swa: swa_start={self.start} and {self.length} of annealing have no unit in common in this run; give "
-                "State.create batches_per_epoch, or write swa_start and update_interval in one unit"
+                f"swa: start={self.start} and {self.length} of annealing have no unit in common in this run; give "
+                "State.create batches_per_epoch, or write start and every in one unit"
             )
         return self.start.value / self.length.value

@@ -43,7 +43,7 @@ def _for_short_runs() -> list[Algorithm]:
     return [
         blurpool(),
         channels_last(),
-        ema(half_life="100ba", update_interval="20ba"),
+        ema(half_life="100ba", every="20ba"),
         progressive_resizing(initial_scale=0.5, delay_fraction=0.4, finetune_fraction=0.2, size_increment=4),
     ]
 
@@ -53,14 +53,14 @@ def _mild() -> list[Algorithm]:
 
 
 def _medium() -> list[Algorithm]:
-    return [*_for_short_runs(), label_smoothing(0.1), mixup(0.2), sam(0.5, interval=10)]
+    return [*_for_short_runs(), label_smoothing(0.1), mixup(0.2), sam(0.5, every=10)]
 
 
 def _hot() -> list[Algorithm]:
     return [
         label_smoothing(0.13),
         mixup(0.25),
-        sam(0.5, interval=5),
+        sam(0.5, every=5),
         colout(p_row=0.05, p_col=0.05),
         randaugment(severity=9, depth=1),
         stochastic_depth("sample", 0.1),

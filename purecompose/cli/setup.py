@@ -170,11 +170,11 @@ def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
         # Where data are set aside to decide by, the test data are looked at once.
         num_batches = _limited(settings["limit_batches"], len(test_data))
         interval = "1dur" if aside else settings["eval_every"]
-        evaluators = (Evaluator(test_data, wanted, interval=interval, num_batches=num_batches),)
+        evaluators = (Evaluator(test_data, wanted, every=interval, num_batches=num_batches),)
         if aside:
             held = kind.stored(aside[0], aside[1]).to(device)
             num_batches = _limited(settings["limit_batches"], len(held))
-            own = Evaluator(held, wanted, interval=settings["eval_every"], label="val", num_batches=num_batches)
+            own = Evaluator(held, wanted, every=settings["eval_every"], label="val", num_batches=num_batches)
             evaluators = (own, *evaluators)
     with reported_as("--patience"):
         stop = () if settings["patience"] is None else (EarlyStopping(f"{watched}/loss", settings["patience"]),)

@@ -39,7 +39,7 @@ class Evaluator:
     Args:
         data: Batches; iterated from the start at each evaluation. Data without an end need `num_batches`.
         metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss.
-        interval: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
+        every: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
             of the run. It also runs once at the end.
             Or a function `Timestamp -> bool`, asked after every batch and epoch whether an evaluation is due, such as
             `lambda now: now.batch in (10, 100, 1000)` or `lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 4)`.
@@ -57,7 +57,7 @@ class Evaluator:
 
     data: Iterable[Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    interval: Interval | str = "1ep"
+    every: Interval | str = "1ep"
     label: str = "eval"
     num_batches: int | None = None
     microbatch_size: int | None = None
@@ -73,14 +73,14 @@ class Evaluator:
                 f"Evaluator: data: {type(self.data).__name__} has no end, so an evaluation would have none: give "
                 "num_batches, how many of its batches to take"
             )
-        interval = checked_interval(self.interval, "Evaluator: interval", functions=True)
+        every = checked_interval(self.every, "Evaluator: every", functions=True)
         if not isinstance(self.metrics, Mapping):
             raise TypeError(f"metrics={self.metrics!r}: expected a mapping by name, such as {{'accuracy': accuracy}}")
-        object.__setattr__(self, "interval", interval)
+        object.__setattr__(self, "every", every)
         object.__setattr__(self, "metrics", {name: as_metric(m) for name, m in self.metrics.items()})
 
     def __repr__(self) -> str:
-        options = {"interval": self.interval, "label": self.label}
+        options = {"every": self.every, "label": self.label}
         options |= {name: value for name in ("num_batches", "microbatch_size") if (value := getattr(self, name))}
         rest = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"Evaluator({type(self.data).__name__}, metrics={list(self.metrics)}, {rest})"

@@ -146,7 +146,7 @@ class Run:
         due = [
             evaluator
             for evaluator in self.evaluators
-            if _is_due(evaluator.interval, event, before, state.timestamp)
+            if _is_due(evaluator.every, event, before, state.timestamp)
             and self._evaluated.get(id(evaluator)) != state.timestamp.batch
         ]
         if not due:

@@ -19,7 +19,7 @@ __all__ = ["from_torch"]
 _UNITS = (TimeUnit.BATCH, TimeUnit.EPOCH)
 
 
-def from_torch(make: Callable[..., Any], *, interval: TimeLike = "1ep", **settings: Any) -> Schedule:
+def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings: Any) -> Schedule:
     """The multiplier that a scheduler of torch gives an optimizer whose learning rate is 1.
 
     The scheduler runs ahead, on an optimizer of its own, and its values are kept: the schedule is a function of the
@@ -28,7 +28,7 @@ def from_torch(make: Callable[..., Any], *, interval: TimeLike = "1ep", **settin
 
     Args:
         make: A class of `torch.optim.lr_scheduler`, or a function `(optimizer, **settings) -> scheduler`.
-        interval: How often the scheduler steps, in epochs or batches: "1ep", "1ba".
+        every: How often the scheduler steps, in epochs or batches: "1ep", "1ba".
         **settings: The scheduler's.
 
     Raises:
@@ -46,26 +46,26 @@ def from_torch(make: Callable[..., Any], *, interval: TimeLike = "1ep", **settin
             "schedule.from_torch: ReduceLROnPlateau steps by a metric, and a schedule is a function of time: use "
             'fit(..., adjust=purecompose.ReduceOnPlateau("eval/loss"))'
         )
-    every = checked_time(interval, "schedule.from_torch: interval", is_positive=True)
+    every = checked_time(every, "schedule.from_torch: every", is_positive=True)
     if every.unit not in _UNITS:
-        raise ValueError(f"schedule.from_torch: interval={every}: expected epochs or batches")
+        raise ValueError(f"schedule.from_torch: every={every}: expected epochs or batches")
     if not callable(make):
         raise TypeError(f"schedule.from_torch: expected a class of torch.optim.lr_scheduler, got {shown(make)}")
     values = _Values(make, tuple(sorted(settings.items())), every)
     values.at(0)  # a wrong setting is an error now
     given = "".join(f", {name}={value!r}" for name, value in settings.items())
-    return Schedule(values, f"from_torch({getattr(make, '__name__', make)}, interval={str(every)!r}{given})")
+    return Schedule(values, f"from_torch({getattr(make, '__name__', make)}, every={str(every)!r}{given})")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Values:
     make: Callable[..., Any]
     settings: tuple[tuple[str, Any], ...]
-    interval: Time
+    every: Time
     _known: list[float] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def __call__(self, timestamp: Timestamp) -> float:
-        return self.at(int(timestamp.get(self.interval.unit) // self.interval.value))
+        return self.at(int(timestamp.get(self.every.unit) // self.every.value))
 
     def at(self, num_steps: int) -> float:
         """The value after so many steps. The scheduler runs from its start, twice as far as is asked for."""

@@ -114,7 +114,7 @@ _FRACTIONS = _or_floats([0.0, 0.25, 0.5, 0.75, 1.0], 0, 1)
 _KEPT_WINDOWS = st.just([0.0, 1.0]) | st.tuples(_FRACTIONS, _FRACTIONS).filter(lambda w: w[0] != w[1]).map(sorted)
 _SELECTIVE = _joined(
     _KEPT_WINDOWS.map(lambda window: {"start": window[0], "end": window[1]}),
-    _optional(keep=_or_floats([0.5, 1, 1.0], 0, 1, exclude_min=True), interrupt=st.integers(0, 4)),
+    _optional(keep=_or_floats([0.5, 1, 1.0], 0, 1, exclude_min=True), full_every=st.integers(0, 4)),
 )
 _SMALL_LINEARS = _fixed(  # the networks' layers have three to sixteen features
     min_features=st.integers(1, 3), latent_features=_or_floats([1, 0.25, 1.0], 0.01, 0.5)
@@ -234,14 +234,14 @@ _ROWS = (
     ),
     Row(
         "ema",
-        examples=("ema('2ba')", "ema(smoothing=0.9, update_interval='2ba')"),
+        examples=("ema('2ba')", "ema(smoothing=0.9, every='2ba')"),
         neutral=None,
         settings=_joined(
             _fixed(half_life=st.sampled_from(["2ba", "1ep", "5sp", "0.25dur"]))
             | _fixed(smoothing=_or_floats([0.9, 0.0, 1.0, 1], 0, 1)),
             _optional(
-                ema_start=st.sampled_from([0.0, "1ba", "1ep", 0.5, 1.0]),
-                update_interval=st.sampled_from(["1ba", "2ba", "1ep", "0.5dur", "9sp"]),
+                start=st.sampled_from([0.0, "1ba", "1ep", 0.5, 1.0]),
+                every=st.sampled_from(["1ba", "2ba", "1ep", "0.5dur", "9sp"]),
             ),
         ),
     ),
@@ -343,10 +343,10 @@ _ROWS = (
     Row(
         "lookahead",
         # Short intervals, so that it acts in short runs.
-        examples=("lookahead(interval=1)", "lookahead(0.8, interval=2)"),
+        examples=("lookahead(every=1)", "lookahead(0.8, every=2)"),
         neutral="lookahead(1)",
         settings=_optional(
-            alpha=_scalars("lookahead/alpha", _or_floats([0.5, 0.8, 0, 1, 1.0], 0, 1)), interval=st.integers(1, 6)
+            alpha=_scalars("lookahead/alpha", _or_floats([0.5, 0.8, 0, 1, 1.0], 0, 1)), every=st.integers(1, 6)
         ),
     ),
     Row(
@@ -429,12 +429,12 @@ _ROWS = (
     ),
     Row(
         "sam",
-        examples=("sam()", "sam(0.5, interval=2)"),
+        examples=("sam()", "sam(0.5, every=2)"),
         neutral="sam(0)",
         settings=_optional(
             rho=_scalars("sam/rho", _or_floats([0.05, 0.5, 0, 0.0], 1e-6, 10)),
             epsilon=_or_floats([1e-12, 1e-30, 1.0], 1e-12, 1),
-            interval=st.integers(1, 4),
+            every=st.integers(1, 4),
         ),
     ),
     Row(
@@ -446,8 +446,8 @@ _ROWS = (
     Row(
         "selective_backprop",
         examples=(
-            "selective_backprop(0, 1.0, interrupt=0)",
-            "selective_backprop(0, 1.0, keep=0.5, interrupt=2)",
+            "selective_backprop(0, 1.0, full_every=0)",
+            "selective_backprop(0, 1.0, keep=0.5, full_every=2)",
             "selective_backprop(0.5, 0.9, keep=0.3)",
         ),
         neutral="selective_backprop(keep=1)",
@@ -496,9 +496,9 @@ _ROWS = (
         examples=("swa(0.25, 0.75, '1ba')", "swa('1ba', 1.0, '1ba')"),
         neutral=None,
         settings=_optional(  # without swa_lr: the tasks' learning rate is an hparam, which it refuses
-            swa_start=st.sampled_from([0.25, 0.0, "1ba", 0.5]),
-            swa_end=st.sampled_from([0.75, 1.0, "5ba"]),
-            update_interval=st.sampled_from(["1ba", "2ba", "1ep", "0.25dur", "9sp"]),
+            start=st.sampled_from([0.25, 0.0, "1ba", 0.5]),
+            end=st.sampled_from([0.75, 1.0, "5ba"]),
+            every=st.sampled_from(["1ba", "2ba", "1ep", "0.25dur", "9sp"]),
         ),
     ),
     Row(

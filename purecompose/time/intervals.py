@@ -31,7 +31,7 @@ def checked_interval(
 
     Args:
         value: What was given.
-        name: Names the function and the argument in errors, such as "Evaluator: interval".
+        name: Names the function and the argument in errors, such as "Evaluator: every".
         default_unit: That of a bare number.
         seconds: Whether seconds of wall-clock time will do.
         functions: Whether functions are accepted.

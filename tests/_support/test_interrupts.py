@@ -155,7 +155,7 @@ def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
     last = [*pc.training(at_the_end, start(), BATCHES, duration="1ep")][-2]
     monkeypatch.setattr(Run, "_obey", late)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        evaluator = pc.Evaluator(BATCHES[:1], interval="9ep")  # so at the end alone
+        evaluator = pc.Evaluator(BATCHES[:1], every="9ep")  # so at the end alone
         fit(at_the_end, start(), BATCHES, duration="1ep", evaluate=evaluator, checkpoints=Checkpoints(tmp_path))
     saved = pc.load(tmp_path / "ep0001-ba00000004", last, step=at_the_end)
     assert pc.tree.equal(saved.params, last.params)  # not what FIT_END made of it

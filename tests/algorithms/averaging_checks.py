@@ -85,7 +85,7 @@ def check_evaluation_sees_averages(method: Algorithm) -> None:
         if event is pc.Event.EVAL_END:
             seen[state.timestamp.batch] = state.metrics["eval/loss"].item()
 
-    end = pc.fit(step, cnn_state(), BATCHES[:4], evaluate=Evaluator(data, interval="2ba"), observers=observe)
+    end = pc.fit(step, cnn_state(), BATCHES[:4], evaluate=Evaluator(data, every="2ba"), observers=observe)
     states = states_after(method, cnn_state(), BATCHES[:4] * 3)
     assert seen == {at: pc.evaluate(states[at], data, step=step)["loss"] for at in (2, 4, 6, 8, 10, 12)}
     assert_same(end.replace(metrics={}), states[-1].replace(metrics={}))

@@ -136,7 +136,7 @@ def test_microbatches_are_cut_from_what_is_left(microbatches):
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_it_comes_before_selective_backprop_and_mixing(place):
-    others = [pc.algorithms.selective_backprop(0, 1.0, interrupt=0, name="sb"), pc.algorithms.mixup(0.2)]
+    others = [pc.algorithms.selective_backprop(0, 1.0, full_every=0, name="sb"), pc.algorithms.mixup(0.2)]
     methods = [*others[:place], batch_size_warmup(0.5, 0.4, 4), *others[place:]]
     plan = compose(loop_events, methods).plan(helpers.make_state(duration="10ba"))
     assert plan.order(Event.AFTER_DATALOADER) == ("batch_size_warmup", "sb", "mixup")

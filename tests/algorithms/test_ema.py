@@ -126,7 +126,7 @@ def test_the_method_is_the_closed_form_of_weights_and_statistics(smoothing):
     ],
 )
 def test_half_lives_in_every_unit_beside_intervals_in_another(half_life, interval, every, passed):
-    method = ema(half_life, update_interval=interval)
+    method = ema(half_life, every=interval)
     states = states_after(method, cnn_state(iteration_length="2ep"), BATCHES)
     samples = [weights_of(state) for state in states[every::every]]
     expected = expected_averages(samples, [2**-passed] * (len(samples) - 1))
@@ -159,7 +159,7 @@ def test_a_share_of_a_run_that_is_counted_in_samples():
     [(0.0, "1ba", 1), ("5ba", "1ba", 5), ("5ba", "2ba", 6), (0.5, "1ba", 6), ("2ep", "1ba", 8), ("33sp", "1ba", 5)],
 )
 def test_averaging_begins_with_the_first_update_from_the_start_on(start, interval, first):
-    method = ema("2ba", ema_start=start, update_interval=interval)
+    method = ema("2ba", start=start, every=interval)
     states = states_after(method, cnn_state(), BATCHES)
     assert all(state.slots["ema"].averages.num.item() == 0 for state in states[:first])
     assert_same(averages_of(states[first], "ema"), weights_of(states[first]))
@@ -214,15 +214,15 @@ def test_a_run_from_these_weights_whose_time_starts_again_keeps_the_averages():
 
 @pytest.mark.parametrize("interval", ["1ba", "2ba", "5ba", "1ep", "0.25dur"])
 def test_training_is_the_same_bit_for_bit(interval):
-    check_training_is_the_plain_one(ema("2ba", update_interval=interval))
+    check_training_is_the_plain_one(ema("2ba", every=interval))
 
 
 @pytest.mark.parametrize("every", ["1ba", "2ba", "3ba", "1ep", "0.5dur"])
 @pytest.mark.parametrize("interval", ["1ba", "1ep"])
 def test_saving_and_evaluating_at_any_interval_leave_training_as_it_was(every, interval, tmp_path):
-    step = compose(loop_events, [ema("2ba", update_interval=interval)])
+    step = compose(loop_events, [ema("2ba", every=interval)])
     plain = pc.fit(compose(loop_events), cnn_state(), BATCHES[:4])
-    evaluator = pc.Evaluator(BATCHES[:1], interval=every)
+    evaluator = pc.Evaluator(BATCHES[:1], every=every)
     kept = pc.Checkpoints(tmp_path, every=every)
     found = pc.fit(step, cnn_state(), BATCHES[:4], evaluate=evaluator, checkpoints=kept)
     for field in ("params", "buffers", "opt_state"):
@@ -242,9 +242,9 @@ def test_of_two_averages_the_later_one_is_seen():
     assert expected != pc.evaluate(pc.with_weights(state, "fast"), BATCHES[:1])
 
 
-@pytest.mark.parametrize("settings", [{"half_life": "3ba", "update_interval": "2ba"}, {"smoothing": 0.8}])
+@pytest.mark.parametrize("settings", [{"half_life": "3ba", "every": "2ba"}, {"smoothing": 0.8}])
 def test_a_run_resumes_to_the_same_bits_from_any_batch(settings, tmp_path):
-    check_resumes_exactly(lambda: ema(ema_start="2ba", **settings), tmp_path)
+    check_resumes_exactly(lambda: ema(start="2ba", **settings), tmp_path)
 
 
 # Networks of all kinds, and other ways to run them
@@ -309,12 +309,12 @@ def test_microbatches_change_nothing_about_it(microbatches):
 
 
 def test_a_population_averages_each_member():
-    check_populations(ema("3ba", ema_start="2ba"))
+    check_populations(ema("3ba", start="2ba"))
 
 
-@pytest.mark.parametrize("settings", [{"half_life": "3ba"}, {"smoothing": 0.9, "update_interval": "1ep"}])
+@pytest.mark.parametrize("settings", [{"half_life": "3ba"}, {"smoothing": 0.9, "every": "1ep"}])
 def test_compiled_steps_average_too(settings):
-    check_compiled(ema(ema_start="2ba", **settings))
+    check_compiled(ema(start="2ba", **settings))
 
 
 def test_graphs_that_torch_rewrites_average_too():
@@ -359,13 +359,13 @@ def test_gradients_flow_through_averages():
         ({"smoothing": 1.5}, ValueError, r"ema: smoothing: expected a finite number in \[0, 1\], got 1.5"),
         ({"smoothing": -0.1}, ValueError, "ema: smoothing"),
         ({"smoothing": "0.9"}, TypeError, "ema: smoothing"),
-        ({"update_interval": 0}, ValueError, "update_interval=.*: expected a positive time"),
-        ({"update_interval": 0.5}, TypeError, "^ema: update_interval=0.5: .*a share of the run is '0.5dur'"),
-        ({"update_interval": "5sec"}, ValueError, "update_interval"),
-        ({"ema_start": 1.5}, ValueError, r"ema_start=1.5: expected a share of the run in \[0, 1\]"),
-        ({"ema_start": "soon"}, ValueError, "^ema: ema_start='soon': cannot read the time 'soon'"),
-        ({"ema_start": "-1ba"}, ValueError, "ema_start"),
-        ({"ema_start": "5sec"}, ValueError, "ema_start='5sec': wall-clock time is no part of a state"),
+        ({"every": 0}, ValueError, "every=.*: expected a positive time"),
+        ({"every": 0.5}, TypeError, "^ema: every=0.5: .*a share of the run is '0.5dur'"),
+        ({"every": "5sec"}, ValueError, "every"),
+        ({"start": 1.5}, ValueError, r"start=1.5: expected a share of the run in \[0, 1\]"),
+        ({"start": "soon"}, ValueError, "^ema: start='soon': cannot read the time 'soon'"),
+        ({"start": "-1ba"}, ValueError, "start"),
+        ({"start": "5sec"}, ValueError, "start='5sec': wall-clock time is no part of a state"),
     ],
 )
 def test_settings_are_checked_when_it_is_built(settings, error, words):
@@ -378,8 +378,8 @@ def test_settings_are_checked_when_it_is_built(settings, error, words):
     [
         ({"half_life": "0.1dur"}, {"duration": None}, "0.1dur is a share of a run that has no duration"),
         ({"half_life": "0.1dur"}, {"duration": "60sec"}, "0.1dur is a share of a run that has a duration of 60sec"),
-        ({"ema_start": 0.5}, {"duration": None}, "0.5dur is a fraction of a run that has no duration"),
-        ({"update_interval": "1ep"}, {}, "every.'1ep'. cannot be counted in batches in this run"),
+        ({"start": 0.5}, {"duration": None}, "0.5dur is a fraction of a run that has no duration"),
+        ({"every": "1ep"}, {}, "every.'1ep'. cannot be counted in batches in this run"),
     ],
 )
 def test_times_that_the_run_cannot_tell_are_errors(settings, options, words):
@@ -388,10 +388,8 @@ def test_times_that_the_run_cannot_tell_are_errors(settings, options, words):
 
 
 def test_it_prints_its_settings():
-    assert repr(ema("2ep", update_interval="10ba", name="slow")) == (
-        "slow(half_life='2ep', ema_start='0.0dur', update_interval='10ba')"
-    )
-    assert repr(ema(smoothing=0.9)) == "ema(smoothing=0.9, ema_start='0.0dur', update_interval='1ba')"
+    assert repr(ema("2ep", every="10ba", name="slow")) == ("slow(half_life='2ep', start='0.0dur', every='10ba')")
+    assert repr(ema(smoothing=0.9)) == "ema(smoothing=0.9, start='0.0dur', every='1ba')"
 
 
 def test_evaluating_a_state_without_the_slot_says_what_is_missing():
@@ -401,7 +399,7 @@ def test_evaluating_a_state_without_the_slot_says_what_is_missing():
 
 
 def test_an_interval_in_samples_resumes_exactly_and_compiles(tmp_path):
-    make = functools.partial(ema, "20sp", update_interval="20sp")
+    make = functools.partial(ema, "20sp", every="20sp")
     check_resumes_exactly(make, tmp_path)
     check_populations(make())
     check_compiled(make())

@@ -313,8 +313,8 @@ def test_without_overflow_loss_scaling_changes_no_bit():
 
 
 def test_averages_are_taken_in_steps_with_an_update_where_their_interval_says_so():
-    step = compose(loop_events, [gradient_accumulation(2), ema("4ba", update_interval="2ba")])
-    whole = compose(loop_events, [ema("2ba", update_interval="1ba")])
+    step = compose(loop_events, [gradient_accumulation(2), ema("4ba", every="2ba")])
+    whole = compose(loop_events, [ema("2ba", every="1ba")])
     first, second = (started(one, helpers.make_state(wide_net())) for one in (whole, step))
     for batch in groups():
         first = whole(first, batch)

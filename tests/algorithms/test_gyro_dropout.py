@@ -215,7 +215,7 @@ def test_selection_sees_the_same_masks_however_batches_are_cut():
     # Its ranking pass runs before BATCH_START, on the buffer that the step before left.
     ends = []
     for microbatches in (1, 2):
-        methods = [gyro_dropout(0.5, 4, 2), selective_backprop(0.0, 1.0, interrupt=0)]
+        methods = [gyro_dropout(0.5, 4, 2), selective_backprop(0.0, 1.0, full_every=0)]
         step, state = started(make_net(), *methods, microbatches=microbatches)
         for seed in range(4):
             generator = torch.Generator().manual_seed(seed)

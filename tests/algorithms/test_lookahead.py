@@ -1,4 +1,4 @@
-"""Lookahead against a loop by hand; its interval, its memory, and who is left alone."""
+"""Lookahead against a loop by hand; its every, its memory, and who is left alone."""
 
 import pytest
 import torch
@@ -43,17 +43,17 @@ def slow_of(state: State) -> dict[str, Tensor]:
     ],
     ids=["sgd", "adam"],
 )
-@pytest.mark.parametrize(("alpha", "interval"), [(0.5, 3), (0.8, 1), (0.0, 2)])
-def test_it_is_the_loop_by_hand_around_torchs_optimizer(mine, torchs, settings, alpha, interval):
+@pytest.mark.parametrize(("alpha", "every"), [(0.5, 3), (0.8, 1), (0.0, 2)])
+def test_it_is_the_loop_by_hand_around_torchs_optimizer(mine, torchs, settings, alpha, every):
     """What the optimizer remembers stays as it is at a synchronisation."""
-    net, step = wide_net(), compose(loop_events, [lookahead(alpha, interval)])
+    net, step = wide_net(), compose(loop_events, [lookahead(alpha, every)])
     state, optimizer = started(step, helpers.make_state(net), mine), torchs(net.parameters(), **settings)
     slow = [param.detach().clone() for param in net.parameters()]
     for number, batch in enumerate(map(wide, BATCHES), start=1):
         optimizer.zero_grad()
         F.cross_entropy(net(batch[0]), batch[1]).backward()
         optimizer.step()
-        if number % interval == 0:
+        if number % every == 0:
             for low, param in zip(slow, net.parameters(), strict=True):
                 low += alpha * (param.detach() - low)
                 param.data.copy_(low)
@@ -218,8 +218,8 @@ def test_compiled_steps_agree(donate):
         ({"alpha": -0.5}, ValueError, "alpha: expected a finite number"),
         ({"alpha": hparam("alpha", 2.0)}, ValueError, "alpha: expected a finite number"),
         ({"alpha": "half"}, TypeError, "alpha: expected a finite number"),
-        ({"interval": 0}, ValueError, "interval: expected an int >= 1, got 0"),
-        ({"interval": 2.0}, TypeError, "interval: expected an int"),
+        ({"every": 0}, ValueError, "every: expected an int >= 1, got 0"),
+        ({"every": 2.0}, TypeError, "every: expected an int"),
     ],
 )
 def test_settings_are_checked_when_it_is_built(settings, error, words):

@@ -148,7 +148,7 @@ COMPANY = {
     "mixup of losses": [mixup(0.5, interpolate_loss=True, per_example=True)],
     "mixup and smoothing": [mixup(0.5), label_smoothing(0.2)],
     "noise on inputs": [example_noise()],
-    "selective_backprop": [selective_backprop(0.0, 1.0, keep=0.6, interrupt=0)],
+    "selective_backprop": [selective_backprop(0.0, 1.0, keep=0.6, full_every=0)],
     "loss_scaling": [loss_scaling(2.0**8)],
 }
 

@@ -222,7 +222,7 @@ def test_frozen_parameters_stay_and_do_not_count():
 
 def test_every_kth_step_is_different_and_the_first_is_the_kth():
     state = second = helpers.make_state()
-    plain, step = compose(loop_events), compose(loop_events, [sam(0.5, interval=3)])
+    plain, step = compose(loop_events), compose(loop_events, [sam(0.5, every=3)])
     for number in range(1, 8):
         state = second  # from the same weights
         state, second = plain(state, BATCH), step(second, BATCH)
@@ -234,8 +234,8 @@ def test_every_kth_step_is_different_and_the_first_is_the_kth():
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1, momentum=0.9), optim.adam(0.01)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("stop", range(1, 7))
 def test_a_run_that_is_resumed_at_any_batch_is_the_run_without_a_break(stop, optimizer, tmp_path):
-    """The interval's phase, momentum and Adam's moments are in the checkpoint."""
-    step = compose(loop_events, [alg.mixup(0.3), sam(0.5, interval=3)])
+    """The every's phase, momentum and Adam's moments are in the checkpoint."""
+    step = compose(loop_events, [alg.mixup(0.3), sam(0.5, every=3)])
     start = started(step, helpers.make_state(wide_net(dropout=0.3).float()), optimizer)
     batches = [helpers.make_batch(num=8 + seed) for seed in range(7)]
     state = start
@@ -487,7 +487,7 @@ def test_gradients_flow_to_rho_and_through_the_norm():
 
 
 def test_compiled_steps_agree_and_the_interval_costs_one_more_variant():
-    step = compose(loop_events, [sam(0.5, interval=2), alg.mixup(0.3)])
+    step = compose(loop_events, [sam(0.5, every=2), alg.mixup(0.3)])
     fast = pc.compile(step, backend="aot_eager", quiet=True)
     first = second = started(step, helpers.make_state(wide_net(dropout=0.3).float()))
     for _ in range(4):
@@ -502,7 +502,7 @@ def test_the_second_gradient_crosses_a_seam_between_compiled_parts(microbatches)
     """Where what comes before the gradient varies too, the parts are compiled apart."""
     mixup = alg.mixup(0.3)
     mixup = dataclasses.replace(mixup, match=mixup.predicate & (pc.on(Event.INIT) | pc.every(3)))
-    step = compose(loop_events, [sam(0.5, interval=2), mixup], microbatches=microbatches)
+    step = compose(loop_events, [sam(0.5, every=2), mixup], microbatches=microbatches)
     fast = pc.compile(step, backend="eager", quiet=True)
     first = second = started(step, helpers.make_state(wide_net(dropout=0.3).float()))
     for _ in range(6):
@@ -522,8 +522,8 @@ def test_the_second_gradient_crosses_a_seam_between_compiled_parts(microbatches)
         ({"rho": "far"}, TypeError, "rho: expected a finite number"),
         ({"epsilon": 0}, ValueError, "epsilon: expected a finite number >= 1e-30, got 0"),
         ({"epsilon": 1e-40}, ValueError, "epsilon: expected a finite number >= 1e-30"),
-        ({"interval": 0}, ValueError, "interval: expected an int >= 1, got 0"),
-        ({"interval": 1.5}, TypeError, "interval: expected an int"),
+        ({"every": 0}, ValueError, "every: expected an int >= 1, got 0"),
+        ({"every": 1.5}, TypeError, "every: expected an int"),
     ],
 )
 def test_settings_are_checked_when_it_is_built(settings, error, words):

@@ -29,7 +29,7 @@ from tests.algorithms.method_helpers import LR, make_batch, make_state, one_step
 
 
 def always(**settings: Any) -> Algorithm:
-    return selective_backprop(**{"start": 0.0, "end": 1.0, "interrupt": 0, **settings})
+    return selective_backprop(**{"start": 0.0, "end": 1.0, "full_every": 0, **settings})
 
 
 def selected(algorithm, state, batch):
@@ -48,14 +48,14 @@ def row_numbers(rows, table):
 
 
 @given(st.integers(0, 8), st.integers(9, 16), st.integers(0, 5), st.integers(1, 7))
-def test_predicate_is_the_truth_table(start, end, interrupt, epoch_length):
+def test_predicate_is_the_truth_table(start, end, full_every, epoch_length):
     start, end = start / 16, end / 16
-    match = selective_backprop(start, end, interrupt=interrupt).match
+    match = selective_backprop(start, end, full_every=full_every).match
     timestamp = make_state(duration="3ep", batches_per_epoch=epoch_length).timestamp
     total = 3 * epoch_length
     for batch in range(total):
         expected = should_selective_backprop(
-            batch / total, batch % epoch_length, start=start, end=end, interrupt=interrupt
+            batch / total, batch % epoch_length, start=start, end=end, full_every=full_every
         )
         moment = _Moment(timestamp)
         assert match(Event.AFTER_DATALOADER, moment) is expected  # pyright: ignore[reportArgumentType]
@@ -229,7 +229,7 @@ def test_step_leaves_its_input_and_repeats_itself():
     assert not tree.equal(selected(always(name="b"), state, batch), selected(always(), state, batch))
 
 
-@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 1.0}, {"interrupt": 1}])
+@pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 1.0}, {"full_every": 1}])
 def test_neutral_settings_are_absent(settings):
     algorithm = always(**settings)
     assert algorithm.match == NEVER and algorithm.events == ()
@@ -275,9 +275,9 @@ def test_a_step_with_a_scale_factor_ranks_small_images_and_trains_on_large_ones(
         ({"start": 0.9, "end": 0.5}, ValueError),
         ({"start": 0.5, "end": 0.5}, ValueError),
         ({"start": "5ep"}, TypeError),
-        ({"interrupt": -1}, ValueError),
-        ({"interrupt": 2.0}, TypeError),
-        ({"interrupt": True}, TypeError),
+        ({"full_every": -1}, ValueError),
+        ({"full_every": 2.0}, TypeError),
+        ({"full_every": True}, TypeError),
         ({"scale_factor": 0}, ValueError),
         ({"scale_factor": 2}, ValueError),
         ({"scale_factor": None}, TypeError),
@@ -343,7 +343,7 @@ def test_keys_that_the_batch_lacks_are_refused_in_the_first_batch(keys):
 
 def test_the_checks_add_no_schedule():
     # On and off: as many schedules as the selection has by itself.
-    step = compose(loop_events, [selective_backprop(start=0.5, end=0.9, interrupt=0)])
+    step = compose(loop_events, [selective_backprop(start=0.5, end=0.9, full_every=0)])
     state = step.init(make_state())
     for _ in range(20):
         state = step(state, make_batch())
@@ -381,8 +381,8 @@ def test_a_run_without_a_duration_is_refused_in_the_first_step():
 
 def test_registry_and_print():
     assert FACTORIES["selective_backprop"] is selective_backprop
-    algorithm = selective_backprop(0.4, 0.8, 0.6, interrupt=3)
-    expected = "selective_backprop(start=0.4, end=0.8, keep=0.6, scale_factor=1.0, interrupt=3)"
+    algorithm = selective_backprop(0.4, 0.8, 0.6, full_every=3)
+    expected = "selective_backprop(start=0.4, end=0.8, keep=0.6, scale_factor=1.0, full_every=3)"
     assert repr(algorithm) == expected
     assert algorithm.events == (Event.INIT, Event.AFTER_DATALOADER, Event.BATCH_START, Event.AFTER_FORWARD)
     assert algorithm.traits == {Trait.SELECTS_EXAMPLES}

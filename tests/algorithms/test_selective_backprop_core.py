@@ -131,7 +131,7 @@ def test_no_gradient_flows_through_the_choice():
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "interrupt", "elapsed", "batch", "expected"),
+    ("start", "end", "full_every", "elapsed", "batch", "expected"),
     [
         (0.5, 0.9, 2, 0.5, 0, True),
         (0.5, 0.9, 2, 0.5, 1, False),
@@ -146,8 +146,8 @@ def test_no_gradient_flows_through_the_choice():
         (0.0, 1.0, 0, 1.0, 0, False),
     ],
 )
-def test_truth_table_of_the_schedule(start, end, interrupt, elapsed, batch, expected):
-    assert should_selective_backprop(elapsed, batch, start=start, end=end, interrupt=interrupt) is expected
+def test_truth_table_of_the_schedule(start, end, full_every, elapsed, batch, expected):
+    assert should_selective_backprop(elapsed, batch, start=start, end=end, full_every=full_every) is expected
 
 
 def test_bad_arguments_are_refused():

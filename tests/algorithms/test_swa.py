@@ -159,8 +159,8 @@ def test_init_warns_exactly_of_runs_that_take_no_weights(duration, interval, sta
 
 def test_the_warning_says_where_batches_lie_and_what_to_set():
     words = (
-        r"swa: takes no weights in this run: from swa_start=0.7dur on the first batch for an update_interval of 1ep is "
-        r"12, but swa_end=0.97dur is batch 11.64 and the run has 12. Set"
+        r"swa: takes no weights in this run: from start=0.7dur on the first batch for every=1ep is "
+        r"12, but end=0.97dur is batch 11.64 and the run has 12. Set"
     )
     with pytest.warns(UserWarning, match=words):
         compose(loop_events, [swa()]).init(cnn_state())
@@ -519,7 +519,7 @@ def test_schedules_may_be_stretched_before_or_after():
 
 def test_a_way_that_the_run_cannot_measure_is_an_error():
     step = compose(loop_events, [swa("5sp", "20sp", "1ba", 0.01)])
-    with pytest.raises(ValueError, match="swa_start=5sp and 10ba of annealing have no unit in common"):
+    with pytest.raises(ValueError, match="start=5sp and 10ba of annealing have no unit in common"):
         step(step.init(cnn_state()), BATCHES[0])
 
 
@@ -529,18 +529,18 @@ def test_a_way_that_the_run_cannot_measure_is_an_error():
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"swa_start": 0.9, "swa_end": 0.9}, ValueError, "expected swa_end after swa_start, got 0.9dur and 0.9dur"),
-        ({"swa_start": "5ep", "swa_end": "2ep"}, ValueError, "expected swa_end after swa_start"),
-        ({"swa_start": 1.2}, ValueError, r"swa_start=1.2: expected a share of the run in \[0, 1\]"),
-        ({"swa_end": "5sec"}, ValueError, "swa_end='5sec': wall-clock time"),
-        ({"swa_start": "soon"}, ValueError, "^swa: swa_start='soon': cannot read the time 'soon'"),
-        ({"update_interval": 0}, ValueError, "update_interval=.*: expected a positive time"),
-        ({"update_interval": 0.5}, TypeError, "^swa: update_interval=0.5: .*a share of the run is '0.5dur'"),
-        ({"update_interval": "often"}, ValueError, "^swa: update_interval='often': cannot read the time 'often'"),
+        ({"start": 0.9, "end": 0.9}, ValueError, "expected end after start, got 0.9dur and 0.9dur"),
+        ({"start": "5ep", "end": "2ep"}, ValueError, "expected end after start"),
+        ({"start": 1.2}, ValueError, r"start=1.2: expected a share of the run in \[0, 1\]"),
+        ({"end": "5sec"}, ValueError, "end='5sec': wall-clock time"),
+        ({"start": "soon"}, ValueError, "^swa: start='soon': cannot read the time 'soon'"),
+        ({"every": 0}, ValueError, "every=.*: expected a positive time"),
+        ({"every": 0.5}, TypeError, "^swa: every=0.5: .*a share of the run is '0.5dur'"),
+        ({"every": "often"}, ValueError, "^swa: every='often': cannot read the time 'often'"),
         (
-            {"update_interval": "5sec"},
+            {"every": "5sec"},
             ValueError,
-            "update_interval=.* that is not in seconds",
+            "every=.* that is not in seconds",
         ),
         ({"swa_lr": -1.0}, ValueError, "swa: swa_lr: expected a finite number >= 0, got -1.0"),
         ({"swa_lr": "0.1"}, TypeError, "swa: swa_lr"),
@@ -555,4 +555,4 @@ def test_settings_are_checked_when_it_is_built(settings, error, words):
 
 
 def test_it_prints_its_settings():
-    assert repr(swa()) == "swa(swa_start='0.7dur', swa_end='0.97dur', update_interval='1ep')"
+    assert repr(swa()) == "swa(start='0.7dur', end='0.97dur', every='1ep')"

@@ -55,11 +55,11 @@ def test_set_reaches_into_calls() -> None:
     [
         (
             "algorithms",
-            "mixup(0.2), sam(0.5, interval=10)",
+            "mixup(0.2), sam(0.5, every=10)",
             "mixup.alpha=0.4",
-            "mixup(alpha=0.4), sam(0.5, interval=10)",
+            "mixup(alpha=0.4), sam(0.5, every=10)",
         ),
-        ("algorithms", "mixup(0.2), sam(0.5, interval=10)", "sam.interval=5", "mixup(0.2), sam(rho=0.5, interval=5)"),
+        ("algorithms", "mixup(0.2), sam(0.5, every=10)", "sam.every=5", "mixup(0.2), sam(rho=0.5, every=5)"),
         ("optimizer", "sgd(0.1, momentum=0.9)", "optimizer.lr=0.2", "sgd(lr=0.2, momentum=0.9)"),
         ("optimizer", "sgd(0.1)", "optimizer.momentum=0.9", "sgd(lr=0.1, momentum=0.9)"),
         ("schedule", "cosine(0.1)", "schedule.t_max=0.2dur", "cosine(alpha_f=0.1, t_max='0.2dur')"),

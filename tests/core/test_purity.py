@@ -27,7 +27,7 @@ def whole_run(net, shape):
     step = compose(loop_events, [noise(), counter()], microbatches=2)
     data = make_batches(3, shape=shape)
     state = make_state(net)
-    state = fit(step, state, data, evaluate=Evaluator(data, interval="1ba"))
+    state = fit(step, state, data, evaluate=Evaluator(data, every="1ba"))
     evaluate(state, data, step=step)
     predict(state, data, step=step)
     return traced(step)(state, data[0])[0]

@@ -123,7 +123,7 @@ def test_sam_moves_what_its_second_gradient_reaches():
 
 
 METHODS = {
-    "ema, clipping, lookahead": [alg.ema("1ba"), alg.gradient_clipping("norm", 0.1), alg.lookahead(interval=2)],
+    "ema, clipping, lookahead": [alg.ema("1ba"), alg.gradient_clipping("norm", 0.1), alg.lookahead(every=2)],
     "gradient_accumulation": [alg.gradient_accumulation(2)],
     "sam": [alg.sam(0.1)],
     "loss_scaling": [alg.loss_scaling(8.0), alg.gradient_norm(each=True)],

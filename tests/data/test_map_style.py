@@ -381,7 +381,7 @@ def test_a_run_that_goes_on_within_an_epoch_equals_one_run(stop, workers):
 
 def test_training_and_evaluating_on_one_loader():
     read = loader(Augmented(), 4, workers=1)
-    evaluator = pc.Evaluator(read, {"accuracy": pc.metrics.accuracy}, interval="2ba")
+    evaluator = pc.Evaluator(read, {"accuracy": pc.metrics.accuracy}, every="2ba")
     end = fit(compose(loop_events), make_state(), read, duration="2ep", evaluate=evaluator)
     assert_same(end.params, trained(loader(Augmented(), 4)).params)
 

@@ -29,7 +29,7 @@ def test_evaluations_have_records_under_their_label() -> None:
     batches, history = make_batches(), History()
     evaluators = [
         Evaluator(batches, {"accuracy": metrics.accuracy}),
-        Evaluator(batches[:1], {"accuracy": metrics.accuracy}, interval="2ep", label="small"),
+        Evaluator(batches[:1], {"accuracy": metrics.accuracy}, every="2ep", label="small"),
     ]
     end = fit(compose(loop_events), make_state(), batches, evaluate=evaluators, observers=[history])
     assert history.series("eval/accuracy")[0] == [4, 8, 12]

@@ -306,16 +306,16 @@ def test_no_data_is_an_error():
             evaluate(make_state(), data)
 
 
-@pytest.mark.parametrize("interval", ["0ep", "-1ba", "10sec"])
-def test_intervals_are_positive_and_not_in_seconds(interval):
+@pytest.mark.parametrize("every", ["0ep", "-1ba", "10sec"])
+def test_intervals_are_positive_and_not_in_seconds(every):
     with pytest.raises(ValueError, match="expected a positive time"):
-        Evaluator([], interval=interval)
+        Evaluator([], every=every)
 
 
-@pytest.mark.parametrize("interval", [0.5, "often", None, bool])
-def test_an_interval_that_is_no_time_is_named(interval):
-    with pytest.raises((TypeError, ValueError), match=f"^Evaluator: interval={interval!r}: "):
-        Evaluator([], interval=interval)
+@pytest.mark.parametrize("every", [0.5, "often", None, bool])
+def test_an_interval_that_is_no_time_is_named(every):
+    with pytest.raises((TypeError, ValueError), match=f"^Evaluator: every={every!r}: "):
+        Evaluator([], every=every)
 
 
 @pytest.mark.parametrize("metric", ["accuracy", 3])

@@ -113,7 +113,7 @@ def test_evaluation_never_changes_training():
     step = compose(loop_events, [noise(), average, spoil])
     state, batches = make_state(make_mlp(dropout=0.3)), make_batches(3)
     plain = fit(step, state, batches)
-    evaluated = fit(step, state, batches, evaluate=Evaluator(make_batches(2), interval="1ba"))
+    evaluated = fit(step, state, batches, evaluate=Evaluator(make_batches(2), every="1ba"))
     assert_same(evaluated, plain)
 
 
@@ -241,7 +241,7 @@ def test_the_duration_is_the_whole_runs():
     assert (state.timestamp.epoch, state.timestamp.batch) == (1, 3)
     assert fit(step, state, batches, duration="4ba").timestamp.batch == 4
     assert fit(step, state, batches, duration="30sp").timestamp.sample == 32
-    assert fit(step, make_state(), batches, duration="2ep").timestamp.run.duration == pc.Time.of("2ep")
+    assert fit(step, make_state(), batches, duration="2ep").timestamp.run.duration == pc.time.Time.of("2ep")
 
 
 def test_no_duration_anywhere():

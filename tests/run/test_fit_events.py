@@ -14,7 +14,7 @@ def names(text: str) -> list[Event]:
     return [Event(name) for name in text.split()]
 
 
-def events_of(num_batches, duration, *, k=1, evaluators=0, interval="1ep", state=None, data=None):
+def events_of(num_batches, duration, *, k=1, evaluators=0, every="1ep", state=None, data=None):
     """What observers and a recording algorithm see of a fit, in one list."""
     log = []
     inner = compose(loop_events).events
@@ -32,7 +32,7 @@ def events_of(num_batches, duration, *, k=1, evaluators=0, interval="1ep", state
         state,
         data,
         duration=duration,
-        evaluate=[Evaluator(make_batches(1), interval=interval, label=str(i)) for i in range(evaluators)],
+        evaluate=[Evaluator(make_batches(1), every=every, label=str(i)) for i in range(evaluators)],
         observers=[observer],
     )
     return [event for _, event in log]
@@ -67,7 +67,7 @@ def test_the_sequence_of_one_epoch(is_sized):
 
 
 def test_the_sequence_with_evaluations_at_batches():
-    found = events_of(2, "2ba", evaluators=2, interval="2ba")
+    found = events_of(2, "2ba", evaluators=2, every="2ba")
     expected = "FIT_START ITERATION_START EPOCH_START " + batch_events() + "BATCH_CHECKPOINT "
     expected += batch_events() + "EVAL_BEFORE_ALL " + EVALUATED * 2 + "EVAL_AFTER_ALL BATCH_CHECKPOINT "
     # The stop is the epoch's last batch: the epoch ends, but the data are not asked again.
@@ -76,7 +76,7 @@ def test_the_sequence_with_evaluations_at_batches():
 
 
 def test_the_final_evaluation_comes_after_fit_end():
-    found = events_of(4, "3ba", evaluators=1, interval="2ba")
+    found = events_of(4, "3ba", evaluators=1, every="2ba")
     assert found[-len(names(ROUND)) - 1 :] == names("FIT_END " + ROUND)
     assert Counter(found)[Event.EVAL_START] == 2
     assert Event.EPOCH_END not in found and Event.EPOCH_CHECKPOINT not in found
@@ -175,7 +175,7 @@ def test_an_evaluator_counts_iterations_of_tokens():
         if event is Event.EVAL_START:
             times.append(state.timestamp.batch)
 
-    evaluator = Evaluator(data[:1], interval="1iter")
+    evaluator = Evaluator(data[:1], every="1iter")
     fit(compose(loop_events), state, data, duration="7ba", evaluate=evaluator, observers=[observer])
     assert times == [3, 6, 7]
 
@@ -191,7 +191,7 @@ def test_durations_in_tokens(duration, num_batches):
 
 
 @pytest.mark.parametrize(
-    ("interval", "duration", "expected"),
+    ("every", "duration", "expected"),
     [
         ("1ep", "5ep", 5),
         ("2ep", "8ep", 4),
@@ -214,7 +214,7 @@ def test_durations_in_tokens(duration, num_batches):
     ],
 )
 @pytest.mark.parametrize("is_sized", [True, False])
-def test_how_often_an_evaluator_runs(interval, duration, expected, is_sized):
+def test_how_often_an_evaluator_runs(every, duration, expected, is_sized):
     """Ten samples in batches of two; the parameters are those of the reference's own table, and a few more."""
     log = []
     data = make_batches(5, size=2)
@@ -224,15 +224,15 @@ def test_how_often_an_evaluator_runs(interval, duration, expected, is_sized):
         state,
         data if is_sized else Unsized(data),
         duration=duration,
-        evaluate=Evaluator([make_batch()], interval=interval),
+        evaluate=Evaluator([make_batch()], every=every),
         observers=[lambda event, state: log.append(state.timestamp) if event is Event.EVAL_START else None],
     )
     assert len(log) == expected
     assert len(set(log)) == expected
 
 
-@pytest.mark.parametrize(("interval", "expected"), [("1tok", 7), ("24tok", 4), ("25tok", 3), ("100tok", 1)])
-def test_intervals_in_tokens(interval, expected):
+@pytest.mark.parametrize(("every", "expected"), [("1tok", 7), ("24tok", 4), ("25tok", 3), ("100tok", 1)])
+def test_intervals_in_tokens(every, expected):
     state, data = token_setting()
     log = []
     fit(
@@ -240,7 +240,7 @@ def test_intervals_in_tokens(interval, expected):
         state,
         data,
         duration="7ba",
-        evaluate=Evaluator(data[:1], interval=interval),
+        evaluate=Evaluator(data[:1], every=every),
         observers=[lambda event, _: log.append(event)],
     )
     assert log.count(Event.EVAL_START) == expected
@@ -249,13 +249,13 @@ def test_intervals_in_tokens(interval, expected):
 @pytest.mark.parametrize("is_sized", [True, False])
 def test_an_interval_as_a_function_is_asked_once_for_a_point(is_sized):
     asked, data = [], make_batches(3)
-    evaluator = Evaluator([make_batch()], interval=lambda now: bool(asked.append(now)))
+    evaluator = Evaluator([make_batch()], every=lambda now: bool(asked.append(now)))
     fit(compose(loop_events), make_state(), data if is_sized else Unsized(data), duration="2ep", evaluate=evaluator)
     assert len(asked) == len(set(asked)) == (6 if is_sized else 8)
 
 
 def test_an_interval_as_a_function_gives_a_bool():
-    evaluator = Evaluator([], interval=lambda now: now.batch)  # pyright: ignore
+    evaluator = Evaluator([], every=lambda now: now.batch)  # pyright: ignore
     with pytest.raises(TypeError, match="expected a function Timestamp -> bool, got 1 from it"):
         fit(compose(loop_events), make_state(), make_batches(2), duration="1ep", evaluate=evaluator)
 
@@ -267,7 +267,7 @@ def test_a_fraction_needs_a_duration():
             make_state(duration=None),
             make_batches(2),
             duration="60sec",
-            evaluate=Evaluator([make_batch()], interval="0.5dur"),
+            evaluate=Evaluator([make_batch()], every="0.5dur"),
         )
 
 

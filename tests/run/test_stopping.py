@@ -85,8 +85,8 @@ def test_two_evaluators_of_different_intervals_and_a_cut_within_the_patience(tmp
 
     def options() -> dict[str, Any]:
         inputs, targets = BATCHES[0]
-        often = Evaluator([(inputs, targets)], {"loss": pc.losses.cross_entropy}, interval="1ba", label="often")
-        rare = Evaluator(evaluator().data, evaluator().metrics, interval="5ba")
+        often = Evaluator([(inputs, targets)], {"loss": pc.losses.cross_entropy}, every="1ba", label="often")
+        rare = Evaluator(evaluator().data, evaluator().metrics, every="5ba")
         return {"evaluate": [often, rare], "stop": EarlyStopping("eval/error", patience="3ba")}
 
     def start() -> State:

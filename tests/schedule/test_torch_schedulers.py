@@ -38,7 +38,7 @@ def chained(optimizer, length):
 )
 @pytest.mark.parametrize("unit", ["batch", "epoch"])
 def test_values_are_those_of_the_scheduler_at_any_time(make, settings, unit):
-    curve = schedule.from_torch(make, interval="2ba" if unit == "batch" else "2ep", **settings)
+    curve = schedule.from_torch(make, every="2ba" if unit == "batch" else "2ep", **settings)
     expected = values_of(make, 20, **settings)
 
     def at(count: int) -> Timestamp:
@@ -52,7 +52,7 @@ def test_values_are_those_of_the_scheduler_at_any_time(make, settings, unit):
 
 def test_a_scheduler_of_a_fixed_length_ends_where_torchs_does():
     settings = {"max_lr": 1.0, "total_steps": 5, "cycle_momentum": False}
-    curve = schedule.from_torch(lr_scheduler.OneCycleLR, interval="1ba", **settings)
+    curve = schedule.from_torch(lr_scheduler.OneCycleLR, every="1ba", **settings)
     assert curve(Timestamp(batch=4)) == pytest.approx(4e-6)
     with pytest.raises(ValueError, match="The specified number of total steps is 5"):
         curve(Timestamp(batch=100))
@@ -62,7 +62,7 @@ def test_what_is_no_function_of_time_is_refused():
     with pytest.raises(TypeError, match="use fit.*ReduceOnPlateau"):
         schedule.from_torch(lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(ValueError, match="expected epochs or batches"):
-        schedule.from_torch(lr_scheduler.StepLR, interval="3sp", step_size=1)
+        schedule.from_torch(lr_scheduler.StepLR, every="3sp", step_size=1)
     with pytest.raises(TypeError):
         schedule.from_torch(lr_scheduler.StepLR, gamma=0.5)
 

@@ -117,7 +117,7 @@ def test_plain_functions_are_never_asked_and_every_start_will_do(function):
 
 
 def test_a_window_of_a_fraction_needs_no_longer_run():
-    predicate = alg.selective_backprop(start=0.5, end=0.9, interrupt=0).predicate
+    predicate = alg.selective_backprop(start=0.5, end=0.9, full_every=0).predicate
     found = find_moments(predicate, batches_per_epoch=10, epochs=10)
     assert (found.batches_per_epoch, found.epochs) == (10, 10)
     assert found.near == (0, 1, 49, 50, 51, 89, 90, 91, 99)

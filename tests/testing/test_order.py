@@ -50,7 +50,7 @@ def shift(*events: Event, name: str = "shift", by: float = 2.0, **options: objec
 
 
 def whole_sb() -> Algorithm:
-    return selective_backprop(start=0, end=1.0, keep=0.5, interrupt=0)
+    return selective_backprop(start=0, end=1.0, keep=0.5, full_every=0)
 
 
 # commutes

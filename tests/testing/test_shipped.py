@@ -114,4 +114,4 @@ def test_edge_values_are_among_the_settings():
     assert drawn("mixup", "vectors", lambda given: isinstance(given["alpha"], Product))
     assert drawn("selective_backprop", "images", lambda given: given.get("scale_factor", 1) < 1)
     assert drawn("selective_backprop", "tokens", lambda given: given.get("keep") == 1)
-    assert drawn("selective_backprop", "tokens", lambda given: given.get("interrupt") == 1)
+    assert drawn("selective_backprop", "tokens", lambda given: given.get("full_every") == 1)

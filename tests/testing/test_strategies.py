@@ -262,8 +262,8 @@ LOADED = on(Event.AFTER_DATALOADER)
     "algorithm",
     [
         alg.selective_backprop(start=0.5, end=0.9),
-        alg.selective_backprop(start=0.5, end=0.9, interrupt=0),
-        "selective_backprop(0.9, 1.0, interrupt=3)",
+        alg.selective_backprop(start=0.5, end=0.9, full_every=0),
+        "selective_backprop(0.9, 1.0, full_every=3)",
         acts("late", LOADED & after("1000ba")),
         acts("window", LOADED & between("10ep", "12ep")),
         acts("rare", LOADED & every("3ep")),

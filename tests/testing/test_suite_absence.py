@@ -35,7 +35,7 @@ def test_slots_of_others_are_seen_by_the_witnesses() -> None:
 
 
 def test_an_algorithm_out_of_its_time_is_absent_but_can_act() -> None:
-    late = alg.selective_backprop(start=0.9, end=1.0, interrupt=0)
+    late = alg.selective_backprop(start=0.9, end=1.0, full_every=0)
     assert absent_when_unmatched(late, CASE)
     assert not draws_independent(bystander("late"), dataclasses.replace(CASE, num_batches=0))
 

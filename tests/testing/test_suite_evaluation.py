@@ -100,6 +100,6 @@ def test_what_is_changed_at_the_closing_event_alone_may_stay() -> None:
 
 
 def test_an_algorithm_that_does_not_act_is_not_judged() -> None:
-    sleeping = alg.selective_backprop(start=0.9, end=1.0, interrupt=0)
+    sleeping = alg.selective_backprop(start=0.9, end=1.0, full_every=0)
     case = dataclasses.replace(CASE, num_batches=0)
     assert not evaluation_blind(sleeping, case) and not pairs_undone(alg.label_smoothing(), case)

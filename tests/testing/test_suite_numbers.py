@@ -334,4 +334,4 @@ def test_what_cannot_be_judged_in_half_precision_is_skipped_with_the_reason():
 def test_a_choice_that_half_precision_tips_under_vmap_is_not_judged():
     """It ranks examples by losses of which two are as close as rounding under vmap is."""
     case = Case(TASKS["bf16_tokens"], batch_size=6, num_batches=3, batches_per_epoch=1, epochs=7)
-    assert vmap_agrees("selective_backprop(0, 1.0, interrupt=0)", case) is True
+    assert vmap_agrees("selective_backprop(0, 1.0, full_every=0)", case) is True

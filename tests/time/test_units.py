@@ -162,9 +162,9 @@ def test_of() -> None:
 
 
 def test_a_time_that_cannot_be_read_is_told_by_the_argument() -> None:
-    assert named_time(3, "swa: update_interval", TimeUnit.BATCH) == Time(3, "ba")
-    with pytest.raises(ValueError, match="^swa: update_interval='often': cannot read the time 'often'; write"):
-        named_time("often", "swa: update_interval", TimeUnit.BATCH)
+    assert named_time(3, "swa: every", TimeUnit.BATCH) == Time(3, "ba")
+    with pytest.raises(ValueError, match="^swa: every='often': cannot read the time 'often'; write"):
+        named_time("often", "swa: every", TimeUnit.BATCH)
     with pytest.raises(TypeError, match="^ema: half_life=0.5: ba: expected an int, got .*; write smoothing=0.5$"):
         named_time(0.5, "ema: half_life", TimeUnit.BATCH, share="write smoothing=")
 

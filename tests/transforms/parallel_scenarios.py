@@ -89,7 +89,7 @@ SCENARIOS = {
     "batch norm": Scenario(net=make_cnn, batches=images),
     "no elements": Scenario(net=WithEmpty),
     "adam": Scenario(options={"optimizer": optim.adamw(0.01)}),
-    "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, interval=2)], batches=ragged, is_compiled=True),
+    "compiled": Scenario(lambda: [alg.mixup(1.0), alg.sam(0.5, every=2)], batches=ragged, is_compiled=True),
 }
 
 

@@ -118,7 +118,7 @@ def test_draws_are_those_of_the_members_alone():
 
 
 def test_methods_together_and_dropout():
-    methods = [alg.mixup(0.3), alg.label_smoothing(0.1), alg.selective_backprop(0, 1.0, interrupt=2), counter()]
+    methods = [alg.mixup(0.3), alg.label_smoothing(0.1), alg.selective_backprop(0, 1.0, full_every=2), counter()]
     members = make_members(4, lambda seed: make_mlp(seed, dropout=0.5), batches_per_epoch=3)
     states = assert_agrees(compose(loop_events, [*methods, noise()]), members, make_batches(4), chunk_size=3)
     assert states.slots["counter"].tolist() == [4] * 4
@@ -369,7 +369,7 @@ def test_events_outside_the_step_take_every_member():
 
 
 def test_plan_and_replace():
-    step = compose(loop_events, [alg.mixup(0.3), alg.selective_backprop(0, 1.0, interrupt=0)])
+    step = compose(loop_events, [alg.mixup(0.3), alg.selective_backprop(0, 1.0, full_every=0)])
     pop, states = population(step, 3, 2, "each"), stack_states(make_members())
     assert pop.plan(states).order(Event.AFTER_DATALOADER) == ("selective_backprop", "mixup")
     other = pop.replace(algorithms=[noise()], microbatches=2)
@@ -429,7 +429,7 @@ def test_fit_with_evaluation_and_observers(capsys):
     inputs, targets = make_batch(size=30)
     train, test = pc.data.arrays(inputs, targets, batch_size=8), make_batches(2)
     step, members, history = compose(loop_events, [alg.mixup(0.3)]), make_members(), History()
-    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy, "loss": pc.losses.cross_entropy}, interval="1ep")
+    evaluator = pc.Evaluator(test, {"accuracy": pc.metrics.accuracy, "loss": pc.losses.cross_entropy}, every="1ep")
     pop, start = population(step, 3), stack_states(members)
     with Progress(live=False) as progress:
         states = pc.fit(pop, start, train, evaluate=evaluator, observers=[history, progress])

@@ -99,7 +99,7 @@ def test_the_newest_stay_and_the_best(settings: Checkpoints, left: list[int]) ->
 
 
 def test_a_run_keeps_its_last_and_its_best(tmp_path: pathlib.Path) -> None:
-    evaluator = Evaluator(BATCHES[:1], {"accuracy": pc.metrics.accuracy}, interval="1ba")
+    evaluator = Evaluator(BATCHES[:1], {"accuracy": pc.metrics.accuracy}, every="1ba")
     settings = Checkpoints(tmp_path, every="1ba", keep=2, best="eval/accuracy", background=False)
     seen = {}
     for state in training(step(), start(), BATCHES, evaluate=evaluator, checkpoints=settings):
@@ -225,7 +225,7 @@ def test_the_best_is_written_whenever_it_comes(tmp_path: pathlib.Path) -> None:
     def rising(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return -torch.nn.functional.cross_entropy(outputs, targets)
 
-    evaluator = Evaluator(BATCHES, {"score": rising}, interval="5ba")
+    evaluator = Evaluator(BATCHES, {"score": rising}, every="5ba")
     settings = Checkpoints(tmp_path, every="3ba", keep=None, best="eval/score", mode="max", background=False)
     fit(step(), start(), BATCHES, evaluate=evaluator, checkpoints=settings)
     measured = {

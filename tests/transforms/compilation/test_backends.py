@@ -199,7 +199,7 @@ def test_inductor_agrees_on_a_convolutional_network_across_seams(donate: bool, c
 @DONATE
 def test_inductor_agrees_on_all_shipped_methods_at_once(donate: bool, cache: None) -> None:
     del cache
-    chosen = pc.algorithms.selective_backprop(0.3, 0.8, keep=0.5, interrupt=2)
+    chosen = pc.algorithms.selective_backprop(0.3, 0.8, keep=0.5, full_every=2)
     methods = [pc.algorithms.mixup(0.2), chosen, pc.algorithms.label_smoothing(0.1), average()]
     step = compose(loop_events, methods)
     state = step.init(make_state(duration="20ba"))
@@ -251,7 +251,7 @@ def test_inductor_agrees_on_every_shipped_setting_until_a_choice_flips(text: str
 
 
 def test_a_choice_that_rounding_tips_is_found_and_named() -> None:
-    keep = Subject.of("selective_backprop(0, 1.0, keep=0.5, interrupt=0)").algorithm
+    keep = Subject.of("selective_backprop(0, 1.0, keep=0.5, full_every=0)").algorithm
     step = compose(loop_events, [keep])
     state, (x, y) = step.init(make_state(duration="9ba")), make_batch()
     assert flipped_choice(step, state, (x, y)) is None

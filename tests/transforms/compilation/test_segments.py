@@ -79,7 +79,7 @@ def test_a_host_algorithm_before_makes_no_variants() -> None:
 
 
 def test_selective_backprop_adds_too() -> None:
-    chosen = alg.selective_backprop(0.2, 0.9, keep=0.5, interrupt=2)
+    chosen = alg.selective_backprop(0.2, 0.9, keep=0.5, full_every=2)
     assert num_segments(chosen, ema()) == 2
     assert variants_by_segment(chosen, ema()) == [2, 2]
 

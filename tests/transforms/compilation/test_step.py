@@ -57,7 +57,7 @@ def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> Non
 def test_all_at_once_agree(donate: bool, microbatches: int) -> None:
     methods = [
         alg.mixup(0.2),
-        alg.selective_backprop(0.3, 0.8, keep=0.5, interrupt=2),
+        alg.selective_backprop(0.3, 0.8, keep=0.5, full_every=2),
         sharpness(when=pc.every(5)),
         average(when=pc.every(3)),
         swap(),

@@ -30,7 +30,7 @@ SCHEDULES: dict[str, list[Algorithm]] = {
         changing("c", Event.BATCH_END, lambda s: s, when=pc.epoch_ends()),
     ],
     "two sides": [sharpness(when=every(5)), average(when=every(4))],
-    "selective": [pc.algorithms.selective_backprop(0.3, 0.9, keep=0.5, interrupt=2), average(when=every(4))],
+    "selective": [pc.algorithms.selective_backprop(0.3, 0.9, keep=0.5, full_every=2), average(when=every(4))],
 }
 
 
