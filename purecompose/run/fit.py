@@ -4,11 +4,12 @@ Nothing happens here that the fifteen-line loop could not do: batches are asked 
 that lie outside it are fired.
 """
 
+import inspect
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from purecompose._support.checks import shown
 from purecompose._support.warnings import warn
@@ -33,8 +34,12 @@ from purecompose.transforms.compilation import CompiledStep
 
 __all__ = ["EpochData", "fit", "training"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def fit(
+
+def _states(
+    is_held: bool,
     step: Step | CompiledStep,
     state: State,
     data: Iterable[Any] | EpochData,
@@ -47,99 +52,12 @@ def fit(
     checkpoints: Checkpoints | None = None,
     resume: Path | str | None = None,
     microbatches: str | None = None,
-) -> State:
-    """Trains until the run's length is reached, from wherever the state stands.
+) -> Iterator[State]:
+    """Yield the states of a run; see `fit` and `training`, which take the same settings.
 
     Args:
-        step: The training step. It is initialised here if that has not been done.
-        state: The state to start from; it stays as it was.
-        data: Batches, iterated anew for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
-            epoch's batches in an order that depends on the run's key alone, as `data.arrays` and `data.loader` do. A
-            `DataLoader` over a map-style data set without a generator follows the run's key, too, and starts in the
-            middle of an epoch. What cannot is read from the epoch's start, with a `SkippingWarning`.
-            Data without an end need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
-        duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
-            wall-clock time for this call, on top of the state's own duration if it has one.
-        evaluate: An `Evaluator`, or several, with their intervals; each has a label of its own.
-        observers: Functions `(event, state) -> None`, or one, called at every event outside the step except loading,
-            and at BATCH_END.
-        stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
-        adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
-        checkpoints: Where to keep checkpoints, and how often. With them, SIGINT and SIGTERM end the run after the
-            batch at hand, when its checkpoint is written.
-        resume: Goes on from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
-            one of `checkpoints`, or from the start where there is none; or a checkpoint's folder. `state` gives the
-            structure then, and the run's length. Where there is a checkpoint, BEFORE_LOAD fires on it, and AFTER_LOAD
-            on the state that was read.
-        microbatches: `"auto"`: where the memory does not suffice, cut batches into twice as many slices, from that
-            batch on.
-
-    Returns:
-        The state at the end. Calling `fit` again with a longer duration goes on from there.
-
-    Raises:
-        TypeError: Something that is no step, state or evaluator.
-        ValueError: No duration anywhere, one whose counter does not move with the batches, a step without
-            `advance`, nothing left to train, no batch in the data, or fewer batches in it than the state's
-            `batches_per_epoch`; in a step of several processes, a duration in seconds or `microbatches="auto"`.
-        FileExistsError: The folder of `checkpoints` holds those of a run that has come further, without `resume`.
-        MismatchError, DamagedError: The checkpoint does not fit, or is not whole; see `load`.
+        is_held: Whether no code of the caller runs between two batches.
     """
-    settings = (duration, evaluate, observers, stop, adjust, checkpoints, resume, microbatches)
-    for last in _training(step, state, data, *settings, is_held=True):
-        state = last
-    return state
-
-
-def training(
-    step: Step | CompiledStep,
-    state: State,
-    data: Iterable[Any] | EpochData,
-    *,
-    duration: Time | str | None = None,
-    evaluate: Evaluator | Iterable[Evaluator] | None = (),
-    observers: Observer | Iterable[Observer] = (),
-    stop: Stopper | Iterable[Stopper] = (),
-    adjust: Adjuster | Iterable[Adjuster] = (),
-    checkpoints: Checkpoints | None = None,
-    resume: Path | str | None = None,
-    microbatches: str | None = None,
-) -> Iterator[State]:
-    """The run of `fit`, batch by batch, for those who write the outer loop themselves.
-
-    Gives the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and at
-    last the state that `fit` returns, after FIT_END. Whoever leaves the loop early has the checkpoints so far.
-
-    Args and Raises: see `fit`; errors come with the first state.
-
-    Example:
-        >>> import torch
-        >>> from purecompose import compose, loop_events, losses, optim
-        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
-        >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
-        >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
-        [1, 2, 3, 3]
-    """
-    settings = (duration, evaluate, observers, stop, adjust, checkpoints, resume, microbatches)
-    yield from _training(step, state, data, *settings, is_held=False)
-
-
-def _training(
-    step: Step | CompiledStep,
-    state: State,
-    data: Any,
-    duration: Time | str | None,
-    evaluate: Evaluator | Iterable[Evaluator] | None,
-    observers: Observer | Iterable[Observer],
-    stop: Stopper | Iterable[Stopper],
-    adjust: Adjuster | Iterable[Adjuster],
-    checkpoints: Checkpoints | None,
-    resume: Path | str | None,
-    microbatches: str | None,
-    *,
-    is_held: bool,
-) -> Iterator[State]:
-    """See `training`; `is_held` where nothing of anybody's happens between two batches."""
     _check_arguments(step, state)
     check_batches(data, "fit: data")
     if microbatches not in (None, "auto"):
@@ -191,6 +109,84 @@ def _training(
     finally:
         if keeper is not None:
             keeper.close()
+
+
+_states.__qualname__ = "fit"  # the name that Python gives in the error for an unknown setting
+
+
+def _declare(states: Callable[Concatenate[bool, P], object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Return a decorator that gives a function the signature of `states` without its first parameter."""
+    _, *parameters = inspect.signature(states).parameters.values()
+
+    def decorate(function: Callable[..., T]) -> Callable[P, T]:
+        vars(function)["__signature__"] = inspect.signature(function).replace(parameters=parameters)
+        return function
+
+    return decorate
+
+
+@_declare(_states)
+def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
+    """Trains until the run's length is reached, from wherever the state stands.
+
+    Args:
+        step: The training step. It is initialised here if that has not been done.
+        state: The state to start from; it stays as it was.
+        data: Batches, iterated anew for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
+            epoch's batches in an order that depends on the run's key alone, as `data.arrays` and `data.loader` do. A
+            `DataLoader` over a map-style data set without a generator follows the run's key, too, and starts in the
+            middle of an epoch. What cannot is read from the epoch's start, with a `SkippingWarning`.
+            Data without an end need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
+        duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
+            wall-clock time for this call, on top of the state's own duration if it has one.
+        evaluate: An `Evaluator`, or several, with their intervals; each has a label of its own.
+        observers: Functions `(event, state) -> None`, or one, called at every event outside the step except loading,
+            and at BATCH_END.
+        stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
+        adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
+        checkpoints: Where to keep checkpoints, and how often. With them, SIGINT and SIGTERM end the run after the
+            batch at hand, when its checkpoint is written.
+        resume: Goes on from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
+            one of `checkpoints`, or from the start where there is none; or a checkpoint's folder. `state` gives the
+            structure then, and the run's length. Where there is a checkpoint, BEFORE_LOAD fires on it, and AFTER_LOAD
+            on the state that was read.
+        microbatches: `"auto"`: where the memory does not suffice, cut batches into twice as many slices, from that
+            batch on.
+
+    Returns:
+        The state at the end. Calling `fit` again with a longer duration goes on from there.
+
+    Raises:
+        TypeError: Something that is no step, state or evaluator.
+        ValueError: No duration anywhere, one whose counter does not move with the batches, a step without
+            `advance`, nothing left to train, no batch in the data, or fewer batches in it than the state's
+            `batches_per_epoch`; in a step of several processes, a duration in seconds or `microbatches="auto"`.
+        FileExistsError: The folder of `checkpoints` holds those of a run that has come further, without `resume`.
+        MismatchError, DamagedError: The checkpoint does not fit, or is not whole; see `load`.
+    """
+    states = _states(True, step, state, data, **settings)
+    del state  # whose memory the run may need
+    return deque(states, maxlen=1).pop()
+
+
+@_declare(_states)
+def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[State]:
+    """The run of `fit`, batch by batch, for those who write the outer loop themselves.
+
+    Gives the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and at
+    last the state that `fit` returns, after FIT_END. Whoever leaves the loop early has the checkpoints so far.
+
+    Args and Raises: see `fit`; errors come with the first state.
+
+    Example:
+        >>> import torch
+        >>> from purecompose import compose, loop_events, losses, optim
+        >>> state = State.create(torch.nn.Linear(2, 1), loss=losses.mse, optimizer=optim.sgd(0.1), duration="1ep")
+        >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+        >>> [state.timestamp.batch for state in training(compose(loop_events), state, data)]
+        [1, 2, 3, 3]
+    """
+    return _states(False, step, state, data, **settings)
 
 
 def _at_the_end(now: Timestamp) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import purecompose as pc
 from purecompose import Checkpoints, Event, State, compose, fit, loop_events
-from purecompose.run.fit import _training
+from purecompose.run.fit import _states
 from purecompose.run.outer import Run
 from tests.helpers import assert_same, counter, make_batches, make_mlp, make_state, noise
 
@@ -166,7 +166,7 @@ def test_a_signal_after_the_last_look_for_one_ends_the_process_all_the_same(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_fit_a_signal_between_two_batches_is_noted_as_well(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     settings = Checkpoints(tmp_path, every="1ep")
-    states = _training(step(), start(), BATCHES, None, (), (), (), (), settings, None, None, is_held=True)
+    states = _states(True, step(), start(), BATCHES, checkpoints=settings)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         for state in states:  # as fit iterates
             if state.timestamp.batch == 2:
