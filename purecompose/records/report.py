@@ -1,34 +1,32 @@
-"""The report of a run: one page that holds everything, and needs nothing else."""
+"""The report of a run: one page that holds everything, and needs nothing else.
+
+This module collects what the page says; `report.html.jinja` and `report.css` say how it looks.
+"""
 
 import base64
 import os
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
 
 from purecompose._support.checks import check_flag
 from purecompose.records.curves import curves_as_png
 from purecompose.records.drawing import SMOOTHED_FROM
 from purecompose.records.layout import write_text
-from purecompose.records.page import (
-    Markup,
-    Pictures,
-    duration,
-    escaped,
-    figure,
-    number,
-    page,
-    preformatted,
-    section,
-    table,
-    tiles,
-)
 from purecompose.records.reading import RunRecords, read_run
 from purecompose.records.starts import RUNNING, Start, in_words
 from purecompose.records.summary import facts_of
+from purecompose.records.words import duration, number
 
 
 __all__ = ["write_report"]
+
+Rows = list[tuple[str, ...]]
 
 _MOST_TILES = 8
 
@@ -36,43 +34,82 @@ _MOST_TILES = 8
 def write_report(
     run: RunRecords | str | os.PathLike[str], path: str | os.PathLike[str], *, curves: bool = True
 ) -> Path:
-    """Writes a page with what was trained, the result, curves, plan, times, checkpoints, versions and the command.
+    """Write a page with what was trained, the result, curves, plan, times, checkpoints, versions and the command.
 
     The page is a single file: no scripts, nothing fetched from elsewhere, for light and dark screens and for paper.
     Curves that cannot be drawn bring a warning, and the page says so.
 
     Args:
-        run: The folder of a run, or what `read_run` gives; a half-finished one, too.
-        path: The file, usually `report.html`; it appears when it is whole.
-        curves: Whether to draw them.
+        run: The folder of a run, or what `read_run` returned; also of an unfinished run.
+        path: The file, usually `report.html`. It is written in one move.
+        curves: Whether to draw the curves.
 
     Returns:
         The path.
 
     Raises:
-        OSError: It cannot be written.
-        FileNotFoundError, NotADirectoryError, ValueError: No folder of a run; see `read_run`.
+        OSError: The file cannot be written.
+        FileNotFoundError, NotADirectoryError, ValueError: Not the folder of a run; see `read_run`.
     """
     run = run if isinstance(run, RunRecords) else read_run(run)
-    pictures = _curves(run) if check_flag(curves, "write_report: curves") else _missing("They were not drawn.")
-    parts = [_header(run), _result(run), section("Curves", pictures), _settings(run), _trained(run), _plan(run)]
-    parts += [_times(run), _checkpoints(run), _versions(run), _command(run)]
+    drawn = _curves(run) if check_flag(curves, "write_report: curves") else _Curves(None, "They were not drawn.")
     target = Path(path)
-    write_text(target, page(run.name, [part for part in parts if part]))
+    write_text(target, _page(run, drawn))
     return target
 
 
-def _header(run: RunRecords) -> Markup:
+def _page(run: RunRecords, curves: "_Curves") -> str:
+    """Return the page of a run; everything that the run says is escaped."""
+    environment = Environment(
+        loader=PackageLoader("purecompose.records", "."),
+        autoescape=lambda name: name is not None and not name.endswith(".css"),
+        finalize=_printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"breakable": breakable, "unbroken_options": _unbroken_options}
     words, tone = _state(run)
-    title = escaped(run.name)
-    return Markup(
-        f'<header>\n<h1>{title}<span class="state {tone}">{escaped(words)}</span></h1>\n'
-        f'<p class="faint">{escaped(_summary(run))}</p>\n</header>'
+    tiles, results = _result(run)
+    return environment.get_template("report.html.jinja").render(
+        name=run.name,
+        state={"words": words, "tone": tone},
+        summary=_summary(run),
+        tiles=tiles,
+        results=results,
+        curves=curves,
+        settings=[*_settings(run)],
+        trained=[(words, _counted(run.trained[name])) for name, words in _TRAINED.items() if run.trained.get(name)],
+        layers="\n".join(map(str, run.trained["model"])) if isinstance(run.trained.get("model"), list) else "",
+        plan=run.plan,
+        times=_times(run),
+        starts=[_start_row(start) for start in run.starts] if len(run.starts) > 1 else [],
+        checkpoints=_checkpoints(run),
+        is_population=any(isinstance(value, list) for one in run.checkpoints for value in one.metrics.values()),
+        versions=[(name, _shown(value)) for name, value in run.versions.items()],
+        command=run.command,
     )
 
 
+def breakable(value: object, after: str = ",(") -> Markup:
+    """Return text in which lines may end after signs that stand between words, as in `checkpoint_every`."""
+    return Markup("<wbr>").join(re.split(rf"(?<=[{re.escape(after)}])(?=[^\W\d])", _printable(str(value))))
+
+
+def _unbroken_options(command: str) -> Markup:
+    """Return a command in which lines do not end within an option."""
+    option = r"(?<!\S)--?[\w-]{1,30}(?!\S)"
+    return Markup(re.sub(option, r'<span class="whole">\g<0></span>', str(escape(_printable(command)))))
+
+
+def _printable(value: Any) -> Any:
+    """Return text without control characters, which have no place in HTML, not even escaped."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    return "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" if c != "\r" else "" for c in value)
+
+
 def _state(run: RunRecords) -> tuple[str, str]:
-    """How the run stands, and the class of its words."""
+    """Return how the run stands, and the class of these words in the style sheet."""
     if not run.starts:
         return "not started", "faint"
     outcome = run.starts[-1].outcome
@@ -90,33 +127,49 @@ def _summary(run: RunRecords) -> str:
     return text if outcome in ("finished", RUNNING) else f"{text} It was stopped by {outcome}"
 
 
-def _result(run: RunRecords) -> Markup:
+def _result(run: RunRecords) -> tuple[list[Any], Rows]:
+    """Return the facts that are shown large, and the rows below them."""
     facts = facts_of(run)
     # The last two tell how far the run came.
-    shown, rest = [*facts[:-2][:_MOST_TILES], *facts[-2:]], facts[:-2][_MOST_TILES:]
-    rows = [(one.name, "; ".join(filter(None, (one.value, one.note)))) for one in rest]
+    tiles, rest = [*facts[:-2][:_MOST_TILES], *facts[-2:]], facts[:-2][_MOST_TILES:]
+    rows: Rows = [(one.name, "; ".join(filter(None, (one.value, one.note)))) for one in rest]
     own = {name: value for name, value in (run.result or {}).items() if name not in _KNOWN}
-    rows += [(name, _shown(value, name)) for name, value in own.items()]
-    return section("Result", tiles(shown), *([table(rows)] if rows else []))
+    return tiles, [*rows, *((name, _shown(value, name)) for name, value in own.items())]
 
 
 _KNOWN = ("metrics", "batches", "epochs", "samples", "tokens", "seconds", "evaluation_seconds")
 
 
-def _curves(run: RunRecords) -> Markup:
+class _Pictures(NamedTuple):
+    """One picture as URLs of data: for wide and narrow screens, light and dark ones."""
+
+    light: str
+    dark: str
+    narrow_light: str
+    narrow_dark: str
+
+
+class _Curves(NamedTuple):
+    """The curves with their caption; without pictures the words say why."""
+
+    pictures: _Pictures | None
+    words: str
+
+
+def _curves(run: RunRecords) -> _Curves:
     if not run.records:
-        return _missing("There are no records yet.")
+        return _Curves(None, "There are no records yet.")
     try:
         kinds = [(is_narrow, is_dark) for is_narrow in (False, True) for is_dark in (False, True)]
-        pictures = Pictures(*(_data_url(curves_as_png(run, narrow=narrow, dark=dark)) for narrow, dark in kinds))
+        pictures = _Pictures(*(_data_url(curves_as_png(run, narrow=narrow, dark=dark)) for narrow, dark in kinds))
     except Exception as error:  # a page without pictures is better than none
         warnings.warn(f"the report of {run.path} has no curves: {error}", RuntimeWarning, stacklevel=3)
-        return _missing(f"They could not be drawn: {error}")
-    return figure(pictures, f"Curves of {run.name}: loss, metrics, learning rate and throughput", _caption(run))
+        return _Curves(None, f"They could not be drawn: {error}")
+    return _Curves(pictures, _caption(run))
 
 
 def _caption(run: RunRecords) -> str:
-    """What is to be known of the curves."""
+    """Return what a reader has to know of the curves."""
     words = []
     is_smoothed = sum("loss" in record for record in run.records) >= SMOOTHED_FROM
     if any(isinstance(value, list) for record in run.records for value in record.values()):
@@ -135,23 +188,12 @@ def _data_url(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def _settings(run: RunRecords) -> Markup:
-    rows: list[tuple[str, str]] = []
+def _settings(run: RunRecords) -> Iterator[tuple[str, str]]:
     for name, value in run.config.items():
         if isinstance(value, dict):
-            rows += [(f"{name}.{inner}", _shown(one)) for inner, one in value.items()]
+            yield from ((f"{name}.{inner}", _shown(one)) for inner, one in value.items())
         else:
-            rows.append((name, _shown(value)))
-    return section("Settings", table(rows) if rows else _missing("None were given."))
-
-
-def _trained(run: RunRecords) -> Markup:
-    told = run.trained
-    facts = [(words, _counted(told[name])) for name, words in _TRAINED.items() if told.get(name)]
-    parts = [table(facts)] if facts else []
-    if isinstance(told.get("model"), list):
-        parts.append(preformatted("\n".join(map(str, told["model"]))))
-    return section("What was trained", *parts) if parts else Markup("")
+            yield name, _shown(value)
 
 
 _TRAINED = {
@@ -164,16 +206,12 @@ _TRAINED = {
 }
 
 
-def _plan(run: RunRecords) -> Markup:
-    return section("Plan", preformatted(run.plan) if run.plan else _missing("It was not written down."))
-
-
-def _times(run: RunRecords) -> Markup:
+def _times(run: RunRecords) -> Rows:
     if not run.starts:
-        return section("Times", _missing("The run has not started."))
+        return []
     evaluating = sum(start.evaluation_seconds for start in run.starts)
     training, batches = run.seconds - evaluating, sum(start.batches for start in run.starts)
-    rows = [
+    rows: Rows = [
         ("in all", duration(run.seconds)),
         ("training", duration(training)),
         ("evaluation", f"{duration(evaluating)}{f' ({evaluating / run.seconds:.0%})' if run.seconds else ''}"),
@@ -181,24 +219,17 @@ def _times(run: RunRecords) -> Markup:
     ]
     if training > 0 and batches:
         rows.append(("rate of training", f"{batches / training:,.4g} batches / s"))
-    parts = [table(rows)]
-    if len(run.starts) > 1:
-        lines = [_start_row(start) for start in run.starts]
-        parts.append(table(lines, ["started", "from batch", "to", "time", "end", "what had changed"]))
-    return section("Times", *parts)
+    return rows
 
 
 def _start_row(start: Start) -> tuple[str, ...]:
     changes = (f"{name}: {_shown(old)} → {_shown(new)}" for name, (old, new) in start.changed.items())
-    told = duration(start.seconds)
-    when = start.started[:16].replace("T", " ")
-    return when, f"{start.batch:,}", f"{start.until:,}", told, start.outcome, "; ".join(changes) or "nothing"
+    when, seconds = start.started[:16].replace("T", " "), duration(start.seconds)
+    return when, f"{start.batch:,}", f"{start.until:,}", seconds, start.outcome, "; ".join(changes) or "nothing"
 
 
-def _checkpoints(run: RunRecords) -> Markup:
-    if not run.checkpoints:
-        return section("Checkpoints", _missing("There are none."))
-    rows = [
+def _checkpoints(run: RunRecords) -> Rows:
+    return [
         (
             one.path.name,
             f"{one.epoch:,}",
@@ -208,24 +239,6 @@ def _checkpoints(run: RunRecords) -> Markup:
         )
         for one in run.checkpoints
     ]
-    is_population = any(isinstance(value, list) for one in run.checkpoints for value in one.metrics.values())
-    last = "last evaluation: median (range)" if is_population else "last evaluation"
-    return section("Checkpoints", table(rows, ["folder", "epoch", "batch", "size", last]))
-
-
-def _versions(run: RunRecords) -> Markup:
-    rows = [(name, _shown(value)) for name, value in run.versions.items()]
-    return section("Versions", table(rows) if rows else _missing("They were not written down."))
-
-
-def _command(run: RunRecords) -> Markup:
-    if run.command is None:
-        return Markup("")
-    return section("Command", preformatted(run.command, is_wrapped=True))
-
-
-def _missing(words: str) -> Markup:
-    return Markup(f'<p class="faint">{escaped(words)}</p>')
 
 
 def _counted(value: Any) -> str:
@@ -233,7 +246,7 @@ def _counted(value: Any) -> str:
 
 
 def _shown(value: Any, name: str = "") -> str:
-    """A value as it was given; lists without brackets, numbers of a population's members in short."""
+    """Return a value as it was given; lists without brackets, a population's numbers as median and range."""
     if isinstance(value, list):
         is_population = bool(name) and all(isinstance(one, int | float) for one in value)
         return number(value, name) if is_population else ", ".join(map(str, value))

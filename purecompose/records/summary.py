@@ -3,9 +3,9 @@
 import math
 from typing import Any, NamedTuple
 
-from purecompose.records.page import duration, number
 from purecompose.records.panels import Series, evaluation_columns, series_of, spread
 from purecompose.records.reading import RunRecords
+from purecompose.records.words import duration, number
 
 
 __all__ = ["Fact", "facts_of"]

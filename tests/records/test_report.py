@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from purecompose.records import write_report
-from purecompose.records.page import breakable, duration, number
+from purecompose.records.report import breakable
+from purecompose.records.words import duration, number
 from tests.records.run_helpers import at, made_up
 
 

@@ -449,7 +449,9 @@ def timed(name: str, event: Event, when: Any, host: bool) -> Algorithm:
         if event.sees_new_time:
             return new.replace(params={key: param * 0.95 for key, param in state.params.items()})
         if new.inputs.is_floating_point() and event in (Event.AFTER_DATALOADER, Event.BATCH_START):
-            return new.replace(inputs=new.inputs + 0.1 * pc.random.normal(new.rng(name), tuple(new.inputs.shape)))
+            return new.replace(
+                inputs=new.inputs + 0.1 * pc.random.normal(new.rng(name), tuple(new.inputs.shape)).to(new.inputs)
+            )
         return new
 
     return Algorithm(name, on(Event.INIT) | (on(event) & when), apply, host=host)
