@@ -80,6 +80,22 @@ def test_the_pages_clipping_bounds_the_gradient(own_method: tuple[dict[str, Any]
         assert pc.tree.global_norm(moved).item() == pytest.approx(bound, rel=1e-3)
 
 
+def test_the_pages_scope_is_truncated_backpropagation_through_time(own_method: tuple[dict[str, Any], str]) -> None:
+    names, _ = own_method
+    net, (inputs, targets) = names["Recurrent"](), names["sequences"]
+    net.load_state_dict({**names["untrained"].params, **names["untrained"].buffers})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.hidden.zero_()
+    for x, y in zip(inputs.split(4, dim=1), targets.split(4, dim=1), strict=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    assert "length=4" in repr(names["truncated"].program)
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(names["end"].params[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
 def without_numbers(text: str) -> str:
     """Words and marks alone, on one line: values and line breaks differ from machine to machine."""
     return " ".join(re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "0", text).split())

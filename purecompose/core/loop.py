@@ -4,14 +4,20 @@ A program is a tuple of events, stages and scopes; a training step is the fold o
 """
 
 from purecompose import losses
+from purecompose.core.operation import Carry, Lowered, Place, Purpose, in_order
 from purecompose.core.scopes import Grad, Microbatches, Program, Scope, Stage, Update
 from purecompose.core.state import State
 from purecompose.time.event import Event
 
 
 __all__ = [
+    "Carry",
     "Grad",
+    "Lowered",
     "Microbatches",
+    "Place",
+    "Program",
+    "Purpose",
     "Scope",
     "Stage",
     "Update",
@@ -19,6 +25,7 @@ __all__ = [
     "eval_events",
     "eval_forward",
     "forward",
+    "in_order",
     "loop_events",
     "loss",
     "predict_events",
