@@ -91,7 +91,7 @@ def runs(text: str, name: str) -> tuple[pc.Step, list[State], list[Any], list[St
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize(("text", "name"), examples_on_tasks())
+@pytest.mark.parametrize(("text", "name"), examples_on_tasks(quick=2))
 def test_each_member_is_its_own_run(text, name, chunk_size):
     step, start, batches, expected = runs(text, name)
     states = run_steps(population(step, 3, chunk_size), stack_states(start), batches)

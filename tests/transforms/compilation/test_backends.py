@@ -3,7 +3,6 @@
 import importlib
 import os
 import pathlib
-import signal
 import stat
 import subprocess
 import sys
@@ -89,13 +88,13 @@ def test_numbers_in_double_precision_last_through_torch_compile(donate: bool) ->
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """The next compilation is interrupted by a signal, as Ctrl-C sends it, during tracing or compiling."""
+    """Interrupt the next compilation, during tracing or compiling, as Ctrl-C does."""
     original, calls = getattr(LIBRARY, where), []
 
     def once(*args: Any, **options: Any) -> Any:
         if not calls:
             calls.append(1)
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return original(*args, **options)
 
     monkeypatch.setattr(LIBRARY, where, once)
@@ -305,6 +304,7 @@ INTERRUPTED = """
 """
 
 
+@pytest.mark.slow
 def test_inductor_lays_results_out_as_they_were_traced(cache: None) -> None:
     """Left to itself it gives the results of convolutions with the channels last, which the next part would misread."""
     del cache

@@ -176,7 +176,7 @@ def test_sequences_of_open_number_and_changing_length_agree() -> None:
     assert len(fast.variants()) == 2
 
 
-@pytest.mark.parametrize("text, task", examples_on_tasks(quick=6))
+@pytest.mark.parametrize("text, task", examples_on_tasks(quick=12))
 def test_shipped_settings_agree(text: str, task: str) -> None:
     step, fast = made([Subject.of(text).algorithm], dynamic=True)
     state = step.init(TASKS[task].make_state(0, duration="5ba", batches_per_epoch=3))

@@ -46,7 +46,7 @@ DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"]
 
 
 @pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text, task", examples_on_tasks(quick=4))
+@pytest.mark.parametrize("text, task", examples_on_tasks(quick=6))
 def test_every_shipped_setting_agrees(text: str, task: str, donate: bool) -> None:
     step, fast = made([Subject.of(text).algorithm], donate=donate)
     state = step.init(TASKS[task].make_state(0, duration="20ba", batches_per_epoch=10))
