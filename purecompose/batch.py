@@ -57,7 +57,7 @@ AS_ARGUMENT = (_as_argument, _of_argument)
 
 
 def get(batch: Any, field: Field) -> Any:
-    """The member of `batch` that `field` names.
+    """Return the member of `batch` that `field` names.
 
     Args:
         batch: The batch.
@@ -93,7 +93,7 @@ def get(batch: Any, field: Field) -> Any:
 
 
 def put(batch: Any, field: Field, value: Any) -> Any:
-    """A copy of `batch` with `value` in the place that `field` names; the other members are shared.
+    """Return a copy of `batch` with `value` in the place that `field` names; the other members are shared.
 
     Raises:
         KeyError: The batch has no such member.
@@ -123,7 +123,7 @@ def put(batch: Any, field: Field, value: Any) -> Any:
 
 
 def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
-    """How many examples the batch holds: the size that its tensors share along the dimension of the examples.
+    """Return how many examples the batch holds: the size that its tensors share along the dimension of the examples.
 
     Args:
         batch: The batch.
@@ -165,14 +165,16 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
 
 
 def leading_size(inputs: Any, dim: int = 0) -> int | None:
-    """The size along the dimension of the examples that all tensors share; `None` where they have none in common."""
+    """Return the size along the dimension of the examples that all tensors share; `None` where they have none in
+    common.
+    """
     sizes = _leading_sizes(inputs, dim)
     # Compared one by one: symbolic sizes have no hash.
     return sizes[0] if sizes and all(size == sizes[0] for size in sizes) else None
 
 
 def num_tokens(batch: Any) -> int:
-    """The tokens of a language batch: the size of its `input_ids`, padding included; other batches have none."""
+    """Return the tokens of a language batch: the size of its `input_ids`, padding included; other batches have none."""
     if type(batch) is tuple or not isinstance(batch, Mapping):
         return 0
     ids = batch.get("input_ids")
@@ -180,7 +182,7 @@ def num_tokens(batch: Any) -> int:
 
 
 def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) -> list[Any]:
-    """Cuts the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
+    """Cut the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
 
     Sizes differ by at most one, larger parts first. What is *per example* is cut: tensors and arrays whose leading
     dimension is the number of examples, and lists and tuples of that length without a tensor in them, such as the
@@ -211,7 +213,7 @@ def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) 
 
 
 def bounds(total: int, num_parts: int) -> list[int]:
-    """Where the parts of `total` examples begin, and where the last one ends.
+    """Return where the parts of `total` examples begin, and where the last one ends.
 
     Raises:
         ValueError: There are fewer examples than parts.
@@ -227,7 +229,7 @@ def bounds(total: int, num_parts: int) -> list[int]:
 
 
 def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
-    """The chosen examples, in that order; what is per example is as in `split`, all else stays.
+    """Return the chosen examples, in that order; what is per example is as in `split`, all else stays.
 
     Lists and arrays are chosen from on the host: a batch that has some waits for the device, and does so under
     neither `vmap` nor tracing.
@@ -261,7 +263,7 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Applies `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
+    """Apply `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
 
     What is no tensor stays; an object without tensors is shared.
     """
@@ -278,7 +280,7 @@ def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """The batch's tensors, in order, also those inside dataclasses, mappings and objects."""
+    """Return the batch's tensors, in order, also those inside dataclasses, mappings and objects."""
     found: list[Tensor] = []
     for leaf in tree.leaves(batch):
         if isinstance(leaf, Tensor):
@@ -289,7 +291,7 @@ def tensors(batch: Any) -> list[Tensor]:
 
 
 def check_field(field: Field, role: str) -> None:
-    """Raises a `TypeError` for what cannot be a field."""
+    """Raise a `TypeError` for what cannot be a field."""
     is_pair = isinstance(field, tuple) and len(field) == 2 and all(callable(part) for part in field)
     if isinstance(field, bool) or not (isinstance(field, (int, str, list)) or is_pair or callable(field)):
         raise TypeError(
@@ -302,18 +304,18 @@ def _leading_sizes(batch: Any, dim: int) -> list[int]:
 
 
 def _dim(rows: Any, dim: int) -> int:
-    """The dimension of the examples in a tensor or array; lists have one."""
+    """Return the dimension of the examples in a tensor or array; lists have one."""
     return dim if len(getattr(rows, "shape", ())) > dim else 0
 
 
 def _place(rows: Any, part: slice, dim: int) -> Any:
-    """The index of a part of the examples."""
+    """Return the index of a part of the examples."""
     own = _dim(rows, dim)
     return (slice(None),) * own + (part,) if own else part
 
 
 def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> Any:
-    """Applies `fn` to all that has one row for each of `num` examples; see `split`."""
+    """Apply `fn` to all that has one row for each of `num` examples; see `split`."""
 
     def is_rows(node: Any) -> bool:
         return _is_rows(node, num, dim)

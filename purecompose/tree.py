@@ -51,7 +51,7 @@ def register_node(
     flatten: Callable[[T], tuple[tuple[str, ...], tuple[Any, ...], Hashable]],
     unflatten: Callable[[tuple[str, ...], Iterable[Any], Any], T],
 ) -> None:
-    """Makes `cls` an inner node for `torch.func` and for optree.
+    """Make `cls` an inner node for `torch.func` and for optree.
 
     Args:
         cls: The class.
@@ -91,32 +91,32 @@ def register_node(
 def map(  # noqa: A001
     fn: Callable[..., Any], tree: Any, *rests: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Applies `fn` to corresponding leaves; `None` is a leaf, and so is a node of which `is_leaf` says so."""
+    """Apply `fn` to corresponding leaves; `None` is a leaf, and so is a node of which `is_leaf` says so."""
     return optree.tree_map(fn, tree, *rests, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves, in insertion order; `None` is a leaf."""
+    """Return the leaves, in insertion order; `None` is a leaf."""
     return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves and the structure that `unflatten` needs."""
+    """Return the leaves and the structure that `unflatten` needs."""
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def unflatten(treespec: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
-    """The inverse of `flatten`."""
+    """Return the inverse of `flatten`."""
     return optree.tree_unflatten(treespec, leaves)
 
 
 def structure(tree: Any) -> optree.PyTreeSpec:
-    """The structure without the leaves; structures compare with `==`."""
+    """Return the structure without the leaves; structures compare with `==`."""
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any]:
-    """The leaves by key path.
+    """Return the leaves by key path.
 
     Args:
         tree: The tree.
@@ -133,7 +133,7 @@ def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any
 
 
 def members(leaf: Any) -> dict[Any, Any]:
-    """What a leaf holds that is a container all the same: a mapping, a dataclass, an object with attributes.
+    """Return what a leaf holds that is a container all the same: a mapping, a dataclass, an object with attributes.
 
     Empty for plain values, and for what can be called: a module's weights are no members.
 
@@ -178,7 +178,7 @@ ToleranceLike: TypeAlias = float | Callable[[torch.dtype], Tolerance]
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether containers, key paths, shapes, dtypes and every bit agree.
+    """Return whether containers, key paths, shapes, dtypes and every bit agree.
 
     NaN equals NaN, 0.0 differs from -0.0. The static part of a state is no leaf and plays no part.
     """
@@ -186,7 +186,7 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
-    """Says in words where two trees differ, at most `limit` lines, pairing leaves by key path.
+    """Say in words where two trees differ, at most `limit` lines, pairing leaves by key path.
 
     Example:
         >>> diff({"a": torch.zeros(2)}, {"a": torch.ones(2)})
@@ -196,7 +196,7 @@ def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
 
 
 def differences(first: Any, second: Any, *, tolerance: ToleranceLike = 0.0) -> Iterator[Difference]:
-    """Where two trees differ, leaf by leaf, paired by key path; see `equal`.
+    """Return where two trees differ, leaf by leaf, paired by key path; see `equal`.
 
     Args:
         first: One tree.
@@ -219,7 +219,7 @@ def differences(first: Any, second: Any, *, tolerance: ToleranceLike = 0.0) -> I
 
 
 def describe(tensor: Tensor, *, with_device: bool = True) -> str:
-    """A tensor's dtype and shape, and its device where that is not the CPU.
+    """Return a tensor's dtype and shape, and its device where that is not the CPU.
 
     Example:
         >>> describe(torch.zeros(2, 3))
@@ -232,7 +232,8 @@ def describe(tensor: Tensor, *, with_device: bool = True) -> str:
 
 
 def global_norm(tree: Any) -> Tensor:
-    """The Euclidean norm of all tensor leaves together, 0-d (0 for an empty tree); that of half precision is float32.
+    """Return the Euclidean norm of all tensor leaves together, 0-d (0 for an empty tree); that of half precision is
+    float32.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0], dtype=torch.float16), "b": torch.tensor([0.0, 4.0])})
@@ -296,7 +297,7 @@ def _leaf_difference(path: str, first: Any, second: Any, tolerance: ToleranceLik
 
 
 def _unequal(first: Tensor, second: Tensor, tolerance: ToleranceLike) -> Tensor:
-    """Where two tensors of one form differ, elementwise."""
+    """Return where two tensors of one form differ, elementwise."""
     unequal = _bits(first) != _bits(second)
     if first.is_complex():
         unequal = unequal.any(-1)
@@ -330,7 +331,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A floating tensor's bits as integers, so that signed zeros differ; complex ones as pairs."""
+    """Return a floating tensor's bits as integers, so that signed zeros differ; complex ones as pairs."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

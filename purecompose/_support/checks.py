@@ -15,7 +15,7 @@ __all__ = ["check_flag", "check_number", "check_whole", "frozen", "is_number", "
 
 
 def frozen(setting: Any) -> Any:
-    """A setting that nobody changes afterwards: lists, and those inside of them, as tuples.
+    """Return a setting that nobody changes afterwards: lists, and those inside of them, as tuples.
 
     Example:
         >>> frozen([0.0, [1, 2]])
@@ -25,7 +25,7 @@ def frozen(setting: Any) -> Any:
 
 
 def check_flag(value: Any, where: str) -> bool:
-    """A bool, and nothing that merely looks like one.
+    """Return a bool, and nothing that merely looks like one.
 
     Raises:
         TypeError: No bool.
@@ -36,7 +36,8 @@ def check_flag(value: Any, where: str) -> bool:
 
 
 def check_whole(value: Any, where: str, low: float = -math.inf, high: float = math.inf, *, hint: str = "") -> int:
-    """An int, or what is one by `__index__`; floats are refused, whole or not, and tensors, whose value is far away.
+    """Return an int, or what is one by `__index__`; floats are refused, whole or not, and tensors, whose value is far
+    away.
 
     Raises:
         TypeError: No int.
@@ -60,7 +61,7 @@ def check_number(
     below: bool = False,
     hint: str = "",
 ) -> float:
-    """A finite real number, as a float.
+    """Return a finite real number, as a float.
 
     Args:
         value: The value.
@@ -83,12 +84,12 @@ def check_number(
 
 
 def is_number(value: Any) -> bool:
-    """Whether the value is a real number; a bool is not."""
+    """Return whether the value is a real number; a bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
-    """What came: a tensor by dtype and shape, all else by value, cut at 80 characters, and type.
+    """Return what came: a tensor by dtype and shape, all else by value, cut at 80 characters, and type.
 
     Example:
         >>> shown(1.5)

@@ -24,7 +24,9 @@ _ALL = (*_ON_CUDA, _BACKENDS.mkldnn.matmul)
 
 @contextmanager
 def building(seed: int) -> Iterator[None]:
-    """A scope in which modules are built on the CPU, with first weights from a seed; torch's generators stay put."""
+    """Return a scope in which modules are built on the CPU, with first weights from a seed; torch's generators stay
+    put.
+    """
     # torch.manual_seed would seed the accelerators' generators as well, which no one would set back.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
@@ -32,14 +34,15 @@ def building(seed: int) -> Iterator[None]:
 
 
 def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number or a 0-d tensor as a tensor; a number is filled in, not copied from the host, which would wait."""
+    """Return a number or a 0-d tensor as a tensor; a number is filled in, not copied from the host, which would wait.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype=dtype, device=device)
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host as a tensor on a device; on a GPU nobody waits.
+    """Return numbers of the host as a tensor on a device; on a GPU nobody waits.
 
     `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits until the GPU has done all that
     it was told before. From pinned memory the copy takes its turn; torch's allocator keeps the memory until then.
@@ -55,7 +58,7 @@ def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """A scope in which numbers are computed as the precision says, backward passes included.
+    """Return a scope in which numbers are computed as the precision says, backward passes included.
 
     An autocast around the scope has no effect in it: the state says how it computes.
 
@@ -83,7 +86,7 @@ def _without_autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def _multiplies(tf32: bool) -> bool:
-    """Whether the switches stand so already; read by the new names, whose reading never raises."""
+    """Return whether the switches stand so already; read by the new names, whose reading never raises."""
     return all((operator.fp32_precision == "tf32") is tf32 for operator in _ON_CUDA)
 
 
@@ -110,7 +113,7 @@ def _multiplying(tf32: bool) -> Iterator[None]:
 
 
 def _read(switch: Callable[[], Any]) -> Any:
-    """A switch by its older name; None where the caller has set the newer ones to what it cannot say."""
+    """Return a switch by its older name; None where the caller has set the newer ones to what it cannot say."""
     try:
         return switch()
     except RuntimeError:

@@ -21,7 +21,7 @@ _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.Modul
 
 
 def fingerprint(thing: Any) -> Hashable:
-    """A hashable description of type, configuration, arrays and tensors.
+    """Return a hashable description of type, configuration, arrays and tensors.
 
     Tensors on `meta` stand for the weights of a skeleton and count by shape, others by their bytes. Two separately
     built networks of one architecture have one fingerprint. Functions count by identity.
@@ -72,14 +72,16 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
 
 
 def _slots(thing: Any) -> dict[str, Any]:
-    """What an object keeps in slots, by their names."""
+    """Return what an object keeps in slots, by their names."""
     declared = (cls.__dict__.get("__slots__", ()) for cls in type(thing).__mro__)
     names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
     return {name: getattr(thing, name) for name in names if name[:2] != "__" and hasattr(thing, name)}
 
 
 def _content(thing: Any) -> Hashable:
-    """What an object holds beside its attributes, if its class goes back to one of Python's own that hold something."""
+    """Return what an object holds beside its attributes, if its class goes back to one of Python's own that hold
+    something.
+    """
     is_plain = all(cls.__module__ != "builtins" or cls is object for cls in type(thing).__mro__)
     return None if is_plain or isinstance(thing, (type, BaseException)) else repr(thing)
 

@@ -20,12 +20,12 @@ __all__ = ["is_fake", "is_transforming", "only_maps", "plainly"]
 
 
 def is_transforming() -> bool:
-    """Whether `grad`, `vmap` or another transform is active around the caller."""
+    """Return whether `grad`, `vmap` or another transform is active around the caller."""
     return peek_interpreter_stack() is not None
 
 
 def only_maps() -> bool:
-    """Whether there is no transform around the caller but `vmap`."""
+    """Return whether there is no transform around the caller but `vmap`."""
     return all(level.key() is TransformType.Vmap for level in retrieve_all_functorch_interpreters())
 
 
@@ -34,7 +34,7 @@ only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a form and no numbers, as while a step is traced, inside of transforms as well."""
+    """Return whether a tensor has a form and no numbers, as while a step is traced, inside of transforms as well."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return isinstance(tensor, FakeTensor)
@@ -42,6 +42,6 @@ def is_fake(tensor: Tensor) -> bool:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """A scope in which tensors are made as if no transform, mode or `inference_mode` were around the caller."""
+    """Return a scope in which tensors are made as if no transform, mode or `inference_mode` were around the caller."""
     with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes(), torch.no_grad():
         yield

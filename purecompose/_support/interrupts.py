@@ -32,7 +32,7 @@ class Interrupts:
         self._restore()
 
     def obey(self, message: str) -> None:
-        """Ends the process as the signal asks: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143.
+        """End the process as the signal asks: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143.
 
         Args:
             message: What was done first.

@@ -62,7 +62,7 @@ class Call:
 
 
 def parse(text: str) -> tuple[Call, ...]:
-    """The calls that a text lists; the empty text and `none` list nothing.
+    """Return the calls that a text lists; the empty text and `none` list nothing.
 
     Raises:
         SpecError: The text has another form, or an argument is no literal; the message gives the column.
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[Call, ...]:
 
 
 def parse_one(text: str) -> Call:
-    """The only call in a text.
+    """Return the only call in a text.
 
     Raises:
         SpecError: As `parse`, or there is none or more than one.
@@ -98,7 +98,7 @@ def parse_one(text: str) -> Call:
 
 
 def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) -> Any:
-    """What the factory of that name makes of the arguments.
+    """Return what the factory of that name makes of the arguments.
 
     Args:
         call: The call.
@@ -127,7 +127,7 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
 
 
 def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
-    """The call with all arguments by their names; as it is where that cannot be, which `build` then reports.
+    """Return the call with all arguments by their names; as it is where that cannot be, which `build` then reports.
 
     Example:
         >>> def scaled(alpha, power=2): ...
@@ -148,14 +148,14 @@ def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
 
 
 def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
-    """Raises `SpecError` where a name is none of those known, and says which one may have been meant."""
+    """Raise `SpecError` where a name is none of those known, and says which one may have been meant."""
     if name not in known:
         hint = did_you_mean(name, known)
         raise SpecError(f"no {kind} is called {name!r};{hint} {'K' if hint else 'k'}nown: {', '.join(sorted(known))}")
 
 
 def describe(name: str, signature: inspect.Signature) -> str:
-    """A function as one types it: parameters with defaults, without annotations.
+    """Return a function as one types it: parameters with defaults, without annotations.
 
     Example:
         >>> def scaled(alpha: float, *, power: int = 2) -> float: ...
@@ -181,7 +181,7 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
-    """What opens a hint where a name is close to one or two of those known, else nothing.
+    """Return what opens a hint where a name is close to one or two of those known, else nothing.
 
     Args:
         name: What was given.
@@ -219,7 +219,7 @@ _HINTS = {
 
 
 def _without_times(line: str) -> str:
-    """Names of equal length in place of names with a module and of times without quotes, so that columns stay."""
+    """Name of equal length in place of names with a module and of times without quotes, so that columns stay."""
     return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] or found["own"] else found[0], line)
 
 
@@ -230,7 +230,7 @@ class _Times(ast.NodeTransformer):
         self._where = where
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The time, where one was written there."""
+        """Return the time, where one was written there."""
         found = _STRING_OR_TIME.fullmatch(self._where.text(node))
         return ast.copy_location(ast.Constant(found[0]), node) if found and found["time"] else node
 

@@ -44,12 +44,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
 
 
 def terminal_width() -> int:
-    """The terminal's columns, at most 110: longer lines are hard to read. Where there is no terminal, 110."""
+    """Return the terminal's columns, at most 110: longer lines are hard to read. Where there is no terminal, 110."""
     return min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
 
 
 def _printable(cells: Sequence[str]) -> list[str]:
-    """The cells on one line each, whatever control characters are in them."""
+    """Return the cells on one line each, whatever control characters are in them."""
     return [
         cell if cell.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in cell) for cell in cells
     ]

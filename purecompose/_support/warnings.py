@@ -11,7 +11,7 @@ _OURS = str(pathlib.Path(__file__).parents[1])
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the innermost line outside of the library."""
+    """Warn at the innermost line outside of the library."""
     level, frame = 1, sys._getframe(0)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back

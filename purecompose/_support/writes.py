@@ -83,7 +83,7 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 @contextmanager
 def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> Iterator[None]:
-    """A scope at whose end tensors must have the memory and the `requires_grad` that they had at its start.
+    """Return a scope at whose end tensors must have the memory and the `requires_grad` that they had at its start.
 
     Args:
         tensors: By name. They are put back before the error is raised.
@@ -107,13 +107,13 @@ def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exc
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's elements are, and how they are read from there."""
+    """Return where a tensor's elements are, and how they are read from there."""
     form = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
     return storage_of(tensor), tensor.dtype, tensor.shape, tensor.is_conj(), tensor.is_neg(), *form
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number by which tensors on the same memory are known, while one of them is there."""
+    """Return a number by which tensors on the same memory are known, while one of them is there."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     try:

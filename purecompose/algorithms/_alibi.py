@@ -25,7 +25,7 @@ __all__ = ["alibi", "alibi_bias", "alibi_rules", "alibi_slopes", "apply_alibi"]
 
 
 def alibi_rules() -> surgery.Rules:
-    """The rules of the surgery; see `purecompose.algorithms.alibi`.
+    """Return the rules of the surgery; see `purecompose.algorithms.alibi`.
 
     For other layers add rules to them, and one for `PositionEmbedding` where there is no attention but theirs;
     `layers.alibi_bias` is what goes to `F.scaled_dot_product_attention` as `attn_mask`, and `layers.NoPositions` takes

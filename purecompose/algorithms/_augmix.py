@@ -104,7 +104,7 @@ def augmix(
     name: str = "augmix",
     input_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Blends every image with a mixture of changed ones.
+    """Blend every image with a mixture of changed ones.
 
     For each image, with W = `width` chains:
 
@@ -204,7 +204,7 @@ def _chains(
     depth: int,
     width: int,
 ) -> list[Tensor]:
-    """The ends of the chains: for each of them a tensor like `stored`."""
+    """Return the ends of the chains: for each of them a tensor like `stored`."""
     num = len(stored)
     # One chain's images after the other's. Operations and depths are drawn apart, so that what happens to an image in
     # one chain says nothing about the others.
@@ -228,7 +228,7 @@ def _chains(
 
 
 def _mixed(scale: Scale, stored: Tensor, weights: Tensor, *chains: Tensor) -> Tensor:
-    """Images and their chains' ends, weighted by (N, width)."""
+    """Return images and their chains' ends, weighted by (N, width)."""
     levels = mixed = scale.opened(stored)
     # From the image towards each chain, not a sum of parts: a pixel that no operation has changed stays as it is,
     # whatever the weights add up to.

@@ -28,7 +28,7 @@ def warmup_batch_size(
     initial_share: float = 0.125,
     multiple: int | None = None,
 ) -> int:
-    """How many examples of a batch to train on at a point of a run; see `batch_size_warmup` for the settings.
+    """Return how many examples of a batch to train on at a point of a run; see `batch_size_warmup` for the settings.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
@@ -66,7 +66,7 @@ def batch_size_warmup(
     *,
     name: str = "batch_size_warmup",
 ) -> Algorithm:
-    """Trains on a part of each batch that grows to the whole.
+    """Train on a part of each batch that grows to the whole.
 
         s(t) = s0 + (1 - s0) t / d,   n = m max(1, floor(s(t) N / m))
 

@@ -27,7 +27,7 @@ __all__ = [
 def blurpool_rules(
     replace_convs: bool = True, replace_maxpools: bool = True, blur_first: bool = True, *, min_channels: int = 16
 ) -> surgery.Rules:
-    """What takes the place of strided convolutions and max poolings; for `purecompose.surgery`.
+    """Return what takes the place of strided convolutions and max poolings; for `purecompose.surgery`.
 
     Args:
         replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool`.
@@ -78,7 +78,7 @@ def blurpool(
     min_channels: int = 16,
     name: str = "blurpool",
 ) -> Algorithm:
-    """Smooths before strided convolutions and max poolings.
+    """Smooth before strided convolutions and max poolings.
 
     With the filter k = (1, 2, 1) x (1, 2, 1) / 16, applied to each channel with zeros around the image:
 

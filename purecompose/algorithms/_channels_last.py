@@ -18,7 +18,7 @@ __all__ = ["apply_channels_last", "channels_last", "to_channels_last"]
 
 
 def to_channels_last(tensors: Any) -> Any:
-    """The same values in the order (N, H, W, C), of all tensors of four dimensions.
+    """Return the same values in the order (N, H, W, C), of all tensors of four dimensions.
 
     Args:
         tensors: A tensor, or any tree of them.
@@ -50,7 +50,7 @@ def apply_channels_last(net: nn.Module) -> nn.Module:
 
 @factory
 def channels_last(*, name: str = "channels_last") -> Algorithm:
-    """Stores weights with channels last.
+    """Store weights with channels last.
 
     Tensors of four dimensions (N, C, H, W) keep their shape and their values; their strides become those of (N, H, W,
     C), which is how kernels for half precision on GPUs read them. The batch stays as it is: the first convolution with

@@ -100,7 +100,7 @@ def colout(
     input_field: batches.Field | None = None,
     target_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Drops random rows and columns of the images.
+    """Drop random rows and columns of the images.
 
     Of H rows
 
@@ -207,7 +207,7 @@ def _shrunk(
 
 
 def _kept(rng: random.Rng, num_sets: int | None, size: int, p: float, device: torch.device) -> Tensor | None:
-    """The places that stay, ascending, (K,) or (N, K); `None` for all.
+    """Return the places that stay, ascending, (K,) or (N, K); `None` for all.
 
     Drawn as `random.permutation` does it, but with an order for each of N images at once.
     """

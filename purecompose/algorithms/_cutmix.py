@@ -116,7 +116,7 @@ def cutmix_box(
     uniform_sampling: bool = False,
     num: int | None = None,
 ) -> Tensor:
-    """The box that `cutmix_batch` draws with this key.
+    """Return the box that `cutmix_batch` draws with this key.
 
     Args:
         key: A random key.
@@ -170,7 +170,7 @@ def cutmix(
     input_field: batches.Field | None = None,
     target_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Trains on images with a box of another image pasted in.
+    """Train on images with a box of another image pasted in.
 
         z ~ Beta(alpha, alpha),   c = int(D sqrt(z)) along each of the sides D,   a random centre u
         box = [u - c // 2, u + c // 2) along each side, clipped to the image

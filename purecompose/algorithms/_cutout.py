@@ -185,7 +185,9 @@ def _drawn(rng: random.Rng, shape: tuple[int, int], half: int, sides: tuple[int,
 
 
 def _holes(centers: Tensor, half: int, height: int, width: int) -> Tensor:
-    """Whether a pixel is covered, bool (1 or N, 1, H, W); by comparing places, so nothing is read or written there."""
+    """Return whether a pixel is covered, bool (1 or N, 1, H, W); by comparing places, so nothing is read or written
+    there.
+    """
     middles = centers if centers.ndim == 3 else centers.unsqueeze(0)
     rows, columns = middles.unbind(-1)
     in_rows, in_columns = _in_reach(rows, half, height), _in_reach(columns, half, width)

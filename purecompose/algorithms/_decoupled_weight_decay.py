@@ -28,7 +28,7 @@ def decoupled_weight_decay(
     *,
     name: str = "decoupled_weight_decay",
 ) -> Algorithm:
-    """Takes a part off each weight in every step.
+    """Take a part off each weight in every step.
 
         theta <- theta - s_t weight_decay theta,   s_t = lr_t / lr_0
 

@@ -35,7 +35,7 @@ class EmaState(NamedTuple):
 def compute_ema(
     averages: Mapping[str, Tensor], weights: Mapping[str, Tensor], smoothing: float | Tensor
 ) -> dict[str, Tensor]:
-    """Averages that new weights have come to: `smoothing * average + (1 - smoothing) * weight`, element by element.
+    """Average that new weights have come to: `smoothing * average + (1 - smoothing) * weight`, element by element.
 
     Args:
         averages: By name, floating.
@@ -66,7 +66,7 @@ def ema(
     every: TimeLike | None = None,
     name: str = "ema",
 ) -> Algorithm:
-    """Averages the weights for evaluation and export.
+    """Average the weights for evaluation and export.
 
         E <- s E + (1 - s) W,   s = 2^(-u / h)
 
@@ -150,5 +150,5 @@ def ema(
 
 
 def _with_infinities(averages: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Averages of buffers; masks have infinities, whose mean with themselves would be NaN."""
+    """Average of buffers; masks have infinities, whose mean with themselves would be NaN."""
     return {name: torch.where(buffers[name].isinf(), buffers[name].to(a.dtype), a) for name, a in averages.items()}

@@ -40,7 +40,7 @@ def factorize_rules(
     min_features: int = 256,
     latent_features: float = 128,
 ) -> surgery.Rules:
-    """What takes the place of wide layers; for `purecompose.surgery`.
+    """Return what takes the place of wide layers; for `purecompose.surgery`.
 
     Args:
         factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See
@@ -96,7 +96,7 @@ def factorize(
     *,
     name: str = "factorize",
 ) -> Algorithm:
-    """Replaces wide layers by products of two thinner ones.
+    """Replace wide layers by products of two thinner ones.
 
         linear, in -> out                      in -> k without bias, k -> out
         convolution, in -> out, kernel h x w   in -> k with h x w, its stride, padding and dilation; k -> out with 1 x 1

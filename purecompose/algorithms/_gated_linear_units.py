@@ -40,7 +40,7 @@ def gated_linear_units_rules(
     gated_layer_bias: bool = False,
     non_gated_layer_bias: bool = False,
 ) -> surgery.Rules:
-    """The rules of the surgery; see `gated_linear_units` for the settings.
+    """Return the rules of the surgery; see `gated_linear_units` for the settings.
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or an unknown name. When they are applied: a block without an
@@ -161,17 +161,17 @@ def gated_linear_units(
 
 
 def _class_of(module: nn.Module, *names: str) -> type[nn.Module]:
-    """The module's class, or one that it comes from, with one of the names; `nn.Module` where there is none."""
+    """Return the module's class, or one that it comes from, with one of the names; `nn.Module` where there is none."""
     return next((kind for kind in type(module).__mro__ if kind.__name__ in names), nn.Module)
 
 
 def _computes_as(block: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a block's forward is that of a class; hooks may be there, since they stay."""
+    """Return whether a block's forward is that of a class; hooks may be there, since they stay."""
     return type(block).forward is kind.forward and "forward" not in vars(block)
 
 
 def _is_free(layer: nn.Module, kind: type[nn.Module], site: surgery.Site) -> bool:
-    """Whether nothing but what the layer computes is lost with it."""
+    """Return whether nothing but what the layer computes is lost with it."""
     return is_plain(layer, kind) and not is_tied(layer, site.root)
 
 

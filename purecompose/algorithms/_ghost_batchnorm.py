@@ -14,7 +14,7 @@ __all__ = ["GhostBatchNorm", "apply_ghost_batchnorm", "ghost_batchnorm", "ghost_
 
 
 def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
-    """What takes the place of batch normalisation; for `purecompose.surgery`.
+    """Return what takes the place of batch normalisation; for `purecompose.surgery`.
 
     Args:
         ghost_batch_size: See `ghost_batchnorm`.
@@ -44,7 +44,7 @@ apply_ghost_batchnorm = on_module("ghost_batchnorm", ghost_batchnorm_rules)
 
 @factory
 def ghost_batchnorm(ghost_batch_size: int = 32, *, name: str = "ghost_batchnorm") -> Algorithm:
-    """Normalises parts of batches.
+    """Normalise parts of batches.
 
     A batch of B examples is taken in n = ceil(B / g) parts of equal size, or with one example less, with g =
     `ghost_batch_size`. In training each part is normalised by itself, and the running statistics r take a step for

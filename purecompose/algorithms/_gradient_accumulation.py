@@ -68,7 +68,7 @@ class AccumulatedGradients(NamedTuple):
         return AccumulatedGradients(sums, self.num_terms + num, *nothing, is_reached)
 
     def emptied(self, waiting: Collection[str] = ()) -> "AccumulatedGradients":
-        """What remains after an update: the sums of the parameters that wait for another one."""
+        """Return what remains after an update: the sums of the parameters that wait for another one."""
         empty = AccumulatedGradients.empty(self.sums)
         if not waiting:
             return empty
@@ -82,7 +82,7 @@ class AccumulatedGradients(NamedTuple):
         return torch.tensor([name in names for name in self.sums]).to(self.is_reached.device, non_blocking=True)
 
     def mean(self, grads: dict[str, Tensor], of_nothing: float = 0.0) -> dict[str, Tensor]:
-        """The means, for the parameters and in the dtypes of these gradients."""
+        """Return the means, for the parameters and in the dtypes of these gradients."""
         total = torch.where(self.num_terms > 0, self.num_terms, 1)
         means = {
             name: (self.sums[name] / total.to(self.sums[name].dtype)).to(grad.dtype) for name, grad in grads.items()
@@ -100,7 +100,7 @@ class _Last(NamedTuple):
 
 @factory
 def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation") -> Algorithm:
-    """Updates once for several batches.
+    """Update once for several batches.
 
         steps 1 ... k-1:   sum <- sum + n g,   and no update
         step k:            g <- (sum + n g) / (total of n),   the update, and the sum is 0 again
@@ -185,7 +185,8 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """The parameters that the last batch of a group does not reach and an earlier one does, and those that wait."""
+    """Return the parameters that the last batch of a group does not reach and an earlier one does, and those that wait.
+    """
     grads, trainable = state.grads or {}, set(state.context.trainable)
     absent = [key for key in own.sums if key not in grads and key in trainable]
     if not absent or is_transforming() or is_fake(own.is_reached):

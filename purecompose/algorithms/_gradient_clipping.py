@@ -27,7 +27,7 @@ _SLACK = 1e-6
 
 
 def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
-    """The gradients, all multiplied by one number, so that their common norm is at most the threshold.
+    """Return the gradients, all multiplied by one number, so that their common norm is at most the threshold.
 
     Args:
         grads: By name, floating, of any shapes.
@@ -45,7 +45,7 @@ def clip_by_norm(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
 
 
 def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
-    """The gradients, each element moved into [-threshold, threshold]; arguments as for `clip_by_norm`.
+    """Return the gradients, each element moved into [-threshold, threshold]; arguments as for `clip_by_norm`.
 
     A threshold beyond what a gradient's dtype holds counts as the largest number that it holds; infinity clips nothing.
 
@@ -68,7 +68,7 @@ def clip_by_value(grads: Grads, threshold: float | Tensor) -> dict[str, Tensor]:
 def clip_adaptively(
     grads: Grads, params: Mapping[str, Tensor], threshold: float | Tensor, *, floor: float = 1e-3
 ) -> dict[str, Tensor]:
-    """The gradients, those of each unit at most `threshold` times as long as the unit's weights.
+    """Return the gradients, those of each unit at most `threshold` times as long as the unit's weights.
 
     Args:
         grads: By name, floating.
@@ -188,14 +188,14 @@ def gradient_clipping(
 
 
 def _unit_norm(tensor: Tensor) -> Tensor:
-    """The length of each unit, with its dimensions kept as 1; float32 at least."""
+    """Return the length of each unit, with its dimensions kept as 1; float32 at least."""
     dims = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
     return torch.linalg.vector_norm(wide(tensor), dim=dims, keepdim=tensor.ndim > 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _excluded(name: str, patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    """The names of what is not clipped."""
+    """Return the names of what is not clipped."""
     for pattern in patterns:
         match_or_raise(pattern, names, f"{name}: exclude: {pattern!r}")
     return matched(patterns, names)

@@ -95,7 +95,7 @@ def critical_batch_size(squared_norm: Tensor, trace: Tensor) -> Tensor:
 
 
 def averaged(old: NoiseScale, squared_norm: Tensor, trace: Tensor, decay: float) -> NoiseScale:
-    """The moving sums with one more estimate; divided by their weight they are means without a bias to 0."""
+    """Return the moving sums with one more estimate; divided by their weight they are means without a bias to 0."""
     return NoiseScale(
         decay * old.squared_norm + (1 - decay) * squared_norm,
         decay * old.trace + (1 - decay) * trace,
@@ -105,7 +105,7 @@ def averaged(old: NoiseScale, squared_norm: Tensor, trace: Tensor, decay: float)
 
 @factory
 def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_scale") -> Algorithm:
-    """Reports the critical batch size.
+    """Report the critical batch size.
 
         B_simple = tr(Sigma) / |G|^2
 
@@ -192,7 +192,7 @@ def _remembering(state: State, name: str, slot: NoiseScale | _Parts) -> State:
 
 
 def _with_part(slot: NoiseScale | _Parts, state: State) -> NoiseScale | _Parts:
-    """The sums with one more part; where the batch is not cut, none: that is seen at AFTER_TRAIN_BATCH."""
+    """Return the sums with one more part; where the batch is not cut, none: that is seen at AFTER_TRAIN_BATCH."""
     if not isinstance(slot, _Parts) or not state.grads:
         return slot
     if state.first_example is None:
@@ -245,7 +245,7 @@ def _of_half(state: State) -> _Norms | None:
 
 
 def _with_estimate(own: NoiseScale, norms: _Norms, decay: float) -> NoiseScale:
-    """The averages with an estimate, if it is one."""
+    """Return the averages with an estimate, if it is one."""
     estimates = estimate_noise(norms.small, norms.big, norms.small_size, norms.big_size)
     squared_norm, trace = (estimate.to(own.weight) for estimate in estimates)
     is_good = norms.is_known.to(own.weight.device) & squared_norm.isfinite() & trace.isfinite()

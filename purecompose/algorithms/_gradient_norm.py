@@ -18,7 +18,7 @@ __all__ = ["gradient_norm", "norm_of"]
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
-    """The Euclidean norm of all elements together: 0-d; float64 if any tensor is that wide, else float32.
+    """Return the Euclidean norm of all elements together: 0-d; float64 if any tensor is that wide, else float32.
 
     Example:
         >>> norm_of([torch.tensor([3.0], dtype=torch.float16), torch.tensor([0.0, 4.0])])
@@ -29,7 +29,7 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
 
 @factory
 def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradient_norm") -> Algorithm:
-    """Reports the norm of the gradients as they are applied.
+    """Report the norm of the gradients as they are applied.
 
         |g| = sqrt(sum of g_i^2), over all parameters
 

@@ -76,7 +76,7 @@ class GyroDropout(nn.Module):
         self.register_buffer(_BUFFER, place)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drops elements in training."""
+        """Drop elements in training."""
         if not self.training:
             return input
         place = _Place.read(self.get_buffer(_BUFFER))
@@ -88,7 +88,7 @@ class GyroDropout(nn.Module):
         return dropped(input, mask.to(input.device), self.p)
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return f"p={self.p}, sigma={self.sigma}, tau={self.tau}"
 
 
@@ -108,7 +108,7 @@ def gyro_dropout(
     feature_dim: int | None = None,
     name: str = "gyro_dropout",
 ) -> Algorithm:
-    """Replaces dropout by dropout with a bank of masks.
+    """Replace dropout by dropout with a bank of masks.
 
     A bank of sigma masks stands for sigma subnetworks. For a stretch of batches tau of them, chosen without
     replacement, share the batch: its rows are cut into tau groups of (nearly) equal size, one for each mask. In
@@ -209,7 +209,7 @@ def gyro_dropout(
 
 
 def _groups(place: _Place, num: int, tau: int) -> Tensor:
-    """The group of each of a tensor's rows, of which every example may have several."""
+    """Return the group of each of a tensor's rows, of which every example may have several."""
     rows = torch.arange(num, device=place.key.device)
     first, size, known = (torch.as_tensor(number) for number in (place.first, place.size, place.total))
     total, is_slice = known.clamp(min=1), size > 0
@@ -228,7 +228,7 @@ def _placed(state: State, place: _Place) -> State:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether it is a dropout layer; one of a user's with weights of its own does more than that."""
+    """Return whether it is a dropout layer; one of a user's with weights of its own does more than that."""
     has_tensors = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
     return isinstance(module, nn.Dropout) and not has_tensors
 

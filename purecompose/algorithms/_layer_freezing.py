@@ -22,7 +22,7 @@ __all__ = ["frozen_layers", "frozen_share", "layer_freezing", "layers_of"]
 def frozen_share(
     elapsed: float, *, freeze_start: float = 0.5, freeze_level: float = 1.0, num_stages: int | None = 8
 ) -> float:
-    """The share of layers to freeze at a point of a run; see `layer_freezing` for the settings.
+    """Return the share of layers to freeze at a point of a run; see `layer_freezing` for the settings.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
@@ -49,7 +49,8 @@ def frozen_share(
 
 
 def layers_of(module: nn.Module, frozen: Collection[str] | None = None) -> tuple[tuple[str, ...], ...]:
-    """The names of the trainable parameters, layer by layer, in the order in which the network defines its layers.
+    """Return the names of the trainable parameters, layer by layer, in the order in which the network defines its
+    layers.
 
     Args:
         module: A network.
@@ -85,7 +86,7 @@ def frozen_layers(
     freeze_level: float = 1.0,
     num_stages: int | None = 8,
 ) -> tuple[str, ...]:
-    """The parameters to freeze at a point of a run; see `layer_freezing` for the settings.
+    """Return the parameters to freeze at a point of a run; see `layer_freezing` for the settings.
 
     Args:
         module: A network. Parameters without `requires_grad` are left out, so in a loop of your own either let the
@@ -118,7 +119,7 @@ def layer_freezing(
     num_stages: int | None = 8,
     name: str = "layer_freezing",
 ) -> Algorithm:
-    """Stops training layer after layer, from the input on.
+    """Stop training layer after layer, from the input on.
 
         u = clip((t - a) / (1 - a), 0, 1),   f = L floor(S u) / S,   depth = floor(f n)
 
@@ -192,7 +193,8 @@ def layer_freezing(
 
 
 def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """All modules with their names and places; those of a parametrized tensor are where the tensor's module is."""
+    """Return all modules with their names and places; those of a parametrized tensor are where the tensor's module is.
+    """
     places: dict[str, int] = {}
     parts: set[str] = set()
     for number, (prefix, child) in enumerate(module.named_modules(remove_duplicate=False)):
@@ -214,12 +216,14 @@ def _layers_of(model: Model, frozen: frozenset[str]) -> tuple[tuple[str, ...], .
 
 
 def _first(layers: tuple[tuple[str, ...], ...], share: float) -> tuple[tuple[str, ...], ...]:
-    """The layers that a share of them comes to, the last one aside."""
+    """Return the layers that a share of them comes to, the last one aside."""
     return layers[: _whole(share * max(0, len(layers) - 1))]
 
 
 def _whole(value: float) -> int:
-    """The whole part, also where rounding, as in (0.7 - 0.6) / 0.4 * 4, has left a little less than a whole number."""
+    """Return the whole part, also where rounding, as in (0.7 - 0.6) / 0.4 * 4, has left a little less than a whole
+    number.
+    """
     return math.floor(value + 1e-9)
 
 

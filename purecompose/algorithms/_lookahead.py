@@ -19,7 +19,7 @@ __all__ = ["lookahead", "pull_back"]
 
 
 def pull_back(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], alpha: float | Tensor) -> dict[str, Tensor]:
-    """The points between: `slow + alpha * (fast - slow)`, element by element.
+    """Return the points between: `slow + alpha * (fast - slow)`, element by element.
 
     Args:
         slow: By name, floating.

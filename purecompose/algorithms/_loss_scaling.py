@@ -46,7 +46,7 @@ def next_scale(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> tuple[Tensor, Tensor]:
-    """The scale for the next step, and the new count of good steps.
+    """Return the scale for the next step, and the new count of good steps.
 
     Args:
         scale: 0-d, floating.
@@ -81,7 +81,7 @@ def loss_scaling(
     growth_interval: int = 2000,
     name: str = "loss_scaling",
 ) -> Algorithm:
-    """Scales the loss for its gradient, and skips steps that overflow.
+    """Scale the loss for its gradient, and skips steps that overflow.
 
         g = d(s L)/dw / s
 

@@ -19,7 +19,8 @@ __all__ = [
 
 
 def low_precision_groupnorm_rules() -> surgery.Rules:
-    """What takes the place of group norms; for `purecompose.surgery`. What it puts in follows autocast when it runs.
+    """Return what takes the place of group norms; for `purecompose.surgery`. What it puts in follows autocast when it
+    runs.
 
     Example:
         >>> type(low_precision_groupnorm_rules()[nn.GroupNorm](nn.GroupNorm(2, 4), None)).__name__
@@ -38,7 +39,7 @@ apply_low_precision_groupnorm = on_module("low_precision_groupnorm", low_precisi
 
 @factory
 def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorithm:
-    """Computes group norms in half precision.
+    """Compute group norms in half precision.
 
         y = (x - mean) / sqrt(var + eps) * w + b,   for each example over a group's channels and all places, with the
                                                     biased variance; w and b for each channel

@@ -19,7 +19,8 @@ __all__ = [
 
 
 def low_precision_layernorm_rules() -> surgery.Rules:
-    """What takes the place of layer norms; for `purecompose.surgery`. What it puts in follows autocast when it runs.
+    """Return what takes the place of layer norms; for `purecompose.surgery`. What it puts in follows autocast when it
+    runs.
 
     Example:
         >>> type(low_precision_layernorm_rules()[nn.LayerNorm](nn.LayerNorm(4), None)).__name__
@@ -38,7 +39,7 @@ apply_low_precision_layernorm = on_module("low_precision_layernorm", low_precisi
 
 @factory
 def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorithm:
-    """Computes layer norms in half precision.
+    """Compute layer norms in half precision.
 
         y = (x - mean) / sqrt(var + eps) * w + b,   over the normalised dimensions, with the biased variance
 

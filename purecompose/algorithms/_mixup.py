@@ -89,7 +89,7 @@ def mixup(
     input_field: batches.Field | None = None,
     target_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Trains on mixtures of pairs of examples.
+    """Train on mixtures of pairs of examples.
 
         z ~ Beta(alpha, alpha),   t = min(z, 1 - z)
         X' = (1 - t) X + t X[pi],     y' = (1 - t) y + t y[pi]
@@ -144,7 +144,7 @@ def mixup(
 
 
 def _draw_mixing(key: Tensor | random.Rng | None, alpha: float | Tensor, num: int | None) -> float | Tensor:
-    """The partner's share, 0-d or (num,), float32."""
+    """Return the partner's share, 0-d or (num,), float32."""
     share = draw_share(_rng(key).named("mixing"), alpha, num, "mixup_batch: alpha", _ALPHA_HINT)
     return torch.minimum(share, 1 - share) if isinstance(share, Tensor) else share
 
@@ -174,7 +174,7 @@ def _check_inputs(inputs: Any) -> None:
 
 
 def _check_no_ids(name: str, inputs: Any) -> None:
-    """Refuses what token ids look like. Images come as bytes or floats; `mixup_batch` takes any integers."""
+    """Refuse what token ids look like. Images come as bytes or floats; `mixup_batch` takes any integers."""
     if isinstance(inputs, Tensor) and inputs.dtype in (torch.int32, torch.int64):
         raise TypeError(
             f"{name}: the inputs are {tree.describe(inputs)}, as token ids are, and there is no id between two others: "

@@ -55,7 +55,7 @@ class NoOpLoss:
 
 
 def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
-    """What takes the place of a whole network; for `purecompose.surgery`.
+    """Return what takes the place of a whole network; for `purecompose.surgery`.
 
     Args:
         has_classes: As `NoOpModel` has it.
@@ -74,7 +74,7 @@ def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
 
 @factory
 def no_op_model(*, name: str = "no_op_model") -> Algorithm:
-    """Replaces the network by a number.
+    """Replace the network by a number.
 
         training      outputs = w y,   loss = mean((w y - y)^2),   dloss/dw = 2 (w - 1) mean(y^2)       w = 1.5 at first
         evaluation    outputs = y;   of class indices under a cross entropy scores (N, C, ...), highest at y

@@ -27,7 +27,7 @@ Grads = Mapping[str, Tensor]
 
 
 def norms_per_example(grads: Grads) -> Tensor:
-    """The Euclidean norm of each example's gradient.
+    """Return the Euclidean norm of each example's gradient.
 
     Args:
         grads: By name, (N, ...), floating.
@@ -44,7 +44,7 @@ def norms_per_example(grads: Grads) -> Tensor:
 
 
 def clip_per_example(grads: Grads, max_norm: float | Tensor) -> dict[str, Tensor]:
-    """The mean of gradients of which none is longer than `max_norm`: longer ones are scaled down to that.
+    """Return the mean of gradients of which none is longer than `max_norm`: longer ones are scaled down to that.
 
     Args:
         grads: By name, one row for each example, (N, ...), floating.
@@ -155,7 +155,7 @@ def per_example_clipping(
 
 
 def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
-    """Whether the settings are neutral; raises where they are none."""
+    """Return whether the settings are neutral; raises where they are none."""
     where, hint = "per_example_clipping: max_norm", "infinity clips nothing"
     check_scalar(noise_multiplier, "per_example_clipping: noise_multiplier", 0, hint="0 is no noise")
     if isinstance(max_norm, float) and max_norm == math.inf:
@@ -174,7 +174,7 @@ def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
 def _sums_over_examples(
     name: str, state: State, share: range, max_norm: float | Tensor, chunk_size: int | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The sum over these examples of clipped gradients, and the norms that they had, (N,)."""
+    """Return the sum over these examples of clipped gradients, and the norms that they had, (N,)."""
     assert state.clock is not None
     _ = state.clock.values  # made when first read: within a transform it would outlive that as a dead wrapper
     sums: dict[str, Tensor] = {}
@@ -189,7 +189,7 @@ def _sums_over_examples(
 
 
 def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
-    """The gradient of each example, (1, ...)."""
+    """Return the gradient of each example, (1, ...)."""
     start = 0 if state.first_example is None else state.first_example
     examples = batches.split(state.batch, state.num_examples, state.context.input_field)
     for index in share:
@@ -197,7 +197,7 @@ def _one_by_one(state: State, share: range) -> Iterator[dict[str, Tensor]]:
 
 
 def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[dict[str, Tensor]]:
-    """The gradients of examples, (chunk, ...), chunk after chunk."""
+    """Return the gradients of examples, (chunk, ...), chunk after chunk."""
     num, tensors = state.num_examples, batches.tensors(state.batch)
     is_row = [tensor.ndim > 0 and tensor.shape[0] == num for tensor in tensors]
     rows = [tensor for tensor, per_example in zip(tensors, is_row, strict=True) if per_example]
@@ -224,7 +224,7 @@ def _mapped(name: str, state: State, share: range, chunk_size: int) -> Iterator[
 
 
 def _clipped_sums(grads: Grads, max_norm: float | Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The sum of clipped gradients by name, and the norms that they had."""
+    """Return the sum of clipped gradients by name, and the norms that they had."""
     norms = norms_per_example(grads)
     # On both sides finite, so that a gradient of 0 has a derivative. NaN is no longer than the bound, and stays.
     is_long = norms > max_norm
@@ -238,7 +238,7 @@ def _noisy(grad: Tensor, rng: random.Rng, deviation: float | Tensor) -> Tensor:
 
 
 def _check_layers(name: str, network: nn.Module) -> None:
-    """Refuses layers in which an example has no gradient of its own."""
+    """Refuse layers in which an example has no gradient of its own."""
     found: dict[str, Any] = {key: type(module).__name__ for key, module in network.named_modules() if _mixes(module)}
     if found:
         shown = [f"{key or 'the network'} ({kind})" for key, kind in found.items()]
@@ -251,7 +251,7 @@ def _check_layers(name: str, network: nn.Module) -> None:
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether it normalises by statistics of the batch, or writes them into buffers."""
+    """Return whether it normalises by statistics of the batch, or writes them into buffers."""
     if isinstance(module, _BatchNorm):
         return module.training or module.running_mean is None
     return isinstance(module, _InstanceNorm) and module.training and module.running_mean is not None

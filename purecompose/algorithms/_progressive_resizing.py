@@ -36,7 +36,7 @@ _INTERPOLATIONS = ("bilinear", "nearest")
 def progressive_scale(
     elapsed: float, *, initial_scale: float = 0.5, finetune_fraction: float = 0.2, delay_fraction: float = 0.5
 ) -> float:
-    """The scale of images at a point of a run; see `progressive_resizing` for the settings.
+    """Return the scale of images at a point of a run; see `progressive_resizing` for the settings.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
@@ -150,7 +150,7 @@ def progressive_resizing(
     input_field: batches.Field | None = None,
     target_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Trains on images that grow to their full size.
+    """Train on images that grow to their full size.
 
         u = clip((t - d) / (1 - f - d), 0, 1),   s = s0 + (1 - s0) u
 
@@ -265,7 +265,7 @@ def _new_side(side: int, scale: float, increment: int | None) -> int:
 
 
 def _same_share(masks: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    """The masks' new height and width: theirs, times what the images' became, rounded."""
+    """Return the masks' new height and width: theirs, times what the images' became, rounded."""
     sides = zip(masks.shape[-2:], old, new, strict=True)
     return tuple(max(1, (2 * side * small + full) // (2 * full)) for side, full, small in sides)
 
@@ -285,7 +285,7 @@ def _check_masks(targets: Any) -> None:
 
 
 def _drawn_corner(key: Tensor | random.Rng | None, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The window's first row and column, 0-d int64."""
+    """Return the window's first row and column, 0-d int64."""
     rng = needed_rng(key, "resize_batch", "for mode='crop', which draws the window's place")
     top, left = (
         random.randint(rng.named(role), (), 0, full - small + 1)
@@ -295,7 +295,7 @@ def _drawn_corner(key: Tensor | random.Rng | None, old: tuple[int, ...], new: tu
 
 
 def _window(images: Tensor, old: tuple[int, ...], new: tuple[int, ...], corner: tuple[Tensor, Tensor]) -> Tensor:
-    """The same window of anything that shows the images' scene, at its own resolution."""
+    """Return the same window of anything that shows the images' scene, at its own resolution."""
     sizes = _same_share(images, old, new)
     for dim, full, size, start in zip((-2, -1), old, sizes, corner, strict=True):
         side = images.shape[dim]
@@ -306,7 +306,7 @@ def _window(images: Tensor, old: tuple[int, ...], new: tuple[int, ...], corner: 
 
 
 def _nearest(images: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Each new pixel is the old one in which its middle lies; of any dtype."""
+    """Return each new pixel is the old one in which its middle lies; of any dtype."""
     for dim, small in zip((-2, -1), size, strict=True):
         middles = torch.arange(small, device=images.device) * 2 + 1
         index = torch.div(middles * images.shape[dim], 2 * small, rounding_mode="floor")

@@ -82,7 +82,7 @@ def randaugment(
     name: str = "randaugment",
     input_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Changes every image by a few random operations.
+    """Change every image by a few random operations.
 
     `depth` times over, each image gets one operation of the set, each with the same chance, as strong as a uniform draw
     up to `severity` says; see `purecompose.algorithms.images.primitives` for the operations and their strengths.

@@ -53,7 +53,7 @@ def perturb_params(
 def sam(
     rho: Scalar = 0.05, *, epsilon: float = 1e-12, every: int = 1, per_rank: bool = False, name: str = "sam"
 ) -> Algorithm:
-    """Steps by the gradient at the worst point nearby.
+    """Step by the gradient at the worst point nearby.
 
         e = rho g(w) / (|g(w)| + epsilon),   then the optimizer's step from w with g(w + e)
 

@@ -12,7 +12,8 @@ __all__ = ["scale_schedule"]
 
 
 def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) -> State:
-    """A state whose run takes another time, with all schedules of its optimizer; see `purecompose.schedule.scaled`.
+    """Return a state whose run takes another time, with all schedules of its optimizer; see
+    `purecompose.schedule.scaled`.
 
         D' = int(D r)        alpha'(t) = alpha(t / r)
 

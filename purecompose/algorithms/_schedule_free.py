@@ -44,7 +44,7 @@ def schedule_free_step(
     beta: float,
     share: float | Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """What becomes of z and x after an optimizer has moved y, and the next y.
+    """Return what becomes of z and x after an optimizer has moved y, and the next y.
 
     Args:
         base: z, by name, floating.
@@ -77,7 +77,7 @@ def schedule_free_step(
 
 @factory
 def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorithm:
-    """Averages in place of a schedule.
+    """Average in place of a schedule.
 
         y = (1 - beta) z + beta x            the weights whose gradient is taken: the state's parameters
         z <- z + (what the optimizer adds to y)
@@ -150,7 +150,8 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
 
 
 def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tensor], ScheduleFree]:
-    """The parameters and what is remembered, after the optimizer has moved those with a gradient; others stay."""
+    """Return the parameters and what is remembered, after the optimizer has moved those with a gradient; others stay.
+    """
     greatest = torch.maximum(own.greatest_rate, own.rate)
     total = own.total + greatest**2
     # Rates of 0 weigh nothing, all together too.
@@ -174,13 +175,13 @@ def _fresh(state: State) -> ScheduleFree:
 
 
 def _rate(state: State) -> Any:
-    """The learning rate now; 1 where none is to be found."""
+    """Return the learning rate now; 1 where none is to be found."""
     rate = settings_of(leaves(state.optimizer)[0]).get("lr")
     return 1.0 if rate is None else state.scalar(rate)
 
 
 def _warn_of_momentum(name: str, optimizer: Any) -> None:
-    """Warns of an optimizer with momentum, be it in one of its groups."""
+    """Warn of an optimizer with momentum, be it in one of its groups."""
     for leaf in leaves(optimizer):
         given = [settings_of(leaf), *[dict(options) for _, options in getattr(leaf, "groups", ())]]
         if any(settings.get("momentum") or (settings.get("betas") or (0,))[0] for settings in given):

@@ -73,7 +73,7 @@ def select_using_loss(
     keep: float = 0.5,
     scale_factor: float = 1.0,
 ) -> tuple[Any, Any]:
-    """The hard part of a batch: `choose_by_loss` by the losses of `forward_fn`.
+    """Return the hard part of a batch: `choose_by_loss` by the losses of `forward_fn`.
 
     Args:
         key: A random key.
@@ -111,7 +111,7 @@ def select_using_loss(
 def should_selective_backprop(
     current_duration: float, batch_in_epoch: int, *, start: float = 0.5, end: float = 0.9, full_every: int = 2
 ) -> bool:
-    """Whether selective backprop is active in a batch.
+    """Return whether selective backprop is active in a batch.
 
     Args:
         current_duration: The fraction of the run that is over.
@@ -141,7 +141,7 @@ def selective_backprop(
     input_field: batches.Field | None = None,
     target_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Trains on the harder part of each batch.
+    """Train on the harder part of each batch.
 
     A forward pass without gradients gives every example's loss. Of N examples
 
@@ -237,12 +237,12 @@ def selective_backprop(
 
 
 def _own_loss(state: State) -> losses.ModelLoss | None:
-    """The loss, where the model computes it."""
+    """Return the loss, where the model computes it."""
     return state.context.loss if isinstance(state.context.loss, losses.ModelLoss) else None
 
 
 def _members(state: State, fields: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The batch's input and target, by the fields that were given, or the state's own."""
+    """Return the batch's input and target, by the fields that were given, or the state's own."""
     target_field = fields.get("target_field", state.context.target_field)
     own_loss = _own_loss(state)
     if own_loss is not None and own_loss.labels is not None:
@@ -252,7 +252,7 @@ def _members(state: State, fields: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _losses_in_state(name: str, state: State, inputs: Any, targets: Any, scale_factor: float) -> Tensor:
-    """The loss of each example with the state's model, or what ranks them where that model computes its own."""
+    """Return the loss of each example with the state's model, or what ranks them where that model computes its own."""
 
     def forward_fn(scaled: Any) -> Any:
         # New buffers are dropped, so that BatchNorm's statistics see each batch once.

@@ -29,7 +29,7 @@ def warmup_length(
     max_seq_length: int = 1024,
     step_size: int = 64,
 ) -> int:
-    """The length of sequences at a point of a run; see `seq_length_warmup` for the settings.
+    """Return the length of sequences at a point of a run; see `seq_length_warmup` for the settings.
 
     Args:
         elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
@@ -111,7 +111,7 @@ def seq_length_warmup(
     preserve_end_of_sequence: bool = False,
     name: str = "seq_length_warmup",
 ) -> Algorithm:
-    """Trains on sequences that grow to their full length.
+    """Train on sequences that grow to their full length.
 
         n = ceil((max - min) / step),   L(t) = min(min + step floor(n t / d), max)
 
@@ -225,7 +225,7 @@ def _elapsed(state: State) -> float:
 
 
 def sequences_of(state: State, where: str) -> Tensor:
-    """The input of a state, (N, L) or (N, L, D), which says how long its batch's sequences are.
+    """Return the input of a state, (N, L) or (N, L, D), which says how long its batch's sequences are.
 
     Args:
         state: A state with a batch.
@@ -239,7 +239,7 @@ def sequences_of(state: State, where: str) -> Tensor:
 
 
 def _sequences(batch: Any, where: str) -> Tensor:
-    """What says how long a batch's sequences are."""
+    """Return what says how long a batch's sequences are."""
     for name in ("input_ids", "inputs_embeds") if isinstance(batch, Mapping) else ():
         if isinstance(batch.get(name), Tensor):
             return _checked(batch[name], where)
@@ -281,7 +281,9 @@ def shortened(batch: Any, sequences: Tensor, length: int, truncate: bool, preser
 
 
 def _dims_of_length(tensor: Tensor, num: int, length: int) -> list[int]:
-    """The dims along which a tensor goes with the sequence; the first dim is the examples', but in a common (L, L)."""
+    """Return the dims along which a tensor goes with the sequence; the first dim is the examples', but in a common (L,
+    L).
+    """
     is_common = tensor.shape == (length, length) and num != length
     dims = [dim for dim in range(0 if is_common else 1, tensor.ndim) if tensor.shape[dim] == length]
     # Floats (N, L, L) are embeddings that are as wide as the sequence is long.
@@ -289,7 +291,7 @@ def _dims_of_length(tensor: Tensor, num: int, length: int) -> list[int]:
 
 
 def _last_positions(batch: Any, num: int, length: int) -> Tensor:
-    """Each row's last valid position, (N,) int64; 0 where nothing is valid."""
+    """Return each row's last valid position, (N,) int64; 0 where nothing is valid."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.shape != (num, length):
         came = tree.describe(mask) if isinstance(mask, Tensor) else f"{type(mask).__name__} in {type(batch).__name__}"
@@ -302,7 +304,7 @@ def _last_positions(batch: Any, num: int, length: int) -> Tensor:
 
 
 def _with_ends(whole: Tensor, shorter: Tensor, dim: int, ends: Tensor) -> Tensor:
-    """A shortened tensor with what stood at each row's end at the last position of the row that is kept."""
+    """Return a shortened tensor with what stood at each row's end at the last position of the row that is kept."""
     length = shorter.shape[dim]
     rows, tokens = whole.movedim(dim, 1), shorter.movedim(dim, 1)
     ends = ends.to(whole.device)
@@ -313,7 +315,7 @@ def _with_ends(whole: Tensor, shorter: Tensor, dim: int, ends: Tensor) -> Tensor
 
 
 def _in_rows(batch: Any, num: int, current: int, length: int) -> Any:
-    """The batch's tokens one after the other, in rows of the new length."""
+    """Return the batch's tokens one after the other, in rows of the new length."""
     for rows in _rows_of_others(batch, num):
         raise ValueError(
             f"truncate=False: the batch holds a {type(rows).__name__} with a member for each of {num} examples, and "
@@ -337,7 +339,7 @@ def _in_rows(batch: Any, num: int, current: int, length: int) -> Any:
 
 
 def _rows_of_others(batch: Any, num: int) -> Iterable[Any]:
-    """Lists and arrays with a member for each example, such as names."""
+    """List and arrays with a member for each example, such as names."""
     members = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     for member in members:
         is_list = isinstance(member, (list, tuple)) and len(member) == num and not batches.tensors(member)

@@ -35,7 +35,7 @@ class _Running(NamedTuple):
 
 @factory
 def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
-    """Skips steps whose loss or gradients are not finite.
+    """Skip steps whose loss or gradients are not finite.
 
         w, opt_state, buffers <- what the step makes of them   where the loss and all gradients are finite
                                  what they were                elsewhere
@@ -111,6 +111,6 @@ def _initialised(state: State, name: str) -> State:
 
 
 def _restored(state: State, slot: Any, is_good: Tensor) -> State:
-    """The state; of a bad step, with the buffers that it began with."""
+    """Return the state; of a bad step, with the buffers that it began with."""
     before: Mapping[str, Tensor] = slot.buffers if isinstance(slot, _Running) else {}
     return state.replace(buffers=chosen(is_good, state.buffers, before)) if before else state

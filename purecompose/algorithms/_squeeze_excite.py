@@ -14,7 +14,7 @@ __all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "sq
 
 
 def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -> surgery.Rules:
-    """What takes the place of wide convolutions; for `purecompose.surgery`.
+    """Return what takes the place of wide convolutions; for `purecompose.surgery`.
 
     Args:
         latent_channels, min_channels: See `squeeze_excite`.
@@ -42,7 +42,7 @@ apply_squeeze_excite = on_drawn_module("squeeze_excite", squeeze_excite_rules)
 
 @factory
 def squeeze_excite(latent_channels: float = 64, min_channels: int = 128, *, name: str = "squeeze_excite") -> Algorithm:
-    """Adds attention over channels behind wide convolutions.
+    """Add attention over channels behind wide convolutions.
 
     With the convolution's output U (N, C, H, W) and a hidden width k:
 

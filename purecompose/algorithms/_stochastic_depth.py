@@ -28,7 +28,7 @@ _METHODS, _DISTRIBUTIONS = ("block", "sample"), ("uniform", "linear")
 
 
 def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribution: str = "linear") -> list[Any]:
-    """How often the branch of each block is left out.
+    """Return how often the branch of each block is left out.
 
     Args:
         num_blocks: L.
@@ -55,7 +55,7 @@ def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribut
 def stochastic_depth_rules(
     module: nn.Module, stochastic_method: str = "block", drop_rate: float = 0.2, drop_distribution: str = "linear"
 ) -> surgery.Rules:
-    """The rules that put `purecompose.layers.StochasticDepth` in the place of each residual block of a network.
+    """Return the rules that put `purecompose.layers.StochasticDepth` in the place of each residual block of a network.
 
     Args:
         module: The network, of which names and structure are read.
@@ -117,7 +117,7 @@ def stochastic_depth(
     *,
     name: str = "stochastic_depth",
 ) -> Algorithm:
-    """Leaves out branches of residual blocks.
+    """Leave out branches of residual blocks.
 
     With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is left out:
 
@@ -209,7 +209,7 @@ def _with_blocks(state: State, name: str, stochastic_method: str) -> State:
 
 
 def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
-    """Warns of a network without blocks, and refuses blocks that decide in the other way."""
+    """Warn of a network without blocks, and refuses blocks that decide in the other way."""
     _check_no_others(module, name, stochastic_method)
     if _blocks(module) or any(isinstance(child, (StochasticDepth, DropPath)) for child in module.modules()):
         return
@@ -223,7 +223,7 @@ def _check_blocks(module: nn.Module, name: str, stochastic_method: str) -> None:
 
 
 def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> None:
-    """Raises a `ValueError` for blocks that decide in the other way: they would stay as they are, with other rates."""
+    """Raise a `ValueError` for blocks that decide in the other way: they would stay as they are, with other rates."""
     for place, child in module.named_modules():
         if isinstance(child, (StochasticDepth, DropPath)) and child.method != stochastic_method:
             raise ValueError(
@@ -234,7 +234,7 @@ def _check_no_others(module: nn.Module, name: str, stochastic_method: str) -> No
 
 
 def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> State:
-    """The state with the rates of all blocks in their buffers."""
+    """Return the state with the rates of all blocks in their buffers."""
     buffers = [(name, f"{name}.drop_rate".lstrip("."), child) for name, child in state.model.module.named_modules()]
     # A block of several drop paths has one rate.
     blocks = {
@@ -251,7 +251,9 @@ def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> S
 
 
 def _blocks(module: nn.Module) -> list[str]:
-    """The names of the residual blocks, outermost ones alone, and none that has been replaced or is inside of one."""
+    """Return the names of the residual blocks, outermost ones alone, and none that has been replaced or is inside of
+    one.
+    """
     found: list[str] = []
     done: list[str] = []
     for name, child in module.named_modules():
@@ -265,7 +267,7 @@ def _blocks(module: nn.Module) -> list[str]:
 
 
 def _ramp(drop_warmup: TimeLike | float) -> Schedule | None:
-    """What multiplies the rates during the warm-up."""
+    """Return what multiplies the rates during the warm-up."""
     length = named_time(drop_warmup, "stochastic_depth: drop_warmup", TimeUnit.DURATION)
     try:
         return linear(0.0, 1.0, length) if length else None

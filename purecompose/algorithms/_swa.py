@@ -73,7 +73,7 @@ def swa(
     *,
     name: str = "swa",
 ) -> Algorithm:
-    """Averages the weights at the end of training.
+    """Average the weights at the end of training.
 
         A_n = A_{n-1} + (W_n - A_{n-1}) / n
 
@@ -199,7 +199,7 @@ def _takes_none(run: RunLength, start: Time, end: Time, taking: Turns, *, is_who
 
 
 def _with_statistics(state: State, name: str) -> State:
-    """The state whose averages have the batch in their statistics, where these are finite."""
+    """Return the state whose averages have the batch in their statistics, where these are finite."""
     found = statistics_of(state.model)
     if not found.names:
         return state
@@ -219,7 +219,7 @@ def _with_statistics(state: State, name: str) -> State:
 
 
 def _with_rate(optimizer: Any, annealed: "_Annealed", name: str) -> Any:
-    """The optimizer whose learning rates, its groups' as well, go over to another."""
+    """Return the optimizer whose learning rates, its groups' as well, go over to another."""
 
     def new_rate(rate: Scalar) -> Scalar:
         if collect(rate, Hparam):
@@ -251,14 +251,15 @@ class _Annealed:
     strategy: str
 
     def is_in(self, rate: Scalar) -> bool:
-        """Whether a rate goes the same way already, be it from elsewhere, or before it goes on to yet another."""
+        """Return whether a rate goes the same way already, be it from elsewhere, or before it goes on to yet another.
+        """
         ways = [one.fn for one in factors_of(rate) if isinstance(one, Schedule) and isinstance(one.fn, _Annealed)]
         return any(
             self == dataclasses.replace(way, own=self.own, goal=self.goal) or self.is_in(way.own) for way in ways
         )
 
     def put_into(self, rate: Scalar, name: str) -> Scalar:
-        """The rate that goes this way, from what it is now: its number, times one schedule."""
+        """Return the rate that goes this way, from what it is now: its number, times one schedule."""
         number = known_part(rate)
         schedules = tuple(one for one in factors_of(rate) if isinstance(one, Schedule))
         own = Product(schedules) if len(schedules) > 1 else schedules[0] if schedules else 1.0

@@ -26,7 +26,7 @@ _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
 
 def accumulate(metric: Metric, acc: Any, state: State) -> Any:
-    """The accumulator with the state's batch, of which no gradient is taken."""
+    """Return the accumulator with the state's batch, of which no gradient is taken."""
     context = state.context
     own = of_model(metric, context.loss)
     update = counting(own, None if context.layout.is_rows else state.num_examples)
@@ -41,7 +41,7 @@ def training_metrics(
     reset: str | Time | None = "1ep",
     name: str = "training_metrics",
 ) -> Algorithm:
-    """Measures the outputs of training steps.
+    """Measure the outputs of training steps.
 
     Events: INIT (the slot), BATCH_START (begins anew where a period begins), AFTER_BACKWARD (adds a slice's examples),
     BATCH_END (reports). Reads `outputs` and the batch; adds `metrics[f"train/{metric}"]`, the value over all examples
@@ -127,7 +127,7 @@ def _period(reset: Any) -> Time | None:
 
 
 def _begins(state: State, period: Time) -> Tensor:
-    """Whether a period begins with this batch: 0-d, bool."""
+    """Return whether a period begins with this batch: 0-d, bool."""
     clock, length = state.clock, int(period.value)
     assert clock is not None
     if period.unit is TimeUnit.BATCH:

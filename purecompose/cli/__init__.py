@@ -50,7 +50,7 @@ where it has a folder.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
         argv: The arguments; by default those of the process.
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ending(*said: str) -> str:
-    """What was done before the end, in the words of the command line."""
+    """Return what was done before the end, in the words of the command line."""
     text = " ".join(said).replace("resume='auto'", "the same command with --resume")
     return f": {text}" if text else ""
 
@@ -109,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoReturn:
-    """Says which option may have been meant."""
+    """Say which option may have been meant."""
     # Without the dashes, in which all options are alike.
     known = {option.lstrip("-"): option for option in command._option_string_actions}
     hint = specs.did_you_mean(unknown[0].partition("=")[0].lstrip("-"), known, shown=known)
@@ -117,7 +117,7 @@ def _refuse(unknown: Sequence[str], command: argparse.ArgumentParser) -> NoRetur
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and those of its commands."""
+    """Return the parser, and those of its commands."""
     parser = _Parser(
         prog="python -m purecompose",
         description="Trains small networks with speed-up methods that are pure functions.",
@@ -295,7 +295,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _of_results(name: str) -> Callable[[argparse.Namespace], None]:
-    """A command about runs that are there; its file is imported when it runs."""
+    """Return a command about runs that are there; its file is imported when it runs."""
     return lambda options: getattr(importlib.import_module("purecompose.cli.results"), name)(options)
 
 
@@ -311,7 +311,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace], int]:
-    """A command from a file of its own, which imports what the other commands run without.
+    """Return a command from a file of its own, which imports what the other commands run without.
 
     Raises:
         ImportError: hypothesis is missing.

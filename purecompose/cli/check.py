@@ -20,7 +20,7 @@ __all__ = ["check"]
 
 
 def check(options: argparse.Namespace) -> int:
-    """Tries the laws and prints a report for each algorithm.
+    """Try the laws and prints a report for each algorithm.
 
     Returns:
         The exit status: 0 where all laws are kept, else 1.
@@ -48,7 +48,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _expanded(options: argparse.Namespace) -> list[tuple[str, str | None]]:
-    """The algorithms' texts, each with the text of its neutral settings."""
+    """Return the algorithms' texts, each with the text of its neutral settings."""
     shipped = [example for row in SHIPPED.values() for example in row.examples]
     texts = [text for given in options.algorithms for text in (shipped if given == "all" else [given])]
     texts = list(dict.fromkeys(texts))
@@ -59,7 +59,7 @@ def _expanded(options: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 
 def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Trials:
-    """What is to be tried; all that options can get wrong is found here."""
+    """Return what is to be tried; all that options can get wrong is found here."""
     algorithm, idle = subject(text), None if neutral is None else subject(neutral)
     try:
         return trials(
@@ -75,7 +75,7 @@ def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Tr
 
 
 def _reported(prepared: Trials, options: argparse.Namespace) -> Report:
-    """Tries the laws on one algorithm and prints what came out."""
+    """Try the laws on one algorithm and prints what came out."""
     with _Progress(repr(prepared.subject.algorithm)) as progress, _each_warning_once():
         report = prepared.report(progress)
     if options.json == "-":
@@ -107,7 +107,7 @@ def _print(report: Report) -> None:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """A scope that shows a text once: a method is tried on a network many times, and warns each time."""
+    """Return a scope that shows a text once: a method is tried on a network many times, and warns each time."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: object) -> None:
@@ -128,7 +128,7 @@ class _Progress:
         self._name, self._is_shown = name, sys.stderr.isatty()
 
     def __call__(self, law: str, index: int, total: int) -> None:
-        """Shows the law."""
+        """Show the law."""
         if self._is_shown:
             width = max(shutil.get_terminal_size().columns - 1, 20)
             print(f"\r\x1b[K{f'[{index}/{total}] {law}  {self._name}'[:width]}", end="", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ _PROG = "purecompose"
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """What the shell reads once, to complete from then on.
+    """Return what the shell reads once, to complete from then on.
 
     Args:
         parser: That of all commands; its arguments are marked with how shells complete them.
@@ -48,7 +48,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """All arguments of a command and of the commands in it."""
+    """Return all arguments of a command and of the commands in it."""
     for action in parser._actions:  # argparse has no public way to them, and shtab takes this one as well
         yield action
         if isinstance(action, argparse._SubParsersAction):
@@ -57,13 +57,13 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _how(argument: argparse.Action) -> Mapping[str, str] | None:
-    """How an argument is completed, in the form that shtab reads."""
+    """Return how an argument is completed, in the form that shtab reads."""
     name = argument.option_strings[-1] if argument.option_strings else argument.metavar
     return _BY_NAME.get(str(name)) or _BY_METAVAR.get(str(argument.metavar))
 
 
 def _one_of(words: Iterable[str], bash: str) -> dict[str, str]:
-    """One of these words."""
+    """Return one of these words."""
     together = " ".join(words)
     return {"bash": bash, "zsh": f"({together})", "fish": together, "tcsh": f"({together})"}
 

@@ -14,7 +14,7 @@ __all__ = ["show_conflicts"]
 
 
 def show_conflicts(options: argparse.Namespace) -> None:
-    """Prints which pairs of the listed algorithms do not commute, and what decides their order.
+    """Print which pairs of the listed algorithms do not commute, and what decides their order.
 
     Raises:
         UsageError: An algorithm that cannot be, or one listed twice.

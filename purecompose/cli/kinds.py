@@ -41,11 +41,11 @@ class Kind(NamedTuple):
     """The metric by which a checkpoint is the best."""
 
     def batches(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Arrays:
-        """Batches for training; a smaller last one is left out."""
+        """Return batches for training; a smaller last one is left out."""
         return datasets.arrays(inputs, targets, batch_size, drop_last=True, names=self.names)
 
     def stored(self, inputs: Tensor, targets: Tensor) -> Arrays:
-        """Batches for evaluation, in the stored order."""
+        """Return batches for evaluation, in the stored order."""
         size = _EVAL_IMAGES if self.names is None else max(1, _EVAL_TOKENS // inputs.shape[1])
         return datasets.arrays(inputs, targets, size, shuffle=False, names=self.names)
 
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
         return {} if self.names is None else {"input_field": self.names[0], "target_field": self.names[1]}
 
     def rating(self, value: float) -> float:
-        """A value of the metric that decides as a number that is greater for better ones."""
+        """Return a value of the metric that decides as a number that is greater for better ones."""
         return -value if metrics.is_lower_better(self.decides) else value
 
 
@@ -70,12 +70,12 @@ TEXT = Kind(
 
 
 def kind_of(data: Data) -> Kind:
-    """What kind the data are of."""
+    """Return what kind the data are of."""
     return TEXT if isinstance(data, TextData) else IMAGES
 
 
 def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
-    """The data that settings name, and the settings that follow from them.
+    """Return the data that settings name, and the settings that follow from them.
 
     Raises:
         OSError, ValueError: There are no such data.
@@ -104,12 +104,12 @@ def load(settings: Mapping[str, Any]) -> tuple[Data, dict[str, Any]]:
 
 
 def fitting(name: str, net: nn.Module, data: Data) -> nn.Module:
-    """A network of `MODELS` with outputs that have the classes in dim 1."""
+    """Return a network of `MODELS` with outputs that have the classes in dim 1."""
     return layers.ClassesSecond(net) if name in (kind_of(data).models or ()) else net
 
 
 def check_model(name: str, data: Data) -> None:
-    """Raises a `ValueError` where a network of `MODELS` is for other data."""
+    """Raise a `ValueError` where a network of `MODELS` is for other data."""
     wanted = kind_of(data).models
     if name in (TEXT.models or ()) and wanted is None:
         raise ValueError(f"{name} is a network for text, and the data are images")
@@ -118,7 +118,7 @@ def check_model(name: str, data: Data) -> None:
 
 
 def follows(data: Data) -> bool:
-    """Whether a text's vocabulary is that of its file, so that a command need not name it."""
+    """Return whether a text's vocabulary is that of its file, so that a command need not name it."""
     if not isinstance(data, TextData):
         return True
     found = torch.zeros(data.num_classes, dtype=torch.int64)
@@ -143,7 +143,7 @@ def _vocabulary(settings: Mapping[str, Any]) -> CharacterVocabulary | None:
 
 
 def _text_file(name: str) -> Path | None:
-    """The text file that a name stands for, which need not be there where the name says that it is one."""
+    """Return the text file that a name stands for, which need not be there where the name says that it is one."""
     if name.lower().endswith(".txt"):
         return Path(name).expanduser()
     if name == SETTINGS["data"].default or Path(name).exists() or "/" in name:

@@ -50,7 +50,7 @@ def load_run(
     data: str | Path | None = None,
     allow_imports: bool = False,
 ) -> LoadedRun:
-    """What `python -m purecompose train --out FOLDER` has trained, in Python.
+    """Return what `python -m purecompose train --out FOLDER` has trained, in Python.
 
     The command line fixes threads and kernels for a run; here they are the process's own, so training that goes on
     here, and not by `--resume`, may do so to other bits.
@@ -82,13 +82,13 @@ def load_run(
 
 
 def settings_for(run: str | Path, data: str | None) -> dict[str, Any]:
-    """The settings of a run, with the data that it is asked about."""
+    """Return the settings of a run, with the data that it is asked about."""
     folder, _ = _places(run)
     return {**settings_of(folder), **({} if data is None else {"data": data})}
 
 
 def trained(run: str | Path, checkpoint: str, settings: Mapping[str, Any], data: Data) -> Trained:
-    """A run as its complete settings say, at one of its checkpoints."""
+    """Return a run as its complete settings say, at one of its checkpoints."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what methods say when they are initialised, the run has told
         setup = prepare(settings, data)
@@ -97,7 +97,7 @@ def trained(run: str | Path, checkpoint: str, settings: Mapping[str, Any], data:
 
 
 def index_of(run: str | Path, checkpoint: str, kind: Kind) -> Index:
-    """What a checkpoint says of itself."""
+    """Return what a checkpoint says of itself."""
     return read_index(_checkpoint(run, checkpoint, kind))
 
 
@@ -111,7 +111,7 @@ def _checkpoint(run: str | Path, checkpoint: str, kind: Kind) -> Path:
 
 
 def _places(run: str | Path) -> tuple[Path, Path]:
-    """The run's folder, and that of its checkpoints or of the one that was named."""
+    """Return the run's folder, and that of its checkpoints or of the one that was named."""
     path = Path(run)
     if (path / "index.json").exists():
         return path.resolve().parent.parent, path  # "." tells nothing of its parents
@@ -119,7 +119,7 @@ def _places(run: str | Path) -> tuple[Path, Path]:
 
 
 def _chosen(folder: Path, which: str, kind: Kind) -> Path:
-    """A run's newest checkpoint, its best, or the one of that name."""
+    """Return a run's newest checkpoint, its best, or the one of that name."""
     if which not in ("newest", "best"):
         if not (folder / which / "index.json").exists():
             known = sorted(path.name for path in folder.glob("*") if not _is_hidden(path))
@@ -132,7 +132,7 @@ def _chosen(folder: Path, which: str, kind: Kind) -> Path:
 
 
 def _best(folder: Path, kind: Kind) -> Path:
-    """The best checkpoint; of equal ones the earliest, which `Checkpoints` keeps. NaN is never the best."""
+    """Return the best checkpoint; of equal ones the earliest, which `Checkpoints` keeps. NaN is never the best."""
     names = (f"val/{kind.decides}", f"eval/{kind.decides}")
     told = {
         one.path: next((one.index.metrics[name] for name in names if name in one.index.metrics), None)

@@ -29,12 +29,12 @@ _SETTINGS = ("algorithms", "model", "data")
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is that of the user's own code, `my_module:name`."""
+    """Return whether a name is that of the user's own code, `my_module:name`."""
     return specs.OWN_NAME.fullmatch(name) is not None
 
 
 def imported(name: str) -> Any:
-    """What `my_module:name` stands for; modules of the current folder are found.
+    """Return what `my_module:name` stands for; modules of the current folder are found.
 
     Raises:
         SpecError: There is no such module, or nothing of that name in it.
@@ -66,7 +66,7 @@ class OwnToo(dict[str, Callable[..., Any]]):
 
 
 def allowed_by(options: argparse.Namespace) -> Collection[str] | None:
-    """The names that a command line allows to be imported: those that it gives itself; `None` for all."""
+    """Return the names that a command line allows to be imported: those that it gives itself; `None` for all."""
     if getattr(options, "allow_imports", False):
         return None
     given = {name: getattr(options, name, None) for name in _SETTINGS}
@@ -75,7 +75,7 @@ def allowed_by(options: argparse.Namespace) -> Collection[str] | None:
 
 
 def check_imports(settings: Mapping[str, Any], allowed: Collection[str] | None) -> None:
-    """Raises a `UsageError` where settings name code that nobody has allowed to run."""
+    """Raise a `UsageError` where settings name code that nobody has allowed to run."""
     foreign = [] if allowed is None else sorted(_names(settings) - set(allowed))
     if foreign:
         raise UsageError(
@@ -99,7 +99,7 @@ def _names(settings: Mapping[str, Any]) -> set[str]:
 
 
 def network_of(call: specs.Call, data: ImageData | TextData, seed: int) -> nn.Module:
-    """The network that a call of the user's own makes, with weights drawn from a seed.
+    """Return the network that a call of the user's own makes, with weights drawn from a seed.
 
     `timm:NAME` is a network of timm, `transformers:CLASS` one of transformers, of a configuration with these options.
     Other functions and classes are given `in_shape` and `num_classes` where they have such parameters.
@@ -148,7 +148,7 @@ class _Logits(nn.Module):
 
 
 def data_of(name: str) -> ImageData | TextData:
-    """The data that a function of the user's own gives.
+    """Return the data that a function of the user's own gives.
 
     It returns `data.ImageData`, `data.TextData`, or four tensors: inputs and classes for training, then for testing.
 

@@ -16,7 +16,7 @@ __all__ = ["show_plan"]
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Prints which algorithms act at which events at a point of the run, one that has a folder or one to come.
+    """Print which algorithms act at which events at a point of the run, one that has a folder or one to come.
 
     Raises:
         UsageError: An option that cannot be, or a folder that is no run's.
@@ -32,7 +32,7 @@ def show_plan(options: argparse.Namespace) -> None:
 
 
 def _moved(setup: Setup, at: str) -> State:
-    """The state as if it stood at a point of its run; the counters alone move."""
+    """Return the state as if it stood at a point of its run; the counters alone move."""
     state = setup.state
     batches, length = _in_batches(setup, Time.of(at)), _in_batches(setup, state.timestamp.run.duration)
     if batches is None or batches < 0:
@@ -44,7 +44,7 @@ def _moved(setup: Setup, at: str) -> State:
 
 
 def _in_batches(setup: Setup, time: Time | None) -> float | None:
-    """A time as a number of batches, each as large as the loader's."""
+    """Return a time as a number of batches, each as large as the loader's."""
     run, samples = setup.state.timestamp.run, setup.train_data.batch_size
     if time is None or (time.unit is TimeUnit.TOKEN and not _tokens(setup)):
         return None
@@ -56,5 +56,5 @@ def _in_batches(setup: Setup, time: Time | None) -> float | None:
 
 
 def _tokens(setup: Setup) -> int:
-    """How many tokens an example has; images have none."""
+    """Return how many tokens an example has; images have none."""
     return setup.data.in_shape[0] if setup.kind is TEXT else 0

@@ -23,7 +23,7 @@ __all__ = ["listed", "notes_elsewhere", "one_line", "subject"]
 
 
 def subject(text: str) -> Subject:
-    """The algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call.
+    """Return the algorithm that a text names: `my_module:my_algorithm`, or a shipped one as a call.
 
     Raises:
         UsageError: There is none, or its module cannot be imported, whatever its code raises.
@@ -41,7 +41,7 @@ def subject(text: str) -> Subject:
 
 
 def listed(text: str | None) -> list[str] | None:
-    """The entries of a list, at commas outside of parentheses; `None` where there is none.
+    """Return the entries of a list, at commas outside of parentheses; `None` where there is none.
 
     Example:
         >>> listed("mixup(0.2, name='a'), my_module:mine")
@@ -73,12 +73,12 @@ def notes_elsewhere() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message without line breaks."""
+    """Return the message without line breaks."""
     return " ".join(str(error).split())
 
 
 def _see_folder() -> None:
-    """The modules of the current folder, which `python -m` finds and the console script does not."""
+    """Return the modules of the current folder, which `python -m` finds and the console script does not."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -117,7 +117,7 @@ def _did_you_mean(name: str, names: list[str]) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's code an error was raised; empty where it was not raised there."""
+    """Return where in the user's code an error was raised; empty where it was not raised there."""
     ours = (str(pathlib.Path(__file__).parents[1]), "<frozen", importlib.__file__ or "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

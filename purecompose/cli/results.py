@@ -28,7 +28,7 @@ __all__ = ["show_evaluation", "show_plot", "show_predictions"]
 
 
 def show_evaluation(options: argparse.Namespace) -> None:
-    """Prints the metrics of a checkpoint on the test data.
+    """Print the metrics of a checkpoint on the test data.
 
     Raises:
         UsageError: There is no such run or checkpoint.
@@ -53,7 +53,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
 
 
 def show_predictions(options: argparse.Namespace) -> None:
-    """Writes the predicted class of each test image, with its probability, as CSV; of a text, each next character.
+    """Write the predicted class of each test image, with its probability, as CSV; of a text, each next character.
 
     With a prompt it writes the text that a language model goes on with.
 
@@ -83,7 +83,7 @@ def show_predictions(options: argparse.Namespace) -> None:
 
 
 def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:
-    """Writes what a language model goes on with, as it comes."""
+    """Write what a language model goes on with, as it comes."""
     # Of the run's text the network needs the form alone, and the schedules how many batches there were.
     num = index_of(options.run, options.checkpoint, TEXT).time["batches_per_epoch"] * settings["batch_size"]
     blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)
@@ -98,7 +98,7 @@ def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt
 
 
 def _tested(options: argparse.Namespace, settings: Mapping[str, Any], setup: Setup) -> Arrays:
-    """The test data, of a text in windows of the length that is asked for."""
+    """Return the test data, of a text in windows of the length that is asked for."""
     if options.length is None:
         return setup.test_data
     if setup.kind is not TEXT:
@@ -122,7 +122,7 @@ def _predicted(run: Trained) -> Iterator[tuple[Any, float, Any]]:
 
 @contextmanager
 def _opened(path: str | None) -> Iterator[TextIO]:
-    """A file to write to, or standard output."""
+    """Return a file to write to, or standard output."""
     if path is None:
         yield sys.stdout
         return
@@ -135,7 +135,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 
 def show_plot(options: argparse.Namespace) -> None:
-    """Draws the curves of runs into one picture.
+    """Draw the curves of runs into one picture.
 
     Raises:
         UsageError: A folder that is no run, or a picture that cannot be written.

@@ -24,7 +24,7 @@ _MOST_LINES = 12
 
 
 def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
-    """The settings of the run that goes on, if there is one.
+    """Return the settings of the run that goes on, if there is one.
 
     Raises:
         UsageError: No folder says which run, or its settings cannot be read.
@@ -38,7 +38,7 @@ def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
 
 
 def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
-    """Raises a `UsageError` where a run is to go on with another key of all its draws, which cannot change."""
+    """Raise a `UsageError` where a run is to go on with another key of all its draws, which cannot change."""
     for name in ("seed", "seeds"):
         if name in earlier and earlier[name] != settings[name]:
             raise UsageError(
@@ -47,7 +47,7 @@ def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 
 
 def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
-    """Raises a `UsageError` where a run is to go on with another network, also with one that its tensors would fit."""
+    """Raise a `UsageError` where a run is to go on with another network, also with one that its tensors would fit."""
     if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
         raise UsageError(
             f"--model: {earlier['model']} in the run, {settings['model']} here; another network needs another --out"
@@ -55,14 +55,14 @@ def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None
 
 
 def _options(model: str) -> tuple[str, dict[str, Any]]:
-    """A network's name and all its options, those that nobody gave included."""
+    """Return a network's name and all its options, those that nobody gave included."""
     call = specs.parse_one(model)
     parameters = inspect.signature(MODELS[call.name]).parameters.values() if call.name in MODELS else ()
     return call.name, {**{one.name: one.default for one in parameters}, **call.kwargs}
 
 
 def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
-    """One line on the settings that differ from those of the run that goes on."""
+    """Return one line on the settings that differ from those of the run that goes on."""
     changed = [name for name in SETTINGS if earlier and earlier.get(name) != settings[name]]
     told = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
     return [f"  goes on with {', '.join(told)}"] if told else []
@@ -70,7 +70,7 @@ def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str
 
 @contextmanager
 def told_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
-    """Says which settings make a checkpoint unfit, before what that does to its tensors."""
+    """Say which settings make a checkpoint unfit, before what that does to its tensors."""
     try:
         yield
     except MismatchError as error:

@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Prompt | None:
-    """What the options of `predict` ask to go on with; `None` where they ask for predictions.
+    """Return what the options of `predict` ask to go on with; `None` where they ask for predictions.
 
     Args:
         options: The command line's.
@@ -68,7 +68,7 @@ def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Promp
 
 
 def continued(state: State, prompt: Prompt, step: Step) -> Iterator[str]:
-    """The prompt, and then what follows, character by character drawn with the network's probabilities.
+    """Return the prompt, and then what follows, character by character drawn with the network's probabilities.
 
     The network sees as many characters before one as its windows have, and has the weights that the step's methods
     predict with, averages among them. The same seed gives the same text, and a longer text begins as a shorter one

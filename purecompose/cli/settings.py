@@ -121,7 +121,7 @@ SETTINGS = {
 
 
 def add_allow_imports(command: argparse.ArgumentParser) -> None:
-    """The option by which code that a file names may be imported."""
+    """Return the option by which code that a file names may be imported."""
     command.add_argument(
         "--allow-imports",
         action="store_true",
@@ -155,19 +155,19 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def named(text: str) -> str:
-    """A file's or folder's name that an option was given: not the empty text that an unset variable leaves."""
+    """Return a file's or folder's name that an option was given: not the empty text that an unset variable leaves."""
     if not text:
         raise argparse.ArgumentTypeError("expected a name, got an empty text")
     return text
 
 
 def whole(text: str) -> int:
-    """A whole number that an option was given; it is refused in words for users."""
+    """Return a whole number that an option was given; it is refused in words for users."""
     return _read(int, text)
 
 
 def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The settings that were chosen somewhere: by `--set`, by an option, by a file. Defaults are left out.
+    """Return the settings that were chosen somewhere: by `--set`, by an option, by a file. Defaults are left out.
 
     Args:
         options: The command line's.
@@ -234,7 +234,7 @@ def with_arguments(
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """The settings of a run that has a folder.
+    """Return the settings of a run that has a folder.
 
     Raises:
         UsageError: It is no run's folder, or its settings cannot be read.
@@ -247,7 +247,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def check_target(option: str, path: str) -> None:
-    """Finds out before the work whether its result can be kept.
+    """Find out before the work whether its result can be kept.
 
     Raises:
         UsageError: The path is a folder, or in none that is there.
@@ -260,7 +260,7 @@ def check_target(option: str, path: str) -> None:
 
 
 def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
-    """The settings in a TOML file: at its top, or in a table [train].
+    """Return the settings in a TOML file: at its top, or in a table [train].
 
     Args:
         path: The file.
@@ -284,7 +284,7 @@ def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
 
 
 def command_of(settings: Mapping[str, Any], out: Path | None) -> str:
-    """The command that repeats a run."""
+    """Return the command that repeats a run."""
     words = ["python", "-m", "purecompose", "train"]
     for name, value in settings.items():
         if name in SETTINGS and value is not None and value != SETTINGS[name].default:
@@ -293,7 +293,7 @@ def command_of(settings: Mapping[str, Any], out: Path | None) -> str:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """A setting's value in its kind."""
+    """Return a setting's value in its kind."""
     if name not in SETTINGS:
         close = difflib.get_close_matches(name, SETTINGS, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(SETTINGS)}"
@@ -332,7 +332,7 @@ def _value(text: str) -> Any:
 def _set(
     name: str, call: specs.Call, arguments: Mapping[str, Any], factories: Mapping[str, Callable[..., Any]]
 ) -> specs.Call:
-    """A call with arguments of `--set`.
+    """Return a call with arguments of `--set`.
 
     Raises:
         UsageError: They are what is wrong with it; what was wrong before is told by the option that it came from.

@@ -120,7 +120,7 @@ class Setup(NamedTuple):
 def completed(
     found: Mapping[str, Any], data: Data | None = None, *, allowed: Collection[str] | None = ()
 ) -> tuple[dict[str, Any], Data]:
-    """All settings, completed by defaults and by what suits the data, and the data.
+    """Return all settings, completed by defaults and by what suits the data, and the data.
 
     Args:
         found: The settings that were chosen.
@@ -145,7 +145,7 @@ def completed(
 
 
 def prepare(settings: Mapping[str, Any], data: Data) -> Setup:
-    """The run that complete settings define.
+    """Return the run that complete settings define.
 
     Raises:
         UsageError: A setting that cannot be.
@@ -200,7 +200,7 @@ def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...
 
 
 def _limited(limit: str | None, length: int) -> int:
-    """How many of so many batches are taken; `limit` is a number of them or a share."""
+    """Return how many of so many batches are taken; `limit` is a number of them or a share."""
     if limit is None:
         return length
     with reported_as("--limit-batches"):
@@ -213,7 +213,7 @@ def _limited(limit: str | None, length: int) -> int:
 
 
 def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int) -> list[State]:
-    """The states at the start, one for each seed."""
+    """Return the states at the start, one for each seed."""
     with reported_as("--seeds"):
         if settings["seeds"] < 1:
             raise ValueError(f"{settings['seeds']}: expected at least 1")
@@ -248,7 +248,7 @@ def _states(settings: Mapping[str, Any], data: Data, duration: Time, length: int
 
 @contextmanager
 def reported_as(option: str) -> Iterator[None]:
-    """Turns what an option's value is refused with into one line that names the option."""
+    """Turn what an option's value is refused with into one line that names the option."""
     try:
         yield
     except (TypeError, ValueError, OSError) as error:

@@ -34,7 +34,7 @@ class RunError(Exception):
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains as the options say, shows how it goes and ends with a table.
+    """Train as the options say, shows how it goes and ends with a table.
 
     Raises:
         UsageError: An option that cannot be; or one of several processes of a launcher such as torchrun.
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def _check_alone() -> None:
-    """Raises a `UsageError` in one of several processes, each of which would train the whole run."""
+    """Raise a `UsageError` in one of several processes, each of which would train the whole run."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size not in ("", "1"):
         raise UsageError(
@@ -119,7 +119,7 @@ def _run(
 
 
 def _missing(folder: RunFolder, state: State) -> tuple[str, ...]:
-    """What could not be written of a run that is over: the checkpoint that it ended with, and files."""
+    """Return what could not be written of a run that is over: the checkpoint that it ended with, and files."""
     last = f"{CHECKPOINTS}/{name_at(state.timestamp)}"
     return folder.unwritten if (folder.path / last).is_dir() else (last, *folder.unwritten)
 
@@ -146,7 +146,7 @@ def _folder(out: Path, settings: Mapping[str, Any], setup: Setup, *, is_resumed:
 
 @contextmanager
 def _told_in_one_line(setup: Setup) -> Iterator[None]:
-    """Says what was raised and in which algorithm or stage; what the command line reports by itself passes."""
+    """Say what was raised and in which algorithm or stage; what the command line reports by itself passes."""
     try:
         yield
     except (UsageError, ImportError, OSError, CheckpointError, FloatingPointError, RunError):
@@ -156,7 +156,7 @@ def _told_in_one_line(setup: Setup) -> Iterator[None]:
 
 
 def _in_one_line(error: Exception, setup: Setup) -> str:
-    """What a step has raised, where, and whether on inputs that a method has changed."""
+    """Return what a step has raised, where, and whether on inputs that a method has changed."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
     if _changed_inputs(error, setup) is not None:
         kind = "int64" if setup.kind is TEXT else ""
@@ -167,7 +167,7 @@ def _in_one_line(error: Exception, setup: Setup) -> str:
 
 
 def _changed_inputs(error: Exception, setup: Setup) -> list[str] | None:
-    """The sizes of an example that the forward pass failed on, where it is not as the data are.
+    """Return the sizes of an example that the forward pass failed on, where it is not as the data are.
 
     They are read from the note about the stage, "... (int64[32, 128], ...)".
     """
@@ -181,7 +181,7 @@ def _changed_inputs(error: Exception, setup: Setup) -> list[str] | None:
 
 
 def _check_recipe(name: str, settings: Mapping[str, Any], setup: Setup) -> None:
-    """Takes a step with a recipe and throws its state away: the first images are the smallest.
+    """Take a step with a recipe and throws its state away: the first images are the smallest.
 
     Raises:
         UsageError: The methods do not fit the data, or leave less of an image than the network takes.

@@ -205,7 +205,7 @@ def factory(make: Callable[_P, Algorithm]) -> Callable[_P, Algorithm]:
 
 
 def identity(name: str = "identity") -> Algorithm:
-    """The algorithm that never acts: the unit of composition."""
+    """Return the algorithm that never acts: the unit of composition."""
     return Algorithm(name, NEVER, lambda event, state: state)
 
 

@@ -36,7 +36,7 @@ def application(algorithm: Algorithm, event: Event) -> Callable[[State, Contract
 
 
 def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:
-    """What `apply` returns, checked: (state, exit code). What it raises says where it was."""
+    """Return what `apply` returns, checked: (state, exit code). What it raises says where it was."""
     try:
         if algorithm.host and is_fake(state.key):
             raise RuntimeError(

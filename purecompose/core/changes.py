@@ -21,7 +21,7 @@ _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) 
 
 
 def translated(changes: Mapping[str, Any], fields: Collection[str], static: Static, batch: Any) -> dict[str, Any]:
-    """Changes under the convenient names as changes of fields.
+    """Change under the convenient names as changes of fields.
 
     Args:
         changes: What is asked for: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
@@ -68,7 +68,7 @@ def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, 
 
 
 def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
-    """Raises a `ValueError` where parameters that are not floating point are not frozen."""
+    """Raise a `ValueError` where parameters that are not floating point are not frozen."""
     whole = [name for name in names if not (params[name].is_floating_point() or params[name].is_complex())]
     if whole:
         raise ValueError(
@@ -78,7 +78,7 @@ def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
 
 
 def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool) -> None:
-    """Raises where parameters are no mapping, or have other names than the model's."""
+    """Raise where parameters are no mapping, or have other names than the model's."""
     if not isinstance(given, Mapping):
         raise TypeError(f"replace(params=...): expected tensors by name, got {shown(given)}")
     if is_other_model or given.keys() == own.keys():
@@ -112,7 +112,7 @@ def _with(context: Context, name: str, value: Any) -> Context:
 
 
 def _parameter_names(which: str, given: Any, known: tuple[str, ...]) -> frozenset[str]:
-    """The parameters that names and patterns (as in `fnmatch`) stand for."""
+    """Return the parameters that names and patterns (as in `fnmatch`) stand for."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{which}: expected a collection of names or patterns, as in ['0.*'], got {shown(given)}")
     given = frozenset(given)

@@ -33,7 +33,7 @@ class Clock:
     __slots__ = ("schedules", "domain", "_source", "_row", "_values")
 
     def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], domain: str, row: int = 0) -> None:
-        """Takes where the numbers come from; `Clock.of` is the usual way."""
+        """Take where the numbers come from; `Clock.of` is the usual way."""
         self._source, self.schedules, self.domain, self._row = source, schedules, domain, row
         self._values: Tensor | None = None
 
@@ -48,7 +48,8 @@ class Clock:
         domain: str = "",
         draw: int | None = None,
     ) -> "Clock":
-        """The clock of a step that leads from `now` to `later`; `draw` numbers its draws, by default the batch."""
+        """Return the clock of a step that leads from `now` to `later`; `draw` numbers its draws, by default the batch.
+        """
         draw = now.batch if draw is None else draw
         return cls(_Source(now, later, schedules, draw, device), schedules, domain)
 
@@ -100,7 +101,7 @@ class Clock:
         return self.values[6].to(torch.int64)
 
     def scheduled(self, schedule: Schedule) -> Tensor:
-        """The schedule's multiplier now, 0-d float64.
+        """Return the schedule's multiplier now, 0-d float64.
 
         Raises:
             KeyError: The schedule is none of those that the step evaluates.
@@ -117,7 +118,7 @@ class Clock:
         return value
 
     def advanced(self) -> "Clock":
-        """The clock after the step's `advance`."""
+        """Return the clock after the step's `advance`."""
         return Clock(self._source, self.schedules, self.domain, 1)
 
 
@@ -143,7 +144,9 @@ class _Source:
 def _read(
     timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...], failed: dict[Schedule, Exception] | None = None
 ) -> list[float]:
-    """The numbers at a time. What schedules raise is noted in `failed`, if there is one, and their numbers are NaN."""
+    """Return the numbers at a time. What schedules raise is noted in `failed`, if there is one, and their numbers are
+    NaN.
+    """
     elapsed = timestamp.elapsed()
     row = [
         timestamp.batch,

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-    """The algorithms.
+    """Return the algorithms.
 
     Raises:
         TypeError: Something that is no algorithm.
@@ -45,7 +45,7 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
 
 
 def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
-    """The passes.
+    """Return the passes.
 
     Raises:
         TypeError: Something that cannot be called.
@@ -58,7 +58,7 @@ def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
 
 
 def as_program(given: Iterable[Node | StateFn | str]) -> Program:
-    """The program, with events by their names made events.
+    """Return the program, with events by their names made events.
 
     Raises:
         TypeError: Something that is no node.
@@ -80,12 +80,12 @@ def as_program(given: Iterable[Node | StateFn | str]) -> Program:
 
 
 def events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
-    """The events inside scopes of Grad."""
+    """Return the events inside scopes of Grad."""
     return (event for node in walk(program) if isinstance(node, Grad) for event in events_in(node.body))
 
 
 def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
-    """Raises a `ValueError` for a host algorithm at an event inside a Grad."""
+    """Raise a `ValueError` for a host algorithm at an event inside a Grad."""
     for algorithm in algorithms:
         if algorithm.host:
             raise ValueError(
@@ -95,7 +95,7 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
 
 
 def check_updates(program: Program, trainable: Iterable[str]) -> None:
-    """Raises a `ValueError` for an `update(wrt=...)` of parameters in which no `Grad` before it differentiates.
+    """Raise a `ValueError` for an `update(wrt=...)` of parameters in which no `Grad` before it differentiates.
 
     A program with functions of the user's own passes: these may set gradients.
 
@@ -120,7 +120,7 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
 
 
 def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
-    """Raises a `ValueError` for methods that take rows for examples, where the examples lie otherwise."""
+    """Raise a `ValueError` for methods that take rows for examples, where the examples lie otherwise."""
     acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
     names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
     if layout.is_rows or not names:
@@ -133,7 +133,7 @@ def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
 
 
 def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:
-    """Raises a `ValueError` where a step has several gradients for a method that adds up one of each."""
+    """Raise a `ValueError` where a step has several gradients for a method that adds up one of each."""
     event = Event.AFTER_TRAIN_BATCH
     count = sum(node is event for node in walk(program))
     for algorithm in algorithms:

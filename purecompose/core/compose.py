@@ -409,7 +409,7 @@ def compose(
     microbatches: int | None = None,
     microbatch_size: int | None = None,
 ) -> Step:
-    """A training step from a loop program and algorithms.
+    """Return a training step from a loop program and algorithms.
 
     Args:
         program: The loop, such as `loop_events`; a plain list of events is one too.
@@ -455,7 +455,7 @@ def compose(
 
 
 def _opened(state: State, *, later: bool) -> Timestamp:
-    """The time before or after the step that a state is in."""
+    """Return the time before or after the step that a state is in."""
     sealed = state.static.timestamp
     assert isinstance(sealed, SealedTime)
     return sealed.opened(later=later)

@@ -65,11 +65,11 @@ class Context:
         object.__setattr__(self, "layout", layout)
 
     def replace(self, **changes: Any) -> "Context":
-        """A context with these changes."""
+        """Return a context with these changes."""
         return dataclasses.replace(self, **changes)
 
     def rested(self) -> "Context":
-        """The context as it is between steps."""
+        """Return the context as it is between steps."""
         return self.replace(paused=frozenset()) if self.paused else self
 
     @property
@@ -102,11 +102,11 @@ class SealedTime:
     __slots__ = ("_now", "_later")
 
     def __init__(self, now: Timestamp, later: Timestamp) -> None:
-        """Keeps the time before and after the step for the host's own use."""
+        """Keep the time before and after the step for the host's own use."""
         self._now, self._later = now, later
 
     def opened(self, *, later: bool) -> Timestamp:
-        """The time before or after the step, for code that runs on the host."""
+        """Return the time before or after the step, for code that runs on the host."""
         return self._later if later else self._now
 
     def __getattr__(self, name: str) -> Any:

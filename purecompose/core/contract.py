@@ -87,7 +87,7 @@ class Contract:
             raise TypeError(reason)
 
     def check(self, end: State) -> None:
-        """Compares the end of the step with its start.
+        """Compare the end of the step with its start.
 
         Raises:
             FormError: A structure, shape or dtype differs; the message names the key path, and the last algorithm
@@ -110,11 +110,11 @@ class Contract:
         )
 
     def note_stage(self, stage: Any) -> None:
-        """Takes down that a stage has run; raises as `note`."""
+        """Take down that a stage has run; raises as `note`."""
         self._check_input(f"the stage {stage!r} (a layer with inplace=True?)")
 
     def note_update(self, state: State, result: Any) -> None:
-        """Takes down what the optimizer made of a state.
+        """Take down what the optimizer made of a state.
 
         Raises:
             InPlaceError, GlobalDrawError: As `note`.
@@ -212,7 +212,7 @@ def _remedy(path: str, where: Event | None) -> str:
 
 
 def check_slots(state: State) -> None:
-    """Raises a `FormError` for what an algorithm remembers in another form than tensors."""
+    """Raise a `FormError` for what an algorithm remembers in another form than tensors."""
     for path, leaf in tree.leaves_with_paths(state.slots).items():
         if not isinstance(leaf, Tensor):
             raise FormError(
@@ -232,7 +232,7 @@ def _incoming(state: State) -> list[tuple[str, Tensor]]:
 
 
 def _global_generators() -> tuple[Any, ...]:
-    """The states of the generators that torch's modes do not see."""
+    """Return the states of the generators that torch's modes do not see."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (python_random.getstate(),)
@@ -241,7 +241,8 @@ def _global_generators() -> tuple[Any, ...]:
 
 
 def _mark(tensor: Tensor) -> tuple[int | None, int]:
-    """How often torch saw a write into the tensor (inference tensors are not counted), and the memory it is on."""
+    """Return how often torch saw a write into the tensor (inference tensors are not counted), and the memory it is on.
+    """
     return None if tensor.is_inference() else tensor._version, storage_of(tensor)
 
 
@@ -257,7 +258,7 @@ def _specs_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _told(result: Any) -> str:
-    """What came, in few words."""
+    """Return what came, in few words."""
     if isinstance(result, Mapping):
         return f"a {type(result).__name__} of {', '.join(map(repr, list(result)[:3])) or 'nothing'}"
     return f"{len(result)} things" if isinstance(result, tuple | list) else shown(result)

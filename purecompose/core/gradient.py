@@ -33,7 +33,7 @@ __all__ = [
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:
-    """Whether somebody differentiates through the step: a transform is active, or a leaf requires a gradient."""
+    """Return whether somebody differentiates through the step: a transform is active, or a leaf requires a gradient."""
     if is_transforming():
         return True
     if not torch.is_grad_enabled():
@@ -103,7 +103,7 @@ def averaged_by_name(
     weight: int | Tensor,
     total: int | Tensor,
 ) -> dict[str, Tensor]:
-    """The means with one slice's values; what was there before the slices is no slice's, and stays as it is."""
+    """Return the means with one slice's values; what was there before the slices is no slice's, and stays as it is."""
     means, earlier = means or {}, earlier or {}
     new_means = {
         name: value if value is earlier.get(name) else averaged(means.get(name), value, weight, total)
@@ -115,7 +115,7 @@ def averaged_by_name(
 def averaged_grads(
     means: dict[str, Tensor] | None, grads: dict[str, Tensor], weight: int | Tensor, total: int | Tensor
 ) -> dict[str, Tensor]:
-    """The mean gradients with one slice's; a parameter that only some slices reach has zeros in the others."""
+    """Return the mean gradients with one slice's; a parameter that only some slices reach has zeros in the others."""
     if means is not None and means.keys() != grads.keys():
         means = {**{name: torch.zeros_like(grad) for name, grad in grads.items()}, **means}
         grads = {name: grads[name] if name in grads else torch.zeros_like(mean) for name, mean in means.items()}
@@ -123,7 +123,7 @@ def averaged_grads(
 
 
 def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
-    """The weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
+    """Return the weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
 
     A running mean, so that one set of gradients is alive besides the slice's own, whatever the number of slices.
     Where no value has weight, the first stands: that is what the whole batch gives too.
@@ -143,7 +143,7 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
 
 @torch.no_grad()
 def num_terms(state: State) -> int | Tensor:
-    """How many terms the loss is a mean of, right after it: as an algorithm left outputs and targets to it.
+    """Return how many terms the loss is a mean of, right after it: as an algorithm left outputs and targets to it.
 
     It is what the gradient of a microbatch weighs beside those of others.
     """
@@ -198,7 +198,7 @@ def _with_functorch(
 
 
 def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:
-    """The gradients of the loss in the leaves that it reaches."""
+    """Return the gradients of the loss in the leaves that it reaches."""
     _check_loss(loss)
     found = torch.autograd.grad(loss, list(leaves.values()), create_graph=create_graph, allow_unused=True)
     return {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
@@ -208,7 +208,7 @@ _LEAVE_GRAD = fields_where(leaves_grad=True)
 
 
 def _set_by_body(before: State, after: State) -> dict[str, Any]:
-    """The fields that the body replaced: only these can hang on its graph."""
+    """Return the fields that the body replaced: only these can hang on its graph."""
     new = after.__dict__
     # What neither has looked up yet (see `State.__getattr__`) was not replaced.
     found = {name: new[name] for name in _LEAVE_GRAD if name in new and new[name] is not getattr(before, name)}
@@ -225,12 +225,12 @@ def _detached(value: Any) -> Any:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """A tensor without a graph: itself, where it has none, so that what the body left alone can be told."""
+    """Return a tensor without a graph: itself, where it has none, so that what the body left alone can be told."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _requires_grad(by_name: Any) -> bool:
-    """Whether a tensor among slots requires a gradient; quick for the usual dict of dicts of tensors."""
+    """Return whether a tensor among slots requires a gradient; quick for the usual dict of dicts of tensors."""
     for slot in by_name.values() if type(by_name) is dict else (by_name,):
         for tensor in slot.values() if type(slot) is dict else (slot,):
             if tensor.requires_grad if type(tensor) is Tensor else _is_any_required(tensor):

@@ -72,7 +72,7 @@ class Layout:
         return self.dim == 0 and self.splitter is None
 
     def num_examples(self, batch: Any) -> int:
-        """How many examples a batch holds.
+        """Return how many examples a batch holds.
 
         Raises:
             TypeError, ValueError: As `batch.num_examples`; a splitter that gives no number.
@@ -82,7 +82,7 @@ class Layout:
         return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
 
     def num_tokens(self, batch: Any) -> int:
-        """How many tokens a batch holds, for the timestamp.
+        """Return how many tokens a batch holds, for the timestamp.
 
         Raises:
             TypeError, ValueError: The given function returned something other than a whole number.

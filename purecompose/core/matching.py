@@ -118,7 +118,7 @@ _STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
 
 
 def _sealed(path: str, value: Any) -> Any:
-    """The value with its tensors sealed, in dataclasses too; the value itself where it holds none."""
+    """Return the value with its tensors sealed, in dataclasses too; the value itself where it holds none."""
 
     def seal(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -159,7 +159,7 @@ class Matcher:
         self._stretch: _Stretch | None = None
 
     def schedule(self, state: State, batch: Any, now: Timestamp, later: Timestamp) -> int:
-        """The answers as bits, in the order of `questions`.
+        """Return the answers as bits, in the order of `questions`.
 
         Args:
             state: The state at the start of the step.
@@ -182,11 +182,11 @@ class Matcher:
         return bits
 
     def mask(self, events: Collection[Event]) -> int:
-        """The bits of the schedule that decide what happens at these events."""
+        """Return the bits of the schedule that decide what happens at these events."""
         return sum(1 << i for i, question in enumerate(self.questions) if question.event in events)
 
     def matched(self, bits: int, event: Event, algorithms: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
-        """The algorithms that act at an event under a schedule, in their listed order."""
+        """Return the algorithms that act at an event under a schedule, in their listed order."""
         chosen = {q.algorithm.name for i, q in enumerate(self.questions) if q.event is event and bits >> i & 1}
         return tuple(a for a in algorithms if a.name in chosen or (event, a.name) in self.always)
 
@@ -253,7 +253,7 @@ class _Moment:
 
 
 def _answers(timed: list[tuple[int, Predicate, Event, bool, Question]], now: _Moment, later: _Moment) -> int:
-    """The bits of open questions about time. In every step, so without a call for each."""
+    """Return the bits of open questions about time. In every step, so without a call for each."""
     bits, question = 0, timed[0][-1]
     try:
         for bit, predicate, event, is_later, question in timed:  # noqa: B007

@@ -43,7 +43,7 @@ class MixedLossWarning(UserWarning):
 
 
 def compose_passes(*passes: Pass) -> Pass:
-    """One pass that applies these from left to right; without any, the identity.
+    """Return one pass that applies these from left to right; without any, the identity.
 
     Raises (when the composed pass runs):
         TypeError: A pass returned something else than a sequence of algorithms.
@@ -54,7 +54,7 @@ def compose_passes(*passes: Pass) -> Pass:
 
 
 def run_pass(one_pass: Pass, algorithms: Sequence[Algorithm], event: Event) -> tuple[Algorithm, ...]:
-    """Applies one pass and checks what it returned."""
+    """Apply one pass and checks what it returned."""
     result: Any = one_pass(algorithms, event)
     if not isinstance(result, Sequence) or not all(isinstance(member, Algorithm) for member in result):
         raise TypeError(
@@ -65,7 +65,7 @@ def run_pass(one_pass: Pass, algorithms: Sequence[Algorithm], event: Event) -> t
 
 
 def sort_to_front(items: Iterable[T], chosen: type | tuple[type, ...] | Callable[[T], bool]) -> list[T]:
-    """Moves the chosen items to the front; both halves keep their order.
+    """Move the chosen items to the front; both halves keep their order.
 
     Args:
         items: Anything iterable.
@@ -80,7 +80,7 @@ def sort_to_front(items: Iterable[T], chosen: type | tuple[type, ...] | Callable
 
 
 def sort_to_back(items: Iterable[T], chosen: type | tuple[type, ...] | Callable[[T], bool]) -> list[T]:
-    """Moves the chosen items to the back; both halves keep their order. See `sort_to_front`."""
+    """Move the chosen items to the back; both halves keep their order. See `sort_to_front`."""
     is_chosen = _chooser(chosen)
     return sorted(items, key=is_chosen)
 
@@ -94,19 +94,20 @@ def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Al
 
 
 def sort_selective_backprop_first(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """What picks examples of the raw batch comes first: it must see them before others change them."""
+    """Return what picks examples of the raw batch comes first: it must see them before others change them."""
     del event
     return sort_to_front(algorithms, lambda algorithm: Trait.SELECTS_EXAMPLES in algorithm.traits)
 
 
 def sort_fused_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """What fuses layer norms comes last: it must see the ones that others put in."""
+    """Return what fuses layer norms comes last: it must see the ones that others put in."""
     del event
     return sort_to_back(algorithms, lambda algorithm: Trait.FUSES_LAYERNORM in algorithm.traits)
 
 
 def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """What scales the loss comes last, and on the AFTER events first: others see true losses and true gradients."""
+    """Return what scales the loss comes last, and on the AFTER events first: others see true losses and true gradients.
+    """
     sort = sort_to_front if event.is_reversed else sort_to_back
     return sort(algorithms, lambda algorithm: Trait.SCALES_LOSS in algorithm.traits)
 
@@ -134,7 +135,7 @@ def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Seque
 
 
 def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Warns of algorithms that cannot be mixed: several that each put a loss value of their own in place.
+    """Warn of algorithms that cannot be mixed: several that each put a loss value of their own in place.
 
     MixUp, CutMix and label smoothing are not among them: they act on the targets and compose exactly.
     """
@@ -159,7 +160,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
 
 
 def precedes(early: Algorithm, late: Algorithm) -> bool:
-    """Whether a constraint says that the one must come before the other."""
+    """Return whether a constraint says that the one must come before the other."""
     return _refers(early.runs_before, late) or _refers(late.runs_after, early)
 
 
@@ -168,7 +169,7 @@ def _refers(references: tuple[str | Trait, ...], algorithm: Algorithm) -> bool:
 
 
 def _cycle(stuck: list[Algorithm], earlier: dict[int, list[Algorithm]]) -> str:
-    """Follows constraints backwards until an algorithm comes up twice."""
+    """Follow constraints backwards until an algorithm comes up twice."""
     among = {id(algorithm) for algorithm in stuck}
     path = [stuck[0]]
     while True:

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     warnings: tuple[str, ...]
 
     def order(self, event: Event | str) -> tuple[str, ...]:
-        """The names of the algorithms that act at an event, in their order."""
+        """Return the names of the algorithms that act at an event, in their order."""
         rows = [row for row in self.rows if row.event is Event(event)]
         return tuple(row.algorithm for row in rows if row.order is not None)
 
@@ -64,7 +64,7 @@ class _Planned(Protocol):
 
 
 def make_plan(step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], moment: str) -> Plan:
-    """The plan of a step.
+    """Return the plan of a step.
 
     Args:
         step: The step.
@@ -98,7 +98,7 @@ def _rows_at(event: Event, step: _Planned, matched: Sequence[Algorithm], moment:
 
 
 def _is_pinned(algorithm: Algorithm, one_pass: Pass, given: Sequence[Algorithm], event: Event) -> bool:
-    """Whether a pass puts an algorithm in its place wherever it stood before."""
+    """Return whether a pass puts an algorithm in its place wherever it stood before."""
     orders = [tuple(given), tuple(reversed(given)), (*given[1:], *given[:1])]
     return len({tuple(run_pass(one_pass, order, event)).index(algorithm) for order in orders}) == 1
 
@@ -133,7 +133,7 @@ def _warnings(step: _Planned) -> list[str]:
 
 
 def lacking_events(algorithms: Iterable[Algorithm], present: Collection[Event]) -> list[str]:
-    """The algorithms that act at events of a training step which a program lacks, one line each.
+    """Return the algorithms that act at events of a training step which a program lacks, one line each.
 
     A plain `match` function may act anywhere, so nothing is said about it.
 
@@ -151,7 +151,7 @@ def lacking_events(algorithms: Iterable[Algorithm], present: Collection[Event]) 
 
 
 def describe_moment(timestamp: Any) -> str:
-    """The time in words, for reasons."""
+    """Return the time in words, for reasons."""
     elapsed = timestamp.elapsed()
     share = "" if elapsed is None else f" ({elapsed:.1%} of the run)"
     return f"at batch {timestamp.batch}{share}"

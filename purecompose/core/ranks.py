@@ -59,13 +59,13 @@ class Ranks:
         return Share(parts[self.rank], sum(sizes[: self.rank]), sizes[self.rank])
 
     def means(self, tensors: Sequence[Tensor], weight: int | Tensor) -> list[Tensor]:
-        """The means over ranks, element by element; see `means_and_count`."""
+        """Return the means over ranks, element by element; see `means_and_count`."""
         return self.means_and_count(tensors, weight, None)[0]
 
     def means_and_count(
         self, tensors: Sequence[Tensor], weight: int | Tensor, flags: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None]:
-        """The means over ranks, element by element, and on how many ranks each flag is set.
+        """Return the means over ranks, element by element, and on how many ranks each flag is set.
 
         Args:
             tensors: Floating; the same forms on all ranks.
@@ -127,7 +127,8 @@ class Ranks:
         return {**after, **changed}
 
     def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
-        """The sums over all ranks, element by element, the same bits on each; a message for each dtype and device.
+        """Return the sums over all ranks, element by element, the same bits on each; a message for each dtype and
+        device.
 
         Raises:
             RuntimeError: Somebody differentiates through it, or maps it; or, in a step that is watched, other ranks
@@ -138,7 +139,7 @@ class Ranks:
         return self.exchange(tensors, how)
 
     def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
-        """Which of these numbers, 0-d int64, are the same on all ranks."""
+        """Return which of these numbers, 0-d int64, are the same on all ranks."""
         own = torch.stack(list(numbers))
         least, most = (self.exchange([own], how)[0] for how in ("min", "max"))
         return (least == most).tolist()
@@ -200,7 +201,8 @@ WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 
 
 def _added(old: Tensor, new: Tensor) -> Tensor:
-    """What takes the old to the new: 0 where they are the same, infinite or not; 1 for a bool that is another."""
+    """Return what takes the old to the new: 0 where they are the same, infinite or not; 1 for a bool that is another.
+    """
     if old.dtype is torch.bool:
         return (old ^ new).int()
     added = torch.where(new == old, 0, new - old)

@@ -126,7 +126,7 @@ class State:
         precision: str = "fp32",
         device: torch.device | str | None = None,
     ) -> "State":
-        """The state at the start of a run.
+        """Return the state at the start of a run.
 
         Args:
             net: The network; it is copied and never touched. Parameters with `requires_grad=False` start
@@ -234,7 +234,7 @@ class State:
     # Changing
 
     def replace(self, **changes: Any) -> "State":
-        """A copy with other values in these fields; everything else is shared.
+        """Return a copy with other values in these fields; everything else is shared.
 
         Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
         `model`, `optimizer`, `frozen` and other names of `Context` the static part. Numbers among `hparams`
@@ -269,7 +269,7 @@ class State:
         return successor
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
-        """Adds named scalars that the state lacks, with their defaults; those it has keep their values.
+        """Add named scalars that the state lacks, with their defaults; those it has keep their values.
 
         Raises:
             ValueError: Two defaults for one name.
@@ -286,12 +286,12 @@ class State:
         return self.replace(hparams={**self.hparams, **new}) if new else self
 
     def to(self, device: torch.device | str) -> "State":
-        """The state on another device; shared tensors stay where they already are."""
+        """Return the state on another device; shared tensors stay where they already are."""
         return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self)
 
     @torch.inference_mode(False)
     def copy(self) -> "State":
-        """A state with tensors of its own, which no compiled step writes over."""
+        """Return a state with tensors of its own, which no compiled step writes over."""
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
 
     @property
@@ -323,7 +323,7 @@ class State:
     # Using
 
     def scalar(self, scalar: Scalar) -> float | Tensor:
-        """The value of a setting now: a number as it is, hparams and schedules as 0-d tensors.
+        """Return the value of a setting now: a number as it is, hparams and schedules as 0-d tensors.
 
         Raises:
             KeyError: An hparam that the state lacks, or a schedule that the step does not evaluate.
@@ -334,7 +334,7 @@ class State:
         return resolve(scalar, hparams=self.hparams, scheduled=self._scheduled)
 
     def rng(self, name: str) -> random.Rng:
-        """Where draws called `name` come from: the run's key, the batch, and what they are for.
+        """Return where draws called `name` come from: the run's key, the batch, and what they are for.
 
         The same name in the same step gives the same draws, at whichever event; other names and other steps give
         unrelated ones, as do evaluation (whose batches are numbered from 0) and each event outside the step.
@@ -352,7 +352,7 @@ class State:
         return self.rng(name).per_example(indices)
 
     def gradient(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
-        """The running step's gradient at other parameters: same batch, microbatches, algorithms and draws.
+        """Return the running step's gradient at other parameters: same batch, microbatches, algorithms and draws.
 
         Its buffers, slots and metrics do not leak. For algorithms that need a second gradient, at
         AFTER_TRAIN_BATCH.
@@ -377,7 +377,7 @@ class State:
         return self.regrad(params, sharing)
 
     def forward(self, inputs: Any, *, train: bool = False, name: str = ".state.forward") -> Any:
-        """The network's outputs for these inputs.
+        """Return the network's outputs for these inputs.
 
         Args:
             inputs: One argument, a list of arguments, or a mapping of keyword arguments.
@@ -392,7 +392,7 @@ class State:
         return self.run_model(inputs, train=train, rng_name=name)[0]
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
-        """The network's outputs, and the buffers as the pass leaves them. `rng_name` names its draws."""
+        """Return the network's outputs, and the buffers as the pass leaves them. `rng_name` names its draws."""
         context = self.context
         first = 0 if self.first_example is None else self.first_example
 
@@ -453,7 +453,7 @@ NO_TEMPORARY: dict[str, None] = dict.fromkeys(fields_where(persists=False))
 
 
 def check_single(state: State, where: str, remedy: str) -> None:
-    """Raises a `ValueError` where a state is a population's."""
+    """Raise a `ValueError` where a state is a population's."""
     if state.key.ndim > 1:
         raise ValueError(f"{where}: expected a single state, got a stacked one of {len(state.key)} members: {remedy}")
 

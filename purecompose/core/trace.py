@@ -54,7 +54,7 @@ class Trace:
         return len(self.entries)
 
     def __getitem__(self, place: tuple[str, Event | str]) -> TraceEntry:
-        """The entry of (algorithm's name, event)."""
+        """Return the entry of (algorithm's name, event)."""
         name, event = place[0], Event(place[1])
         for entry in self.entries:
             if entry.algorithm == name and entry.event is event:
@@ -73,7 +73,7 @@ class Trace:
 
 
 def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:
-    """A step that returns `(state, trace)`; the state is the same bit for bit.
+    """Return a step that returns `(state, trace)`; the state is the same bit for bit.
 
     It compares every leaf before and after every algorithm, so it is for looking, not for training.
 

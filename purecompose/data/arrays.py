@@ -78,11 +78,11 @@ class Arrays:
         return full if self.drop_last or not rest else full + 1
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches in the stored order, as views of the data."""
+        """Return the batches in the stored order, as views of the data."""
         return self._stored(0)
 
     def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of one epoch, in the order that belongs to `(key, epoch)`.
+        """Return the batches of one epoch, in the order that belongs to `(key, epoch)`.
 
         Args:
             key: the run's key, int64 of shape (2,), such as `state.key`. Not read when `shuffle` is off.
@@ -112,11 +112,11 @@ class Arrays:
         return self._permuted(self.order(key, epoch), start)
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
-        """The keyed order of one epoch: int64 of shape `(num_examples,)`, on the data's device."""
+        """Return the keyed order of one epoch: int64 of shape `(num_examples,)`, on the data's device."""
         return epoch_order(key.to(self.device), epoch, self.num_examples)
 
     def to(self, device: torch.device | str) -> "Arrays":
-        """The same set with its tensors on `device`."""
+        """Return the same set with its tensors on `device`."""
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
     def _stored(self, start: int) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def arrays(
     drop_last: bool = False,
     names: tuple[str, str] | None = None,
 ) -> Arrays:
-    """Makes an in-memory data set that gives batches of `batch_size` examples.
+    """Make an in-memory data set that gives batches of `batch_size` examples.
 
     Args:
         inputs: shape `(num_examples, *rest)`.
@@ -176,7 +176,7 @@ def arrays(
 
 
 def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> Split:
-    """Sets part of a data set aside, the same part for the same seed on every device.
+    """Set part of a data set aside, the same part for the same seed on every device.
 
     Args:
         inputs: shape `(num_examples, *rest)`.

@@ -13,7 +13,7 @@ __all__ = ["check_batches"]
 
 
 def check_batches(data: Any, where: str) -> None:
-    """Raises where data give no batches: a data set of single examples, a pair of tensors, or nothing iterable.
+    """Raise where data give no batches: a data set of single examples, a pair of tensors, or nothing iterable.
 
     Streams (`IterableDataset`) may give whole batches, and pass.
 
@@ -50,7 +50,7 @@ def check_batches(data: Any, where: str) -> None:
 
 
 def _is_pair(data: Any) -> bool:
-    """Whether data are inputs and targets, and not two batches of one form."""
+    """Return whether data are inputs and targets, and not two batches of one form."""
     if type(data) not in (tuple, list) or len(data) != 2:
         return False
     if not all(isinstance(part, Tensor) and part.ndim for part in data) or len(data[0]) != len(data[1]):

@@ -14,12 +14,12 @@ _TESTS = ("test", "val", "valid", "validation")
 
 
 def are_in(folder: Path) -> bool:
-    """Whether a folder has images by class: a folder `train` with folders in it."""
+    """Return whether a folder has images by class: a folder `train` with folders in it."""
     return (folder / "train").is_dir() and bool(_classes(folder / "train"))
 
 
 def read(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (num, channels, height, width), uint8, and labels (num,), int64, for training and for testing.
+    """Return images (num, channels, height, width), uint8, and labels (num,), int64, for training and for testing.
 
     Classes are numbered by the names of their folders in `train`, sorted. Images have three channels, or one where none
     has colours.
@@ -51,7 +51,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _read_part(folder: Path, names: list[str]) -> tuple[list[tuple[Any, str]], Tensor]:
-    """The images of a part with their modes, and their labels."""
+    """Return the images of a part with their modes, and their labels."""
     images: list[tuple[Any, str]] = []
     labels: list[int] = []
     first: Path | None = None

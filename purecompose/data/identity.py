@@ -18,7 +18,8 @@ _NUM_READ = 64
 
 
 def describe_data(data: Any) -> dict[str, str]:
-    """What can be told of data without reading a batch of them. What cannot be told is left out; nothing is raised.
+    """Return what can be told of data without reading a batch of them. What cannot be told is left out; nothing is
+    raised.
 
     Args:
         data: Whatever `fit` takes.

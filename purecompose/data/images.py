@@ -63,7 +63,7 @@ class ImageData(NamedTuple):
 
 
 def load(name_or_path: str | Path) -> ImageData:
-    """Reads an image set into memory, on the CPU.
+    """Read an image set into memory, on the CPU.
 
     Args:
         name_or_path: one of
@@ -193,7 +193,7 @@ def _find_idx(folder: Path, stem: str, num_axes: int) -> Path:
 
 
 def _read_idx(path: Path, num_axes: int) -> Tensor:
-    """Reads one IDX file: two zero bytes, a type, the number of axes, big-endian sizes, then the values."""
+    """Read one IDX file: two zero bytes, a type, the number of axes, big-endian sizes, then the values."""
     try:
         with cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             shape = _read_idx_header(path, file, num_axes)
@@ -213,7 +213,7 @@ def _read_idx(path: Path, num_axes: int) -> Tensor:
 
 
 def _read_idx_header(path: Path, file: IO[bytes], num_axes: int) -> list[int]:
-    """Reads the sizes of the axes."""
+    """Read the sizes of the axes."""
     header = file.read(4 + 4 * num_axes)
     if len(header) < 4 + 4 * num_axes:
         raise ValueError(f"data.load: {path} ends within its header: {len(header)} of {4 + 4 * num_axes} bytes")
@@ -228,7 +228,7 @@ def _read_idx_header(path: Path, file: IO[bytes], num_axes: int) -> list[int]:
 
 
 def _read_at_most(file: IO[bytes], num_bytes: int) -> bytearray:
-    """Reads so many bytes or all there are, piece by piece: a damaged header may promise more than any memory has."""
+    """Read so many bytes or all there are, piece by piece: a damaged header may promise more than any memory has."""
     found = bytearray()  # which torch, unlike bytes, takes without a warning
     while len(found) < num_bytes and (piece := file.read(min(_PIECE, num_bytes - len(found)))):
         found += piece
@@ -238,7 +238,7 @@ def _read_at_most(file: IO[bytes], num_bytes: int) -> bytearray:
 def _image_data(
     where: str, train_images: Tensor, train_labels: Tensor, test_images: Tensor, test_labels: Tensor
 ) -> ImageData:
-    """Checks the four arrays against each other and brings them into their final form."""
+    """Check the four arrays against each other and brings them into their final form."""
     for part, images, labels in (("train", train_images, train_labels), ("test", test_images, test_labels)):
         _check_part(f"data.load: {where}: the {part} set", images, labels)
     if train_images.shape[1:] != test_images.shape[1:]:

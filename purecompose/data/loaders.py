@@ -37,7 +37,7 @@ class SkippingWarning(UserWarning):
 
 
 def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
-    """The batches of an epoch from `start` on.
+    """Return the batches of an epoch from `start` on.
 
     Data with `epoch(key, epoch, start)` are asked. A `set_epoch` of the data, or of a loader's data set and samplers,
     is called with the epoch's number first. Lists, tuples and most `DataLoader`s of map-style data sets begin at
@@ -63,12 +63,12 @@ def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterato
 
 
 def draws_globally(data: object) -> bool:
-    """Whether iterating over this reads torch's global generator: a `DataLoader` without one of its own."""
+    """Return whether iterating over this reads torch's global generator: a `DataLoader` without one of its own."""
     return isinstance(data, DataLoader) and data.generator is None
 
 
 def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
-    """Batches to look at, not to train on: a `DataLoader` without a generator gives the same ones at each call.
+    """Return batches to look at, not to train on: a `DataLoader` without a generator gives the same ones at each call.
 
     Args:
         data: Batches.
@@ -92,7 +92,7 @@ def own_order(data: object) -> str | None:
 
 
 def keyed_batches(data: "DataLoader[Any]", key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
-    """The loader's batches in an order that follows from the run's key and the epoch.
+    """Return the loader's batches in an order that follows from the run's key and the epoch.
 
     Args:
         data: A loader without a generator.
@@ -146,7 +146,7 @@ def _index_sampler(data: "DataLoader[Any]") -> Iterable[Any]:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Whether a sampler is known to draw from torch's generator alone."""
+    """Return whether a sampler is known to draw from torch's generator alone."""
     return sampler is None or type(sampler).__module__ == "torch.utils.data.sampler"
 
 
@@ -202,7 +202,7 @@ def _reader(data: "DataLoader[Any]") -> Reader:
 
 
 def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Iterator[Any]:
-    """Whatever the loader gives, with the global generators at the epoch's own place while it does."""
+    """Return whatever the loader gives, with the global generators at the epoch's own place while it does."""
     stream = Stream(words, seed, torch_only=False)
     with stream.drawing():
         # The workers' seed would come from the global generator.
@@ -227,7 +227,7 @@ def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Itera
 
 
 def _let_go(data: "DataLoader[Any]") -> None:
-    """Makes a loader forget the workers that it would keep for the next epoch.
+    """Make a loader forget the workers that it would keep for the next epoch.
 
     Those have generators that have been drawn from, and a data set that no `set_epoch` reaches.
     """
@@ -235,7 +235,9 @@ def _let_go(data: "DataLoader[Any]") -> None:
 
 
 def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterator[Any]:
-    """What is left after `start` batches, which are read and dropped, not before the first of the rest is wanted."""
+    """Return what is left after `start` batches, which are read and dropped, not before the first of the rest is
+    wanted.
+    """
     if start == 0:
         return batches
     named = type(data).__name__
@@ -253,7 +255,7 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
 
 
 def _tell_epoch(data: Any, epoch: int) -> None:
-    """Calls `set_epoch` where there is one: Hugging Face's streams and distributed samplers shuffle by it."""
+    """Call `set_epoch` where there is one: Hugging Face's streams and distributed samplers shuffle by it."""
     tellable = [data]
     if isinstance(data, DataLoader):
         tellable += [data.dataset, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]

@@ -58,11 +58,11 @@ class Loader:
         return full if self.drop_last or not rest else full + 1
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches in the stored order."""
+        """Return the batches in the stored order."""
         return self._read(_STORED_KEY, 0, torch.arange(self.num_examples), 0)
 
     def epoch(self, key: Tensor, epoch: int, start: int = 0) -> Generator[Any, None, None]:
-        """The batches of one epoch, in the order that belongs to `(key, epoch)`.
+        """Return the batches of one epoch, in the order that belongs to `(key, epoch)`.
 
         Args:
             key: The run's key, int64 of shape (2,), such as `state.key`.
@@ -84,11 +84,11 @@ class Loader:
         return self._read((low, high), epoch, order, start)
 
     def order(self, key: Tensor, epoch: int) -> Tensor:
-        """The keyed order of one epoch: int64 of shape `(num_examples,)`, on the CPU; `arrays` has the same."""
+        """Return the keyed order of one epoch: int64 of shape `(num_examples,)`, on the CPU; `arrays` has the same."""
         return epoch_order(key.cpu(), epoch, self.num_examples)
 
     def close(self) -> None:
-        """Ends workers that wait for the next epoch; one that comes all the same starts new ones."""
+        """End workers that wait for the next epoch; one that comes all the same starts new ones."""
         self._reader.close()
 
     def _read(self, key: tuple[int, int], epoch: int, order: Tensor, start: int) -> Generator[Any, None, None]:
@@ -113,7 +113,7 @@ def loader(
     multiprocessing_context: Any = None,
     timeout: float = 0.0,
 ) -> Loader:
-    """Makes batches of a map-style data set: a torch `Dataset`, a list, a Hugging Face `datasets.Dataset`.
+    """Make batches of a map-style data set: a torch `Dataset`, a list, a Hugging Face `datasets.Dataset`.
 
     Args:
         dataset: Has `__len__` and `__getitem__`, at least one sample. One with a `__getitems__` of its own is asked

@@ -14,7 +14,7 @@ _ORDER = salt("data order")
 
 
 def epoch_order(key: Tensor, epoch: int, num_examples: int) -> Tensor:
-    """The permutation of 0 .. num_examples-1 that belongs to an epoch; every data set of that size has the same.
+    """Return the permutation of 0 .. num_examples-1 that belongs to an epoch; every data set of that size has the same.
 
     Args:
         key: The run's key, int64 of shape (2,).

@@ -23,7 +23,7 @@ __all__ = ["prefetch"]
 
 
 def prefetch(data: Iterable[Any], device: torch.device | str, size: int = 2) -> Iterator[Any]:
-    """The batches on a device, in their order; for CUDA copied ahead.
+    """Return the batches on a device, in their order; for CUDA copied ahead.
 
     What raises while reading ahead is raised when its turn comes, after the batches before it. Closing the iterator
     (or dropping it) lets go of what was read ahead: a source that cannot be iterated again has then lost up to
@@ -58,7 +58,7 @@ class _Sent(NamedTuple):
 
 
 def _ahead(data: Iterable[Any], send: Callable[[Any], _Sent], size: int) -> Iterator[Any]:
-    """Sends batches up to `size` ahead; one at a time where nothing has to be copied."""
+    """Send batches up to `size` ahead; one at a time where nothing has to be copied."""
     source, waiting = iter(data), deque[_Sent]()
     failure: Exception | None = None
     depth, is_over = 1, False
@@ -116,7 +116,7 @@ class _Sender:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """The tensor in memory that the GPU can read by itself; what is not plain memory stays as it is."""
+    """Return the tensor in memory that the GPU can read by itself; what is not plain memory stays as it is."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
         return tensor
     if 0 in tensor.stride():  # one element for many, as `expand` makes it, which no copy can be written to

@@ -47,7 +47,7 @@ class Reader:
         weakref.finalize(self, _close, self._idle, os.getpid())
 
     def read(self, requests: Iterable[Any], seed: int = 0) -> Generator[Any, None, None]:
-        """The batches of some requests, in their order.
+        """Return the batches of some requests, in their order.
 
         Two of these may run at a time; the second then starts workers of its own. What is left of a reading that
         was given up, the workers finish before they begin with the next.
@@ -78,7 +78,7 @@ class Reader:
                 _shut_down(batches)
 
     def close(self) -> None:
-        """Ends idle workers; a later reading starts new ones."""
+        """End idle workers; a later reading starts new ones."""
         _close(self._idle, os.getpid())
 
     def _new(self) -> DataLoader[Any]:
@@ -138,7 +138,7 @@ _END = object()
 
 
 def _shut_down(batches: Any) -> None:
-    """Ends the workers of a `DataLoader`'s iterator now.
+    """End the workers of a `DataLoader`'s iterator now.
 
     Left to the garbage collector, an iterator in a reference cycle (an error's traceback makes such) loses its queues
     first, and each worker is waited for in vain for five seconds.

@@ -108,7 +108,8 @@ class Samples:
 
 
 def reads_whole_batches(dataset: Any) -> bool:
-    """Whether a data set gains by being asked for many samples at once; a `Subset` does where what it is part of does.
+    """Return whether a data set gains by being asked for many samples at once; a `Subset` does where what it is part of
+    does.
 
     A `Subset` has `__getitems__` in any case, and reads one by one behind it where nothing could be seeded between.
     """
@@ -118,7 +119,7 @@ def reads_whole_batches(dataset: Any) -> bool:
 
 
 def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str:
-    """Where samples first differ from the first of them in form, or what stands in the way in all of them."""
+    """Return where samples first differ from the first of them in form, or what stands in the way in all of them."""
     first = _form(samples[0])
     lines = f"sample {indices[0]} is {first}"
     for index, sample in zip(indices, samples, strict=True):
@@ -132,7 +133,7 @@ def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str
 
 
 def _form(sample: Any) -> str:
-    """A sample's structure with the shapes in it."""
+    """Return a sample's structure with the shapes in it."""
     if isinstance(sample, Tensor) or (hasattr(sample, "shape") and hasattr(sample, "dtype")):
         return f"{sample.dtype} of shape {tuple(sample.shape)}"
     if isinstance(sample, Mapping):

@@ -21,7 +21,7 @@ SEED_WORDS = 4
 
 
 def load_numpy() -> None:
-    """Imports numpy's generator where numpy is installed.
+    """Import numpy's generator where numpy is installed.
 
     A data set that did so in the midst of its first read would draw from a generator that nobody has seeded.
     """
@@ -30,7 +30,7 @@ def load_numpy() -> None:
 
 
 def seed_globals(words: Sequence[int]) -> None:
-    """Seeds the generators from four words of 32 bits each; about 7 microseconds.
+    """Seed the generators from four words of 32 bits each; about 7 microseconds.
 
     `torch.manual_seed` would take 100 more, for it reaches for accelerators too, which workers must not touch.
     """
@@ -42,7 +42,7 @@ def seed_globals(words: Sequence[int]) -> None:
 
 @contextmanager
 def kept_globals() -> Iterator[None]:
-    """Puts the generators back where they were; about 75 microseconds, nearly all of them numpy's."""
+    """Put the generators back where they were; about 75 microseconds, nearly all of them numpy's."""
     outside = _states()
     try:
         yield
@@ -68,7 +68,7 @@ class Stream:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Lets the global generators draw what comes next in this stream."""
+        """Let the global generators draw what comes next in this stream."""
         outside = _states(self._torch_only)
         _set(self._inside)
         try:

@@ -54,14 +54,14 @@ class CharacterVocabulary:
 
     @classmethod
     def of(cls, text: str) -> "CharacterVocabulary":
-        """The characters of a text, sorted by their code points."""
+        """Return the characters of a text, sorted by their code points."""
         return cls("".join(sorted(set(text))))
 
     def __len__(self) -> int:
         return len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of a text: int64, `(len(text),)`.
+        """Return the tokens of a text: int64, `(len(text),)`.
 
         Raises:
             ValueError: It has characters that the vocabulary lacks; the message shows them.
@@ -79,7 +79,7 @@ class CharacterVocabulary:
         return tokens
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of tokens, integers `(L,)`.
+        """Return the text of tokens, integers `(L,)`.
 
         Raises:
             IndexError: A token of the vocabulary's size or more, or a negative one.
@@ -117,7 +117,7 @@ class TextData(NamedTuple):
 
 
 def text_windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cuts tokens into windows that do not overlap, beside the tokens that follow.
+    """Cut tokens into windows that do not overlap, beside the tokens that follow.
 
     Args:
         tokens: Integers `(num_tokens,)`.
@@ -158,7 +158,7 @@ def load_text(
     vocabulary: CharacterVocabulary | None = None,
     test_share: float = 0.1,
 ) -> TextData:
-    """Reads a text file into memory, on the CPU, as windows of characters.
+    """Read a text file into memory, on the CPU, as windows of characters.
 
     Args:
         path: A file in UTF-8. Line ends stay as they are; a byte order mark is left out.
@@ -216,6 +216,6 @@ def _code_points(text: str) -> Tensor:
 
 
 def _listed(characters: list[str]) -> str:
-    """The first few of them."""
+    """Return the first few of them."""
     more = f" and {len(characters) - 5} more" if len(characters) > 5 else ""
     return f"{', '.join(map(repr, characters[:5]))}{more}"

@@ -18,7 +18,7 @@ _END = object()
 
 
 def watched(batches: Iterator[Any], data: object) -> Iterator[Any]:
-    """The batches, as they come; a warning says so while one has not come for too long, once for each such wait.
+    """Return the batches, as they come; a warning says so while one has not come for too long, once for each such wait.
 
     A thread of its own looks at the clock, since whoever waits cannot. Data in memory keep nobody waiting.
 

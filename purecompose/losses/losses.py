@@ -339,14 +339,14 @@ class ModelLoss:
         return loss
 
     def num_terms(self, outputs: Any, batch: Any) -> int | Tensor:
-        """How many labels of the batch count, 0-d int64; without labels the number of examples."""
+        """Return how many labels of the batch count, 0-d int64; without labels the number of examples."""
         labels = self.labels_of(batch)
         if labels is None:
             return num_examples(outputs, None) if batch is None else batches.num_examples(batch)
         return (labels[..., self.shift or 0 :] != self.ignore_index).sum()
 
     def labels_of(self, batch: Any) -> Tensor | None:
-        """The labels in a batch; `None` where they are not named and the batch has no class indices as "labels".
+        """Return the labels in a batch; `None` where they are not named and the batch has no class indices as "labels".
 
         Raises:
             KeyError, TypeError: The batch has no member of the name that was given, or one that is not a tensor.
@@ -361,7 +361,8 @@ class ModelLoss:
         return labels
 
     def logits_and_labels(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        """The outputs' "logits", (N, C, ...), and the labels that belong to them, (N, ...), for losses and metrics.
+        """Return the outputs' "logits", (N, C, ...), and the labels that belong to them, (N, ...), for losses and
+        metrics.
 
         Args:
             outputs: What the model returned, with logits (N, ..., C).
@@ -418,14 +419,15 @@ def _member(outputs: Any, key: str) -> Any:
 
 
 def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """The mean over the labels, the first `shift` of the last dim left out, of logits that many places before."""
+    """Return the mean over the labels, the first `shift` of the last dim left out, of logits that many places before.
+    """
     length = labels.shape[-1] - shift
     rows = logits[..., :length, :].flatten(0, -2).double()
     return F.cross_entropy(rows, labels[..., shift:].flatten().long(), ignore_index=ignore_index)
 
 
 def _is_causal_language_model(net: nn.Module) -> bool:
-    """Whether the network is one of transformers' causal language models, wrapped or not."""
+    """Return whether the network is one of transformers' causal language models, wrapped or not."""
     kinds = ([kind.__name__ for kind in type(module).__mro__] for module in net.modules())
     names = next((names for names in kinds if "PreTrainedModel" in names), [])
     if not names or "transformers" not in sys.modules:
@@ -462,7 +464,7 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
 
 
 def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
-    """The loss of plain or mixed targets: what the loss stage differentiates and logs.
+    """Return the loss of plain or mixed targets: what the loss stage differentiates and logs.
 
     A mixture of one term is its plain target. Others become soft targets or, with `interpolate_loss`, a sum
     of the terms' losses per example; the mean of that is over the positions the loss counts (see the module).
@@ -490,7 +492,7 @@ def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, re
 
 
 def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:
-    """One loss per example, (N,): its mean over the example's positions, or those of them the loss counts.
+    """Return one loss per example, (N,): its mean over the example's positions, or those of them the loss counts.
 
     An example in which nothing counts has loss 0.
 
@@ -509,7 +511,7 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
 
 
 def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
-    """How many terms the loss's mean divides by: the weight of one microbatch among others.
+    """Return how many terms the loss's mean divides by: the weight of one microbatch among others.
 
     The loss's own `num_terms(outputs, targets)` if it has one (0-d, whole or not), else the number of positions it
     counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood, as functions
@@ -525,7 +527,7 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
 
 
 def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:
-    """Whether a loss says itself how many terms its mean divides by."""
+    """Return whether a loss says itself how many terms its mean divides by."""
     counting = _counting(loss_fn)
     return hasattr(counting, "num_terms") or hasattr(counting, "counted")
 
@@ -544,7 +546,7 @@ class _TorchTerms:
         return targets != self.ignore_index
 
     def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> int | Tensor:
-        """How many positions enter the mean, or the sum of their weights."""
+        """Return how many positions enter the mean, or the sum of their weights."""
         if isinstance(targets, Mixture) or targets.is_floating_point():
             return outputs[:, 0].numel()
         is_counted = self.counted(outputs, targets)
@@ -554,7 +556,7 @@ class _TorchTerms:
 
 
 def _counting(loss_fn: Any) -> Any:
-    """The object that counts a loss's terms: the loss itself, or `_TorchTerms` for torch's losses."""
+    """Return the object that counts a loss's terms: the loss itself, or `_TorchTerms` for torch's losses."""
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
         has_own_forward = type(loss_fn).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
         is_mean = loss_fn.reduction == "mean" and not has_own_forward
@@ -568,7 +570,7 @@ def _counting(loss_fn: Any) -> Any:
 
 
 def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:
-    """What a microbatch adds to the batch's mean: loss * terms / total. Summed over them it is the mean.
+    """Return what a microbatch adds to the batch's mean: loss * terms / total. Summed over them it is the mean.
 
     A microbatch in which nothing counts (its mean is NaN) adds zero, to the loss and to the gradients.
 

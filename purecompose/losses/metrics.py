@@ -102,7 +102,7 @@ class Mean(NamedTuple):
 
 
 def top_k(k: int, *, ignore_index: int = -100) -> Metric:
-    """The share of positions whose class is among the k with the highest outputs.
+    """Return the share of positions whose class is among the k with the highest outputs.
 
     Outputs are (N, C, ...), targets indices (N, ...), dense (N, C, ...) or a `Mixture`; of the last two the
     class is the heaviest. Positions with a negative index, with `ignore_index`, or with a dense row of zeros
@@ -147,7 +147,8 @@ accuracy = top_k(1)
 
 
 def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
-    """The Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), a mean over the classes that occur.
+    """Return the Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), a mean over the classes that
+    occur.
 
     Sizes are counted over all examples together. Outputs and targets as for `top_k`.
 
@@ -187,7 +188,7 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
 
 
 def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
-    """The loss of all batches as if they were one: each batch's mean weighted by its `losses.num_terms`.
+    """Return the loss of all batches as if they were one: each batch's mean weighted by its `losses.num_terms`.
 
     That is by examples or, for a loss that tells what it counts, by those positions: tokens, not padding.
 
@@ -235,7 +236,7 @@ def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
 
 
 def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
-    """The mean over examples of a plain function of (outputs, targets).
+    """Return the mean over examples of a plain function of (outputs, targets).
 
     The function gives a value for each example, (N,) or (N, ...), averaged over the other dims; or a 0-d mean
     of the batch, weighted by its number of examples. A `Mixture` reaches it as dense targets.
@@ -266,7 +267,7 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
-    """A metric as it is; one of torchmetrics by `from_torchmetrics`; a loss that tells its number of terms as
+    """Return a metric as it is; one of torchmetrics by `from_torchmetrics`; a loss that tells its number of terms as
     `mean_loss`; a function by `from_function`.
 
     Raises:
@@ -290,7 +291,7 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
 
 
 def from_torchmetrics(metric: Any) -> Metric:
-    """A metric of torchmetrics as three pure functions; the object itself is copied and stays as it was.
+    """Return a metric of torchmetrics as three pure functions; the object itself is copied and stays as it was.
 
     Its states (`metric_state`) are the accumulator. It sees `(outputs, targets)`, as `update(preds, target)`; a
     `Mixture` as dense targets. What it computes should be a single number, to appear in records. For a population it
@@ -340,7 +341,8 @@ def from_torchmetrics(metric: Any) -> Metric:
 
 
 def of_model(metric: Metric, loss_fn: Any) -> Metric:
-    """The metric for outputs with a loss of their own: of these the `logits`, beside the labels that the loss names.
+    """Return the metric for outputs with a loss of their own: of these the `logits`, beside the labels that the loss
+    names.
 
     Args:
         metric: A metric; one that does not take logits stays as it is.
@@ -364,7 +366,7 @@ def of_model(metric: Metric, loss_fn: Any) -> Metric:
 
 
 def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
-    """A metric's `update` for a batch of so many examples; `None` where its rows are its examples."""
+    """Return a metric's `update` for a batch of so many examples; `None` where its rows are its examples."""
     if num_examples is None or not metric.takes_count:
         return metric.update
     update: Callable[..., Any] = metric.update
@@ -372,8 +374,9 @@ def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
 
 
 def read_by(metric: Metric, state: Any) -> Any:
-    """What a metric reads beside a state's outputs: the batch's target; the whole batch for a model with its own loss,
-    whose batches may name no target."""
+    """Return what a metric reads beside a state's outputs: the batch's target; the whole batch for a model with its own
+    loss, whose batches may name no target.
+    """
     if metric.reads_batch:
         return state.batch
     if not isinstance(state.context.loss, ModelLoss):
@@ -386,7 +389,7 @@ def read_by(metric: Metric, state: Any) -> Any:
 
 
 def is_lower_better(name: str) -> bool:
-    """Whether a metric is one of those that training makes smaller, by its name.
+    """Return whether a metric is one of those that training makes smaller, by its name.
 
     Example:
         >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy")
@@ -406,7 +409,7 @@ def _init_mean(device: Device = None) -> Mean:
 
 
 def _classes(outputs: Tensor, targets: Tensor | Mixture, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The class of each position and whether it counts, both (N, ...)."""
+    """Return the class of each position and whether it counts, both (N, ...)."""
     if isinstance(targets, Mixture):
         targets = targets.soft(outputs, ignore_index=ignore_index)
     if has_index_targets(outputs, targets):

@@ -22,7 +22,7 @@ __all__ = ["Mixture", "has_index_targets", "num_examples", "one_hot", "per_row",
 
 
 def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
-    """Whether targets are class indices (True) or dense (False), told by their shapes.
+    """Return whether targets are class indices (True) or dense (False), told by their shapes.
 
     Args:
         outputs: (N, C, ...), classes in dim 1.
@@ -81,7 +81,7 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
 
 
 def num_examples(outputs: Any, targets: Any) -> int:
-    """The leading dim of the first tensor in the targets, else in the outputs (pytrees allowed).
+    """Return the leading dim of the first tensor in the targets, else in the outputs (pytrees allowed).
 
     Raises:
         ValueError: no tensor with a batch dim in either.
@@ -98,7 +98,7 @@ def num_examples(outputs: Any, targets: Any) -> int:
 
 
 def per_row(weight: Tensor, like: Tensor) -> Tensor:
-    """A weight per example, (N,), given the dims that let it multiply `like`, (N, ...), row by row."""
+    """Return a weight per example, (N,), given the dims that let it multiply `like`, (N, ...), row by row."""
     return weight[(...,) + (None,) * (like.ndim - 1)]
 
 
@@ -129,7 +129,7 @@ class Mixture:
 
     @classmethod
     def of(cls, targets: Tensor | Mixture) -> Mixture:
-        """One term of weight 1 (float32, or float64 if the targets are); a mixture comes back as it is.
+        """Return one term of weight 1 (float32, or float64 if the targets are); a mixture comes back as it is.
 
         Raises:
             TypeError: not a tensor with a batch dim.
@@ -241,12 +241,12 @@ tree.register_node(
 
 
 def _per_position(inside: Tensor, targets: Tensor) -> Tensor:
-    """A region (n, H, W) with the dims that spread it over `targets`, (N, ..., H, W)."""
+    """Return a region (n, H, W) with the dims that spread it over `targets`, (N, ..., H, W)."""
     return inside[(slice(None),) + (None,) * (targets.ndim - 3)]
 
 
 def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_index: int | None) -> Tensor:
-    """Zeros of the outputs' shape with `values` at the classes `targets`; both of shape (N, ...)."""
+    """Return zeros of the outputs' shape with `values` at the classes `targets`; both of shape (N, ...)."""
     if outputs.shape[1] < 2:
         # With one logit per example, class 0 would become the target 1 and nothing would say so.
         raise ValueError(

@@ -21,7 +21,9 @@ _AS_IT_IS = nullcontext()
 def kernels(
     params: Mapping[str, Tensor], narrow: torch.dtype | None, device: str, *, has_group_norms: bool
 ) -> AbstractContextManager[Any]:
-    """A scope in which what torch's kernels cannot do, under transforms, traced and plain, is done in another way."""
+    """Return a scope in which what torch's kernels cannot do, under transforms, traced and plain, is done in another
+    way.
+    """
     if is_transforming():
         return _transformed(narrow, device)
     if params and is_fake(next(iter(params.values()))):
@@ -31,7 +33,8 @@ def kernels(
 
 @contextmanager
 def _transformed(narrow: torch.dtype | None, device: str) -> Iterator[None]:
-    """A scope in which attention is plain operations, with the weights, (N, H, L, S), in memory, and norms are split.
+    """Return a scope in which attention is plain operations, with the weights, (N, H, L, S), in memory, and norms are
+    split.
 
     torch's fused attention has no second derivative, and on the CPU `vmap` runs it in a loop, with a warning.
     """
@@ -75,7 +78,7 @@ _LEARNED: Mapping[Any, tuple[int, int]] = {
 
 
 def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by_channel: bool) -> Tensor:
-    """What is learned, applied to what is normalised; by channel, or over the last dimensions."""
+    """Return what is learned, applied to what is normalised; by channel, or over the last dimensions."""
     shape = (-1, *[1] * (normed.ndim - 2))
     for tensor, op in ((weight, torch.mul), (bias, torch.add)):
         if tensor is not None:
@@ -155,7 +158,7 @@ class _Narrowed(TorchFunctionMode):
 
 
 def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What a function gives, computed on a wide input where it got a narrow one beside wide tensors."""
+    """Return what a function gives, computed on a wide input where it got a narrow one beside wide tensors."""
     others = (other for other in (*args, *kwargs.values()) if isinstance(other, Tensor))
     if input.dtype is narrow and any(other.dtype is not narrow for other in others):
         return func(input.float(), *args, **kwargs).to(narrow)

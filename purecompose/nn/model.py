@@ -39,7 +39,7 @@ class Model:
     """An architecture without weights; equal to another of the same structure and configuration."""
 
     def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: tuple[str, ...]) -> None:
-        """Takes ownership of a module whose tensors are all on `meta`.
+        """Take ownership of a module whose tensors are all on `meta`.
 
         Args:
             module: The module, in the mode (train or eval flags) that training is to use.
@@ -65,7 +65,7 @@ class Model:
         self._fingerprint = fingerprint(module), self._skeletons[True].slot_names()
 
     def skeleton(self, train: bool) -> "Skeleton":
-        """The copy whose modules are in training or in evaluation mode."""
+        """Return the copy whose modules are in training or in evaluation mode."""
         return self._skeletons[train]
 
     @property
@@ -74,7 +74,7 @@ class Model:
         return self._skeletons[True].module
 
     def with_modules(self, modules: Mapping[str, nn.Module]) -> "Model":
-        """The architecture with other modules in some places; weights play no part in it.
+        """Return the architecture with other modules in some places; weights play no part in it.
 
         Args:
             modules: By the qualified names of those that they replace, wherever else these stand as well. They take
@@ -134,7 +134,8 @@ class Model:
 
 
 def _of_skeleton(root: nn.Module) -> Model:
-    """The architecture of a module whose tensors are all on `meta`; each tensor has the name of its first place."""
+    """Return the architecture of a module whose tensors are all on `meta`; each tensor has the name of its first place.
+    """
     names: dict[int, str] = {}
     param_names: list[str] = []
     for place in places(root):
@@ -146,7 +147,7 @@ def _of_skeleton(root: nn.Module) -> Model:
 
 
 def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
-    """Takes a module apart into architecture and tensors; the module itself stays as it was.
+    """Take a module apart into architecture and tensors; the module itself stays as it was.
 
     The skeleton trains in the mode the module is in: single modules put to `eval()` stay so. A module that is
     in evaluation mode as a whole, with all its parts (as pretrained ones come), is taken to train in training
@@ -215,7 +216,7 @@ def from_module(module: nn.Module, *, is_shared: bool = False) -> Parts:
 
 
 def to_module(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
-    """A plain `nn.Module` in training mode with copies of these tensors; ties stay ties.
+    """Return a plain `nn.Module` in training mode with copies of these tensors; ties stay ties.
 
     Raises:
         KeyError: A tensor of the architecture is missing.

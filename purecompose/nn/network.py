@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def looking_for_draws() -> Iterator[None]:
-    """A scope in which every forward pass is watched for random functions and for writes into parameters.
+    """Return a scope in which every forward pass is watched for random functions and for writes into parameters.
 
     Watching costs more than a small network's forward, so a step does it once per schedule. In between, modules
     of torch do again what they did then; where a user's own may decide anew, the generators and the parameters'
@@ -52,7 +52,7 @@ def call_model(
     first_example: int | Tensor = 0,
     precision: str = "fp32",
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Runs the network; nothing that is handed in changes.
+    """Run the network; nothing that is handed in changes.
 
     Args:
         model: The architecture.
@@ -109,7 +109,7 @@ def _run(
     *,
     is_watched: bool = False,
 ) -> _Result:
-    """A pass within a context, on its own copies of the buffers."""
+    """Return a pass within a context, on its own copies of the buffers."""
     # A forward pass writes into the buffers it is handed (batch norm's running statistics).
     own = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
     with skeleton.bound(params, own, is_watched=is_watched) as module, context:
@@ -132,7 +132,7 @@ class _Pass(NamedTuple):
     is_watched: bool
 
     def first(self) -> _Result:
-        """The watched pass: stopped before it draws without a key or writes into a parameter."""
+        """Return the watched pass: stopped before it draws without a key or writes into a parameter."""
         with WriteGuard(self.params, _stopped):
             if is_transforming():
                 with modules.detect():
@@ -147,7 +147,7 @@ class _Pass(NamedTuple):
                 return self._drawn()[0]
 
     def later(self) -> _Result:
-        """The pass of a network that has been watched before."""
+        """Return the pass of a network that has been watched before."""
         if is_transforming():  # where vmap has an error of its own for draws without a key
             return self._drawn()[0]
         if self.skeleton.draws:
@@ -170,7 +170,7 @@ class _Pass(NamedTuple):
         return result
 
     def _guards(self) -> AbstractContextManager[Any]:
-        """What stops or finds assignments to `.data`; under its transforms torch itself refuses them."""
+        """Return what stops or finds assignments to `.data`; under its transforms torch itself refuses them."""
         is_traced = bool(self.params) and is_fake(next(iter(self.params.values())))
         if is_transforming() or not (is_traced or self.is_watched):
             return _AS_IT_IS
@@ -186,7 +186,7 @@ class _Pass(NamedTuple):
         return self._plain(scope), scope.draws
 
     def _detected(self) -> _Result | None:
-        """The plain pass, or None where it would have drawn."""
+        """Return the plain pass, or None where it would have drawn."""
         with modules.detect() as detector:
             try:
                 result = self._plain()
@@ -197,7 +197,7 @@ class _Pass(NamedTuple):
         return None if detector.found else result
 
     def _compared(self, run: Callable[[], _Result | None]) -> _Result | None:
-        """What `run` gives, or None where it moved a global generator; the generator is put back."""
+        """Return what `run` gives, or None where it moved a global generator; the generator is put back."""
         device = _device(self.params)
         cpu, cuda = _generators(device)
         before = cpu.get_state(), 0 if cuda is None else cuda.get_offset()
@@ -231,7 +231,7 @@ def _versions(params: Mapping[str, Tensor]) -> list[int]:
 
 
 def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers; those that forward bound anew are copied, since they may be views of the batch."""
+    """Return the buffers; those that forward bound anew are copied, since they may be views of the batch."""
     return {
         name: buffer if buffer is own[name] or not isinstance(buffer, Tensor) else buffer.clone()
         for name, buffer in buffers.items()
@@ -239,7 +239,7 @@ def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> d
 
 
 def _is_hidden() -> bool:
-    """Whether the generators say nothing, because tensors are being traced or a CUDA graph is being captured."""
+    """Return whether the generators say nothing, because tensors are being traced or a CUDA graph is being captured."""
     if torch._C._len_torch_dispatch_stack():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -32,11 +32,11 @@ class Due:
         self._before: Timestamp | None = None
 
     def start(self, timestamp: Timestamp) -> None:
-        """Counts from this point on."""
+        """Count from this point on."""
         self._before = timestamp
 
     def __call__(self, timestamp: Timestamp) -> bool:
-        """Whether a multiple was passed since the last call, for the time after a batch.
+        """Return whether a multiple was passed since the last call, for the time after a batch.
 
         Raises:
             ValueError: A fraction of a run that has no duration.

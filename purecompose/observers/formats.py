@@ -23,7 +23,7 @@ class Format(Protocol):
 
     @staticmethod
     def scan(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The records of a file with the offset at which each one's line ends, up to a line that has no end.
+        """Return the records of a file with the offset at which each one's line ends, up to a line that has no end.
 
         Before them comes one that is empty, with the offset at which records begin.
 
@@ -34,7 +34,7 @@ class Format(Protocol):
 
     @staticmethod
     def add(path: Path, records: list[dict[str, Any]]) -> None:
-        """Adds records, all of them or, where that raises OSError, none."""
+        """Add records, all of them or, where that raises OSError, none."""
         ...
 
 
@@ -107,7 +107,7 @@ FORMATS: dict[str, type[Format]] = {".jsonl": JsonLines, ".csv": Csv}
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """The number, the offset of the end, and the bytes of each line that has its end."""
+    """Return the number, the offset of the end, and the bytes of each line that has its end."""
     offset = 0
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
@@ -146,7 +146,7 @@ def _write(file: Any, data: bytes) -> None:
 
 
 def _widen(path: Path, header: str, num_new: int, rows: str) -> None:
-    """Puts a file in the old one's place that has the new columns and rows."""
+    """Put a file in the old one's place that has the new columns and rows."""
     path = path.resolve()  # of a link, the file that it leads to
     new_path = path.with_name(path.name + ".new")
     try:
@@ -196,7 +196,8 @@ def _from_json(record: Any) -> dict[str, Any]:
 
 
 def _word(value: Any) -> Any:
-    """What a number is that is not finite, such as "nan", else None; of lists a list, or None if all are finite."""
+    """Return what a number is that is not finite, such as "nan", else None; of lists a list, or None if all are finite.
+    """
     if isinstance(value, list):
         words = [_word(one) for one in value]
         return words if any(words) else None

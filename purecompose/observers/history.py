@@ -41,13 +41,13 @@ class History:
     """
 
     def __init__(self) -> None:
-        """An empty history."""
+        """Return an empty history."""
         self._records: list[dict[str, Any]] = []
         self._unread = 0
         self._left_out: set[str] = set()
 
     def __call__(self, event: Event, state: State) -> None:
-        """Takes down what BATCH_END and EVAL_END have to say."""
+        """Take down what BATCH_END and EVAL_END have to say."""
         record = record_of(event, state, self._left_out)
         if record is None:
             return
@@ -63,7 +63,7 @@ class History:
         return [dict(record) for record in self._records]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """One quantity over the run: the batches at which it was noted, and its values.
+        """Return one quantity over the run: the batches at which it was noted, and its values.
 
         Raises:
             KeyError: No record has that name; the message lists the names there are.

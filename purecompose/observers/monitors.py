@@ -32,7 +32,7 @@ __all__ = ["learning_rate", "memory", "moments", "speed", "system"]
 
 
 def learning_rate(*names: str) -> Monitor:
-    """Settings of the optimizer as the batch used them, by default `lr`.
+    """Return settings of the optimizer as the batch used them, by default `lr`.
 
     A setting appears under its name, and that of a parameter group under `name/pattern`, such as `lr/*.bias`.
     Numbers, hparams, schedules and products of them are told as numbers. A schedule's value is the one in which the
@@ -75,7 +75,7 @@ def memory() -> Monitor:
 
 
 def moments() -> Monitor:
-    """The norms of what the optimizer remembers, for each parameter: `moments/exp_avg/0.weight` and so on.
+    """Return the norms of what the optimizer remembers, for each parameter: `moments/exp_avg/0.weight` and so on.
 
     Only floating tensors are reported; a population has a value for each member. Records should not be frequent: every
     tensor of the optimizer's state is read.
@@ -101,7 +101,7 @@ def _moments(state: State) -> dict[str, Tensor]:
 
 
 def system() -> Monitor:
-    """How busy the machine is: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
+    """Return how busy the machine is: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
 
     * `system/cpu`: How many cores this process has used on average since the last record; not in the first one.
     * `system/load`: Processes that run or wait for a core, on average over the last minute, where available.
@@ -165,7 +165,7 @@ class _Settings:
 
 
 def _settings(optimizer: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """The named scalars of an optimizer and of its groups."""
+    """Return the named scalars of an optimizer and of its groups."""
     fields = {field.name for field in dataclasses.fields(optimizer)} if dataclasses.is_dataclass(optimizer) else ()
     for name in names:
         if name in fields and _is_scalar(value := getattr(optimizer, name)):

@@ -64,7 +64,7 @@ class NaNs:
         self._has_warned = False
 
     def __call__(self, event: Event, state: State) -> None:
-        """Looks at the loss of BATCH_END, sooner or later."""
+        """Look at the loss of BATCH_END, sooner or later."""
         if event is Event.FIT_START:
             self._pile.take()
             self._has_warned = False
@@ -76,7 +76,7 @@ class NaNs:
             self.flush()
 
     def flush(self) -> None:
-        """Looks at what is waiting; this waits for the device.
+        """Look at what is waiting; this waits for the device.
 
         Raises:
             FloatingPointError: A number that is not finite.
@@ -119,7 +119,7 @@ def _all_finite(param: Tensor, num_dims: int) -> Tensor:
 
 
 def _read(seen: list[_Seen]) -> list[tuple[int, list[float], dict[str, list[bool]]]]:
-    """The same as plain lists over members, with a transfer for the losses and one for the parameters."""
+    """Return the same as plain lists over members, with a transfer for the losses and one for the parameters."""
     losses = [one.loss.reshape(-1) for one in seen if one.loss is not None]
     flags = [flag.reshape(-1) for one in seen for flag in one.params.values()]
     loss_rows = iter(torch.stack(losses).tolist() if losses else ())

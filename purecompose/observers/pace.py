@@ -32,18 +32,18 @@ class Pace:
         self._readings: deque[_Reading] = deque(maxlen=num_readings)
 
     def read(self, timestamp: Timestamp) -> None:
-        """Takes a reading."""
+        """Take a reading."""
         now = timestamp
         self._readings.append(
             _Reading(self._stopwatch.training_seconds, now.batch, now.sample, now.token, now.elapsed())
         )
 
     def clear(self) -> None:
-        """Forgets all readings."""
+        """Forget all readings."""
         self._readings.clear()
 
     def per_second(self, name: str) -> float | None:
-        """The rate of `batch`, `sample` or `token`; None before anything has moved."""
+        """Return the rate of `batch`, `sample` or `token`; None before anything has moved."""
         if len(self._readings) < 2:
             return None
         first, last = self._readings[0], self._readings[-1]
@@ -51,7 +51,7 @@ class Pace:
         return moved / seconds if seconds > 0 and moved > 0 else None
 
     def seconds_left(self) -> float | None:
-        """The time to the run's end at this rate, with evaluations taking the share of it that they took so far.
+        """Return the time to the run's end at this rate, with evaluations taking the share of it that they took so far.
 
         None in a run without a duration, and before anything has moved.
         """

@@ -77,7 +77,7 @@ class Profile:
         self._finalizer: weakref.finalize | None = None
 
     def __call__(self, event: Event, state: State) -> None:
-        """Opens and closes the window as batches go by."""
+        """Open and closes the window as batches go by."""
         if event is Event.FIT_START:
             self.close()
             self._num_batches = 0
@@ -93,13 +93,13 @@ class Profile:
             self._num_batches = None
 
     def close(self) -> None:
-        """Ends a window that is open and writes what it has seen of its active batches."""
+        """End a window that is open and writes what it has seen of its active batches."""
         if self._finalizer is not None:
             self._finalizer()
         self._window = self._finalizer = None
 
     def _enter(self, state: State) -> None:
-        """Starts the profiler if the next batch is the first of a warm-up."""
+        """Start the profiler if the next batch is the first of a warm-up."""
         cycle = self._wait + self._warmup + self._active
         repeat, place = divmod((self._num_batches or 0) - self._skip_first, cycle)
         if self._window is None and place == self._wait and 0 <= repeat < self._repeat:
@@ -126,7 +126,7 @@ class _Window:
             self._profiler.start()
 
     def is_over(self, batch: int) -> bool:
-        """Tells the profiler that a batch is over, but for the last, at which the window closes."""
+        """Tell the profiler that a batch is over, but for the last, at which the window closes."""
         self._batch = batch
         if batch >= self._last:
             return True

@@ -73,7 +73,7 @@ class Progress:
         self._reset()
 
     def __call__(self, event: Event, state: State) -> None:
-        """Follows the run; the first event of a run opens the display."""
+        """Follow the run; the first event of a run opens the display."""
         self._stopwatch(event, state)
         if event is Event.FIT_START or (event is Event.BATCH_END and not self._is_running):
             self._open(state)
@@ -99,7 +99,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Ends the live display and gives the terminal back; does nothing where it has been closed."""
+        """End the live display and gives the terminal back; does nothing where it has been closed."""
         self._is_running = False
         if self._finalizer is not None:
             self._finalizer()
@@ -155,7 +155,7 @@ class Progress:
         self._pace.read(state.timestamp)
 
     def _rate(self) -> float:
-        """Batches a second lately."""
+        """Return batches a second lately."""
         return self._pace.per_second("batch") or self._stopwatch.batches_per_second
 
     def _numbers(self) -> list[str]:
@@ -178,7 +178,7 @@ class Progress:
         )
 
     def _print_line(self, state: State, *, is_new: bool = False) -> None:
-        """Prints a line where there is no terminal, one for each batch at most unless there is something new."""
+        """Print a line where there is no terminal, one for each batch at most unless there is something new."""
         batch = state.timestamp.batch
         # A run that was at its end already has nothing to show.
         if self._live or not self._stopwatch.batches or (batch == self._printed_batch and not is_new):
@@ -228,7 +228,7 @@ _Number: TypeAlias = float | list[float]
 
 
 def _is_single(value: Tensor, state: State) -> bool:
-    """Whether it is a single number, of which a population has one for each member."""
+    """Return whether it is a single number, of which a population has one for each member."""
     return value.ndim == state.key.ndim - 1
 
 
@@ -237,7 +237,7 @@ def _read(value: Tensor) -> _Number:
 
 
 def _range(value: _Number | tuple[int, ...], form: str) -> str:
-    """A number, or the lowest and the highest of several, NaN last; of what is more than a number the shape."""
+    """Return a number, or the lowest and the highest of several, NaN last; of what is more than a number the shape."""
     if isinstance(value, tuple):
         return f"of shape {value}"
     if not isinstance(value, list):
@@ -247,7 +247,8 @@ def _range(value: _Number | tuple[int, ...], form: str) -> str:
 
 
 def _describe(metrics: dict[str, _Number | tuple[int, ...]]) -> list[str]:
-    """Metrics in words, accuracies first and in percent; without the label where all are of an evaluator "eval"."""
+    """Return metrics in words, accuracies first and in percent; without the label where all are of an evaluator "eval".
+    """
     is_alone = all(name.startswith("eval/") for name in metrics)
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}
@@ -269,7 +270,7 @@ def _describe_seconds(seconds: float) -> str:
 
 
 def _describe_time(timestamp: Timestamp) -> str:
-    """How far the run is, in its own unit: `3.5/20 ep`, of constant width."""
+    """Return how far the run is, in its own unit: `3.5/20 ep`, of constant width."""
     duration, elapsed = timestamp.run.duration, timestamp.elapsed()
     if duration is None or elapsed is None:
         return f"{timestamp.batch} ba"

@@ -136,7 +136,7 @@ class Recorder:
         self._finalizer = weakref.finalize(self, _last_words, self._outbox)
 
     def __call__(self, event: Event, state: State) -> None:
-        """Takes down what BATCH_END and EVAL_END have to say."""
+        """Take down what BATCH_END and EVAL_END have to say."""
         if event is Event.FIT_START or self._began_at is None:
             self._begin(event, state)
         for observe in self._watching:
@@ -154,11 +154,11 @@ class Recorder:
         return self._outbox.num_unwritten
 
     def flush(self) -> None:
-        """Hands over what is waiting; this waits for the device. Call it before a checkpoint is written."""
+        """Hand over what is waiting; this waits for the device. Call it before a checkpoint is written."""
         self._outbox.flush()
 
     def close(self) -> None:
-        """Hands over what is waiting and closes the sink; another run opens it again."""
+        """Hand over what is waiting and closes the sink; another run opens it again."""
         self._began_at = None
         self._outbox.close()
 
@@ -222,7 +222,7 @@ class _Outbox:
         self._call("close")
 
     def _call(self, name: str, *arguments: Any) -> bool:
-        """Calls a method of the sink, if it has it; whether that went well."""
+        """Call a method of the sink, if it has it; whether that went well."""
         try:
             getattr(self._sink, name, _nothing)(*arguments)
         except OSError as error:
@@ -264,7 +264,7 @@ def _check_monitor(monitor: Any, where: str) -> None:
 
 
 def _checked(values: Mapping[str, Any], monitor: Monitor, state: State) -> dict[str, Any]:
-    """A monitor's numbers; tensors are copied, since a later step may write over them."""
+    """Return a monitor's numbers; tensors are copied, since a later step may write over them."""
     who = getattr(monitor, "__name__", type(monitor).__name__)
     if not isinstance(values, Mapping):
         hint = f"; did you mean {who}(...)?" if callable(values) else ""

@@ -74,7 +74,7 @@ class Records(Recorder):
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records in a file that `Records` wrote: dicts of numbers, lists of them for a population.
+    """Return the records in a file that `Records` wrote: dicts of numbers, lists of them for a population.
 
     A half-written last line is left out. In CSV files, empty cells are left out.
 
@@ -106,7 +106,7 @@ class _File:
         self._kept: set[frozenset[str]] = set()
 
     def begin(self, batch: int) -> None:
-        """Makes the file hold what there is to say up to this batch."""
+        """Make the file hold what there is to say up to this batch."""
         self._start, self._is_ready = batch, False
         self._prepare()
 
@@ -147,7 +147,7 @@ class _File:
         self._is_ready = True
 
     def _cut(self) -> None:
-        """Keeps the lines up to the first one of a later batch, or to one that is only half there.
+        """Keep the lines up to the first one of a later batch, or to one that is only half there.
 
         Batches never go down within a file, and cutting off its end needs no room on the disk.
         """

@@ -22,7 +22,7 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        """A watch at zero."""
+        """Return a watch at zero."""
         self._started: float | None = None
         self._now = 0.0
         self._evaluation_began: float | None = None
@@ -52,7 +52,7 @@ class Stopwatch:
         return self.batches / seconds if seconds > 0 else 0.0
 
     def __call__(self, event: Event, state: State) -> None:
-        """Notes the time of an event; any first event starts the watch."""
+        """Note the time of an event; any first event starts the watch."""
         if self._started is None or event is Event.FIT_START:
             self.__init__()
             self._started = time.monotonic()

@@ -27,13 +27,13 @@ class Pile(Generic[T]):
     """
 
     def __init__(self, most: int, seconds: float = math.inf) -> None:
-        """An empty pile."""
+        """Return an empty pile."""
         self._most, self._seconds = most, seconds
         self._waiting: list[T] = []
         self._since = 0.0
 
     def add(self, thing: T) -> bool:
-        """Adds a thing; whether it is time to take them all."""
+        """Add a thing; whether it is time to take them all."""
         now = time.monotonic()
         if not self._waiting:
             self._since = now
@@ -41,13 +41,13 @@ class Pile(Generic[T]):
         return len(self._waiting) >= self._most or now - self._since >= self._seconds
 
     def take(self) -> list[T]:
-        """What has waited, in the order in which it came; the pile is empty afterwards."""
+        """Return what has waited, in the order in which it came; the pile is empty afterwards."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
 
 def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] | None:
-    """What BATCH_END and EVAL_END have to say, with tensors for numbers; None at other events.
+    """Return what BATCH_END and EVAL_END have to say, with tensors for numbers; None at other events.
 
     Args:
         event: The event.
@@ -71,7 +71,7 @@ def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] 
 
 
 def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str]) -> dict[str, Tensor]:
-    """Copies of the tensors that hold a single number, of which a population has one for each member."""
+    """Copy of the tensors that hold a single number, of which a population has one for each member."""
     # The keys of a population tell that it is one. Copies, because a step that donates its state writes the next
     # loss over this one.
     num_dims = state.key.ndim - 1
@@ -86,7 +86,7 @@ def _single_numbers(values: dict[str, Tensor], state: State, left_out: set[str])
 
 
 def read(records: Iterable[dict[str, Any]]) -> None:
-    """Turns tensors in records into numbers and lists of them, with one transfer for each dtype, device and shape."""
+    """Turn tensors in records into numbers and lists of them, with one transfer for each dtype, device and shape."""
     groups: dict[Any, list[tuple[dict[str, Any], str, Tensor]]] = {}
     for record in records:
         for name, value in record.items():

@@ -103,7 +103,7 @@ class Adafactor(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
         check_real(params, "adafactor")
         return super().init(params)
 
@@ -147,7 +147,7 @@ class Adafactor(ByGroup):
     def _whole(
         self, grads: list[Tensor], slots: dict[str, list[Tensor]], weights: Tensor
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """What gradients are multiplied by, and new slots."""
+        """Return what gradients are multiplied by, and new slots."""
         squares = _averaged(slots["variance"], multiply(grads, grads), weights)
         return [square.clamp(min=self._floor(square) ** 2).rsqrt() for square in squares], {"variance": squares}
 
@@ -170,7 +170,7 @@ class Adafactor(ByGroup):
 
 
 def _averaged(averages: list[Tensor], news: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """Averages moved towards what is new, each by its own weight.
+    """Average moved towards what is new, each by its own weight.
 
     Not a + w (b - a): the weights begin at 1, where that leaves of b what a large a has not swallowed.
     """

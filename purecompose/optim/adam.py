@@ -176,7 +176,7 @@ class Adam(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
         check_real(params, self.called)
         return super().init(params)
 

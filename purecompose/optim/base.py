@@ -49,7 +49,7 @@ class Optimizer(Protocol):
     """
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
-        """The state before the first update: a pytree of tensors; structure, shapes and dtypes last."""
+        """Return the state before the first update: a pytree of tensors; structure, shapes and dtypes last."""
         ...
 
     def update(
@@ -76,7 +76,7 @@ class Rule(Protocol):
     def called(self) -> str: ...
 
     def overridden(self, options: Mapping[str, Any]) -> Rule:
-        """The rule inside of a group: with the group's options, and without groups."""
+        """Return the rule inside of a group: with the group's options, and without groups."""
         ...
 
     @property
@@ -85,11 +85,11 @@ class Rule(Protocol):
         ...
 
     def fresh(self, slot: str, param: Tensor) -> Tensor:
-        """A slot's tensor before the first update."""
+        """Return a slot's tensor before the first update."""
         ...
 
     def formed(self, form: Hashable) -> Rule:
-        """The rule for parameters of a form; nearly always itself."""
+        """Return the rule for parameters of a form; nearly always itself."""
         ...
 
     def move(
@@ -113,7 +113,7 @@ class ByGroup:
     groups: Groups
 
     def __repr__(self) -> str:
-        """The call that makes it, without settings that are that function's defaults."""
+        """Return the call that makes it, without settings that are that function's defaults."""
         factory = vars(sys.modules[type(self).__module__]).get(self.called, type(self))
         defaults = inspect.signature(factory).parameters
         given = {**self.settings_by_name, "groups": self.groups}
@@ -128,7 +128,7 @@ class ByGroup:
         return type(self).__name__.lower()
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for every parameter, frozen ones included, each slot in the order of `params`.
+        """Return zeros for every parameter, frozen ones included, each slot in the order of `params`.
 
         Raises:
             ValueError: a group's pattern matches no parameter.
@@ -149,7 +149,7 @@ class ByGroup:
         params: Mapping[str, Tensor],
         value: Value = number,
     ) -> tuple[dict[str, Tensor], OptState]:
-        """Moves every parameter that has a gradient; see `Optimizer.update`.
+        """Move every parameter that has a gradient; see `Optimizer.update`.
 
         Raises:
             KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
@@ -164,7 +164,7 @@ class ByGroup:
         return new_params, new_opt_state
 
     def fresh(self, slot: str, param: Tensor) -> Tensor:
-        """What a slot starts from: a count of steps, 0-d float32, or zeros like the parameter."""
+        """Return what a slot starts from: a count of steps, 0-d float32, or zeros like the parameter."""
         if slot == "step":
             return torch.zeros((), dtype=torch.float32, device=param.device)
         return torch.zeros_like(param, requires_grad=False)
@@ -177,7 +177,7 @@ class ByGroup:
         return {name: getattr(self, name) for name in told}
 
     def overridden(self, options: Mapping[str, Any]) -> Any:
-        """The rule inside of a group: with the group's options, and without groups."""
+        """Return the rule inside of a group: with the group's options, and without groups."""
         return dataclasses.replace(cast(Any, self), **options, groups=())
 
     def _cells(self, names: Iterable[str], params: Mapping[str, Tensor]) -> tuple[Cell, ...]:
@@ -189,12 +189,12 @@ class ByGroup:
         return cells(cast(Rule, self), names, forms)
 
     def form(self, param: Tensor) -> Hashable:
-        """What tells parameters apart that move in different ways; by default nothing."""
+        """Return what tells parameters apart that move in different ways; by default nothing."""
         del param
         return None
 
     def formed(self, form: Hashable) -> Any:
-        """The rule for parameters of a form: itself, since all move alike."""
+        """Return the rule for parameters of a form: itself, since all move alike."""
         del form
         return self
 
@@ -224,18 +224,18 @@ def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None
 
 
 def read(scalar: Scalar, value: Value) -> float | Tensor:
-    """A setting's value now; plain numbers, floats since their check, need no reading."""
+    """Return a setting's value now; plain numbers, floats since their check, need no reading."""
     return scalar if type(scalar) is float else value(scalar)
 
 
 def can_move(optimizer: Any, param: Tensor) -> bool:
-    """Whether an optimizer moves parameters of this form; nearly all move any, and have no such method."""
+    """Return whether an optimizer moves parameters of this form; nearly all move any, and have no such method."""
     own = getattr(optimizer, "can_move", None)
     return own is None or own(param)
 
 
 def wide_dtype(params: Iterable[Tensor]) -> torch.dtype:
-    """The dtype for factors derived from a step count: float64 beside float64 parameters, else float32."""
+    """Return the dtype for factors derived from a step count: float64 beside float64 parameters, else float32."""
     return torch.float64 if any(param.dtype is torch.float64 for param in params) else torch.float32
 
 
@@ -245,7 +245,7 @@ def _gathered(
     opt_state: Mapping[str, Mapping[str, Tensor]],
     params: Mapping[str, Tensor],
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
-    """A cell's gradients (in its parameters' dtypes), parameters and slots as lists."""
+    """Return a cell's gradients (in its parameters' dtypes), parameters and slots as lists."""
     names = cell.names
     try:
         cell_params = [params[name] for name in names]

@@ -93,7 +93,7 @@ class ByPattern:
         object.__setattr__(self, "groups", tuple(pairs.items()))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """The states of all optimizers, each of its own parameters; see `Optimizer.init`.
+        """Return the states of all optimizers, each of its own parameters; see `Optimizer.init`.
 
         Raises:
             TypeError: an optimizer whose state is not of the form {slot: {parameter name: tensor}}.
@@ -123,7 +123,7 @@ class ByPattern:
         params: Mapping[str, Tensor],
         value: Value = number,
     ) -> tuple[dict[str, Tensor], OptState]:
-        """Moves every parameter that has a gradient by its optimizer; see `Optimizer.update`.
+        """Move every parameter that has a gradient by its optimizer; see `Optimizer.update`.
 
         Raises:
             KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
@@ -147,7 +147,7 @@ class ByPattern:
         return new_params, new_opt_state
 
     def parts(self, names: Iterable[str], params: Mapping[str, Tensor]) -> dict[int, list[str]]:
-        """Names by the number of their optimizer, in the order of the patterns; the last number is the rest's."""
+        """Name by the number of their optimizer, in the order of the patterns; the last number is the rest's."""
         names, parts = tuple(names), dict[int, list[str]]()
         for name, matching in zip(names, _matching(self.groups, names), strict=True):
             own = next(
@@ -162,7 +162,7 @@ class ByPattern:
 
 @functools.lru_cache(maxsize=256)
 def _matching(groups: Patterns, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the patterns that match, for each name."""
+    """Return the numbers of the patterns that match, for each name."""
     return tuple(tuple(i for i, (pattern, _) in enumerate(groups) if fnmatchcase(name, pattern)) for name in names)
 
 

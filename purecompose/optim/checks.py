@@ -34,7 +34,7 @@ Groups: TypeAlias = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 
 
 def match_or_raise(pattern: str, names: Iterable[str], where: str) -> None:
-    """Raises a `ValueError` for a pattern that matches none of the parameters' names."""
+    """Raise a `ValueError` for a pattern that matches none of the parameters' names."""
     names = list(names)
     if not any(fnmatchcase(name, pattern) for name in names):
         known = ", ".join(names[:5]) or "none at all"
@@ -46,7 +46,7 @@ def match_or_raise(pattern: str, names: Iterable[str], where: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def matched(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    """The names that one of the patterns matches (`fnmatch`, on the whole name); remembered, for every step.
+    """Return the names that one of the patterns matches (`fnmatch`, on the whole name); remembered, for every step.
 
     Example:
         >>> matched(("*.bias",), ("0.weight", "0.bias"))
@@ -56,7 +56,7 @@ def matched(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]
 
 
 def check_real(params: Mapping[str, Tensor], where: str) -> None:
-    """Raises a `TypeError` for complex parameters."""
+    """Raise a `TypeError` for complex parameters."""
     for name, param in params.items():
         if param.is_complex():
             raise TypeError(
@@ -66,7 +66,7 @@ def check_real(params: Mapping[str, Tensor], where: str) -> None:
 
 
 def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) -> Groups:
-    """Groups as sorted tuples, with every option checked as the optimizer's own would be.
+    """Group as sorted tuples, with every option checked as the optimizer's own would be.
 
     Args:
         rule: the optimizer under construction, its own settings checked already.
@@ -95,7 +95,7 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
 
 
 def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Scalar:
-    """A scalar whose value, as far as it is known now, lies in [0, below); plain numbers become floats.
+    """Return a scalar whose value, as far as it is known now, lies in [0, below); plain numbers become floats.
 
     Of a product, the numbers and the hparams' defaults are known. What a schedule brings is not checked.
 
@@ -119,7 +119,7 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
 
 
 def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
-    """Two decays, each in [0, 1) as far as it is known.
+    """Return two decays, each in [0, 1) as far as it is known.
 
     Raises:
         TypeError: not two, or no scalars.
@@ -132,7 +132,7 @@ def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
 
 
 def checked_constant(scalar: Scalar, where: str) -> float:
-    """A plain finite number >= 0, as a float: a setting that neither moves nor is learned.
+    """Return a plain finite number >= 0, as a float: a setting that neither moves nor is learned.
 
     Raises:
         TypeError: no number; hparams and schedules included.
@@ -145,7 +145,7 @@ def checked_constant(scalar: Scalar, where: str) -> float:
 
 
 def known_part(scalar: Scalar) -> float:
-    """A scalar as far as it is known without a state: schedules as if they were 1, hparams by their defaults.
+    """Return a scalar as far as it is known without a state: schedules as if they were 1, hparams by their defaults.
 
     Example:
         >>> from purecompose.schedule import cosine, hparam

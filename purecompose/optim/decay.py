@@ -49,7 +49,7 @@ def decayed(
 
 
 def progress(scalar: Scalar, value: Value) -> float | Tensor:
-    """What a scalar's schedules have made of its numbers and hparams: 1 without schedules.
+    """Return what a scalar's schedules have made of its numbers and hparams: 1 without schedules.
 
     Example:
         >>> from purecompose.schedule import cosine, hparam
@@ -60,7 +60,7 @@ def progress(scalar: Scalar, value: Value) -> float | Tensor:
 
 
 def warn_if_strong(name: str, coupled: str, weight_decay: Scalar, lr: Scalar) -> None:
-    """Warns where a decay by schedule is beyond all use, as a recipe's number is that was meant for another optimizer.
+    """Warn where a decay by schedule is beyond all use, as a recipe's number is that was meant for another optimizer.
 
     Composer warns from 1e-3 on, which is right for a learning rate of 2 and far too much for one of 1e-3; what tells
     the slip is the ratio.

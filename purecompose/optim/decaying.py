@@ -31,7 +31,7 @@ class DecayRule(NamedTuple):
     """Patterns of names (`fnmatch`) of what does not."""
 
     def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
-        """Which parameters are among those that decay."""
+        """Return which parameters are among those that decay."""
         excluded = matched(self.exclude, names)
         return [
             name for name in names if name in params and params[name].ndim >= self.min_dims and name not in excluded
@@ -72,13 +72,13 @@ class Decaying:
             )
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
-        """The inner optimizer's state."""
+        """Return the inner optimizer's state."""
         return self.inner.init(params)
 
     def update(
         self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
     ) -> tuple[dict[str, Tensor], Any]:
-        """The inner optimizer's update of the parameters less their decay; see `Optimizer.update`."""
+        """Return the inner optimizer's update of the parameters less their decay; see `Optimizer.update`."""
         smaller = dict(params)
         for rule in self.rules:
             for rate, names in self._rates(tuple(grads)):
@@ -90,11 +90,11 @@ class Decaying:
         return self.inner.update(grads, opt_state, smaller, value)
 
     def can_move(self, param: Tensor) -> bool:
-        """Whether the inner optimizer moves parameters of this form."""
+        """Return whether the inner optimizer moves parameters of this form."""
         return can_move(self.inner, param)
 
     def _rates(self, names: tuple[str, ...]) -> Iterator[tuple[Scalar, tuple[str, ...]]]:
-        """The learning rates, each with the parameters that have it."""
+        """Return the learning rates, each with the parameters that have it."""
         leaf = leaves(self.inner)[0]
         parts = (
             [(cell.rule, cell.names) for cell in cells(leaf, names)] if isinstance(leaf, ByGroup) else [(leaf, names)]

@@ -44,7 +44,7 @@ def from_torch(
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
     **settings: Any,
 ) -> FromTorch:
-    """An optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
+    """Return an optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
 
     It computes what the class computes, bit for bit, and a run that is cut and resumed goes on to the same bits: all
     that the class remembers is in the optimizer's state. It is slower than an optimizer of one's own, since every
@@ -117,7 +117,7 @@ class FromTorch(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def _try_out(self) -> None:
-        """One step of a small matrix, which tells most mistakes when the optimizer is built."""
+        """Return one step of a small matrix, which tells most mistakes when the optimizer is built."""
         try:
             instance(self.optimizer, [([nn.Parameter(torch.ones(2, 2))], read(self.settings, known_part))])
         except (TypeError, ValueError, RuntimeError) as error:
@@ -143,7 +143,7 @@ class FromTorch(ByGroup):
         return ()  # Each parameter has its own.
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for all that the class will remember, of every parameter; see `Optimizer.init`.
+        """Return zeros for all that the class will remember, of every parameter; see `Optimizer.init`.
 
         Raises:
             ValueError: the class refuses a parameter, or a group's pattern matches nothing.
@@ -165,7 +165,7 @@ class FromTorch(ByGroup):
         params: Mapping[str, Tensor],
         value: Value = number,
     ) -> tuple[dict[str, Tensor], OptState]:
-        """Moves every parameter that has a gradient, by one `step` of the class; see `Optimizer.update`.
+        """Move every parameter that has a gradient, by one `step` of the class; see `Optimizer.update`.
 
         Raises:
             KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
@@ -210,7 +210,7 @@ class FromTorch(ByGroup):
     def _memory_of(
         self, rule: Any, name: str, param: Tensor, opt_state: Mapping[str, Mapping[str, Tensor]] | None = None
     ) -> Memory:
-        """What the class remembers of a parameter; all of it is in the state, where that is given."""
+        """Return what the class remembers of a parameter; all of it is in the state, where that is given."""
         device = torch.device("cpu") if param.is_meta else param.device
         if device.type == "cpu" and dict(rule.settings).get("capturable"):
             raise ValueError(
@@ -238,7 +238,7 @@ class FromTorch(ByGroup):
                 )
 
     def _untraced(self, value: Value) -> Value:
-        """The reader of settings, for numbers alone."""
+        """Return the reader of settings, for numbers alone."""
 
         def number_of(scalar: Any) -> float:
             found = value(scalar)
@@ -249,7 +249,7 @@ class FromTorch(ByGroup):
         return number_of
 
     def _check_untraced(self, tensors: Sequence[Tensor]) -> None:
-        """Raises where the update is more than numbers, since what the class does would be left out or be wrong."""
+        """Raise where the update is more than numbers, since what the class does would be left out or be wrong."""
         own = "take an optimizer that purecompose.optim has itself, such as adamw"
         if is_transforming():
             raise RuntimeError(
@@ -272,7 +272,7 @@ class FromTorch(ByGroup):
 
 
 def _name(optimizer: Any) -> str:
-    """The class as one writes it."""
+    """Return the class as one writes it."""
     is_torchs = getattr(torch.optim, optimizer.__name__, None) is optimizer
     return f"torch.optim.{optimizer.__name__}" if is_torchs else f"{optimizer.__module__}.{optimizer.__qualname__}"
 

@@ -42,29 +42,31 @@ class Guarded:
     inner: Optimizer
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
-        """The inner optimizer's state."""
+        """Return the inner optimizer's state."""
         return self.inner.init(params)
 
     def update(
         self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
     ) -> tuple[dict[str, Tensor], Any]:
-        """The inner optimizer's update where all of `grads` is finite, else what was there; see `Optimizer.update`."""
+        """Return the inner optimizer's update where all of `grads` is finite, else what was there; see
+        `Optimizer.update`.
+        """
         moved, new_opt_state = self.inner.update(grads, opt_state, params, value)
         stayed = {name: params[name] for name in moved}
         return chosen(all_finite(grads.values()), (moved, new_opt_state), (stayed, opt_state))
 
     def can_move(self, param: Tensor) -> bool:
-        """Whether the inner optimizer moves parameters of this form."""
+        """Return whether the inner optimizer moves parameters of this form."""
         return can_move(self.inner, param)
 
 
 def guarded(optimizer: Any) -> Guarded:
-    """The optimizer with a guard around it, of which one is enough."""
+    """Return the optimizer with a guard around it, of which one is enough."""
     return optimizer if isinstance(optimizer, Guarded) else Guarded(optimizer)
 
 
 def check_guarded(optimizer: Any, where: str) -> None:
-    """Raises a `RuntimeError` where an optimizer has lost the guard that a method gave it."""
+    """Raise a `RuntimeError` where an optimizer has lost the guard that a method gave it."""
     if not isinstance(optimizer, Guarded):
         raise RuntimeError(
             f"{where}: expected the optimizer that INIT has put in place, which skips steps that are not finite, got "
@@ -73,7 +75,7 @@ def check_guarded(optimizer: Any, where: str) -> None:
 
 
 def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
-    """One of two trees, as a whole, chosen on the device.
+    """Return one of two trees, as a whole, chosen on the device.
 
     Args:
         is_good: 0-d, bool.
@@ -91,7 +93,7 @@ def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether no element is inf or NaN: 0-d, bool, on the tensors' device.
+    """Return whether no element is inf or NaN: 0-d, bool, on the tensors' device.
 
     Example:
         >>> all_finite([torch.ones(2), torch.tensor([0.0, torch.nan])])

@@ -13,7 +13,7 @@ __all__ = ["layerwise"]
 
 
 def layerwise(net: nn.Module, lr: Scalar, decay: float, *, blocks: str | None = None) -> dict[str, dict[str, Any]]:
-    """Groups whose learning rates fall by a factor with every block, from the head to the input, for fine-tuning.
+    """Group whose learning rates fall by a factor with every block, from the head to the input, for fine-tuning.
 
     Of L blocks, block i from 0 has lr * decay^(L - i), parameters that are defined before the blocks (embeddings) have
     lr * decay^(L + 1), and those defined after them (the head) have no group: they train with the optimizer's own

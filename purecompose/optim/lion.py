@@ -84,7 +84,7 @@ class Lion(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
         check_real(params, "lion")
         return super().init(params)
 

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def is_plain() -> bool:
-    """Whether nothing differentiates or maps the operations that run now."""
+    """Return whether nothing differentiates or maps the operations that run now."""
     return not torch.is_grad_enabled() and not is_transforming()
 
 
@@ -87,7 +87,7 @@ def lerp(xs: list[Tensor], ys: list[Tensor], weight: float | Tensor) -> list[Ten
 
 
 def maximum(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """The larger of x and y, element by element."""
+    """Return the larger of x and y, element by element."""
     if not is_plain():
         return [torch.maximum(x, y) for x, y in zip(xs, ys, strict=True)]
     return list(torch._foreach_maximum(xs, ys))
@@ -108,7 +108,7 @@ def sign(xs: list[Tensor]) -> list[Tensor]:
 
 
 def mean_squares(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The mean of x^2 of each tensor, as a vector of the dtype; NaN for a tensor without elements.
+    """Return the mean of x^2 of each tensor, as a vector of the dtype; NaN for a tensor without elements.
 
     Example:
         >>> mean_squares([torch.tensor([1.0, 3.0])], torch.float32)
@@ -144,10 +144,10 @@ def subtract_ratio(xs: list[Tensor], numerators: list[Tensor], denominators: lis
 
 
 def unbound(x: Tensor) -> list[Tensor]:
-    """The elements of a vector as 0-d views of it."""
+    """Return the elements of a vector as 0-d views of it."""
     return list(x.unbind())
 
 
 def _kept(results: Sequence[Tensor], xs: list[Tensor]) -> list[Tensor]:
-    """The results in the dtypes of the xs; only of 0-d ones is it another."""
+    """Return the results in the dtypes of the xs; only of 0-d ones is it another."""
     return [new if new.dtype is x.dtype else new.to(x.dtype) for new, x in zip(results, xs, strict=True)]

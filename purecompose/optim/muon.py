@@ -112,7 +112,7 @@ def orthogonalized(
     steps: int = 5,
     eps: float = 1e-7,
 ) -> Tensor:
-    """A matrix with its singular values brought near to 1 and its singular vectors kept: near to U V' of U S V'.
+    """Return a matrix with its singular values brought near to 1 and its singular vectors kept: near to U V' of U S V'.
 
     Newton and Schulz's iteration with an odd polynomial of degree 5, on the matrix divided by its Frobenius norm.
 
@@ -172,7 +172,7 @@ class Muon(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for every parameter, frozen ones included; see `Optimizer.init`.
+        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`.
 
         Raises:
             ValueError: a parameter that is no real matrix, or a group's pattern that matches nothing.
@@ -187,7 +187,7 @@ class Muon(ByGroup):
         return super().init(params)
 
     def can_move(self, param: Tensor) -> bool:
-        """Whether a parameter is of the form that it can move: a real matrix."""
+        """Return whether a parameter is of the form that it can move: a real matrix."""
         return param.ndim == 2 and not param.is_complex()
 
     @property
@@ -205,7 +205,7 @@ class Muon(ByGroup):
         return add(params, moves, -read(self.lr, value)), {"momentum": buffers}
 
     def _orthogonal(self, direction: Tensor) -> Tensor:
-        """The move of one matrix for a learning rate of 1, up to its sign."""
+        """Return the move of one matrix for a learning rate of 1, up to its sign."""
         wide = torch.float64 if direction.dtype is torch.float64 else torch.float32
         narrowed = direction.to(torch.bfloat16 if self.ns_precision == "bf16" else wide)
         move = orthogonalized(narrowed, coefficients=self.ns_coefficients, steps=self.ns_steps, eps=self.eps)

@@ -14,7 +14,7 @@ __all__ = ["leaves", "map_leaves", "settings_of", "with_setting"]
 
 
 def leaves(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers that move weights: those in the field `inner` of one, or in the patterns of `by_pattern`.
+    """Return the optimizers that move weights: those in the field `inner` of one, or in the patterns of `by_pattern`.
 
     The first is that of whatever no pattern names.
     """
@@ -24,7 +24,7 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
 
 
 def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tuple[type, ...] = ()) -> Any:
-    """The optimizer with others in the places of its leaves.
+    """Return the optimizer with others in the places of its leaves.
 
     Args:
         change: Makes another of a leaf.
@@ -47,7 +47,7 @@ def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tu
 
 
 def settings_of(leaf: Any) -> Mapping[str, Any]:
-    """The settings of an optimizer without others in it, less its groups; of one of a user's own, its fields."""
+    """Return the settings of an optimizer without others in it, less its groups; of one of a user's own, its fields."""
     if isinstance(leaf, ByGroup):
         return leaf.settings_by_name
     if not dataclasses.is_dataclass(leaf):
@@ -56,7 +56,7 @@ def settings_of(leaf: Any) -> Mapping[str, Any]:
 
 
 def with_setting(leaf: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    """An optimizer without others in it, with another value for a setting, in its groups as well.
+    """Return an optimizer without others in it, with another value for a setting, in its groups as well.
 
     Raises:
         KeyError: It has no such setting.

@@ -17,7 +17,7 @@ __all__ = ["check_optimizer", "checked_init"]
 
 
 def check_optimizer(optimizer: Any, where: str) -> None:
-    """Raises a `TypeError` for what is no optimizer, or one whose schedules and hparams no step would find."""
+    """Raise a `TypeError` for what is no optimizer, or one whose schedules and hparams no step would find."""
     has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
     if isinstance(optimizer, type) or not has_both:
         raise TypeError(
@@ -43,7 +43,7 @@ def check_optimizer(optimizer: Any, where: str) -> None:
 
 
 def checked_init(optimizer: Any, params: Mapping[str, Tensor]) -> Any:
-    """The optimizer's state before the first update.
+    """Return the optimizer's state before the first update.
 
     Raises:
         TypeError: It holds something else than tensors.

@@ -97,7 +97,7 @@ class RMSprop(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Zeros for every parameter, frozen ones included; see `Optimizer.init`."""
+        """Return zeros for every parameter, frozen ones included; see `Optimizer.init`."""
         check_real(params, "rmsprop")
         return super().init(params)
 

@@ -70,7 +70,7 @@ class Refused(TypeError):
 
 
 def read(settings: Settings, value: Value) -> dict[str, Any]:
-    """Settings as a class takes them: what moves or is learned as a float."""
+    """Return settings as a class takes them: what moves or is learned as a float."""
 
     def plain(setting: Any) -> Any:
         if isinstance(setting, tuple):
@@ -83,7 +83,7 @@ def read(settings: Settings, value: Value) -> dict[str, Any]:
 def instance(
     optimizer: type[torch.optim.Optimizer], groups: Sequence[tuple[list[nn.Parameter], dict[str, Any]]]
 ) -> torch.optim.Optimizer:
-    """An optimizer for groups of parameters with their settings, at least one."""
+    """Return an optimizer for groups of parameters with their settings, at least one."""
     return optimizer([{"params": params, **settings} for params, settings in groups], **groups[0][1])
 
 
@@ -95,7 +95,7 @@ def memory_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Memory:
-    """What a class remembers of a parameter of this form, found out by a step of ones.
+    """Return what a class remembers of a parameter of this form, found out by a step of ones.
 
     Raises:
         Refused: It remembers what no slot can hold.
@@ -129,7 +129,9 @@ def _slot(name: Any, value: Any, device: torch.device) -> Slot:
 
 
 def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer holds outside of `state`, in a form that compares: settings of groups, and own attributes."""
+    """Return what an optimizer holds outside of `state`, in a form that compares: settings of groups, and own
+    attributes.
+    """
 
     def told(held: Any) -> Any:
         if isinstance(held, Tensor):
@@ -153,7 +155,7 @@ def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def check_elsewhere(optimizer: torch.optim.Optimizer, before: Mapping[str, Any], params: Iterable[Tensor]) -> None:
-    """Raises `Refused` where a step has left something behind that is no parameter's own memory."""
+    """Raise `Refused` where a step has left something behind that is no parameter's own memory."""
     after = elsewhere(optimizer)
     changed = [name for name in after if name not in before or after[name] != before[name]]
     if changed:
@@ -169,7 +171,7 @@ def put_in(
     memories: Mapping[str, Memory],
     opt_state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Gives an optimizer copies of what is remembered of each parameter that has been updated before."""
+    """Give an optimizer copies of what is remembered of each parameter that has been updated before."""
     places = [(name, slot.name) for name, memory in memories.items() for slot in memory.kept if slot.is_on_host]
     on_host = dict(zip(places, _on_host([opt_state[slot][name] for name, slot in places]), strict=True))
     for name, memory in memories.items():
@@ -183,7 +185,7 @@ def put_in(
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies on the CPU. Those of one form travel together: a device is waited for once for each journey."""
+    """Copy on the CPU. Those of one form travel together: a device is waited for once for each journey."""
     copies = [tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach() for tensor in tensors]
     forms: dict[Any, list[int]] = {}
     for i, tensor in enumerate(copies):
@@ -197,7 +199,7 @@ def _on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def taken_out(state: Mapping[str, Any], memory: Memory, device: torch.device) -> dict[str, Tensor]:
-    """What an optimizer remembers of a parameter now, as slots on the parameter's device.
+    """Return what an optimizer remembers of a parameter now, as slots on the parameter's device.
 
     Raises:
         Refused: It is of another form than after the first step.

@@ -212,7 +212,7 @@ def _open_unit(key: Tensor | Rng, shape: Shape, dtype: torch.dtype, what: str) -
 
 
 def _parameter(key: Tensor | Rng, value: float | Tensor, what: str) -> Tensor:
-    """A setting as a float64 tensor on the key's device, checked where the host knows it."""
+    """Return a setting as a float64 tensor on the key's device, checked where the host knows it."""
     if isinstance(value, Tensor):
         return value.detach().to(torch.float64)
     check_number(value, what, 0, above=True)

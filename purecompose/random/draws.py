@@ -186,7 +186,7 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
 
 
 def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """Integers in [low, high), by multiplying 64 random bits with the range and keeping what passes 2**64.
+    """Return integers in [low, high), by multiplying 64 random bits with the range and keeping what passes 2**64.
 
     No two values' probabilities differ by more than 2**-64.
 
@@ -216,7 +216,7 @@ def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tens
 
 
 def element_words(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tensor:
-    """The words of a draw, `num` for each element, from one call of Philox.
+    """Return the words of a draw, `num` for each element, from one call of Philox.
 
     Args:
         key: a key or an `Rng`.
@@ -250,7 +250,7 @@ def join53(words: Tensor) -> Tensor:
 
 
 def box_muller(radius: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Two independent standard normals from two uniforms; `radius` in (0, 1], so no logarithm of 0."""
+    """Return two independent standard normals from two uniforms; `radius` in (0, 1], so no logarithm of 0."""
     length = torch.sqrt(-2.0 * torch.log(radius))
     turn = 2.0 * math.pi * angle
     return length * torch.cos(turn), length * torch.sin(turn)
@@ -264,7 +264,7 @@ def check_float(dtype: torch.dtype, what: str) -> None:
 
 
 def _layout(rng: Rng, shape: Shape, what: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The sizes of a draw, those of its examples' dimension (or none), and the elements of one example."""
+    """Return the sizes of a draw, those of its examples' dimension (or none), and the elements of one example."""
     if not isinstance(shape, int | torch.SymInt | Sequence) or isinstance(shape, str):
         raise TypeError(f"{what}: expected a shape, an int or a sequence of ints, got {shown(shape)}")
     sizes = (shape,) if isinstance(shape, int | torch.SymInt) else tuple(shape)
@@ -293,7 +293,7 @@ def _check_bounds(low: float, high: float, dtype: torch.dtype) -> None:
 
 
 def _greatest_below(bound: float, dtype: torch.dtype) -> float:
-    """The greatest number of `dtype` below `bound`, by host arithmetic on the spacing of floats there."""
+    """Return the greatest number of `dtype` below `bound`, by host arithmetic on the spacing of floats there."""
     info = torch.finfo(dtype)
     mantissa, exponent = math.frexp(bound)
     if mantissa == 0.5:  # below a power of two the numbers lie twice as dense
@@ -304,7 +304,7 @@ def _greatest_below(bound: float, dtype: torch.dtype) -> float:
 
 
 def _multiply_high(lower: Tensor, upper: Tensor, span: int | Tensor) -> Tensor:
-    """The high 64 bits of the 128-bit product of the words (upper, lower) with `span`, unsigned."""
+    """Return the high 64 bits of the 128-bit product of the words (upper, lower) with `span`, unsigned."""
     if isinstance(span, int) and span <= 2**31:  # no sum reaches 2**63: four operations in place of fourteen
         return (upper * span + (lower * span >> 32)) >> 32
     span_low, span_high = span & WORD, span >> 32

@@ -88,7 +88,7 @@ class Rng:
         return replace(self, draw=_mix(self.draw, _name_word(name)))
 
     def per_example(self, indices: Tensor | None) -> "Rng":
-        """Draws of shape (n, ...), row i for example `indices[i]`; with None, draws about the whole batch."""
+        """Draw of shape (n, ...), row i for example `indices[i]`; with None, draws about the whole batch."""
         if indices is None:
             return replace(self, example=0)
         if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() > 1:
@@ -170,7 +170,7 @@ def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
 
 
 def salt(*names: str | int) -> int:
-    """The 32-bit salt of a chain of names: `Rng(key).named(a).named(b).draw == salt(a, b)`.
+    """Return the 32-bit salt of a chain of names: `Rng(key).named(a).named(b).draw == salt(a, b)`.
 
     Example:
         >>> Rng(key(0)).named("mixup").named(1).draw == salt("mixup", 1)
@@ -200,7 +200,7 @@ def as_rng(key: Tensor | Rng, what: str) -> Rng:
 
 
 def _mix(state: Any, word: int) -> Any:
-    """One step of MurmurHash3 and its finalizer, for ints and int64 tensors; one-to-one in each argument."""
+    """Return one step of MurmurHash3 and its finalizer, for ints and int64 tensors; one-to-one in each argument."""
     hashed = ((state ^ word) * 5 + 0xE6546B64) & WORD
     hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & WORD
     hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & WORD
@@ -218,7 +218,7 @@ def _hashed(name: str | int) -> int:
 
 
 def _name_word(name: str | int) -> int:
-    """A name as a word; small numbers are spread one-to-one so that siblings stay apart."""
+    """Return a name as a word; small numbers are spread one-to-one so that siblings stay apart."""
     return _hashed(name)
 
 

@@ -80,7 +80,7 @@ def philox_lanes(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tenso
 
 
 def _round_keys(key: Tensor, lane: int) -> tuple[Tensor, ...]:
-    """The key lane's word for each round; the carry above 32 bits falls to the mask of the round."""
+    """Return the key lane's word for each round; the carry above 32 bits falls to the mask of the round."""
     step = _KEY_STEPS[lane]
     steps = torch.arange(0, _ROUNDS * step, step, dtype=torch.int64, device=key.device)
     return (key[..., lane].unsqueeze(-1) + steps).unbind(-1)

@@ -20,7 +20,7 @@ __all__ = ["choice", "permutation"]
 
 
 def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
-    """A random order, by a stable sort of 64-bit keys: the same bits on every device.
+    """Return a random order, by a stable sort of 64-bit keys: the same bits on every device.
 
     Args:
         key: a key or an `Rng`; its examples are ignored.

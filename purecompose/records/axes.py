@@ -42,7 +42,7 @@ def limit(axes: Any, panel: Panel, smoothed: Sequence[float], raw: Sequence[floa
 
 
 def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
-    """What stands at the right of a panel's title, and whether it is bad news."""
+    """Return what stands at the right of a panel's title, and whether it is bad news."""
     bad = [at for series in panel.series for at, y in zip(series.x, series.y, strict=True) if not _is_finite(y)]
     total = sum(len(series.x) for series in panel.series)
     if bad:
@@ -67,7 +67,7 @@ def _value(panel: Panel, value: float) -> str:
 
 
 def _is_share(panel: Panel) -> bool:
-    """Whether a panel's numbers are to be read as per cent."""
+    """Return whether a panel's numbers are to be read as per cent."""
     values = [one for series in panel.series for y in series.y for one in (y if isinstance(y, list) else [y])]
     return "accuracy" in panel.title and all(0 <= one <= 1 for one in values if math.isfinite(one))
 
@@ -106,7 +106,7 @@ def dress(axes: Any, theme: Theme, panel: Panel, *, is_counted: bool) -> None:
 
 
 def _in_short(largest: float) -> Any:
-    """Numbers along an axis, all in one unit: 0, 5k, 10k."""
+    """Return numbers along an axis, all in one unit: 0, 5k, 10k."""
     from matplotlib.ticker import FuncFormatter
 
     size, letter = next((one for one in _UNITS if largest >= (1e4 if one[1] == "k" else one[0])), (1.0, ""))
@@ -116,7 +116,7 @@ def _in_short(largest: float) -> Any:
 
 
 def _short(value: float) -> str:
-    """A number in few characters: 1,500 and 20k and 1.5M.
+    """Return a number in few characters: 1,500 and 20k and 1.5M.
 
     Example:
         >>> _short(1500), _short(20000), _short(1500000), _short(0.25)

@@ -24,7 +24,7 @@ def draw_curves(
     x: str = "batch",
     dark: bool = False,
 ) -> Path:
-    """Draws one run, or several to be compared.
+    """Draw one run, or several to be compared.
 
     There is a panel for the training loss, for each metric of evaluations and of training, for the learning rate and
     for the throughput, as far as there are such numbers. Of many batches a mean over a thirtieth of them is drawn over
@@ -56,7 +56,7 @@ def draw_curves(
 
 
 def curves_as_png(run: RunRecords, *, dark: bool, narrow: bool = False) -> bytes:
-    """The curves of one run along its batches, as the bytes of a PNG file; `narrow` is for narrow screens.
+    """Return the curves of one run along its batches, as the bytes of a PNG file; `narrow` is for narrow screens.
 
     Raises as `draw_curves` does.
     """
@@ -84,7 +84,7 @@ def _as_runs(given: object) -> list[RunRecords]:
 
 
 def _names(runs: Sequence[RunRecords]) -> list[str]:
-    """The runs' names, with those of the folders above where they would not be told apart."""
+    """Return the runs' names, with those of the folders above where they would not be told apart."""
     names = [run.name for run in runs]
     depth = 2
     while len(set(names)) < len(names) and depth <= max(len(run.path.resolve().parts) for run in runs):
@@ -94,11 +94,11 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def _members(panels: Sequence[Panel], run: int) -> str:
-    """What is to be said of a run that is a population."""
+    """Return what is to be said of a run that is a population."""
     members = max((one.members for panel in panels for one in panel.series if one.run == run), default=1)
     return f" (median of {members})" if members > 1 else ""
 
 
 def _breaks(runs: Sequence[RunRecords], x: str) -> list[int]:
-    """The batches from which a single run went on."""
+    """Return the batches from which a single run went on."""
     return [start.batch for start in runs[0].starts[1:] if start.batch] if len(runs) == 1 and x == "batch" else []

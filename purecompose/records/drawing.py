@@ -36,7 +36,7 @@ class Drawing:
         self._figure = figure
 
     def savefig(self, file: Any, kind: str) -> None:
-        """Writes it to a binary file."""
+        """Write it to a binary file."""
         with warnings.catch_warnings():
             # Of characters in a run's name that the font does not have.
             warnings.simplefilter("ignore", UserWarning)
@@ -46,7 +46,7 @@ class Drawing:
 def drawn(
     panels: Sequence[Panel], names: Sequence[str], breaks: Sequence[int], x: str, dark: bool, narrow: bool = False
 ) -> Drawing:
-    """A picture of panels.
+    """Return a picture of panels.
 
     Args:
         panels: At least one.
@@ -120,7 +120,7 @@ def _add_legend(figure: Any, names: Sequence[str], theme: Theme) -> None:
 
 
 def _say(text: Any, words: str) -> None:
-    """Sets words as they are: no formulas between dollars, no special first characters."""
+    """Set words as they are: no formulas between dollars, no special first characters."""
     text.set_parse_math(False)
     text.set_text(words)
 
@@ -153,7 +153,8 @@ def _draw_panel(axes: Any, panel: Panel, theme: Theme, num_runs: int, breaks: Se
 
 
 def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room: float) -> None:
-    """A panel's title and the remark: beside each other, or the remark below where there is no room (in points)."""
+    """Return a panel's title and the remark: beside each other, or the remark below where there is no room (in points).
+    """
     fits = 7 * len(title) + 5 * len(words) + 10 <= room  # letters' widths, on average, at these sizes
     head = axes.set_title("", loc="left", fontsize=10, fontweight="bold", color=theme.text, pad=7 if fits else 20)
     _say(head, title)
@@ -168,7 +169,7 @@ def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room:
 def _draw_series(
     axes: Any, series: Series, style: dict[str, Any], *, is_noisy: bool, is_faint: bool
 ) -> tuple[list[float], list[float]]:
-    """Draws one line, with its band or with the numbers behind it; gives what decides on the limits of the axes."""
+    """Draw one line, with its band or with the numbers behind it; gives what decides on the limits of the axes."""
     parts = spread(series.y)
     window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
     # More points than pixels would only take time.
@@ -192,7 +193,7 @@ def _draw_series(
 
 
 def _name_lines(axes: Any, series: Sequence[Series], theme: Theme) -> None:
-    """A small legend for the lines of one run."""
+    """Return a small legend for the lines of one run."""
     legend = axes.legend(
         axes.get_lines()[: len(series)],
         [str(i) for i in range(len(series))],

@@ -173,7 +173,7 @@ class RunFolder:
         return Checkpoints(self.path / CHECKPOINTS, **options)
 
     def begin(self, step: Any, state: State, batch: Any = None) -> None:
-        """Writes down what is going to be trained: the plan, and what the bits of the run depend on.
+        """Write down what is going to be trained: the plan, and what the bits of the run depend on.
 
         Args:
             step: The training step.
@@ -206,7 +206,7 @@ class RunFolder:
             self._watch.note()
 
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
-        """Closes the records and writes result, curves and report. A second call writes them anew.
+        """Close the records and writes result, curves and report. A second call writes them anew.
 
         Where a run was to go on and has not, because it was at its end or its checkpoint was refused, the folder stays
         as it was; but what is given here is added to a result that is there.
@@ -217,7 +217,8 @@ class RunFolder:
         self._end("finished", result or {})
 
     def stop(self, reason: str) -> None:
-        """What `finish` does, for a run that is cut short: it has no result, and its history tells the reason."""
+        """Return what `finish` does, for a run that is cut short: it has no result, and its history tells the reason.
+        """
         self._end(reason, None)
 
     def __enter__(self) -> "RunFolder":
@@ -280,7 +281,7 @@ class RunFolder:
         write_json(self.path / RESULT, {**found, **given})
 
     def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
-        """Writes what is known before the run; gives what differs from the settings that were there."""
+        """Write what is known before the run; gives what differs from the settings that were there."""
         changed: dict[str, Any] = {}
         self._when(self._at_start, self._tidy)
         if self.goes_on:
@@ -301,7 +302,7 @@ class RunFolder:
             clear(self.path)
 
     def _when_trained(self, act: Callable[[], None]) -> None:
-        """Writes something down; where the run goes on, not before a batch has been trained on."""
+        """Write something down; where the run goes on, not before a batch has been trained on."""
         self._when(self._at_batch, act)
 
     def _when(self, pending: list[Callable[[], None]], act: Callable[[], None]) -> None:
@@ -335,7 +336,7 @@ _OPEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
 
 @contextmanager
 def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
-    """Takes down what keeps a file from being written: it is no reason to lose the others, or the run."""
+    """Take down what keeps a file from being written: it is no reason to lose the others, or the run."""
     try:
         yield
     except Exception as error:
@@ -343,7 +344,7 @@ def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
 
 
 def _goes_on(path: Path, resume: bool) -> bool:
-    """Whether the folder is a run's.
+    """Return whether the folder is a run's.
 
     Raises:
         FileExistsError, NotADirectoryError: It is not to be used.
@@ -388,7 +389,7 @@ def _plan(step: Any, state: State, batch: Any) -> str:
 
 
 def _processor() -> str:
-    """The processor's name, which `platform` does not know on Linux."""
+    """Return the processor's name, which `platform` does not know on Linux."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith("model name"):

@@ -32,7 +32,7 @@ LOCK = ".lock"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file as UTF-8, in one move.
+    """Write a file as UTF-8, in one move.
 
     Raises:
         OSError: It cannot be written; an old one stays as it was.
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON, in one move. Numbers that are not finite become the strings "nan", "inf" and "-inf"; tensors, lists.
+    """Write JSON, in one move. Numbers that are not finite become the strings "nan", "inf" and "-inf"; tensors, lists.
 
     Raises:
         OSError: It cannot be written; an old one stays as it was.

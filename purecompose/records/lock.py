@@ -39,7 +39,7 @@ class Lock:
         self._finalizer: weakref.finalize | None = None
 
     def take(self) -> None:
-        """Makes the folder this process's; nothing happens where it is so already.
+        """Make the folder this process's; nothing happens where it is so already.
 
         Raises:
             BlockingIOError: Another process has it.
@@ -64,12 +64,12 @@ class Lock:
             warnings.warn(f"RunFolder: {told}", RuntimeWarning, stacklevel=3)
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Let others have the folder."""
         if self._finalizer is not None:
             self._finalizer()
 
     def _judged(self, holder: dict[str, Any] | None) -> str | None:
-        """What there is to say of the process that has the folder, if it can be taken over.
+        """Return what there is to say of the process that has the folder, if it can be taken over.
 
         Raises:
             BlockingIOError: It cannot.
@@ -92,7 +92,7 @@ class Lock:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lets processes look and write in turn.
+    """Let processes look and write in turn.
 
     Where a file system knows no locks, two that begin within a millisecond are not told of each other. The system's
     locks do not keep the folder itself: children inherit them, and would hold them after a kill.

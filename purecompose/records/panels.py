@@ -66,7 +66,7 @@ class Panel:
 
 
 def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
-    """The panels for which some run has numbers.
+    """Return the panels for which some run has numbers.
 
     Args:
         runs: The runs.
@@ -94,7 +94,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
 
 
 def check_axis(runs: Sequence[RunRecords], x: str) -> None:
-    """Raises a ValueError where no record has the column along which runs are to be drawn."""
+    """Raise a ValueError where no record has the column along which runs are to be drawn."""
     if not any(run.records for run in runs):
         raise ValueError("draw_curves: the runs have no records yet")
     known = [name for name in _columns(runs) if name in ("batch", "epoch") or name.startswith("time/")]
@@ -103,7 +103,7 @@ def check_axis(runs: Sequence[RunRecords], x: str) -> None:
 
 
 def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
-    """A column of a run. Where a record lacks x, such as that of an evaluation, the one before it tells."""
+    """Return a column of a run. Where a record lacks x, such as that of an evaluation, the one before it tells."""
     xs, ys, at = [], [], math.nan
     fraction = _fractions(run.records) if x == "epoch" else None
     for record in run.records:
@@ -115,7 +115,7 @@ def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
 
 
 def _tail(records: Sequence[dict[str, Any]]) -> int:
-    """How many of the newest losses tell how training stands: an epoch's, but a quarter of the run's at most.
+    """Return how many of the newest losses tell how training stands: an epoch's, but a quarter of the run's at most.
 
     Of a run of one epoch the first losses would be in the mean otherwise.
     """
@@ -135,7 +135,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[Any]) -> Spread:
-    """The spread at each point; a single number is its own middle.
+    """Return the spread at each point; a single number is its own middle.
 
     Example:
         >>> spread([[3.0, 1.0, 2.0, float("nan")], 5.0])
@@ -174,7 +174,8 @@ def _columns(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """The names of the metrics of evaluations: what stands in records without anything that only batches have."""
+    """Return the names of the metrics of evaluations: what stands in records without anything that only batches have.
+    """
     for record in records:
         if not any(name.startswith(_NO_EVALUATION) for name in record):
             yield from (name for name in record if "/" in name and not name.startswith("time/"))

@@ -71,7 +71,7 @@ _NO_METRICS = ("time/", "speed/", "memory/", "lr/")
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecords:
-    """What the folder of a run holds, half-finished runs included.
+    """Return what the folder of a run holds, half-finished runs included.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -104,7 +104,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
 
 
 def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
-    """What was trained in a folder, and the starts of the run; nothing where it has no history.
+    """Return what was trained in a folder, and the starts of the run; nothing where it has no history.
 
     Raises:
         ValueError: The history is damaged.
@@ -120,7 +120,7 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, with numbers that are not finite.
+    """Return a JSON object, with numbers that are not finite.
 
     Raises:
         OSError: The file cannot be read.
@@ -138,7 +138,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Turns "nan" and the like back into numbers."""
+    """Turn "nan" and the like back into numbers."""
     if isinstance(value, dict):
         return {name: _numbers(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -16,7 +16,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out.
+    """Return a copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out.
 
     Raises:
         TypeError: A name that is no string, or a value that TOML has no words for.
@@ -50,7 +50,7 @@ def to_toml(settings: Mapping[str, Any]) -> str:
 
 
 def _named(config: Any, where: str) -> list[tuple[str, Any]]:
-    """The settings that are not `None`."""
+    """Return the settings that are not `None`."""
     if not isinstance(config, Mapping):
         raise TypeError(f"{where}: expected settings by name, a mapping, got {shown(config)}; of a namespace, vars(it)")
     for name in config:
@@ -60,7 +60,7 @@ def _named(config: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value as TOML knows it."""
+    """Return the value as TOML knows it."""
     if isinstance(value, bool):
         return value
     if isinstance(value, os.PathLike):

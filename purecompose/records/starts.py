@@ -48,7 +48,7 @@ class Start:
 
     @staticmethod
     def of_plain(plain: Mapping[str, Any]) -> "Start":
-        """The inverse of `to_plain`; what it does not know is left out.
+        """Return the inverse of `to_plain`; what it does not know is left out.
 
         Raises:
             TypeError, KeyError: It is no start.

@@ -21,7 +21,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(run: RunRecords) -> list[Fact]:
-    """The metrics of a run, how far it came and how long that took.
+    """Return the metrics of a run, how far it came and how long that took.
 
     Evaluations come first, then the training loss, the metrics of training and other numbers.
     """
@@ -61,7 +61,7 @@ def _fact(run: RunRecords, name: str, value: Any) -> Fact:
 
 
 def _over(series: Series) -> str:
-    """What a loss is the mean of."""
+    """Return what a loss is the mean of."""
     if series.tail == 1:
         return "of the last batch"
     newest = series.x[-series.tail :]

@@ -79,7 +79,7 @@ class Watch:
         return dict(self._reached)
 
     def __call__(self, event: Event, state: State) -> None:
-        """Takes an event."""
+        """Take an event."""
         if self._waits and event not in _BEGINS_WORK:
             return
         self._waits = False
@@ -101,7 +101,7 @@ class Watch:
             self.note()
 
     def note(self) -> None:
-        """Writes the history; a disk that is full brings one warning."""
+        """Write the history; a disk that is full brings one warning."""
         self._noted_at = time.monotonic()
         if self._start is not None:
             self._start.seconds = self._stopwatch.seconds
@@ -120,11 +120,11 @@ class Watch:
                 )
 
     def flush(self) -> None:
-        """Writes down all records so far: a checkpoint is about to be written, from which the run may go on."""
+        """Write down all records so far: a checkpoint is about to be written, from which the run may go on."""
         self._records.flush()
 
     def end(self, outcome: str) -> None:
-        """Closes the records, and notes how the run ended."""
+        """Close the records, and notes how the run ended."""
         self._records.close()
         if self._start is not None:
             self._start.outcome = outcome
@@ -152,7 +152,7 @@ class Watch:
         self.note()
 
     def _times(self) -> list[tuple[int, float]]:
-        """What the records say: numbers of batches, and the wall-clock time at which they were trained on."""
+        """Return what the records say: numbers of batches, and the wall-clock time at which they were trained on."""
         with suppress(OSError, ValueError):  # no file yet, or one that the records themselves will complain of
             name = "time/seconds"
             return [(one["batch"], one[name]) for one in read_records(self._records.path) if name in one]

@@ -100,7 +100,7 @@ def evaluate(
     num_batches: int | None = None,
     microbatch_size: int | None = None,
 ) -> dict[str, Any]:
-    """The metrics of a state on some data. The state stays as it was.
+    """Return the metrics of a state on some data. The state stays as it was.
 
     Args:
         state: The state; evaluation starts from it and throws its own copy away.
@@ -131,7 +131,7 @@ def evaluate(
 
 
 def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
-    """One evaluation, from EVAL_START to EVAL_END.
+    """Return one evaluation, from EVAL_START to EVAL_END.
 
     Args:
         evaluator: What to evaluate.
@@ -181,7 +181,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
 
 
 def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> list[Any]:
-    """The network's outputs, batch by batch, on the state's device. The state stays as it was.
+    """Return the network's outputs, batch by batch, on the state's device. The state stays as it was.
 
     Args:
         state: The state.
@@ -212,7 +212,7 @@ def _slices(evaluator: Evaluator, state: State, batch: Any) -> list[Any]:
 
 
 def _each(fn: Callable[..., Any], state: State) -> Callable[..., Any]:
-    """A function of one state's values; for stacked states it is mapped over the members."""
+    """Return a function of one state's values; for stacked states it is mapped over the members."""
     return fn if state.key.ndim == 1 else mapped(fn)
 
 
@@ -221,7 +221,7 @@ def _initial(metric: Metric, state: State) -> Any:
 
 
 def _sibling(step: Step | None, program: Any, state: State) -> Step:
-    """A step with the same algorithms over another program."""
+    """Return a step with the same algorithms over another program."""
     if step is None:
         num = len(state.key)
         remedy = f"give step=population(step, {num}), or take the members of unstack_states(state) one by one"
@@ -230,7 +230,7 @@ def _sibling(step: Step | None, program: Any, state: State) -> Step:
 
 
 def tell(observers: Iterable[Observer], event: Event, state: State) -> State:
-    """Calls observers, one after the other; the state comes back as it is."""
+    """Call observers, one after the other; the state comes back as it is."""
     for observer in observers:
         try:
             observer(event, state)

@@ -127,7 +127,7 @@ def _declare(states: Callable[Concatenate[bool, P], object]) -> Callable[[Callab
 
 @_declare(_states)
 def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
-    """Trains until the run's length is reached, from wherever the state stands.
+    """Train until the run's length is reached, from wherever the state stands.
 
     Args:
         step: The training step. It is initialised here if that has not been done.
@@ -171,7 +171,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
 
 @_declare(_states)
 def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[State]:
-    """The run of `fit`, batch by batch, for those who write the outer loop themselves.
+    """Return the run of `fit`, batch by batch, for those who write the outer loop themselves.
 
     Gives the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and at
     last the state that `fit` returns, after FIT_END. Whoever leaves the loop early has the checkpoints so far.
@@ -190,7 +190,7 @@ def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[Stat
 
 
 def _at_the_end(now: Timestamp) -> str:
-    """Where a run that is over stands, and what would go on with it."""
+    """Return where a run that is over stands, and what would go on with it."""
     duration = now.run.duration
     assert duration is not None, "a run without one is never over"
     reached = Time(now.get(duration.unit), duration.unit)
@@ -199,7 +199,7 @@ def _at_the_end(now: Timestamp) -> str:
 
 
 def _check_in_step(budget: float, microbatches: str | None) -> None:
-    """Refuses what would let one of several processes go on or end alone."""
+    """Refuse what would let one of several processes go on or end alone."""
     if microbatches:
         raise ValueError(
             "microbatches='auto': one process that tries again would leave the others waiting; give a number"
@@ -231,7 +231,7 @@ def _check_metrics(
     adjusters: Iterable[Adjuster],
     checkpoints: Checkpoints | None,
 ) -> None:
-    """Raises where somebody waits for a metric that nobody reports."""
+    """Raise where somebody waits for a metric that nobody reports."""
     known = [name for one in evaluators for name in one.reported]
     wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
     wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
@@ -248,7 +248,7 @@ def _check_metrics(
 
 
 def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
-    """Says where the data are not those of the checkpoint, as far as that can be told.
+    """Say where the data are not those of the checkpoint, as far as that can be told.
 
     Raises:
         MismatchError: It stands in the middle of an epoch of another length.
@@ -286,7 +286,7 @@ def _check_arguments(step: Any, state: Any) -> None:
 
 
 def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
-    """One or several objects of a role, which have a metric and a method of this name."""
+    """Return one or several objects of a role, which have a metric and a method of this name."""
     if given is None:
         return ()
     members = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
@@ -336,7 +336,7 @@ def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
 
 
 def _with_duration(state: State, duration: Time | str | None) -> tuple[State, float]:
-    """The state with the run's length, and the budget of this call in seconds."""
+    """Return the state with the run's length, and the budget of this call in seconds."""
     run = state.timestamp.run
     wanted = run.duration if duration is None else named_time(duration, "fit: duration")
     if wanted is None:
@@ -347,7 +347,7 @@ def _with_duration(state: State, duration: Time | str | None) -> tuple[State, fl
 
 
 def _with_epoch_length(state: State, data: Any) -> State:
-    """Learns the epoch's length from sized data, or checks it."""
+    """Learn the epoch's length from sized data, or checks it."""
     run = state.timestamp.run
     length = _length(data)
     if length == 0:
@@ -363,7 +363,7 @@ def _with_epoch_length(state: State, data: Any) -> State:
 
 
 def _length(data: Any) -> int | None:
-    """The number of batches. To have `__len__` is not to know it: a `DataLoader` over a stream raises."""
+    """Return the number of batches. To have `__len__` is not to know it: a `DataLoader` over a stream raises."""
     try:
         return len(data) if hasattr(data, "__len__") else None
     except (TypeError, NotImplementedError):

@@ -31,7 +31,7 @@ class Adaptive:
         self._proven = 0
 
     def __call__(self, state: State, batch: Any) -> State:
-        """The state after one batch.
+        """Return the state after one batch.
 
         Raises:
             RuntimeError: The memory does not suffice for a single example either.
@@ -61,7 +61,8 @@ class Adaptive:
                 torch.cuda.empty_cache()
 
     def _safe(self, state: State, num_examples: int) -> State:
-        """A state that is still whole after a failure: a donating step may have begun to write over its memory."""
+        """Return a state that is still whole after a failure: a donating step may have begun to write over its memory.
+        """
         is_at_risk = num_examples > self._proven and state.lease is not None
         return state.copy() if is_at_risk else state
 

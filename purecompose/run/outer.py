@@ -45,7 +45,7 @@ class EpochData(Protocol):
     """Data that bring their own order, so that a run goes on in the middle of an epoch without skipping."""
 
     def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
-        """The batches of an epoch from batch `start` on, in an order that follows from the run's key alone."""
+        """Return the batches of an epoch from batch `start` on, in an order that follows from the run's key alone."""
         ...
 
 
@@ -84,7 +84,7 @@ class Run:
         self._described_data = {} if self.keeper is None else describe_data(self.data)
 
     def states(self, state: State, *, is_held: bool = False) -> Iterator[State]:
-        """The states between batches, and at last the one that the run ends with.
+        """Return the states between batches, and at last the one that the run ends with.
 
         Signals are noted while the run works. In between, in the code of whoever iterates, they act as ever, unless
         nothing happens there: then they are noted all through (`is_held`).
@@ -132,7 +132,7 @@ class Run:
         return tell(self.observers, Event.FIT_START, state)
 
     def _is_over(self, state: State) -> bool:
-        """Whether the run's length or the time budget is used up, or there is another reason to stop."""
+        """Return whether the run's length or the time budget is used up, or there is another reason to stop."""
         return self._is_stopped or state.timestamp.is_finished() or time.monotonic() >= self._deadline
 
     def _fire(self, event: Event, state: State) -> State:
@@ -142,7 +142,7 @@ class Run:
         return tell(self.observers, event, state)
 
     def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
-        """Runs the evaluators that are due at an event; at FIT_END those that have not just run."""
+        """Run the evaluators that are due at an event; at FIT_END those that have not just run."""
         due = [
             evaluator
             for evaluator in self.evaluators
@@ -162,7 +162,7 @@ class Run:
         return state if event is Event.FIT_END else self._decided(state, found)
 
     def _decided(self, state: State, found: Mapping[str, Tensor]) -> State:
-        """The state after those who stop or adjust a run have seen new metrics."""
+        """Return the state after those who stop or adjust a run have seen new metrics."""
         metrics = _plain(found)
         if self.stoppers:
             state = seen(state, self.stoppers, metrics)
@@ -172,7 +172,7 @@ class Run:
         return state
 
     def _decide_by_training(self, state: State) -> State:
-        """Shows the step's own metrics to those who wait for one, at the end of an epoch."""
+        """Show the step's own metrics to those who wait for one, at the end of an epoch."""
         measured = {name for one in self.evaluators for name in one.reported}
         wanted = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} - measured
         missing = wanted - state.metrics.keys()
@@ -186,7 +186,7 @@ class Run:
         return self._decided(state, found) if found else state
 
     def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
-        """Raises where a metric that a run stops by, or keeps its best checkpoint by, is not a single number."""
+        """Raise where a metric that a run stops by, or keeps its best checkpoint by, is not a single number."""
         decisive = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)}
         if self.keeper is not None and self.keeper.settings.best is not None:
             decisive.add(self.keeper.settings.best)
@@ -200,7 +200,7 @@ class Run:
     # Cuts
 
     def _obey(self, state: State) -> None:
-        """Ends the run if a signal has come; its state is saved first."""
+        """End the run if a signal has come; its state is saved first."""
         if self.keeper is None or self._interrupts.received is None:
             return
         self._save(state, is_last=True)
@@ -212,7 +212,7 @@ class Run:
         self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
 
     def _obey_late(self) -> None:
-        """Obeys a signal where no look for one follows: one to a group of processes may end those that read first."""
+        """Obey a signal where no look for one follows: one to a group of processes may end those that read first."""
         if self.keeper is None or self._interrupts.received is None:
             return
         if self._unsaved is not None:
@@ -238,13 +238,13 @@ class Run:
         keep(state, step, self._measured(state), memory)
 
     def _measured(self, state: State) -> dict[str, Any]:
-        """The metrics of this very state, as numbers."""
+        """Return the metrics of this very state, as numbers."""
         return _plain(self._metrics) if self._measured_at == state.timestamp else {}
 
     # Epochs
 
     def _epoch(self, state: State) -> Iterator[State]:
-        """The states between the batches of what is left of one epoch."""
+        """Return the states between the batches of what is left of one epoch."""
         start = state.timestamp
         if _begins_iteration(start):
             state = self._fire(Event.ITERATION_START, state)
@@ -277,14 +277,15 @@ class Run:
                 state = self._fire(Event.ITERATION_START, state)
 
     def _end_epoch(self, state: State, before: Timestamp) -> State:
-        """The events after an epoch; the time has moved on already, from `before`."""
+        """Return the events after an epoch; the time has moved on already, from `before`."""
         state = self._decide_by_training(self._fire(Event.EPOCH_END, state))
         state = self._evaluate(Event.EPOCH_END, state, before)
         state = self._fire(Event.EPOCH_CHECKPOINT, state)
         return self._end_iteration(state, before)
 
     def _end_iteration(self, state: State, before: Timestamp) -> State:
-        """The events after an iteration, if one is over since `before`. Those of tokens may end within an epoch."""
+        """Return the events after an iteration, if one is over since `before`. Those of tokens may end within an epoch.
+        """
         if state.timestamp.iteration == before.iteration:
             return state
         state = self._fire(Event.ITERATION_END, state)
@@ -298,7 +299,7 @@ def _begins_iteration(now: Timestamp) -> bool:
 
 
 def _check_exhausted(now: Timestamp) -> None:
-    """Raises where the data end before the epoch does."""
+    """Raise where the data end before the epoch does."""
     if now.batch_in_epoch == 0:
         raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an iterator used up?")
     if now.run.batches_per_epoch is not None:
@@ -309,7 +310,7 @@ def _check_exhausted(now: Timestamp) -> None:
 
 
 def _check_moved(before: Timestamp, now: Timestamp) -> None:
-    """Raises where the run's length is counted in what the batch has none of: the run would never end."""
+    """Raise where the run's length is counted in what the batch has none of: the run would never end."""
     run = now.run
     if run.duration is None:
         return
@@ -337,7 +338,7 @@ _EXHAUSTED = object()
 
 
 def _batches(data: Any, state: State) -> Iterator[Any]:
-    """The epoch's batches from where the state stands."""
+    """Return the epoch's batches from where the state stands."""
     now = state.timestamp
     # A population trains on batches of one order: the first member's.
     key = state.key.reshape(-1, 2)[0]
@@ -345,7 +346,7 @@ def _batches(data: Any, state: State) -> Iterator[Any]:
 
 
 def _sent(data: Any, loader: Iterator[Any], state: State) -> Iterator[Any]:
-    """The batches on the state's device, those for a GPU sent ahead."""
+    """Return the batches on the state's device, those for a GPU sent ahead."""
     # What is read from an iterator stays read: where this run ends, the next must find the batch that follows.
     return prefetch(loader, state.device, size=1 if isinstance(data, Iterator) else 2)
 
@@ -356,7 +357,7 @@ def _counts_epochs(state: State) -> bool:
 
 
 def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> bool:
-    """Whether an evaluation is due at an event; epochs are counted at their end."""
+    """Return whether an evaluation is due at an event; epochs are counted at their end."""
     if event is Event.FIT_END:
         return True
     if not isinstance(interval, Time):
@@ -373,5 +374,5 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as numbers; reading them waits for the device."""
+    """Return metrics as numbers; reading them waits for the device."""
     return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in metrics.items()}

@@ -36,11 +36,11 @@ class Adjuster(Protocol):
         ...
 
     def init(self, state: State) -> State:
-        """The state with a slot for its memory, if it has none yet."""
+        """Return the state with a slot for its memory, if it has none yet."""
         ...
 
     def see(self, state: State, metrics: Mapping[str, Any]) -> State:
-        """The state after an evaluation that has measured the metric."""
+        """Return the state after an evaluation that has measured the metric."""
         ...
 
 
@@ -111,7 +111,8 @@ class ReduceOnPlateau:
         return f".reduce_on_plateau({self.metric}, {self.hparam})"
 
     def init(self, state: State) -> State:
-        """The state with its memory: the best value, NaN before the first, and since when patience is counted."""
+        """Return the state with its memory: the best value, NaN before the first, and since when patience is counted.
+        """
         if self.hparam not in state.hparams:
             raise ValueError(
                 f"ReduceOnPlateau: the state has no hparam {self.hparam!r}, only {sorted(state.hparams)}; make it part "
@@ -125,7 +126,7 @@ class ReduceOnPlateau:
         return state.replace(slots={**state.slots, self.name: {"best": best, "since": since}})
 
     def see(self, state: State, metrics: Mapping[str, Any]) -> State:
-        """The state after an evaluation; a value that is NaN is never better."""
+        """Return the state after an evaluation; a value that is NaN is never better."""
         assert isinstance(self.patience, Time) and isinstance(self.cooldown, Time)
         best, since = state.slots[self.name]["best"], state.slots[self.name]["since"]
         value = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)

@@ -47,15 +47,15 @@ class Stopper(Protocol):
         ...
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """The memory at the start of a run, on the CPU."""
+        """Return the memory at the start of a run, on the CPU."""
         ...
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
-        """The memory after an evaluation."""
+        """Return the memory after an evaluation."""
         ...
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Whether the run should stop; by the memory alone, so that it is the same after going on."""
+        """Return whether the run should stop; by the memory alone, so that it is the same after going on."""
         ...
 
 
@@ -98,7 +98,7 @@ class EarlyStopping:
         return f".early_stopping({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """The best value so far, NaN before the first, when it was, and when the metric was last looked at."""
+        """Return the best value so far, NaN before the first, when it was, and when the metric was last looked at."""
         return {"best": torch.full((), torch.nan), "at": counts(now), "last": counts(now)}
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class EarlyStopping:
         }
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Whether the patience was used up at the last evaluation."""
+        """Return whether the patience was used up at the last evaluation."""
         assert isinstance(self.patience, Time)
         waited = memory["last"] - memory["at"]
         return int(waited[UNITS.index(self.patience.unit)]) >= self.patience.value
@@ -148,7 +148,7 @@ class Threshold:
         return f".threshold({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """The last value, NaN before the first."""
+        """Return the last value, NaN before the first."""
         del now
         return {"last": torch.full((), torch.nan, dtype=torch.float64)}
 
@@ -158,13 +158,13 @@ class Threshold:
         return {"last": torch.tensor(metrics[self.metric], dtype=torch.float64)}
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Whether the last value has come as far."""
+        """Return whether the last value has come as far."""
         last = memory["last"].item()
         return last <= self.value if self.mode == "min" else last >= self.value
 
 
 def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
-    """The state with a slot for each reason that has none yet.
+    """Return the state with a slot for each reason that has none yet.
 
     Raises:
         ValueError: Two reasons of one name, or a population, whose members would stop at different times.
@@ -181,7 +181,8 @@ def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
 
 
 def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
-    """The state after the reasons have seen an evaluation's metrics; those whose metric was not measured wait."""
+    """Return the state after the reasons have seen an evaluation's metrics; those whose metric was not measured wait.
+    """
     new = {}
     for stopper in stoppers:
         if stopper.metric in metrics:
@@ -191,7 +192,7 @@ def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]
 
 
 def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
-    """Whether one of the reasons holds."""
+    """Return whether one of the reasons holds."""
     return any(
         stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()})
         for stopper in stoppers
@@ -203,7 +204,7 @@ UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
 
 def counts(now: Timestamp) -> Tensor:
-    """The time in all units, int64 of shape (4,)."""
+    """Return the time in all units, int64 of shape (4,)."""
     return torch.tensor([int(now.get(unit)) for unit in UNITS])
 
 
@@ -212,7 +213,7 @@ def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:
 
 
 def check_metric(metric: Any, mode: Any, where: str) -> None:
-    """Raises for a metric that is no name, and for an unknown mode."""
+    """Raise for a metric that is no name, and for an unknown mode."""
     if not isinstance(metric, str) or not metric:
         raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
     if mode not in (None, "min", "max"):

@@ -37,7 +37,7 @@ class Moment(NamedTuple):
     """The same, for the times that warm-ups take."""
 
     def length(self, time: Time) -> Length:
-        """A time as a length."""
+        """Return a time as a length."""
         return self._length(time, self.ratio)
 
     def numbers(self, warmup: Time, role: str = "", time: Time | None = None) -> tuple[float, float, float]:
@@ -63,7 +63,7 @@ class Moment(NamedTuple):
         return now, ramp, end
 
     def has_reached(self, time: Time) -> bool:
-        """Whether now is at this point, counted from the start, or later; see `numbers`."""
+        """Return whether now is at this point, counted from the start, or later; see `numbers`."""
         if self[1:] == _PLAIN and (point := self.timestamp.run.in_batches(time)) is not None:
             return self.timestamp.batch >= point
         # Computed as a part that begins there computes its time, so that no rounding makes that negative.
@@ -71,7 +71,7 @@ class Moment(NamedTuple):
         return begun._on_one_axis({})[0] >= 0
 
     def part(self, first: Length, last: Length) -> Moment:
-        """The same moment for a schedule that has the time from `first` to `last` for itself."""
+        """Return the same moment for a schedule that has the time from `first` to `last` for itself."""
         whole = (*last, *((-factor, time) for factor, time in first))
         return Moment(self.timestamp, (*self.start, *first), whole, self.ratio, self.warmup_ratio)
 
@@ -103,7 +103,7 @@ _PLAIN = ((), _RUN, 1.0, 1.0)
 
 
 def checked_time(time: TimeLike, where: str, *, is_positive: bool = False) -> Time:
-    """A time that a schedule can follow.
+    """Return a time that a schedule can follow.
 
     Raises:
         TypeError, ValueError: No time, a negative one, 0 where that is none, or one in seconds.
@@ -135,7 +135,7 @@ def _in_batches(length: Length, run: RunLength) -> float | None:
 
 
 def _in_own_unit(lengths: dict[str, Length], run: RunLength) -> tuple[TimeUnit, list[float]]:
-    """The only unit that all times have, a fraction of the run being one in the unit of its duration."""
+    """Return the only unit that all times have, a fraction of the run being one in the unit of its duration."""
     units: set[TimeUnit] = set()
     values = []
     for length in lengths.values():
@@ -151,7 +151,7 @@ def _in_own_unit(lengths: dict[str, Length], run: RunLength) -> tuple[TimeUnit, 
 
 
 def _without_dur(time: Time, run: RunLength) -> tuple[float, TimeUnit]:
-    """A time as value and unit, a fraction of the run in the unit of the run's duration."""
+    """Return a time as value and unit, a fraction of the run in the unit of the run's duration."""
     if time.unit is not TimeUnit.DURATION:
         return time.value, time.unit
     if run.duration is None:

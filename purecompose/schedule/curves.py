@@ -17,7 +17,7 @@ __all__ = ["constant", "cosine", "linear", "one_cycle", "polynomial"]
 
 
 def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | None = None) -> Schedule:
-    """The multiplier `alpha`, after a linear warm-up from 0.
+    """Return the multiplier `alpha`, after a linear warm-up from 0.
 
     Args:
         alpha: the multiplier.
@@ -43,7 +43,7 @@ def linear(
     t_max: TimeLike = "1dur",
     warmup: TimeLike = "0ba",
 ) -> Schedule:
-    """A straight line from `alpha_i` to `alpha_f`, after a linear warm-up from 0 to `alpha_i`.
+    """Return a straight line from `alpha_i` to `alpha_f`, after a linear warm-up from 0 to `alpha_i`.
 
     With tau = clip((t - warmup) / (t_max - warmup), 0, 1) the multiplier is alpha_i + tau (alpha_f -
     alpha_i); during the warm-up it is alpha_i t / warmup.
@@ -71,7 +71,7 @@ def linear(
 
 
 def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0ba") -> Schedule:
-    """Half a cosine from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
+    """Return half a cosine from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
 
     With tau as in `linear`, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
 
@@ -96,7 +96,7 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
 
 
 def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, warmup: TimeLike = "0ba") -> Schedule:
-    """A power of the time that is left, from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
+    """Return a power of the time that is left, from 1 to `alpha_f`, after a linear warm-up from 0 to 1.
 
     With tau as in `linear`, the multiplier is alpha_f + (1 - alpha_f) (1 - tau)^power.
 
@@ -124,7 +124,7 @@ def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, war
 def one_cycle(
     alpha_i: float = 0.04, alpha_f: float = 4e-6, peak: TimeLike = "0.3dur", t_max: TimeLike = "1dur"
 ) -> Schedule:
-    """Half a cosine from `alpha_i` up to 1 at the peak, and another one down to `alpha_f`.
+    """Return half a cosine from `alpha_i` up to 1 at the peak, and another one down to `alpha_f`.
 
     Before the peak the multiplier is alpha_i + (1 - alpha_i) (1 - cos(pi t / peak)) / 2, after it the `cosine` from 1
     to `alpha_f`. The defaults are those of `torch.optim.lr_scheduler.OneCycleLR` (div_factor 25, final_div_factor
@@ -251,7 +251,7 @@ class _OneCycle(Shape):
 
 
 def _tau(t: float, length: float) -> float:
-    """The fraction of `length` gone by, at most 1. Of a length of 0, all is gone as soon as t > 0."""
+    """Return the fraction of `length` gone by, at most 1. Of a length of 0, all is gone as soon as t > 0."""
     if t >= length:
         return 1.0 if t > 0 else 0.0
     return t / length

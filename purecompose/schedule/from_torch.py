@@ -20,7 +20,7 @@ _UNITS = (TimeUnit.BATCH, TimeUnit.EPOCH)
 
 
 def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings: Any) -> Schedule:
-    """The multiplier that a scheduler of torch gives an optimizer whose learning rate is 1.
+    """Return the multiplier that a scheduler of torch gives an optimizer whose learning rate is 1.
 
     The scheduler runs ahead, on an optimizer of its own, and its values are kept: the schedule is a function of the
     time, so runs go on exactly from any batch. Settings that torch takes as learning rates (`eta_min`, `max_lr`,
@@ -68,7 +68,7 @@ class _Values:
         return self.at(int(timestamp.get(self.every.unit) // self.every.value))
 
     def at(self, num_steps: int) -> float:
-        """The value after so many steps. The scheduler runs from its start, twice as far as is asked for."""
+        """Return the value after so many steps. The scheduler runs from its start, twice as far as is asked for."""
         if num_steps >= len(self._known):
             self._known[:] = self._run(num_steps, 2 * num_steps + 1)
         return self._known[num_steps]

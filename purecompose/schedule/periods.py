@@ -19,7 +19,7 @@ __all__ = ["checked_times", "cosine_warm_restarts", "exponential", "multi_step",
 
 
 def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
-    """Falls by the factor `gamma` after every `step_size`, after a linear warm-up from 0 to 1.
+    """Fall by the factor `gamma` after every `step_size`, after a linear warm-up from 0 to 1.
 
     The multiplier is gamma^floor((t - warmup) / step_size); during the warm-up it is t / warmup.
 
@@ -44,7 +44,7 @@ def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> S
 
 
 def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike = "0ba") -> Schedule:
-    """Falls evenly, by the factor `gamma` in every `decay_period`, after a linear warm-up from 0 to 1.
+    """Fall evenly, by the factor `gamma` in every `decay_period`, after a linear warm-up from 0 to 1.
 
     The multiplier is gamma^((t - warmup) / decay_period), with fractions in the exponent; during the warm-up it is
     t / warmup.
@@ -71,7 +71,7 @@ def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike =
 def cosine_warm_restarts(
     t_0: TimeLike, t_mult: float = 1.0, alpha_f: float = 0.0, warmup: TimeLike = "0ba"
 ) -> Schedule:
-    """Half a cosine from 1 towards `alpha_f`, again and again, after a linear warm-up from 0 to 1.
+    """Return half a cosine from 1 towards `alpha_f`, again and again, after a linear warm-up from 0 to 1.
 
     The first one takes `t_0`, each later one `t_mult` times as long as the one before. With tau in [0, 1) the
     fraction of the current one gone by, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
@@ -101,7 +101,7 @@ def cosine_warm_restarts(
 
 
 def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeLike = "0ba") -> Schedule:
-    """Falls by the factor `gamma` at every milestone, after a linear warm-up from 0 to 1.
+    """Fall by the factor `gamma` at every milestone, after a linear warm-up from 0 to 1.
 
     The multiplier is gamma^n, with n the number of milestones that t has reached; during the warm-up it is t / warmup,
     so that a milestone in there counts when it is over.
@@ -167,7 +167,7 @@ class _Restarts:
         return self.alpha_f + (1.0 - self.alpha_f) * (1.0 + math.cos(math.pi * tau)) / 2.0
 
     def _number(self, periods: float) -> int:
-        """How many restarts there have been: the largest n whose start has come."""
+        """Return how many restarts there have been: the largest n whose start has come."""
         growth = self.t_mult - 1.0
         if growth == 0:
             return math.floor(periods)

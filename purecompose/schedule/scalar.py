@@ -67,7 +67,7 @@ class Schedule(_Factor):
             raise TypeError(f"scheduled: expected a function (timestamp) -> float, got {shown(self.fn)}")
 
     def __call__(self, timestamp: Timestamp) -> float:
-        """The multiplier at a point of the run.
+        """Return the multiplier at a point of the run.
 
         Raises:
             TypeError, ValueError: the function returned something else than a finite number.
@@ -88,7 +88,7 @@ class Schedule(_Factor):
         return check_number(value, f"{self!r}: value at batch {timestamp.batch}")
 
     def scaled(self, ratio: float, *, scale_warmup: bool = False) -> Schedule:
-        """The same curve over a time that is longer by a factor: its value at t is this one's at t / ratio.
+        """Return the same curve over a time that is longer by a factor: its value at t is this one's at t / ratio.
 
         Absolute times (`ep`, `ba`, `sp`, `tok`, `iter`) are multiplied by the ratio, and not rounded. Fractions of
         the run (`dur`) stay what they are: they follow the run's own length. So does a schedule that has no others.
@@ -145,7 +145,7 @@ Scalar: TypeAlias = float | int | Hparam | Schedule | Product
 
 
 def hparam(name: str, default: float) -> Hparam:
-    """A named scalar to use in place of a constant, read from `state.hparams[name]` in every step.
+    """Return a named scalar to use in place of a constant, read from `state.hparams[name]` in every step.
 
     Args:
         name: its key in `state.hparams`.
@@ -172,12 +172,12 @@ def scheduled(fn: Callable[[Timestamp], float]) -> Schedule:
 
 
 def made(name: str, shape: Shape, **settings: object) -> Schedule:
-    """The schedule of a shape, that prints as the call of the function of this name which makes it."""
+    """Return the schedule of a shape, that prints as the call of the function of this name which makes it."""
     return Schedule(shape, f"{name}({', '.join(f'{key}={_written(value)!r}' for key, value in settings.items())})")
 
 
 def factors_of(scalar: Scalar | _Factor) -> tuple[Scalar, ...]:
-    """What a scalar is the product of: numbers, hparams and schedules."""
+    """Return what a scalar is the product of: numbers, hparams and schedules."""
     return scalar.factors if isinstance(scalar, Product) else (scalar,)  # pyright: ignore[reportReturnType]
 
 
@@ -187,7 +187,7 @@ def resolve(
     hparams: Mapping[str, Tensor],
     scheduled: Callable[[Schedule], float | Tensor],
 ) -> float | Tensor:
-    """The value of a scalar in a running step.
+    """Return the value of a scalar in a running step.
 
     Args:
         scalar: a number, an hparam, a schedule or a product.
@@ -224,7 +224,7 @@ def resolve(
 
 
 def number(scalar: Scalar) -> float:
-    """The value of a scalar outside any state: numbers as they are, hparams by their default.
+    """Return the value of a scalar outside any state: numbers as they are, hparams by their default.
 
     Raises:
         TypeError: a schedule (it has a value only at a time), or no scalar.
@@ -248,7 +248,7 @@ def number(scalar: Scalar) -> float:
 
 
 def _written(setting: object) -> object:
-    """A setting as one types it: times as strings, several things as a list."""
+    """Return a setting as one types it: times as strings, several things as a list."""
     if isinstance(setting, tuple):
         return [_written(one) for one in setting]
     return str(setting) if isinstance(setting, Time) else setting

@@ -18,15 +18,15 @@ class Shape:
     """
 
     def __call__(self, timestamp: Timestamp) -> float:
-        """The multiplier at a point of a run that is the schedule's as a whole."""
+        """Return the multiplier at a point of a run that is the schedule's as a whole."""
         return self.at(Moment(timestamp))
 
     def at(self, moment: Moment) -> float:
-        """The multiplier at a moment."""
+        """Return the multiplier at a moment."""
         raise NotImplementedError
 
     def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
-        """All times that it goes by, with or without those of warm-ups."""
+        """Return all times that it goes by, with or without those of warm-ups."""
         raise NotImplementedError
 
 
@@ -47,7 +47,7 @@ class Stretched(Shape):
 
 
 def stretched(shape: Shape, ratio: float, *, scale_warmup: bool) -> Shape:
-    """The shape with absolute times longer by a factor; itself where it has none that change."""
+    """Return the shape with absolute times longer by a factor; itself where it has none that change."""
     if not any(time and time.unit is not TimeUnit.DURATION for time in shape.times(with_warmup=scale_warmup)):
         return shape
     inner, own = (shape.shape, shape) if isinstance(shape, Stretched) else (shape, Stretched(shape, 1.0, 1.0))

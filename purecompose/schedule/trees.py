@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
-    """The distinct instances of `kind` inside a tree of dataclasses, tuples, lists and dicts.
+    """Return the distinct instances of `kind` inside a tree of dataclasses, tuples, lists and dicts.
 
     Equal instances count once; the order is that of appearance. What else the tree holds is passed over, and
     an instance that is found is not searched in turn.
@@ -32,7 +32,8 @@ def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
 
 
 def hidden(obj: object, kind: type[T]) -> Iterator[tuple[object, T]]:
-    """What `collect` passes over: instances of `kind` among the attributes of objects that are no part of a tree.
+    """Return what `collect` passes over: instances of `kind` among the attributes of objects that are no part of a
+    tree.
 
     Returns:
         Pairs: the object, and what it holds.
@@ -57,7 +58,7 @@ def hidden(obj: object, kind: type[T]) -> Iterator[tuple[object, T]]:
 
 
 def scaled(tree: T, ratio: float, *, scale_warmup: bool = False) -> T:
-    """The same tree with every schedule in it stretched in time; see `Schedule.scaled`.
+    """Return the same tree with every schedule in it stretched in time; see `Schedule.scaled`.
 
     Args:
         tree: A scalar, an optimizer, or whatever else of dataclasses, tuples, lists and dicts, as for `collect`.
@@ -91,7 +92,7 @@ def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
 
 
 def _children(obj: object) -> Iterable[Any] | None:
-    """What a node of a tree holds; `None` for what is no node."""
+    """Return what a node of a tree holds; `None` for what is no node."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return [getattr(obj, field.name) for field in dataclasses.fields(obj)]
     if isinstance(obj, Mapping):

@@ -17,7 +17,7 @@ __all__ = ["carried", "fitted", "without_groups"]
 
 
 def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: Mapping[str, str]) -> Any:
-    """An optimizer's state for other parameters: what it remembers of those that were kept, the rest fresh.
+    """Return an optimizer's state for other parameters: what it remembers of those that were kept, the rest fresh.
 
     Args:
         optimizer: The one that the state is of.
@@ -62,7 +62,7 @@ def carried(optimizer: Any, opt_state: Any, params: Mapping[str, Tensor], kept: 
 def fitted(
     name: str, optimizer: Any, before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: Mapping[str, str]
 ) -> Any:
-    """The optimizer without the groups, and the patterns of `by_pattern`, that have lost all their parameters.
+    """Return the optimizer without the groups, and the patterns of `by_pattern`, that have lost all their parameters.
 
     Args:
         name: What warnings call the surgery.
@@ -120,7 +120,7 @@ def _fitted_parts(
 
 
 def without_groups(optimizer: Any) -> Any:
-    """The optimizer, or the one inside of it, without settings for parameters by name.
+    """Return the optimizer, or the one inside of it, without settings for parameters by name.
 
     Args:
         optimizer: An optimizer, or one around it that is a dataclass and has it as `inner`; of `by_pattern`, what has
@@ -144,7 +144,7 @@ def without_groups(optimizer: Any) -> Any:
 
 
 def _warn_of_loss(name: str, pattern: str, names: Iterable[str], kept: Mapping[str, str]) -> None:
-    """Warns of a group that has lost these parameters, which were all of its."""
+    """Warn of a group that has lost these parameters, which were all of its."""
     now = {old: new for new, old in kept.items()}
     went = [f"{one!r} is now {now[one]!r}" if one in now else f"{one!r} is gone" for one in names]
     warn(
@@ -156,7 +156,7 @@ def _warn_of_loss(name: str, pattern: str, names: Iterable[str], kept: Mapping[s
 def _warn_of_moves(
     name: str, optimizer: ByGroup | ByPattern, kept: Mapping[str, str], is_same: Mapping[str, bool]
 ) -> None:
-    """Warns of parameters that are in another group under their new names."""
+    """Warn of parameters that are in another group under their new names."""
     moved = [f"{old!r}, now {new!r}" for new, old in kept.items() if not is_same[new]]
     if moved:
         patterns = ", ".join(repr(pattern) for pattern, _ in optimizer.groups)

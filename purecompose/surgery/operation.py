@@ -35,7 +35,7 @@ class Report:
     """New names of those that were not there."""
 
     def __str__(self) -> str:
-        """A line for each kind; parameters that only stayed where they were are not named."""
+        """Return a line for each kind; parameters that only stayed where they were are not named."""
         moved = [f"{old} -> {new}" for new, old in self.kept.items() if new != old]
         lines = {
             "replaced": [name or "the whole network" for name in self.replaced],
@@ -74,7 +74,7 @@ def replace(
     opt_state: Any = None,
     name: str = "surgery.replace",
 ) -> Surgery:
-    """Puts other modules into a network.
+    """Put other modules into a network.
 
     Modules are visited once each, parents before children, in the order in which they are defined. What a rule
     returned is not searched, nor is what it took out. A module that stands in several places is replaced in all of

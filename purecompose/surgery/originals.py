@@ -30,7 +30,7 @@ class Snapshot:
         return module in self._modules
 
     def changes(self) -> list[tuple[str, str]]:
-        """The name of each module that has changed since, and of its attributes one that has."""
+        """Return the name of each module that has changed since, and of its attributes one that has."""
         found = []
         for module, (name, before) in self._modules.items():
             now = vars(module)
@@ -64,7 +64,7 @@ class Originals:
         return id(tensor) in self._tensors
 
     def found_in(self, root: nn.Module) -> dict[str, str]:
-        """The first name of each of the tensors that is in another network, with its name in this one.
+        """Return the first name of each of the tensors that is in another network, with its name in this one.
 
         Raises:
             RuntimeError: A rule has put one on other memory, so that its values are not the caller's.
@@ -80,7 +80,7 @@ class Originals:
         return {new: self._tensors[key][0] for key, new in found.items()}
 
     def check_settings(self, replaced: Iterable[str]) -> None:
-        """Refuses changes in place to modules that were not replaced: whether they last would be a matter of chance.
+        """Refuse changes in place to modules that were not replaced: whether they last would be a matter of chance.
 
         Args:
             replaced: Names of the modules that were.
@@ -111,5 +111,5 @@ def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _is_cached(module: nn.Module, key: str) -> bool:
-    """Whether an attribute is there because somebody has read it."""
+    """Return whether an attribute is there because somebody has read it."""
     return isinstance(getattr(type(module), key, None), functools.cached_property)

@@ -49,7 +49,7 @@ class Summary(NamedTuple):
 
 
 def summary(state: State, batch: Any) -> Summary:
-    """The layers of a state's network, with the shapes that a batch takes on in it.
+    """Return the layers of a state's network, with the shapes that a batch takes on in it.
 
     It runs the network once, in evaluation mode and without autocast, on copies of the weights. Surgery shows after
     `step.init`.

@@ -50,12 +50,12 @@ class Found(NamedTuple):
 
 
 def left_alone(rules: Rules) -> tuple[type[nn.Module], ...]:
-    """The types whose modules stay, with all that they hold."""
+    """Return the types whose modules stay, with all that they hold."""
     return tuple(kind for kind, rule in rules.items() if rule is None)
 
 
 def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Originals) -> Iterator[Found]:
-    """What the rules put in the place of the network's modules, parents before children.
+    """Return what the rules put in the place of the network's modules, parents before children.
 
     Args:
         root: The network.
@@ -97,7 +97,7 @@ def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Orig
 
 
 def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> nn.Module | None:
-    """What a rule puts in a module's place, with its mode and dtype."""
+    """Return what a rule puts in a module's place, with its mode and dtype."""
     before = Snapshot(module)
     with originals.guard:
         new = rule(module, site)
@@ -120,12 +120,13 @@ def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> 
 
 
 def with_replacements(root: nn.Module, found: Iterable[Found], originals: Originals) -> nn.Module:
-    """The network with modules in new places; it is a copy of our own, and changed."""
+    """Return the network with modules in new places; it is a copy of our own, and changed."""
     news = {old: new for _, old, new in found}
     seen: set[int] = set()
 
     def put(value: Any) -> Any:
-        """The value with new modules, in lists and their like as well: a forward may go through them by those."""
+        """Return the value with new modules, in lists and their like as well: a forward may go through them by those.
+        """
         if isinstance(value, nn.Module):
             return news.get(value, value)
         if id(value) in seen:
@@ -148,7 +149,7 @@ def with_replacements(root: nn.Module, found: Iterable[Found], originals: Origin
 
 
 def warn_of_nothing(name: str, root: nn.Module, rules: Rules) -> None:
-    """Warns that there was nothing to replace."""
+    """Warn that there was nothing to replace."""
     kinds = tuple(kind for kind, rule in rules.items() if rule is not None)
     wanted = " or ".join(kind.__name__ for kind in kinds) or "nothing"
     there = ", ".join(sorted({type(module).__name__ for module in root.modules()}))

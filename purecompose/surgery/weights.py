@@ -42,7 +42,7 @@ class Averages(NamedTuple):
 
     @classmethod
     def empty(cls, state: State) -> "Averages":
-        """Averages of nothing, with the form of a state's weights."""
+        """Average of nothing, with the form of a state's weights."""
         trained = {name: torch.zeros_like(wide(state.params[name])) for name in state.context.trainable}
         floating = {
             name: torch.zeros_like(wide(buffer)) for name, buffer in state.buffers.items() if buffer.is_floating_point()
@@ -51,12 +51,12 @@ class Averages(NamedTuple):
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 where it is in half precision: small changes would be lost there."""
+    """Return the tensor in float32 where it is in half precision: small changes would be lost there."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def averages_in(state: State, name: str) -> Averages:
-    """The averages that an algorithm of this name keeps.
+    """Return the averages that an algorithm of this name keeps.
 
     Raises:
         ValueError: It keeps none.
@@ -69,7 +69,8 @@ def averages_in(state: State, name: str) -> Averages:
 
 
 def with_weights(state: State, name: str) -> State:
-    """The state with averaged weights in the place of the live ones; the live ones as long as nothing is averaged.
+    """Return the state with averaged weights in the place of the live ones; the live ones as long as nothing is
+    averaged.
 
     Everything else stays, so this is for looking and exporting; training from it begins at the averages.
 
@@ -90,7 +91,7 @@ def with_weights(state: State, name: str) -> State:
 
 
 def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State:
-    """The state with BatchNorm's statistics of the averaged network beside the averages: means over all batches.
+    """Return the state with BatchNorm's statistics of the averaged network beside the averages: means over all batches.
 
     Activations of averaged weights have other means and variances than those of the weights that the average is made
     of. Here the averaged network sees the data once, every module but BatchNorm in evaluation mode, and each batch
@@ -127,7 +128,7 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
 
 
 def to_module(state: State, *, weights: str | None = None) -> nn.Module:
-    """A plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties.
+    """Return a plain `nn.Module` with copies of the state's weights, in training mode; ties stay ties.
 
     Args:
         state: A single state.
@@ -150,14 +151,14 @@ class Statistics(NamedTuple):
     """The buffers that hold statistics."""
 
     def of(self, state: State, inputs: Any) -> dict[str, Tensor]:
-        """Those of the state's network for these inputs, by the buffers' names."""
+        """Return those of the state's network for these inputs, by the buffers' names."""
         _, buffers = state.replace(model=self.model).run_model(inputs, train=True, rng_name=".statistics")
         return {name: buffers[name].detach() for name in sorted(self.names)}
 
 
 @functools.lru_cache(maxsize=8)
 def statistics_of(model: models.Model) -> Statistics:
-    """How to find a network's statistics; those of modules that do not train, or keep none, are no part of them.
+    """Return how to find a network's statistics; those of modules that do not train, or keep none, are no part of them.
 
     Ghost batch normalisation takes those of whole batches, which are the same in expectation. Those of a layer that a
     pass calls more than once are means over its calls.

@@ -52,7 +52,7 @@ class Attempt:
         return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_over)
 
     def outcome(self, found: Search, start: float) -> Outcome:
-        """What the cases came to that were tried from a time of `time.perf_counter` on."""
+        """Return what the cases came to that were tried from a time of `time.perf_counter` on."""
         outcome = partial(
             Outcome,
             law=self.law.name,
@@ -78,7 +78,7 @@ class Attempt:
         return outcome(status=status, reason=reason)
 
     def _blocked_rows(self, law: Law, error: Exception) -> tuple[Row, ...]:
-        """What the other law's owner would say; for those who did not ask for that law."""
+        """Return what the other law's owner would say; for those who did not ask for that law."""
         return (
             ("algorithm", repr(self.subject.algorithm)),
             ("breaks", f"{law.name}: {law.promise}"),
@@ -100,7 +100,7 @@ class Attempt:
         return Status.VACUOUS, "it never acted" if num_cases else "the law assumes what no case has"
 
     def _violation(self, case: Case, broken: Broken) -> LawViolation:
-        """The violation, with the guilty event, which is not looked for while shrinking."""
+        """Return the violation, with the guilty event, which is not looked for while shrinking."""
         try:
             self.law(self.subject, case)
         except LawViolation as violation:

@@ -61,7 +61,7 @@ class Case:
     place: int = 0
 
     def state(self, *, dtype: torch.dtype | None = None, key: int | None = None) -> State:
-        """A new state at the case's time, before `step.init`.
+        """Return a new state at the case's time, before `step.init`.
 
         Args:
             dtype: Of weights; by default the task's.
@@ -75,15 +75,15 @@ class Case:
         return state.replace(timestamp=state.timestamp.advance_by(self.start, self.batch_size, tokens))
 
     def batch(self, index: int, dtype: torch.dtype | None = None) -> Any:
-        """The batch of a step, made anew; batches of different steps differ."""
+        """Return the batch of a step, made anew; batches of different steps differ."""
         return self.task.make_batch(1000 * self.seed + self.start + index, self.batch_size, dtype)
 
     def batches(self, dtype: torch.dtype | None = None) -> list[Any]:
-        """The batches of all steps."""
+        """Return the batches of all steps."""
         return [self.batch(index, dtype) for index in range(self.num_batches)]
 
     def listed(self, *algorithms: Algorithm) -> list[Algorithm]:
-        """The algorithms in their place among the companions."""
+        """Return the algorithms in their place among the companions."""
         others = [COMPANIONS[name](f"{COMPANY}{name}") for name in self.others]
         return [*others[: self.place], *algorithms, *others[self.place :]]
 
@@ -94,7 +94,7 @@ class Case:
         passes: Iterable[Pass] = DEFAULT_PASSES,
         program: Iterable[Node | StateFn | str] = loop_events,
     ) -> Step:
-        """The training step with these algorithms and the companions."""
+        """Return the training step with these algorithms and the companions."""
         slices = self.microbatches if microbatches is None else microbatches
         return compose(program, self.listed(*algorithms), passes=passes, microbatches=slices)
 

@@ -50,7 +50,7 @@ class CheckOptions(TypedDict, total=False):
 def check(
     algorithm: Algorithm | Subject | str, *, progress: Progress | None = None, **options: Unpack[CheckOptions]
 ) -> Report:
-    """Tries every law that applies on an algorithm.
+    """Try every law that applies on an algorithm.
 
     Nothing is printed; Hypothesis keeps notes of its own in a folder `.hypothesis`. The same seed gives the same cases
     in the same program. The work runs on one thread, which is faster for networks of this size.
@@ -86,7 +86,7 @@ def trials(
     max_examples: int = 25,
     seed: int = 0,
 ) -> "Trials":
-    """What `check` is about to try; see `CheckOptions`."""
+    """Return what `check` is about to try; see `CheckOptions`."""
     check_whole(max_examples, "check: max_examples", 1)
     subject = Subject.of(algorithm)
     if subject.name.startswith(COMPANY):
@@ -146,7 +146,7 @@ class Trials:
         return tuple(name for name, refused in self._probe.refused.items() if is_any or not refused.is_meant)
 
     def report(self, progress: Progress | None = None) -> Report:
-        """Tries all laws; without a task there is nothing to try them on."""
+        """Try all laws; without a task there is nothing to try them on."""
         start, outcomes = time.perf_counter(), []
         for index, law in enumerate(self.laws if self.tasks else (), 1):
             if progress is not None:
@@ -164,7 +164,7 @@ class Trials:
         )
 
     def judge(self, law: Law) -> Outcome:
-        """Tries one law."""
+        """Try one law."""
         subject = self.neutral if law.name == NEUTRAL else self.subject
         unsuited = {task: why for task in self.tasks if (why := law.unsuited(task)) is not None}
         skipped = _NO_NEUTRAL if subject is None else law.exempt(subject.algorithm)
@@ -189,7 +189,7 @@ class Trials:
         )
 
     def _owner_of(self, error: Exception) -> Law | None:
-        """The law that an error of the library means; one that is tried comes first."""
+        """Return the law that an error of the library means; one that is tried comes first."""
         return next((law for law in (*self.laws, *LAWS) if law.owns and isinstance(error, law.owns)), None)
 
 

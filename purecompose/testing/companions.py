@@ -46,12 +46,12 @@ def bystander(name: str = "bystander") -> Algorithm:
 
 
 def _counts(count: Tensor) -> dict[str, Tensor]:
-    """A count in dtypes that many methods forget."""
+    """Return a count in dtypes that many methods forget."""
     return {"count": count, "sum": 0.1 * count.to(torch.float64), "has_acted": count > 0}
 
 
 def collector(name: str = "collector") -> Algorithm:
-    """Adds up the gradients of all batches, and changes nothing.
+    """Add up the gradients of all batches, and changes nothing.
 
     Its slot has a tensor for each trainable parameter, of its shape and dtype.
     """
@@ -68,7 +68,7 @@ def collector(name: str = "collector") -> Algorithm:
 
 
 def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
-    """Adds keyed noise, drawn per example, to inputs that are one floating tensor."""
+    """Add keyed noise, drawn per example, to inputs that are one floating tensor."""
 
     def apply(event: Event, state: State) -> State:
         del event

@@ -79,7 +79,7 @@ class Conflicts:
         return tuple(meeting for meeting in self.meetings if meeting.commutation.commutes is None)
 
     def cell(self, row: str, column: str) -> str:
-        """The matrix's entry for two names: one mark, or several where events differ.
+        """Return the matrix's entry for two names: one mark, or several where events differ.
 
         `.` they commute, `-` they never meet, `<` and `>` they do not commute and the row comes before or after the
         column, `!` they do not commute and nobody decides, `?` no answer; empty for a name and itself.
@@ -94,7 +94,7 @@ class Conflicts:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The answer for any terminal.
+        """Return the answer for any terminal.
 
         Args:
             width: Columns; by default the terminal's, at most 110.
@@ -144,7 +144,7 @@ def conflicts(
     passes: Iterable[Pass] = DEFAULT_PASSES,
     **options: Unpack[OrderOptions],
 ) -> Conflicts:
-    """Tries all pairs of a list at all events where both may act; see `commutes` for the settings.
+    """Try all pairs of a list at all events where both may act; see `commutes` for the settings.
 
     Each pair is tried by itself, with the events in the order of `loop_events`. A pair of which the passes drop one
     does not meet.
@@ -185,7 +185,7 @@ def conflicts(
 
 
 def warn_of_conflicts(composed: Composed, **settings: Any) -> Composed:
-    """Warns of each pair that does not commute and whose order nobody decides, while composing.
+    """Warn of each pair that does not commute and whose order nobody decides, while composing.
 
     Args:
         composed: A step, or a list of algorithms for one with the default passes.
@@ -224,7 +224,7 @@ def _advice(meeting: Meeting) -> str:
 def _decide(
     a: Algorithm, b: Algorithm, event: Event, passes: tuple[Pass, ...]
 ) -> tuple[tuple[str, str], str | None] | None:
-    """The order of a pair at an event and what decides it; `None` if the passes drop one of them."""
+    """Return the order of a pair at an event and what decides it; `None` if the passes drop one of them."""
     listed, reverse = (a, b), (b, a)
     decided_by: str | None = None
     for one_pass in passes:
@@ -244,12 +244,12 @@ def _decide(
 
 
 def _pair(ordered: Sequence[Algorithm], a: Algorithm, b: Algorithm) -> tuple[Algorithm, ...]:
-    """The two among what a pass returned."""
+    """Return the two among what a pass returned."""
     return tuple(algorithm for algorithm in ordered if algorithm in (a, b))
 
 
 def _legend(width: int) -> str:
-    """Two lines, or where they are too long a line for each mark."""
+    """Return two lines, or where they are too long a line for each mark."""
     lines = ["    ".join(row) for row in _LEGEND]
     if max(map(len, lines)) > width:
         lines = [mark.rstrip() for column in zip(*_LEGEND, strict=True) for mark in column]

@@ -23,7 +23,7 @@ _IN_COMPANION = re.compile(r"in companion\.(\w+) at (?:Event\.)?(\w+)")
 
 
 def first_line(error: BaseException) -> str:
-    """The type and the first line of the message.
+    """Return the type and the first line of the message.
 
     Example:
         >>> first_line(ValueError("expected images\\nof four dimensions"))
@@ -33,14 +33,14 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: Exception, algorithm: Algorithm) -> str:
-    """What was raised, where in the step, and the author's line."""
+    """Return what was raised, where in the step, and the author's line."""
     lines = [line.partition(": ")[0] for line in _author_lines(error, algorithm)[-1:]]
     places = [*_notes(error), *lines]
     return " ".join([first_line(error), *([f"({'; '.join(places)})"] if places else [])])
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether somebody meant to say no: a TypeError, ValueError, assertion or warning, and none of torch's own.
+    """Return whether somebody meant to say no: a TypeError, ValueError, assertion or warning, and none of torch's own.
 
     Example:
         >>> try:
@@ -61,7 +61,7 @@ _TORCH = pathlib.Path(torch.__file__).parent
 
 
 def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row, ...]:
-    """What was raised, where, in which case, and what to do."""
+    """Return what was raised, where, in which case, and what to do."""
     own = _author_lines(error, algorithm)
     notes = "; ".join(_notes(error))
     return (
@@ -75,7 +75,7 @@ def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row,
 
 
 def broken_company(error: BaseException) -> str | None:
-    """What to say of an error that was raised inside a companion; `None` for others."""
+    """Return what to say of an error that was raised inside a companion; `None` for others."""
     found = next((match for note in _notes(error) if (match := _IN_COMPANION.search(note))), None)
     return None if found is None else f"broke its company: the companion {found[1]} fails at {found[2]}"
 
@@ -92,7 +92,7 @@ def _to_do(error: Exception, algorithm: Algorithm, case: Case, is_authors: bool)
 
 
 def _last_event(algorithm: Algorithm, case: Case) -> str:
-    """Where the algorithm acted last before the step fails, in words; empty where the step itself works."""
+    """Return where the algorithm acted last before the step fails, in words; empty where the step itself works."""
     acted = [Event.INIT] if Event.INIT in algorithm.events else []
 
     def note(event: Event, state: State, act: Callable[[State], State]) -> State:
@@ -119,7 +119,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _author_lines(error: Exception, algorithm: Algorithm) -> list[str]:
-    """The last frames in the file that `apply` comes from."""
+    """Return the last frames in the file that `apply` comes from."""
     try:
         own = inspect.getsourcefile(inspect.unwrap(algorithm.apply))
     except TypeError:  # an object that can be called
@@ -128,7 +128,7 @@ def _author_lines(error: Exception, algorithm: Algorithm) -> list[str]:
 
 
 def _lines(error: Exception, filename: str | None = None) -> list[str]:
-    """The frames of a file, by default of all, outermost first."""
+    """Return the frames of a file, by default of all, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     chosen = [frame for frame in frames if filename in (None, frame.filename)]
     return [f"{pathlib.Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in chosen]

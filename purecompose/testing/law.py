@@ -70,7 +70,7 @@ class LawViolation(AssertionError):
 
 
 def _told(what: str, labels: tuple[str, str]) -> str:
-    """What differs, with the names of the two in place of "the first" and "the second"."""
+    """Return what differs, with the names of the two in place of "the first" and "the second"."""
     for side, label in zip(("the first", "the second"), labels, strict=True):
         what = what.replace(f"only in {side}", f"only there {label}")
     return what
@@ -91,7 +91,7 @@ class Broken(Exception):
         event: Event | None = None,
         where: str = "",
     ) -> None:
-        """Takes what differs, or says it in words.
+        """Take what differs, or says it in words.
 
         Args:
             difference: The first difference, or what is wrong.
@@ -141,7 +141,7 @@ class Law:
     most_cases: int | None = None
 
     def __call__(self, algorithm: Algorithm | Subject | str, case: Case) -> bool:
-        """Tries the law.
+        """Try the law.
 
         Args:
             algorithm: An algorithm, or a text as for `Subject.of`.
@@ -162,7 +162,7 @@ class Law:
         raise LawViolation(self, subject, broken, case) from broken.__cause__
 
     def find(self, subject: Subject, case: Case) -> bool | Broken:
-        """What is broken, without a search for the event; else whether the algorithm acted.
+        """Return what is broken, without a search for the event; else whether the algorithm acted.
 
         What the algorithm changes in the process (generators, modes) is set back.
         """
@@ -177,7 +177,7 @@ class Law:
             return broken
 
     def _guilty_event(self, subject: Subject, case: Case) -> Event | None:
-        """The first event at which the algorithm alone breaks the law; `None` if it takes several."""
+        """Return the first event at which the algorithm alone breaks the law; `None` if it takes several."""
         for event in subject.algorithm.events:
             if event is Event.INIT:
                 continue
@@ -207,7 +207,7 @@ def define_law(
     idle: str = "it never acted",
     most_cases: int | None = None,
 ) -> Callable[[Callable[[Subject, Case], bool]], Law]:
-    """Makes a law, named like the function, of a function `(subject, case) -> bool`; see `Law`."""
+    """Make a law, named like the function, of a function `(subject, case) -> bool`; see `Law`."""
 
     def made(judge: Callable[[Subject, Case], bool]) -> Law:
         concerns = (tuple(owns), exempt, unsuited, is_about_option, idle, most_cases)
@@ -220,7 +220,7 @@ def define_law(
 
 @contextlib.contextmanager
 def errors_named() -> Iterator[None]:
-    """Makes an error of what ends the program, and of what torch raises of tensors made by inference_mode."""
+    """Make an error of what ends the program, and of what torch raises of tensors made by inference_mode."""
     try:
         yield
     except SystemExit as error:
@@ -232,19 +232,20 @@ def errors_named() -> Iterator[None]:
 
 
 def line_of(function: Callable[..., object]) -> str:
-    """Where a function, or the `__call__` of an object, is written: "methods.py:12 in apply"; empty if unknown."""
+    """Return where a function, or the `__call__` of an object, is written: "methods.py:12 in apply"; empty if unknown.
+    """
     unwrapped = inspect.unwrap(function)
     code = getattr(unwrapped, "__code__", None) or getattr(type(unwrapped).__call__, "__code__", None)
     return "" if code is None else f"{pathlib.Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"
 
 
 def never_acts(algorithm: Algorithm) -> str | None:
-    """The reason why hardly any law concerns an algorithm with neutral settings."""
+    """Return the reason why hardly any law concerns an algorithm with neutral settings."""
     return "its settings are neutral: it never acts" if algorithm.predicate == NEVER else None
 
 
 def acts_in_step(algorithm: Algorithm) -> bool:
-    """Whether the algorithm may act at an event of `loop_events`; a plain function for `match` may anywhere.
+    """Return whether the algorithm may act at an event of `loop_events`; a plain function for `match` may anywhere.
 
     One that may not, such as surgery at INIT or averages used at EVAL_START, cannot be seen to act within a step.
     """
@@ -252,7 +253,8 @@ def acts_in_step(algorithm: Algorithm) -> bool:
 
 
 def acts_outside(algorithm: Algorithm) -> str | None:
-    """The events of an algorithm that acts outside the step only, in words; `None` for one that may act inside."""
+    """Return the events of an algorithm that acts outside the step only, in words; `None` for one that may act inside.
+    """
     if acts_in_step(algorithm) or algorithm.predicate == NEVER:
         return None
     return ", ".join(event.name for event in algorithm.events)

@@ -48,7 +48,7 @@ class _Change(NamedTuple):
 def find_moments(
     predicate: Predicate, *, batches_per_epoch: int, epochs: int, samples: int = 1, tokens: int = 0, room: int = 1
 ) -> Moments:
-    """Starts at which steps act, in a run that is made long enough for the predicate's times.
+    """Start at which steps act, in a run that is made long enough for the predicate's times.
 
     Fractions of the run need nothing; "30ep" needs more epochs and "1000ba" longer ones. Times that no run of 100 000
     batches comes to are left alone, as are iterations, which cases have none of.
@@ -105,7 +105,7 @@ def _moments(changes: list[_Change], shape: tuple[int, int]) -> Moments:
 
 
 def _questions(predicate: Predicate) -> dict[Event, Predicate]:
-    """What it asks at each event of the loop; if it never acts there, at the events outside."""
+    """Return what it asks at each event of the loop; if it never acts there, at the events outside."""
     left = {event: predicate.at(event) for event in Event if event is not Event.INIT}
     left = {event: asked for event, asked in left.items() if asked != NEVER}
     return {event: asked for event, asked in left.items() if event in _LOOP} or left
@@ -114,7 +114,7 @@ def _questions(predicate: Predicate) -> dict[Event, Predicate]:
 def _reaching(
     times: tuple[Time, ...], batches_per_epoch: int, epochs: int, samples: int, tokens: int, room: int
 ) -> tuple[int, int]:
-    """The run's epoch and length in which these times come so many batches before the end."""
+    """Return the run's epoch and length in which these times come so many batches before the end."""
     rates = {TimeUnit.BATCH: 1, TimeUnit.SAMPLE: samples, TimeUnit.TOKEN: tokens}
     longest, after = _LONGEST // batches_per_epoch, -(-room // batches_per_epoch)
     epochs = max([epochs, *(int(t.value) + after for t in times if t.unit is TimeUnit.EPOCH and t.value < longest)])
@@ -124,7 +124,7 @@ def _reaching(
 
 
 def _longer(batches_per_epoch: int, epochs: int) -> Iterator[tuple[int, int]]:
-    """Runs of longer epochs and of more epochs, each twice the one before."""
+    """Run of longer epochs and of more epochs, each twice the one before."""
     factor = 2
     while factor * batches_per_epoch * epochs <= _LONGEST_SEARCH:
         yield factor * batches_per_epoch, epochs
@@ -161,7 +161,7 @@ def _changes(
 
 
 def _grouped(questions: dict[Event, Predicate]) -> list[tuple[Predicate, int, list[Event]]]:
-    """The questions with the events at which they are asked at one time, as most of them are at several."""
+    """Return the questions with the events at which they are asked at one time, as most of them are at several."""
     groups: list[tuple[Predicate, int, list[Event]]] = []
     for event, asked in questions.items():
         lag = int(event.sees_new_time)
@@ -180,7 +180,7 @@ class _Moment(NamedTuple):
 
 
 def _shows(changes: list[_Change], questions: dict[Event, Predicate]) -> bool:
-    """Whether each event at which it may act is one at which it does."""
+    """Return whether each event at which it may act is one at which it does."""
     return frozenset(questions) == frozenset().union(*(change.events for change in changes))
 
 
@@ -192,7 +192,7 @@ def _near(changes: list[_Change], total: int) -> tuple[int, ...]:
 
 
 def _has_hash(value: Any) -> bool:
-    """Whether it can be hashed: a plain function around which it is built may be an object that cannot."""
+    """Return whether it can be hashed: a plain function around which it is built may be an object that cannot."""
     try:
         hash(value)
     except TypeError:

@@ -119,7 +119,7 @@ def commutes(
     max_examples: int = 25,
     seed: int = 0,
 ) -> Commutation:
-    """Decides by generated cases whether it matters which of two algorithms acts first.
+    """Decide by generated cases whether it matters which of two algorithms acts first.
 
     A case is run twice, with the one and with the other first at the event, and the states between steps are
     compared. At all other events the pair keeps one order, the one of the default passes. What fails in one order
@@ -168,7 +168,7 @@ def commutes(
 
 
 def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
-    """The events at which both may act in one step, INIT first.
+    """Return the events at which both may act in one step, INIT first.
 
     What a plain function for `match` says is asked all through a short run of each task.
     """
@@ -181,7 +181,7 @@ def meeting_events(a: Algorithm, b: Algorithm) -> tuple[Event, ...]:
 
 
 def _overlap(joint: Predicate, event: Event) -> bool:
-    """Whether a predicate about time holds at all at an event; outside of the step that is not looked into."""
+    """Return whether a predicate about time holds at all at an event; outside of the step that is not looked into."""
     if event not in events_in(loop_events):
         return True
     return bool(find_moments(joint, batches_per_epoch=2, epochs=4).acting)
@@ -243,7 +243,7 @@ class _Attempts:
 
 
 def _answer(names: tuple[str, str], attempt: _Attempts, found: Search) -> Commutation:
-    """The answer at one event."""
+    """Return the answer at one event."""
     events, broken = (attempt.event,), found.failure
     if isinstance(broken, Broken):
         at = {"path": broken.path, "what": broken.what, "values": broken.values}

@@ -82,13 +82,13 @@ class Pair:
         self._usual: dict[tuple[Case, Program, Event | None], _Run] = {}
 
     def cases(self, event: Event, tasks: Sequence[Task]) -> SearchStrategy[Case]:
-        """Cases of which most begin where both act, as far as their predicates tell."""
+        """Return cases of which most begin where both act, as far as their predicates tell."""
         a, b = self.algorithms
         both = dataclasses.replace(a, match=on(event) & a.predicate & b.predicate)
         return cases(tasks, algorithm=both if event in _LOOP else None)
 
     def difference(self, case: Case, event: Event) -> Broken | None:
-        """What the order at an event changes in a case.
+        """Return what the order at an event changes in a case.
 
         Raises:
             NoAnswer: They do not both act there, or fail in both orders.
@@ -99,7 +99,9 @@ class Pair:
             return None if is_alike else self._difference(case, event)
 
     def _starts_alike(self, case: Case) -> bool:
-        """Whether both orders at INIT leave the same bits, so that all that follows, and costs more, is the same."""
+        """Return whether both orders at INIT leave the same bits, so that all that follows, and costs more, is the
+        same.
+        """
         orders = [_Order(self.algorithms, swapped_at) for swapped_at in (None, Event.INIT)]
         steps = [case.step(*self.algorithms, passes=[order]) for order in orders]
         try:
@@ -139,7 +141,7 @@ class Pair:
                 raise Broken("the two orders leave different models", event=event, where="model")
 
     def _makes_one_model(self, usual: _Run, case: Case, program: Program, fired: Event | None) -> bool:
-        """Whether models can be compared: one with a function made on the spot equals no other."""
+        """Return whether models can be compared: one with a function made on the spot equals no other."""
         again = self._run(case, program, fired, None)
         return all(ours.model == theirs.model for ours, theirs in zip(usual.states, again.states, strict=True))
 
@@ -160,7 +162,7 @@ class Pair:
 
 
 def _states(step: Step, case: Case, fired: Event | None) -> Iterator[State]:
-    """The state after `init` and after each step, with an event from outside the program fired each time."""
+    """Return the state after `init` and after each step, with an event from outside the program fired each time."""
     state = step.init(case.state(dtype=torch.float64))
     for batch in [None, *case.batches(torch.float64)]:
         seen = state

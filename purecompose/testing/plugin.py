@@ -30,7 +30,7 @@ class LawTest:
         self.outcome: Outcome | None = None
 
     def __call__(self) -> Outcome:
-        """Tries the law; a second call repeats the first one's result.
+        """Try the law; a second call repeats the first one's result.
 
         Raises:
             LawViolation: The law is broken. Skips the test where the law does not apply; fails it where the law
@@ -60,7 +60,7 @@ class LawTest:
 def laws(
     algorithm: Algorithm | Subject | str, **options: Unpack[CheckOptions]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a test function a test of each law, with ids such as `test_my_algorithm[deterministic]`::
+    """Make a test function a test of each law, with ids such as `test_my_algorithm[deterministic]`::
 
         from purecompose.testing import laws
 

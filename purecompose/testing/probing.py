@@ -79,7 +79,7 @@ def _check_task(task: Task) -> None:
 
 
 def _probes(task: Task, algorithm: Algorithm) -> list[Case]:
-    """One case each at the first, a middle and the last moment at which the algorithm acts in a run."""
+    """Return one case each at the first, a middle and the last moment at which the algorithm acts in a run."""
     plain = Case(task)
     found = find_moments(
         algorithm.predicate,
@@ -94,7 +94,7 @@ def _probes(task: Task, algorithm: Algorithm) -> list[Case]:
 
 
 def _use(step: Step, case: Case, algorithm: Algorithm) -> None:
-    """Takes a step, or fires what an algorithm waits for that acts in none."""
+    """Take a step, or fires what an algorithm waits for that acts in none."""
     state = step(step.init(case.state()), case.batch(0))
     inner = (*eval_events, *predict_events, Event.INIT)
     for event in () if acts_in_step(algorithm) else algorithm.events:
@@ -103,7 +103,7 @@ def _use(step: Step, case: Case, algorithm: Algorithm) -> None:
 
 
 def _watched(algorithm: Algorithm, touched: list[Event]) -> Algorithm:
-    """The algorithm; notes the events at which it changes what belongs to the process."""
+    """Return the algorithm; notes the events at which it changes what belongs to the process."""
 
     def around(event: Event, state: State, act: Callable[[State], State]) -> State:
         before = process_settings()

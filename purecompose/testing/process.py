@@ -17,7 +17,7 @@ __all__ = ["as_rank", "elsewhere", "process_restored", "process_settings", "read
 
 
 def process_settings() -> dict[str, Any]:
-    """What belongs to the process, by name. Generators count by a hash of their state."""
+    """Return what belongs to the process, by name. Generators count by a hash of their state."""
     python_state, numpy_state, torch_state = _generators()
     return {
         "torch generator": hash(torch_state.numpy().tobytes()),
@@ -34,13 +34,13 @@ def read_settings() -> dict[str, Any]:
 
 
 def write_settings(settings: Mapping[str, Any]) -> None:
-    """Sets those of torch's settings that are others than given; see `read_settings`."""
+    """Set those of torch's settings that are others than given; see `read_settings`."""
     _write(_SETTINGS, settings)
 
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
-    """Sets back at the end what an algorithm has changed in the process."""
+    """Set back at the end what an algorithm has changed in the process."""
     settings, surroundings = read_settings(), _read(_SURROUNDINGS)
     python_state, numpy_state, torch_state = _generators()
     try:
@@ -85,7 +85,7 @@ def elsewhere(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """The variables by which launchers tell a process its rank."""
+    """Return the variables by which launchers tell a process its rank."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -136,7 +136,7 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _hooks() -> list[dict[int, Any]]:
-    """Those that are called for every module, by kind."""
+    """Return those that are called for every module, by kind."""
     places = vars(torch.nn.modules.module).items()
     return [found for name, found in places if name.startswith("_global_") and name.endswith("_hooks")]
 

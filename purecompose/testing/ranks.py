@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
-    """Plays the processes of `data_parallel(step)` one after the other.
+    """Play the processes of `data_parallel(step)` one after the other.
 
     One that needs a number of the others is given up, and begins anew when all have got so far: what it does is a
     function of its arguments, and the same each time.

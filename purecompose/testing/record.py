@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 
 def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
-    """Initialises and takes a step with each batch, and fires the events outside steps as `fit` does.
+    """Initialise and takes a step with each batch, and fires the events outside steps as `fit` does.
 
     Args:
         step: The step.
@@ -98,7 +98,7 @@ class Watched:
         *,
         with_init: bool = False,
     ) -> None:
-        """Takes an algorithm, and what is to be done in place of each application.
+        """Take an algorithm, and what is to be done in place of each application.
 
         Args:
             algorithm: The algorithm.
@@ -132,7 +132,8 @@ class Watched:
 
 
 def intercepted(algorithm: Algorithm, around: Callable[[Event, State, Act], State]) -> Algorithm:
-    """The algorithm with `around(event, state, act)` in place of each application within a step; see `Watched`."""
+    """Return the algorithm with `around(event, state, act)` in place of each application within a step; see `Watched`.
+    """
     return Watched(algorithm, around).algorithm
 
 
@@ -145,7 +146,7 @@ def check_equal(
     event: Event | None = None,
     tolerance: tree.ToleranceLike = 0.0,
 ) -> None:
-    """Raises `Broken` for the first leaf in which two trees differ.
+    """Raise `Broken` for the first leaf in which two trees differ.
 
     Args:
         first: A tree.
@@ -165,7 +166,7 @@ def check_equal(
 
 
 def check_process(before: dict[str, Any], labels: tuple[str, str], *, event: Event | None = None) -> None:
-    """Raises `Broken` for the first of `process_settings` that is another now."""
+    """Raise `Broken` for the first of `process_settings` that is another now."""
     for name, value in process_settings().items():
         if value == before[name]:
             continue
@@ -190,7 +191,7 @@ def compare(
     event: Event | None = None,
     without_slot: str | None = None,
 ) -> None:
-    """Raises `Broken` for the first leaf in which two states differ.
+    """Raise `Broken` for the first leaf in which two states differ.
 
     Args:
         first: A state.
@@ -213,7 +214,7 @@ def compare(
 
 
 def changed_context(first: State, second: State) -> str | None:
-    """The first name of `CONTEXT` under which two states differ; `None` if there is none."""
+    """Return the first name of `CONTEXT` under which two states differ; `None` if there is none."""
     for name in CONTEXT if first.context is not second.context else ():
         ours, theirs = getattr(first.context, name), getattr(second.context, name)
         if ours is not theirs and ours != theirs:
@@ -222,17 +223,19 @@ def changed_context(first: State, second: State) -> str | None:
 
 
 def copied(value: Any) -> Any:
-    """A tree or batch with copies of its tensors, cut off from any graph."""
+    """Return a tree or batch with copies of its tensors, cut off from any graph."""
     return batches.map_tensors(lambda tensor: tensor.detach().clone(), value)
 
 
 def snapshot(state: State, fields: Sequence[str] = LASTING) -> State:
-    """The state with copies in these fields, to be compared with it later."""
+    """Return the state with copies in these fields, to be compared with it later."""
     return state.replace(**{field: copied(getattr(state, field)) for field in fields})
 
 
 def inserted(program: Sequence[Node], after: Callable[[Node], StateFn | None]) -> Program:
-    """The program with a stage of one's own after each node for which `after(node)` gives one, inside scopes too."""
+    """Return the program with a stage of one's own after each node for which `after(node)` gives one, inside scopes
+    too.
+    """
     nodes: list[Node] = []
     for node in program:
         stage = after(node)

@@ -151,7 +151,7 @@ class Report:
         return f"{'ok' if self.ok else 'NOT OK'}: {said} ({self.seconds:.1f} s)"
 
     def __getitem__(self, law: str) -> Outcome:
-        """The outcome of a law, by its name."""
+        """Return the outcome of a law, by its name."""
         for outcome in self.outcomes:
             if outcome.law == law:
                 return outcome
@@ -161,7 +161,7 @@ class Report:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The report for any terminal.
+        """Return the report for any terminal.
 
         Args:
             width: Columns; by default the terminal's, at most 110.
@@ -215,7 +215,7 @@ class Report:
         return [f"{self.algorithm} {on}", *(f"not on {', '.join(names)}: {why}" for why, names in reasons.items())]
 
     def _details(self) -> list[tuple[str, tuple[Row, ...]]]:
-        """The titles and rows below the table; an error raised at one line is told once, with its first case."""
+        """Return the titles and rows below the table; an error raised at one line is told once, with its first case."""
         told = [outcome for outcome in self.outcomes if outcome.rows and not self._is_told_elsewhere(outcome)]
         laws = _grouped((_cause(outcome), outcome.law) for outcome in told)
         first = {_cause(outcome): outcome for outcome in reversed(told)}
@@ -223,7 +223,7 @@ class Report:
         return [(titles[cause], first[cause].rows) for cause in laws]
 
     def _is_told_elsewhere(self, outcome: Outcome) -> bool:
-        """Whether what blocks a law is told where that law is."""
+        """Return whether what blocks a law is told where that law is."""
         return outcome.status is Status.BLOCKED and bool(self.broken)
 
     def _advice(self) -> list[str]:
@@ -248,7 +248,7 @@ _VACUOUS = (
 
 
 def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
-    """The names that belong to each key, in order."""
+    """Return the names that belong to each key, in order."""
     found: dict[Any, list[str]] = {}
     for key, name in pairs:
         found.setdefault(key, []).append(name)
@@ -256,7 +256,7 @@ def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
 
 
 def _cause(outcome: Outcome) -> Any:
-    """What makes two errors one: what was raised and in which lines, whatever the case and law."""
+    """Return what makes two errors one: what was raised and in which lines, whatever the case and law."""
     if outcome.status not in (Status.ERROR, Status.BLOCKED):
         return outcome.law
     return tuple(row for row in outcome.rows if row[0] in ("raised", "line", "breaks"))

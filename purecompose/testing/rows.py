@@ -17,7 +17,7 @@ _NARROWEST = 20
 
 
 def plain(title: str, rows: Sequence[Row], width: int | None = None) -> str:
-    """The title with the rows indented below it.
+    """Return the title with the rows indented below it.
 
     Args:
         title: The first line.
@@ -47,7 +47,7 @@ def hung(label: str, text: str, width: int | None) -> str:
 
 
 def coloured(title: str, rows: Sequence[Row], style: str = "bold red") -> "list[RenderableType]":
-    """The same for rich: the title in its style, labels dim, what to do bold."""
+    """Return the same for rich: the title in its style, labels dim, what to do bold."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text

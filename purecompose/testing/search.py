@@ -50,7 +50,7 @@ class _Failed(Exception):
 
 
 def search(strategy: SearchStrategy[Case], attempt: Callable[[Case], Tried], *, max_examples: int, seed: int) -> Search:
-    """Tries cases until one fails, and then looks for a simpler one.
+    """Try cases until one fails, and then looks for a simpler one.
 
     What an attempt raises ends the search, but for `Stop`, and for what `hypothesis.assume` rejects.
 
@@ -94,7 +94,7 @@ class _Searching:
         self._tries_left, self._deadline = SHRINK_TRIES, 0.0
 
     def step(self, case: Case) -> None:
-        """Tries a case; raises where it fails."""
+        """Try a case; raises where it fails."""
         is_shrinking = self.found.failure is not None
         if is_shrinking:
             self._tries_left -= 1

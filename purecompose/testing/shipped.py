@@ -91,17 +91,17 @@ def _or_floats(common: list[Any], low: float, high: float, **bounds: Any) -> st.
 
 
 def _optional(**arguments: st.SearchStrategy[Any]) -> Settings:
-    """Any of these keyword arguments, each of which may be left out."""
+    """Return any of these keyword arguments, each of which may be left out."""
     return st.fixed_dictionaries({}, optional=arguments)
 
 
 def _joined(*parts: Settings) -> Settings:
-    """The keyword arguments of all parts."""
+    """Return the keyword arguments of all parts."""
     return st.tuples(*parts).map(lambda given: {name: value for part in given for name, value in part.items()})
 
 
 def _fixed(**arguments: st.SearchStrategy[Any]) -> Settings:
-    """All of these keyword arguments."""
+    """Return all of these keyword arguments."""
     return st.fixed_dictionaries(arguments)
 
 

@@ -23,7 +23,7 @@ class SnapshotError(ValueError):
 
 
 def to_bytes(state: State) -> bytes:
-    """All of a state that lasts between steps.
+    """Return all of a state that lasts between steps.
 
     Raises:
         SnapshotError: A leaf that is neither a tensor nor a plain value.
@@ -39,7 +39,7 @@ def to_bytes(state: State) -> bytes:
 
 
 def from_bytes(data: bytes, like: State) -> State:
-    """The state that was saved, with the static part of a template.
+    """Return the state that was saved, with the static part of a template.
 
     Args:
         data: What `to_bytes` made.

@@ -100,7 +100,7 @@ def runs(draw: st.DrawFn, *, units: Sequence[str | None] = ("ep", "ba", "sp", "t
 
 @st.composite
 def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
-    """Points that a run comes to, batch by batch, so that the counters fit each other; shrink to the start.
+    """Point that a run comes to, batch by batch, so that the counters fit each other; shrink to the start.
 
     Epochs of unknown length end where the draw says so. Wall-clock times are 0. Some points lie beyond the run's end.
 
@@ -191,7 +191,7 @@ def batches(
     max_size: int = 6,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Batches of classification; shrink to a single vector with a class index, in a tuple.
+    """Return batches of classification; shrink to a single vector with a class index, in a tuple.
 
     Args:
         kind: "vectors" (N, 4), "images" (N, 2, 6, 6), or "tokens", int64 (N, 5); by default any.
@@ -260,7 +260,7 @@ def algorithms(name: str | None = None, *, task: Task = TASKS["vectors"]) -> st.
 
 
 def algorithm_lists(*, task: Task = TASKS["vectors"], max_size: int = 3) -> st.SearchStrategy[list[Algorithm]]:
-    """Lists of shipped algorithms of different names that go together, in any order; shrink to the empty list."""
+    """List of shipped algorithms of different names that go together, in any order; shrink to the empty list."""
     rows = [row for row in SHIPPED.values() if row.accepts(task) and not row.is_alone]
     each = st.one_of([row.algorithms(task.kind or "vectors") for row in rows])
     return st.lists(each, max_size=max_size, unique_by=lambda algorithm: algorithm.name)
@@ -312,7 +312,7 @@ def cases(
     tasks: Sequence[Task] = tuple(TASKS.values()),
     algorithm: Algorithm | Subject | str | None = None,
 ) -> Case:
-    """Cases on these tasks, at any point of a short run, among any companions.
+    """Return cases on these tasks, at any point of a short run, among any companions.
 
     They shrink to the first task, two examples, one batch and microbatch, no companions, the first batch at which the
     algorithm acts.

@@ -27,7 +27,7 @@ class Subject(NamedTuple):
 
     @classmethod
     def of(cls, given: Algorithm | Subject | str) -> Subject:
-        """Takes an algorithm, `"package.module:attribute"`, or a shipped one as a call, `"mixup(alpha=0.2)"`.
+        """Take an algorithm, `"package.module:attribute"`, or a shipped one as a call, `"mixup(alpha=0.2)"`.
 
         The attribute may be an algorithm or a function without required arguments that returns one.
 
@@ -57,7 +57,7 @@ class Subject(NamedTuple):
         return Subject(dataclasses.replace(self.algorithm, **changes), self.source)
 
     def made_anew(self) -> Algorithm:
-        """The algorithm without its past, as narrow as this one; the same where there is no source text."""
+        """Return the algorithm without its past, as narrow as this one; the same where there is no source text."""
         if self.source is None:
             return self.algorithm
         algorithm, events = Subject.of(self.source).algorithm, self.algorithm.events
@@ -66,7 +66,7 @@ class Subject(NamedTuple):
         return dataclasses.replace(algorithm, match=algorithm.predicate & on(*events))
 
     def renamed(self, name: str) -> Subject | None:
-        """The same algorithm under another name; `None` without a source text whose factory takes a name."""
+        """Return the same algorithm under another name; `None` without a source text whose factory takes a name."""
         if self.source is None:
             return None
         if ":" not in self.source.partition("(")[0]:
@@ -79,7 +79,7 @@ class Subject(NamedTuple):
         return Subject(factory(name=name))
 
     def only_at(self, event: Event) -> Subject:
-        """An algorithm that acts at INIT and at one event, and nowhere else."""
+        """Return an algorithm that acts at INIT and at one event, and nowhere else."""
         return self.changed(match=self.algorithm.predicate & on(Event.INIT, event))
 
 

@@ -64,20 +64,20 @@ class Task:
     dtype: torch.dtype = torch.float32
 
     def make_net(self, seed: int) -> nn.Module:
-        """The network of a seed, in float32 as far as it leaves that open; the process is left as it was."""
+        """Return the network of a seed, in float32 as far as it leaves that open; the process is left as it was."""
         with seeded(seed), torch.device("cpu"):
             torch.set_default_dtype(torch.float32)
             return self.net(seed)
 
     def make_batch(self, seed: int, size: int, dtype: torch.dtype | None = None) -> Any:
-        """A batch whose floating tensors have this dtype, or the task's; the process is left as it was."""
+        """Return a batch whose floating tensors have this dtype, or the task's; the process is left as it was."""
         dtype = self.dtype if dtype is None else dtype
         with seeded(seed):
             batch = self.batch(seed, size)
         return batches.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
     def make_state(self, seed: int, *, dtype: torch.dtype | None = None, **options: Any) -> State:
-        """The state at the start: weights and key by the seed, SGD with momentum, its rate the hparam "lr"."""
+        """Return the state at the start: weights and key by the seed, SGD with momentum, its rate the hparam "lr"."""
         dtype = self.dtype if dtype is None else dtype
         given = {"optimizer": optim.sgd(hparam("lr", 0.1), momentum=0.9), "key": seed, **self.options, **options}
         return State.create(_cast(self.make_net(seed), dtype), loss=self.loss, **given)
@@ -165,7 +165,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The logits of the next token at every position."""
+        """Return the logits of the next token at every position."""
         length = ids.shape[1]
         hidden = self.embedding(ids) + self.position[:length]
         mask = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
@@ -256,7 +256,7 @@ def make_task(
     precision: str = "fp32",
     dtype: torch.dtype = torch.float32,
 ) -> Task:
-    """A task of a network and batches that fit it; see `MakeNet`, `MakeBatch` and `Task`.
+    """Return a task of a network and batches that fit it; see `MakeNet`, `MakeBatch` and `Task`.
 
     The precision is that of `State.create`.
 
@@ -291,7 +291,7 @@ def _made(
 
 
 def _call(net: MakeNet, batch: MakeBatch, precision: str, dtype: torch.dtype) -> str:
-    """What one types for it, with those arguments that are not the default."""
+    """Return what one types for it, with those arguments that are not the default."""
     settings = {**vars(batch), **vars(net), "precision": precision, "dtype": dtype}
     defaults = {**vars(MakeBatch()), **vars(MakeNet()), "precision": "fp32", "dtype": torch.float32}
     given = [f"{key}={value!r}" for key, value in settings.items() if key != "kind" and value != defaults[key]]
@@ -345,7 +345,8 @@ FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The network in another precision; networks of mixed or complex dtypes stay as they are in the usual one."""
+    """Return the network in another precision; networks of mixed or complex dtypes stay as they are in the usual one.
+    """
     if dtype is torch.float32:
         return net
     return net._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

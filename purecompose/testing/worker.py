@@ -87,7 +87,7 @@ class Request(NamedTuple):
 
 
 def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: int) -> State:
-    """The state some steps after a snapshot, by a step and a template that are made anew.
+    """Return the state some steps after a snapshot, by a step and a template that are made anew.
 
     Args:
         algorithm: The algorithm.
@@ -150,7 +150,7 @@ class Worker:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: Request) -> bytes:
-        """The snapshot at the end; errors as `resumed_elsewhere`."""
+        """Return the snapshot at the end; errors as `resumed_elsewhere`."""
         with self._lock:
             answer = self._exchange(pickle.dumps(tuple(request)), request.limit + _SLACK)
         if answer.startswith(b"S"):
@@ -172,7 +172,7 @@ class Worker:
             timer.cancel()
 
     def close(self) -> None:
-        """Ends it: it goes by itself when its input is closed."""
+        """End it: it goes by itself when its input is closed."""
         if self._owner != os.getpid():  # a fork of this process has a copy of this object
             return
         for pipe in (self._process.stdin, self._process.stdout):
@@ -228,7 +228,7 @@ def serve(fork: bool) -> None:
 
 
 def _answer_of_child(request: Request, parent: int) -> bytes | None:
-    """The answer, worked out in a new process; `None` if the parent has gone meanwhile."""
+    """Return the answer, worked out in a new process; `None` if the parent has gone meanwhile."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -269,7 +269,7 @@ def _be_child(request: Request, writing: int) -> NoReturn:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Imports what a child found missing, so that the next one has it: torch's first step alone loads 800 modules.
+    """Import what a child found missing, so that the next one has it: torch's first step alone loads 800 modules.
 
     Only what is installed: whoever works on a module of his own expects a new process to see its text of today, and
     such a module may start threads.
@@ -284,7 +284,7 @@ def _import(names: Iterable[str]) -> None:
 
 
 def _answer(request: Request) -> bytes:
-    """A letter, and the snapshot of the end or an error's text; see `_ERRORS`."""
+    """Return a letter, and the snapshot of the end or an error's text; see `_ERRORS`."""
     kind = "C"
     try:
         sys.path[:] = request.path
@@ -317,7 +317,7 @@ def _write(pipe: IO[bytes], message: bytes) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes:
-    """The next message.
+    """Return the next message.
 
     Raises:
         EOFError: The other end is closed.

@@ -27,7 +27,7 @@ def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None
 def checked_interval(
     value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False, functions: bool = False
 ) -> Interval:
-    """An interval as a time, or as the function that it is.
+    """Return an interval as a time, or as the function that it is.
 
     Args:
         value: What was given.
@@ -49,7 +49,7 @@ def checked_interval(
 
 
 def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
-    """Whether the run has passed a multiple of the interval after `before`, and by `now`; not for seconds.
+    """Return whether the run has passed a multiple of the interval after `before`, and by `now`; not for seconds.
 
     Raises:
         ValueError: A fraction of a run without a duration.

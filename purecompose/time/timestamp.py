@@ -78,7 +78,7 @@ class RunLength:
         return None if self.duration is None else self.in_batches(self.duration)
 
     def in_batches(self, time: TimeLike) -> float | None:
-        """A time as a number of batches from the start of the run.
+        """Return a time as a number of batches from the start of the run.
 
         Returns:
             Batches, not rounded; None where it is not known (samples, tokens and seconds; epochs of unknown
@@ -158,7 +158,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return f"Timestamp({', '.join(changed)})"
 
     def to_next_batch(self, samples: int = 0, tokens: int = 0, duration: float = 0.0) -> Timestamp:
-        """One batch later; `duration` is the batch's wall-clock time in seconds.
+        """Return one batch later; `duration` is the batch's wall-clock time in seconds.
 
         Raises:
             ValueError: negative samples, tokens or duration.
@@ -182,7 +182,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new
 
     def to_next_epoch(self, duration: float = 0.0) -> Timestamp:
-        """One epoch later: the in-epoch counters start at 0 again."""
+        """Return one epoch later: the in-epoch counters start at 0 again."""
         duration = check_number(duration, "duration", 0)
         new, fields = self._copy()
         fields["epoch"] += 1
@@ -193,7 +193,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new
 
     def to_next_iteration(self, duration: float = 0.0) -> Timestamp:
-        """One iteration later: the in-iteration and in-epoch counters start at 0 again."""
+        """Return one iteration later: the in-iteration and in-epoch counters start at 0 again."""
         duration = check_number(duration, "duration", 0)
         new, fields = self._copy()
         fields["iteration"] += 1
@@ -203,7 +203,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new
 
     def advance(self, samples: int = 0, tokens: int = 0) -> Timestamp:
-        """The point after one more batch, into the next epoch and iteration where the run's lengths say so.
+        """Return the point after one more batch, into the next epoch and iteration where the run's lengths say so.
 
         An iteration of tokens may end within an epoch. The data go on there, and so do the in-epoch counters.
         """
@@ -214,7 +214,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new if run.iteration_length is None else new._roll_iteration(run.iteration_length)
 
     def advance_by(self, batches: int, samples: int = 0, tokens: int = 0) -> Timestamp:
-        """The point after so many more batches of so many samples and tokens each; see `advance`.
+        """Return the point after so many more batches of so many samples and tokens each; see `advance`.
 
         The time this takes grows with the number of batches in runs with iterations alone.
 
@@ -239,12 +239,12 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return point
 
     def advance_epoch(self) -> Timestamp:
-        """The point after the end of an epoch, for loops where the loader alone can tell that it is over."""
+        """Return the point after the end of an epoch, for loops where the loader alone can tell that it is over."""
         new = self.to_next_epoch()
         return new if self.run.iteration_length is None else new._roll_iteration(self.run.iteration_length)
 
     def get(self, unit: TimeUnit | str) -> int | float:
-        """The counter of a unit; for `sec` the total wall-clock time in seconds.
+        """Return the counter of a unit; for `sec` the total wall-clock time in seconds.
 
         Raises:
             ValueError: `dur`, which is no counter.
@@ -255,7 +255,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return getattr(self, _COUNTERS[unit])
 
     def elapsed(self) -> float | None:
-        """The fraction of the run gone by; above 1 when training goes on, None for a run without a duration.
+        """Return the fraction of the run gone by; above 1 when training goes on, None for a run without a duration.
 
         It moves with every batch where the duration can be counted in batches, otherwise with the counter of
         the duration's unit (for epochs of unknown length, at their ends).
@@ -267,7 +267,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return None if duration is None else self.get(duration.unit) / duration.value
 
     def reached(self, time: TimeLike) -> bool:
-        """Whether the run has come to this point, given in any unit but `sec`, `dur` included.
+        """Return whether the run has come to this point, given in any unit but `sec`, `dur` included.
 
         Raises:
             ValueError: seconds, or a fraction of a run that has no duration or is limited in seconds.
@@ -280,7 +280,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return self.get(unit) >= value
 
     def passed(self, time: TimeLike) -> bool:
-        """Whether the run is beyond this point, by a batch at least; otherwise as `reached`.
+        """Return whether the run is beyond this point, by a batch at least; otherwise as `reached`.
 
         Example:
             >>> [Timestamp(batch=batch).passed("5ba") for batch in (5, 6)]
@@ -297,7 +297,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return self.get(unit) > value
 
     def _point(self, time: TimeLike) -> tuple[TimeUnit, float]:
-        """A point of the run as a counter and its value; see `reached`."""
+        """Return a point of the run as a counter and its value; see `reached`."""
         time = Time.of(time)
         unit, value, duration = time.unit, time.value, self.run.duration
         if unit is TimeUnit.DURATION:
@@ -316,12 +316,12 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return unit, value
 
     def is_finished(self) -> bool:
-        """Whether the run has come to its duration; never for a run without one."""
+        """Return whether the run has come to its duration; never for a run without one."""
         duration = self.run.duration
         return duration is not None and self.get(duration.unit) >= duration.value
 
     def replace(self, **changes: Any) -> Timestamp:
-        """A copy with other values in some fields.
+        """Return a copy with other values in some fields.
 
         Raises:
             TypeError: a field that a timestamp does not have; otherwise as at construction.
@@ -358,7 +358,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new, fields
 
     def _jumped(self, batches: int, samples: int, tokens: int) -> Timestamp:
-        """What `advance` comes to, so many times, in a run without iterations."""
+        """Return what `advance` comes to, so many times, in a run without iterations."""
         new, fields = self._copy()
         in_epoch, length = self.batch_in_epoch + batches, self.run.batches_per_epoch
         epochs, in_epoch = (0, in_epoch) if length is None else divmod(in_epoch, length)

@@ -114,7 +114,7 @@ class Time:
 
     @classmethod
     def of(cls, time: TimeLike | float, default_unit: TimeUnit | str | None = None) -> Time:
-        """A time from a Time, a string, a pair (value, unit), or a number of `default_unit`.
+        """Return a time from a Time, a string, a pair (value, unit), or a number of `default_unit`.
 
         Raises:
             TypeError: none of these, or a number without a `default_unit`.
@@ -237,7 +237,7 @@ TimeLike: TypeAlias = Time | str | tuple[float, TimeUnit | str]
 
 
 def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, share: str = "") -> Time:
-    """A time, as `Time.of` reads it, with errors that name the argument.
+    """Return a time, as `Time.of` reads it, with errors that name the argument.
 
     Args:
         value: What was given.
@@ -262,7 +262,7 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
 
 
 def named_point(value: Any, where: str) -> Time:
-    """A point of a run, with errors that name the argument: a share of the run in [0, 1], or a time from 0 on.
+    """Return a point of a run, with errors that name the argument: a share of the run in [0, 1], or a time from 0 on.
 
     Raises:
         TypeError, ValueError: It is no time, negative, a share above 1, or in seconds: wall-clock time is no part of
@@ -286,11 +286,11 @@ def named_point(value: Any, where: str) -> Time:
 
 
 def _share_hint(value: Any) -> str:
-    """What a number between 0 and 1 may have been meant for."""
+    """Return what a number between 0 and 1 may have been meant for."""
     return f"a share of the run is '{value}dur'" if isinstance(value, float) and 0 < value < 1 else ""
 
 
 def snapped(value: float) -> float:
-    """The nearest whole number where only rounding kept `value` from it: 0.07 * 100 is 7.000000000000001."""
+    """Return the nearest whole number where only rounding kept `value` from it: 0.07 * 100 is 7.000000000000001."""
     nearest = round(value)
     return float(nearest) if math.isclose(value, nearest, rel_tol=1e-15) else value

@@ -318,7 +318,7 @@ _REMEDIES = {
 
 
 def _digest(leaves: list[Any], device: torch.device) -> Tensor:
-    """A number that hardly two lists of tensors have in common: 0-d int64."""
+    """Return a number that hardly two lists of tensors have in common: 0-d int64."""
     total = torch.full((), len(leaves), dtype=torch.int64, device=device)
     for leaf in leaves:
         bits = (leaf if leaf.layout is torch.strided else leaf.to_dense()).detach().resolve_conj().resolve_neg()

@@ -23,7 +23,7 @@ class Shared:
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        """Wraps a tensor, or an object that holds some."""
+        """Wrap a tensor, or an object that holds some."""
         self.value = value
 
 
@@ -33,12 +33,12 @@ tree.register_node(
 
 
 def shared(given: Any) -> Any:
-    """The tree with every tensor marked as common to all members."""
+    """Return the tree with every tensor marked as common to all members."""
     return tree.map(lambda leaf: Shared(leaf) if batches.tensors(leaf) else leaf, given)
 
 
 def expanded(given: Any, num: int) -> Any:
-    """The tree with so many rows of what was common to all members, without copies."""
+    """Return the tree with so many rows of what was common to all members, without copies."""
 
     def rows(leaf: Any) -> Any:
         return batches.map_tensors(lambda t: t.expand(num, *t.shape), leaf.value) if isinstance(leaf, Shared) else leaf
@@ -47,7 +47,7 @@ def expanded(given: Any, num: int) -> Any:
 
 
 def member(given: Any, index: int) -> Any:
-    """One member's tree, of views."""
+    """Return one member's tree, of views."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -60,7 +60,7 @@ def member(given: Any, index: int) -> Any:
 
 
 def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
-    """The inverse of `member`, for trees of one signature; what is no tensor is the first one's.
+    """Return the inverse of `member`, for trees of one signature; what is no tensor is the first one's.
 
     Args:
         members: The trees.
@@ -124,7 +124,7 @@ class _Inside:
         return tuple(_own_tensors(self._result, self._known))
 
     def refilled(self, rows: Sequence[Tensor]) -> Any:
-        """The result with all members' tensors in place of the last member's."""
+        """Return the result with all members' tensors in place of the last member's."""
         fresh, known = iter(rows), self._known
         return tree.map(
             lambda leaf: known[id(leaf)] if id(leaf) in known else _refill(leaf, fresh), self._result, is_leaf=_is_whole
@@ -132,7 +132,7 @@ class _Inside:
 
 
 def _own_tensors(given: Any, known: dict[int, Any]) -> list[Tensor]:
-    """The tensors with a row for each member, less those of known leaves."""
+    """Return the tensors with a row for each member, less those of known leaves."""
     found: list[Tensor] = []
 
     def collect(leaf: Any) -> Any:

@@ -205,7 +205,7 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
 
 
 def stack_states(states: Sequence[State]) -> State:
-    """The state of a population: every tensor has a leading dimension, with a row for each state.
+    """Return the state of a population: every tensor has a leading dimension, with a row for each state.
 
     Args:
         states: States of one architecture, loss and optimizer, at one time. They may differ in every number.
@@ -227,7 +227,7 @@ def stack_states(states: Sequence[State]) -> State:
 
 
 def unstack_states(state: State) -> list[State]:
-    """The members of a stacked state, with tensors of their own; the inverse of `stack_states`.
+    """Return the members of a stacked state, with tensors of their own; the inverse of `stack_states`.
 
     Raises:
         TypeError: It is no state.
@@ -248,7 +248,9 @@ def unstack_states(state: State) -> list[State]:
 
 
 def _joined(members: list[State], role: str, *, with_shared: bool = False) -> State:
-    """The members stacked, if they have one structure and the same shapes and dtypes; errors begin with the role."""
+    """Return the members stacked, if they have one structure and the same shapes and dtypes; errors begin with the
+    role.
+    """
     first = members[0]
     described = _described(first)
     for index, other in enumerate(members[1:], 1):
@@ -265,7 +267,7 @@ def _joined(members: list[State], role: str, *, with_shared: bool = False) -> St
 
 
 def _described(state: State) -> dict[str, str]:
-    """What is equal in all members, by key path."""
+    """Return what is equal in all members, by key path."""
     return {
         path: tree.describe(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
         for path, leaf in tree.leaves_with_paths(state).items()
@@ -289,7 +291,7 @@ def _check_static(first: State, other: State, index: int, role: str) -> None:
 
 
 def _differing_field(first: Context, other: Context) -> str | None:
-    """The first field in which two contexts differ; schedules, which follow from the others, as well."""
+    """Return the first field in which two contexts differ; schedules, which follow from the others, as well."""
     if first.schedules == other.schedules and first == other:
         return None
     for name in _CONTEXT_FIELDS:
@@ -299,7 +301,7 @@ def _differing_field(first: Context, other: Context) -> str | None:
 
 
 def _check_host(step: Step) -> None:
-    """Raises a `ValueError` for host algorithms that cannot take member by member."""
+    """Raise a `ValueError` for host algorithms that cannot take member by member."""
     outermost = {node for node in step.program if isinstance(node, Event)}
     for algorithm in step.algorithms:
         if not algorithm.host:

@@ -25,7 +25,7 @@ class RankTimeoutError(RuntimeError):
 
 @contextmanager
 def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
-    """A scope in which messages that nobody answers raise an error with the ranks that are missing.
+    """Return a scope in which messages that nobody answers raise an error with the ranks that are missing.
 
     Args:
         ranks: The processes; without them nothing changes.
@@ -50,7 +50,7 @@ def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
 
 
 def _late(ranks: Ranks, batch: int) -> list[int]:
-    """The ranks that do not answer a roll call in the group's store."""
+    """Return the ranks that do not answer a roll call in the group's store."""
     missing: list[int] = []
 
     def call() -> None:

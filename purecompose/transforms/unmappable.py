@@ -66,7 +66,7 @@ _REFUSED = (
 
 @contextmanager
 def explained(state: State, num: int) -> Iterator[None]:
-    """A scope in which what vmap refuses is reported with the layer, the line and a remedy.
+    """Return a scope in which what vmap refuses is reported with the layer, the line and a remedy.
 
     Args:
         state: The stacked state.

@@ -83,7 +83,7 @@ def _num_heads(module: nn.Module) -> int:
 
 
 def _num_keys(past: Any, layer: int, num_queries: int) -> int:
-    """How many keys attention is given, with those of a cache."""
+    """Return how many keys attention is given, with those of a cache."""
     if past is None:
         return num_queries
     layers = getattr(past, "self_attention_cache", past).layers
@@ -93,7 +93,7 @@ def _num_keys(past: Any, layer: int, num_queries: int) -> int:
 
 
 def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """What is added to the logits, (N or 1, H, Q, K)."""
+    """Return what is added to the logits, (N or 1, H, Q, K)."""
     if mask is None:
         return bias
     # Not -inf: of a query that may look nowhere, as in padding, nothing would be left but NaN.
@@ -131,7 +131,7 @@ def _where(module: nn.Module, site: surgery.Site) -> str:
 
 
 def _check_forward(module: nn.Module, site: surgery.Site) -> None:
-    """Refuses a forward that would be called in place of the new one."""
+    """Refuse a forward that would be called in place of the new one."""
     if "forward" in vars(module):
         raise ValueError(
             f"{_where(module, site)}: expected the forward of its class, got one put on the instance, which would be "
@@ -140,7 +140,7 @@ def _check_forward(module: nn.Module, site: surgery.Site) -> None:
 
 
 def check_attention(site: surgery.Site) -> None:
-    """Refuses to take positions out of a network whose attention gets no biases: it would know no order at all.
+    """Refuse to take positions out of a network whose attention gets no biases: it would know no order at all.
 
     Raises:
         ValueError: There is no attention that is known.
@@ -161,7 +161,7 @@ _ATTENTION = (SelfAttention, Alibi, _GPT2_ATTENTION, _BERT_ATTENTION, _ROBERTA_A
 
 
 def transformers_rules() -> surgery.Rules:
-    """The rules for GPT-2, BERT and RoBERTa."""
+    """Return the rules for GPT-2, BERT and RoBERTa."""
     # GPT-2's positions are a plain nn.Embedding: the model, which is visited before what it holds, tells which one.
     found: weakref.WeakSet[Any] = weakref.WeakSet()
 

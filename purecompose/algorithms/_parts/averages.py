@@ -78,7 +78,7 @@ class Turns:
 
 
 def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool) -> Turns:
-    """Turns from a point of the run on, counted there anew or from the beginning of the run.
+    """Turn from a point of the run on, counted there anew or from the beginning of the run.
 
     Raises:
         TypeError, ValueError: The interval is no time, not positive, or in seconds.
@@ -95,7 +95,7 @@ _COUNTERS = (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
 
 def counters(state: State) -> Tensor:
-    """The numbers of batches, epochs, examples and tokens so far: float64 of shape (4,)."""
+    """Return the numbers of batches, epochs, examples and tokens so far: float64 of shape (4,)."""
     clock = state.clock
     assert clock is not None, "a step has one"
     return torch.stack([clock.batch, clock.epoch, clock.sample, clock.token]).double()
@@ -119,7 +119,7 @@ class Measure:
         return repr(str(self.time))
 
     def between(self, state: State, before: Tensor, now: Tensor) -> Tensor:
-        """How often the time has gone by from some `counters` to others: 0-d, float64."""
+        """Return how often the time has gone by from some `counters` to others: 0-d, float64."""
         counter, length = (
             as_scalar(state.scalar(it), torch.float64, state.device) for it in (self.counter, self.length)
         )
@@ -128,7 +128,7 @@ class Measure:
 
 
 def measure(time: Time) -> Measure:
-    """Makes a measure of a time, positive and not in seconds.
+    """Make a measure of a time, positive and not in seconds.
 
     Example:
         >>> two = measure(Time.of("2ep"))
@@ -140,7 +140,7 @@ def measure(time: Time) -> Measure:
 
 
 def gone(timestamp: Timestamp, time: Time) -> float:
-    """How often a time, positive and not in seconds, has gone by at a point of a run.
+    """Return how often a time, positive and not in seconds, has gone by at a point of a run.
 
     Raises:
         ValueError: A share of a run without a duration, or with one in seconds.

@@ -38,7 +38,7 @@ def check_scalar(value: Any, where: str, low: float, high: float = math.inf, *, 
 
 
 def check_one_of(value: Any, where: str, choices: Sequence[str]) -> None:
-    """Raises a `ValueError` for what is none of the choices."""
+    """Raise a `ValueError` for what is none of the choices."""
     if value not in choices:
         raise ValueError(f"{where}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
@@ -52,7 +52,7 @@ def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
 
 
 def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) -> dict[str, batches.Field]:
-    """The batch fields that are given, by role; those left at `None` are the state's own.
+    """Return the batch fields that are given, by role; those left at `None` are the state's own.
 
     Args:
         writes: The roles of those that are written.
@@ -70,7 +70,7 @@ def given_fields(*, writes: Sequence[str] = (), **fields: batches.Field | None) 
 
 
 def check_can_write(field: batches.Field, role: str) -> None:
-    """Raises a `TypeError` for a getter without a setter, also in a list of fields."""
+    """Raise a `TypeError` for a getter without a setter, also in a list of fields."""
     if isinstance(field, list):
         for part in field:
             check_can_write(part, role)
@@ -82,7 +82,7 @@ def check_can_write(field: batches.Field, role: str) -> None:
 
 
 def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
-    """Raises a `TypeError` for a loss that is seen to give no losses per example.
+    """Raise a `TypeError` for a loss that is seen to give no losses per example.
 
     Beyond `losses.check_loss` it is tried on shapes (four examples, three classes, no values): what comes back as a
     scalar for the reduction "none" has ignored it. A loss that does not take these shapes passes, and is found out
@@ -105,7 +105,7 @@ def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
 
 
 def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
-    """Raises a `TypeError` for a loss that the model computes itself: changed targets would not reach it."""
+    """Raise a `TypeError` for a loss that the model computes itself: changed targets would not reach it."""
     if isinstance(loss_fn, losses.ModelLoss):
         raise TypeError(
             f"{name}: expected a loss of outputs and targets, got {loss_fn!r}, which the model computes "
@@ -115,7 +115,7 @@ def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
 
 
 def needed_rng(key: Tensor | random.Rng | None, core: str, when: str) -> random.Rng:
-    """The key as a place of draws; a `TypeError` where there is none, and says when there has to be one."""
+    """Return the key as a place of draws; a `TypeError` where there is none, and says when there has to be one."""
     if key is None:
         raise TypeError(f"{core}: expected a key {when}, got None")
     return as_rng(key, core)

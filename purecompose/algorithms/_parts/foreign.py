@@ -27,7 +27,7 @@ class _ByIdentity(type):
 
 
 def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
-    """A class for `isinstance` and the rules of a surgery, in place of certain modules.
+    """Return a class for `isinstance` and the rules of a surgery, in place of certain modules.
 
     Args:
         members: The modules, which may be found later.
@@ -42,7 +42,7 @@ def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
 
 
 def stand_in(module: str, name: str) -> type[nn.Module]:
-    """A class for `isinstance` and the rules of a surgery, in place of one that is known by name alone.
+    """Return a class for `isinstance` and the rules of a surgery, in place of one that is known by name alone.
 
     Nothing is imported, now or later.
 
@@ -67,7 +67,8 @@ class Derived(nn.Module):
 
 
 def changed(module: nn.Module, mixin: type[Derived] | None = None, **children: nn.Module) -> nn.Module:
-    """A copy of a module with the same parameters, attributes and names, some of its own methods and children aside.
+    """Return a copy of a module with the same parameters, attributes and names, some of its own methods and children
+    aside.
 
     Args:
         module: The module; it stays as it was.

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def gyro_dropout_period(total_batches: float, sigma: int = 256, tau: int = 16) -> int:
-    """How many batches a choice of masks stays.
+    """Return how many batches a choice of masks stays.
 
     That is int(total / sigma) tau; in runs of fewer than sigma batches int(total tau / sigma), and at least 1.
 
@@ -53,7 +53,7 @@ def gyro_dropout_mask(
     groups: Tensor | None = None,
     feature_dim: int | None = None,
 ) -> Tensor:
-    """The masks of a batch's rows: which elements stay.
+    """Return the masks of a batch's rows: which elements stay.
 
     Args:
         key: The key of one layer; another layer's has to be another one.
@@ -101,7 +101,7 @@ def gyro_drop(
     groups: Tensor | None = None,
     feature_dim: int | None = None,
 ) -> Tensor:
-    """What a layer makes of its inputs in training: inputs * mask / (1 - p).
+    """Return what a layer makes of its inputs in training: inputs * mask / (1 - p).
 
     Args:
         key: See `gyro_dropout_mask`, as the others.
@@ -151,7 +151,7 @@ def chosen_masks(
 
 
 def _own_shape(shape: tuple[int, ...], feature_dim: int | None) -> tuple[int, ...]:
-    """The shape of one mask, which broadcasts to that of one row."""
+    """Return the shape of one mask, which broadcasts to that of one row."""
     if feature_dim is None:
         return shape[1:]
     dim = feature_dim if feature_dim >= 0 else len(shape) + feature_dim
@@ -173,12 +173,12 @@ def _consecutive(num: int, tau: int, device: torch.device) -> Tensor:
 
 
 def check_probability(role: str, p: float) -> None:
-    """Raises a `TypeError` or `ValueError` unless it is a number in [0, 1)."""
+    """Raise a `TypeError` or `ValueError` unless it is a number in [0, 1)."""
     check_number(p, role, 0, 1, below=True, hint="it is the probability of dropping; 1 would leave nothing")
 
 
 def check_bank(where: str, sigma: int, tau: int) -> None:
-    """Raises a `TypeError` or `ValueError` unless 1 <= tau <= sigma."""
+    """Raise a `TypeError` or `ValueError` unless 1 <= tau <= sigma."""
     check_whole(sigma, f"{where}: sigma", 1, hint="it is the number of masks in the bank")
     check_whole(tau, f"{where}: tau", 1, hint="it is the number of masks that share a batch")
     if tau > sigma:
@@ -189,7 +189,7 @@ def check_bank(where: str, sigma: int, tau: int) -> None:
 
 
 def check_feature_dim(where: str, feature_dim: int | None) -> None:
-    """Raises a `TypeError` or `ValueError` for what names no dimension of features."""
+    """Raise a `TypeError` or `ValueError` for what names no dimension of features."""
     if feature_dim is not None:
         check_whole(feature_dim, f"{where}: feature_dim", hint="it names a dimension of a layer's inputs")
         if feature_dim == 0:

@@ -34,7 +34,7 @@ TakesTargets: TypeAlias = bool | Literal["auto"]
 
 
 def check_severity(severity: Any, where: str) -> None:
-    """Raises a `TypeError` or `ValueError` unless it is a scalar in [0, 10]; a tensor's value is not checked."""
+    """Raise a `TypeError` or `ValueError` unless it is a scalar in [0, 10]; a tensor's value is not checked."""
     if not isinstance(severity, Tensor):
         check_scalar(severity, where, 0, 10, hint="0 changes nothing, 10 is the strongest")
     elif severity.ndim:
@@ -42,7 +42,7 @@ def check_severity(severity: Any, where: str) -> None:
 
 
 def check_images(name: str, inputs: Any) -> None:
-    """Raises a `TypeError` unless the inputs are one tensor (N, C, H, W)."""
+    """Raise a `TypeError` unless the inputs are one tensor (N, C, H, W)."""
     if not isinstance(inputs, Tensor) or inputs.ndim != 4:
         came = tree.describe(inputs) if isinstance(inputs, Tensor) else shown(inputs)
         raise TypeError(
@@ -52,14 +52,14 @@ def check_images(name: str, inputs: Any) -> None:
 
 
 def check_takes_targets(value: Any, where: str) -> None:
-    """Raises a `TypeError` or `ValueError` unless it is True, False or "auto"."""
+    """Raise a `TypeError` or `ValueError` unless it is True, False or "auto"."""
     if not isinstance(value, bool) and value != "auto":
         error = ValueError if isinstance(value, str) else TypeError
         raise error(f"{where}: expected True, False or 'auto', got {shown(value)}")
 
 
 def are_maps(targets: Tensor, images: Tensor) -> bool:
-    """Whether targets are of their images' size, as in segmentation: (..., H, W) with a dim more, N or C."""
+    """Return whether targets are of their images' size, as in segmentation: (..., H, W) with a dim more, N or C."""
     return targets.ndim > 2 and targets.shape[-2:] == images.shape[-2:]
 
 
@@ -84,7 +84,7 @@ def with_images(
     fields: Mapping[str, batches.Field],
     takes_targets: TakesTargets = False,
 ) -> State:
-    """The state with other images in its batch; at INIT as it is, once its fields are seen to do.
+    """Return the state with other images in its batch; at INIT as it is, once its fields are seen to do.
 
     Args:
         event: INIT or the event at which images are replaced.
@@ -123,7 +123,7 @@ def image_method(
     takes_targets: TakesTargets | None = None,
     **given: batches.Field | None,
 ) -> Algorithm:
-    """A method that replaces a batch's images by what a core makes of them.
+    """Return a method that replaces a batch's images by what a core makes of them.
 
     Args:
         name: The algorithm's.
@@ -165,7 +165,7 @@ def one_operation_each(
     *,
     num_groups: int = 1,
 ) -> Tensor:
-    """Each image after one of the operations, drawn for it with a strength of its own.
+    """Return each image after one of the operations, drawn for it with a strength of its own.
 
     Args:
         rng: The place of the draws.

@@ -13,7 +13,8 @@ __all__ = ["half_precision_method"]
 
 
 def half_precision_method(name: str, rules: surgery.Rules) -> Algorithm:
-    """A surgery at INIT for states whose forward pass is in half precision; others stay as they are, with a warning.
+    """Return a surgery at INIT for states whose forward pass is in half precision; others stay as they are, with a
+    warning.
 
     It comes last, so that it finds what other methods put in.
     """

@@ -22,7 +22,7 @@ __all__ = ["draw_share", "for_examples", "mixing_method", "mixture_for"]
 
 
 def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: str, hint: str) -> float | Tensor:
-    """A draw from Beta(alpha, alpha), or 0 for an alpha of 0.
+    """Return a draw from Beta(alpha, alpha), or 0 for an alpha of 0.
 
     Args:
         rng: The place of the draw, read as a draw about the whole batch or, with `num`, about examples.
@@ -45,12 +45,12 @@ def draw_share(rng: random.Rng, alpha: float | Tensor, num: int | None, where: s
 
 
 def for_examples(rng: random.Rng, num: int | None) -> random.Rng:
-    """The place of draws about `num` examples; with `None`, about the whole batch."""
+    """Return the place of draws about `num` examples; with `None`, about the whole batch."""
     return rng if num is None else rng.per_example(torch.arange(num, device=rng.key.device))
 
 
 def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixture:
-    """The targets of these inputs as a mixture.
+    """Return the targets of these inputs as a mixture.
 
     Raises:
         TypeError: They are no tensor with a batch dim.
@@ -76,7 +76,7 @@ def mixing_method(
     input_field: batches.Field | None,
     target_field: batches.Field | None,
 ) -> Algorithm:
-    """A method that mixes each example of a batch with a partner.
+    """Return a method that mixes each example of a batch with a partner.
 
     Args:
         name: The algorithm's.

@@ -15,7 +15,7 @@ __all__ = ["check_labelled", "check_outputs", "model_losses"]
 
 
 def check_labelled(name: str, loss_fn: ModelLoss) -> None:
-    """Raises a `TypeError` where nothing says which labels the model's loss is of."""
+    """Raise a `TypeError` where nothing says which labels the model's loss is of."""
     if loss_fn.labels is None:
         raise TypeError(
             f"{name}: expected a loss that gives losses per example, got {loss_fn!r}, one number for a whole batch; "
@@ -26,7 +26,7 @@ def check_labelled(name: str, loss_fn: ModelLoss) -> None:
 
 
 def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> None:
-    """Raises a `ValueError` unless the outputs carry losses per example, or logits (N, ..., C) beside labels (N, ...).
+    """Raise a `ValueError` unless the outputs carry losses per example, or logits (N, ..., C) beside labels (N, ...).
 
     It looks at shapes alone.
     """
@@ -46,7 +46,7 @@ def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> No
 
 
 def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Tensor:
-    """One loss for each example, (N,): the mean over the labels of it that count.
+    """Return one loss for each example, (N,): the mean over the labels of it that count.
 
     Those that the model returns, if it returns more than a number; else the cross entropy of its logits and the
     labels, `loss_fn.shift` of which at the start are left out. An example in which nothing counts has loss 0.

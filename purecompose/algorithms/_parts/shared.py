@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
-    """What `state.gradient(state.params)` gives, of some of the batch's examples only.
+    """Return what `state.gradient(state.params)` gives, of some of the batch's examples only.
 
     Zeros for parameters that the batch reaches and these examples do not.
 
@@ -43,7 +43,8 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
 
 
 def share_of_batch(state: State) -> range:
-    """The examples that fall to this process, by their places in the batch: all of them, unless several share it.
+    """Return the examples that fall to this process, by their places in the batch: all of them, unless several share
+    it.
 
     There may be none.
 
@@ -58,7 +59,7 @@ def share_of_batch(state: State) -> range:
 
 
 def sum_over_shares(state: State, share: range, own: T) -> T:
-    """The sums of what each process has found for its share: the same on all; alone, what is given.
+    """Return the sums of what each process has found for its share: the same on all; alone, what is given.
 
     Args:
         state: At an event after the gradient.

@@ -27,7 +27,7 @@ def surgery_method(
     is_neutral: bool = False,
     traits: frozenset[Trait] = frozenset({Trait.REQUIRED_ON_LOAD, Trait.REPLACES_LAYERS}),
 ) -> Algorithm:
-    """A method that puts other modules into the network at INIT, and does nothing afterwards.
+    """Return a method that puts other modules into the network at INIT, and does nothing afterwards.
 
     Args:
         name: The algorithm's; it names its draws.
@@ -48,7 +48,7 @@ def surgery_method(
 
 
 def on_module(name: str, rules_of: Callable[_P, surgery.Rules]) -> Callable[Concatenate[nn.Module, _P], nn.Module]:
-    """The method as a function of a plain network, `(net, *settings) -> net`, which shares its rules.
+    """Return the method as a function of a plain network, `(net, *settings) -> net`, which shares its rules.
 
     Args:
         name: The method's.
@@ -93,7 +93,7 @@ def _documented(apply: Any, name: str, rules_of: Callable[..., Any], leading: li
 
 
 def warn_of_nothing(name: str, wanted: str, module: nn.Module, advice: str) -> None:
-    """Warns that a method has found nothing of what it looks for in a network.
+    """Warn that a method has found nothing of what it looks for in a network.
 
     Args:
         name: The algorithm's.

@@ -20,7 +20,7 @@ __all__ = ["assigned", "can_read", "treated"]
 
 
 def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """The images of each treatment, and where they are found afterwards.
+    """Return the images of each treatment, and where they are found afterwards.
 
     Args:
         rng: The place of the draws.
@@ -47,7 +47,7 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
 def treated(
     rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]], *, num_groups: int = 1
 ) -> Tensor:
-    """Each image after one of the treatments.
+    """Return each image after one of the treatments.
 
     Args:
         rng: The place of the draws.
@@ -99,7 +99,7 @@ def _homes(places: Tensor, length: int) -> Tensor:
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether numbers are there to be read, and reading them waits for no device."""
+    """Return whether numbers are there to be read, and reading them waits for no device."""
     return not _is_traced(tensor) and tensor.device.type == "cpu" and type(tensor) is Tensor
 
 

@@ -21,7 +21,7 @@ _FAR = 3.0  # in a grid's units, in which an image reaches from -1 to 1: no pixe
 
 
 def rotate(levels: Tensor, degrees: Tensor) -> Tensor:
-    """Turns images about their middle, counter-clockwise."""
+    """Turn images about their middle, counter-clockwise."""
     x, y = _middles(levels)
     radians = per_row(degrees, levels[:, 0]) * (math.pi / 180)
     cos, sin = torch.cos(radians), torch.sin(radians)
@@ -46,12 +46,12 @@ def shear_y(levels: Tensor, slope: Tensor) -> Tensor:
 
 
 def translate_x(levels: Tensor, pixels: Tensor) -> Tensor:
-    """Each pixel comes from so many (a whole number) to its right."""
+    """Return each pixel comes from so many (a whole number) to its right."""
     return _shifted(levels, pixels, 3)
 
 
 def translate_y(levels: Tensor, pixels: Tensor) -> Tensor:
-    """Each pixel comes from so many (a whole number) below it."""
+    """Return each pixel comes from so many (a whole number) below it."""
     return _shifted(levels, pixels, 2)
 
 
@@ -63,7 +63,7 @@ def _middles(levels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sampled(levels: Tensor, from_x: Tensor, from_y: Tensor, amount: Tensor) -> Tensor:
-    """The levels at positions (N, H, W); an amount of 0 leaves an image as it is."""
+    """Return the levels at positions (N, H, W); an amount of 0 leaves an image as it is."""
     height, width = levels.shape[2:]
     is_inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
     # Up to half a pixel from the edge it counts alone; what is outside looks where there is nothing.

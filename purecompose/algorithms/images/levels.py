@@ -38,7 +38,7 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, images: Tensor, value_range: ValueRange = None) -> Scale:
-        """The scale of a batch.
+        """Return the scale of a batch.
 
         Args:
             images: (..., C, H, W), uint8 or floating.
@@ -64,14 +64,14 @@ class Scale(NamedTuple):
         return cls(low, high, False)
 
     def stored(self, images: Tensor) -> Tensor:
-        """The levels in the form that is kept between operations: uint8 where they are whole, else floats."""
+        """Return the levels in the form that is kept between operations: uint8 where they are whole, else floats."""
         if self.is_whole:
             return images
         wide = _wide(images)
         return ((wide - self.low) * (WHITE / self._extent(wide))).clamp(0, WHITE)
 
     def opened(self, stored: Tensor) -> Tensor:
-        """The levels as floats, which operations take."""
+        """Return the levels as floats, which operations take."""
         return stored.float() if self.is_whole else stored
 
     def settled(self, levels: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Scale(NamedTuple):
         return levels.round().to(torch.uint8) if self.is_whole else levels
 
     def values(self, stored: Tensor, before: Tensor, images: Tensor) -> Tensor:
-        """The images of the levels; where a level is what it was `before`, the image's own bits."""
+        """Return the images of the levels; where a level is what it was `before`, the image's own bits."""
         if self.is_whole:
             return stored
         values = stored * (self._extent(stored) / WHITE) + self.low
@@ -95,7 +95,7 @@ class Scale(NamedTuple):
 def on_levels(
     images: Tensor, fn: Callable[[Tensor, Scale], Tensor], value_range: ValueRange, where: str, *, like: str = "images"
 ) -> Tensor:
-    """Applies a function of levels to images.
+    """Apply a function of levels to images.
 
     Args:
         images: (N, C, H, W) or one image (C, H, W), uint8 or floating.
@@ -123,7 +123,7 @@ def on_levels(
 
 
 def check_value_range(value_range: Any, where: str, channels: int | None = None) -> None:
-    """Raises a `TypeError` or `ValueError` unless it is `None` or (black, white), a number or one for each channel."""
+    """Raise a `TypeError` or `ValueError` unless it is `None` or (black, white), a number or one for each channel."""
     if value_range is None:
         return
     if not isinstance(value_range, tuple | list) or len(value_range) != 2:
@@ -143,7 +143,7 @@ def check_value_range(value_range: Any, where: str, channels: int | None = None)
 
 
 def check_in_range(images: Tensor, value_range: ValueRange, where: str) -> None:
-    """Raises a `ValueError` for floats (..., C, H, W) beyond black or white, whose values are read; NaN is nowhere.
+    """Raise a `ValueError` for floats (..., C, H, W) beyond black or white, whose values are read; NaN is nowhere.
 
     What is beyond would be cut off, and of normalised images that is most.
     """

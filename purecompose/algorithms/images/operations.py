@@ -38,7 +38,7 @@ Amount = float | Tensor
 
 
 def autocontrast(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
-    """Stretches each channel's levels to the whole scale.
+    """Stretch each channel's levels to the whole scale.
 
     Example:
         >>> import torch
@@ -49,63 +49,63 @@ def autocontrast(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
 
 
 def equalize(images: Tensor, *, value_range: ValueRange = None) -> Tensor:
-    """Gives each channel a histogram (of 256 bins) as flat as can be."""
+    """Give each channel a histogram (of 256 bins) as flat as can be."""
     return _applied(tones.equalize, images, 1.0, value_range, "equalize")
 
 
 def posterize(images: Tensor, bits: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Keeps the first `bits` (0 to 8) of each level; 8 is the identity."""
+    """Keep the first `bits` (0 to 8) of each level; 8 is the identity."""
     return _applied(tones.posterize, images, _checked(bits, "posterize: bits", 0, 8), value_range, "posterize")
 
 
 def solarize(images: Tensor, threshold: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Inverts the levels from `threshold` (0 to 256) on; 256 is the identity."""
+    """Invert the levels from `threshold` (0 to 256) on; 256 is the identity."""
     threshold = _checked(threshold, "solarize: threshold", 0, 256)
     return _applied(tones.solarize, images, threshold, value_range, "solarize")
 
 
 def rotate(images: Tensor, degrees: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Turns images counter-clockwise about their middle. What comes into view is black."""
+    """Turn images counter-clockwise about their middle. What comes into view is black."""
     return _applied(geometry.rotate, images, _checked(degrees, "rotate: degrees"), value_range, "rotate")
 
 
 def shear_x(images: Tensor, slope: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Shifts row y to the left by `slope * y` pixels."""
+    """Shift row y to the left by `slope * y` pixels."""
     return _applied(geometry.shear_x, images, _checked(slope, "shear_x: slope"), value_range, "shear_x")
 
 
 def shear_y(images: Tensor, slope: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Shifts column x up by `slope * x` pixels."""
+    """Shift column x up by `slope * x` pixels."""
     return _applied(geometry.shear_y, images, _checked(slope, "shear_y: slope"), value_range, "shear_y")
 
 
 def translate_x(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Shifts images to the left by a whole number of pixels (a fraction is cut off)."""
+    """Shift images to the left by a whole number of pixels (a fraction is cut off)."""
     return _applied(geometry.translate_x, images, _checked(pixels, "translate_x: pixels"), value_range, "translate_x")
 
 
 def translate_y(images: Tensor, pixels: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Shifts images up by a whole number of pixels (a fraction is cut off)."""
+    """Shift images up by a whole number of pixels (a fraction is cut off)."""
     return _applied(geometry.translate_y, images, _checked(pixels, "translate_y: pixels"), value_range, "translate_y")
 
 
 def saturation(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Blends with the grey image: 0 is grey, 1 the image, more is more colourful. Of one channel it is the identity."""
+    """Blend with the grey image: 0 is grey, 1 the image, more is more colourful. Of one channel it is the identity."""
     return _enhanced(tones.saturation, images, factor, value_range, "saturation")
 
 
 def contrast(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Blends with the image's mean grey: 0 is that, 1 the image."""
+    """Blend with the image's mean grey: 0 is that, 1 the image."""
     return _enhanced(tones.contrast, images, factor, value_range, "contrast")
 
 
 def brightness(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Blends with black: 0 is black, 1 the image."""
+    """Blend with black: 0 is black, 1 the image."""
     return _enhanced(tones.brightness, images, factor, value_range, "brightness")
 
 
 def sharpness(images: Tensor, factor: Amount, *, value_range: ValueRange = None) -> Tensor:
-    """Blends with the image smoothed by a filter of 3x3: 0 is that, 1 the image. The outermost pixels stay."""
+    """Blend with the image smoothed by a filter of 3x3: 0 is that, 1 the image. The outermost pixels stay."""
     return _enhanced(tones.sharpness, images, factor, value_range, "sharpness")
 
 

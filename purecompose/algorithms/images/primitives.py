@@ -53,7 +53,7 @@ class Strength:
         return self.share * self.severity / 10
 
     def either_way(self, amount: Tensor) -> Tensor:
-        """The amount or its negative, as the coin says."""
+        """Return the amount or its negative, as the coin says."""
         return torch.where(self.is_up, amount, -amount)
 
     def factor(self, above: float = 1.0) -> Tensor:
@@ -82,7 +82,7 @@ class Primitive:
     amount: Callable[[Strength], Tensor]
 
     def __call__(self, levels: Tensor, strength: Strength) -> Tensor:
-        """The levels after the operation."""
+        """Return the levels after the operation."""
         return self.operation(levels, self.amount(strength))
 
 
@@ -117,7 +117,7 @@ SETS = {"all": _ALL, "safe": _ALL[:9], "original": (*_ALL[:9], *_ORIGINAL)}
 
 
 def chosen_primitives(given: Any, where: str) -> tuple[Primitive, ...]:
-    """The primitives of a set's name, or of a sequence of primitives and their names.
+    """Return the primitives of a set's name, or of a sequence of primitives and their names.
 
     Raises:
         TypeError: Something else.

@@ -64,7 +64,7 @@ class SampleTransform:
                 batches.check_field(field, role)
 
     def __call__(self, sample: Any, rng: random.Rng | Tensor | torch.Generator | None = None) -> Any:
-        """The sample with its image changed, of the same kind.
+        """Return the sample with its image changed, of the same kind.
 
         Args:
             sample: As the data set has it.
@@ -98,7 +98,7 @@ class SampleTransform:
         return batches.put(sample, target_field, tree.map(like_before, changed_target, target))
 
     def _key(self, rng: Any) -> Tensor:
-        """A key of this sample and this function: two transforms may be given one source."""
+        """Return a key of this sample and this function: two transforms may be given one source."""
         if isinstance(rng, Tensor):
             return rng
         if isinstance(rng, random.Rng):
@@ -114,7 +114,7 @@ class SampleTransform:
 
 
 def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
-    """A PIL image as a tensor (C, H, W), uint8 if its pixels are levels; a tensor as it is.
+    """Return a PIL image as a tensor (C, H, W), uint8 if its pixels are levels; a tensor as it is.
 
     Args:
         image: The image.
@@ -142,7 +142,7 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
 
 
 def like_before(changed: Any, image: Any) -> Any:
-    """The changed tensor as what the image was: with its mode, palette and information; others as they are."""
+    """Return the changed tensor as what the image was: with its mode, palette and information; others as they are."""
     if not _is_pil(image):
         return changed
     _, height, width = changed.shape

@@ -16,7 +16,7 @@ _LUMA = (19595.0, 38470.0, 7471.0)  # of 65536: BT.601, as Pillow has it
 
 
 def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
-    """Stretches each channel to the whole scale; an amount of 0 leaves it, any other does all of it."""
+    """Stretch each channel to the whole scale; an amount of 0 leaves it, any other does all of it."""
     low, high = levels.amin((2, 3), keepdim=True), levels.amax((2, 3), keepdim=True)
     is_changed = (high > low) & (per_row(amount, levels) != 0)
     extent = torch.where(is_changed, high - low, 255)  # nowhere 0, whose gradient would be NaN
@@ -24,7 +24,7 @@ def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
 
 
 def equalize(levels: Tensor, amount: Tensor) -> Tensor:
-    """Gives each channel a histogram as flat as can be; an amount of 0 leaves it, any other does all of it."""
+    """Give each channel a histogram as flat as can be; an amount of 0 leaves it, any other does all of it."""
     # NaN is no index; as a whole number it is one out of range. Loops on a CPU gather fastest by 32 bits.
     index = levels.round().to(torch.int32).clamp(0, 255).flatten(2)
     counts = levels.new_zeros((*levels.shape[:2], 256)).scatter_add(2, index, levels.new_ones(()).expand(index.shape))
@@ -37,14 +37,14 @@ def equalize(levels: Tensor, amount: Tensor) -> Tensor:
 
 
 def posterize(levels: Tensor, bits: Tensor) -> Tensor:
-    """Keeps the first bits of each level, 0 to 8."""
+    """Keep the first bits of each level, 0 to 8."""
     bits = per_row(bits, levels)
     width = torch.exp2(8 - bits)
     return torch.where(bits < 8, (levels / width).floor() * width, levels)
 
 
 def solarize(levels: Tensor, threshold: Tensor) -> Tensor:
-    """Inverts levels from the threshold on."""
+    """Invert levels from the threshold on."""
     return torch.where(levels < per_row(threshold, levels), levels, 255 - levels)
 
 

@@ -37,7 +37,7 @@ Fill = Callable[..., Tensor]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that formulas are computed in: float64 where the result has it, else float32."""
+    """Return the dtype that formulas are computed in: float64 where the result has it, else float32."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
@@ -80,7 +80,7 @@ def fill_geometric(rng: Rng, shape: Shape, dtype: torch.dtype, p: float) -> Tens
 
 
 def fill_integers(rng: Rng, shape: Shape, dtype: torch.dtype, low: int = 0, high: int | None = None) -> Tensor:
-    """Integers in [low, high); without `high`, up to where `dtype` no longer holds every one."""
+    """Return integers in [low, high); without `high`, up to where `dtype` no longer holds every one."""
     if high is None and dtype.is_floating_point:
         high = int(2 / torch.finfo(dtype).eps) + 1  # 2**24 for float32, itself included
     elif high is None:

@@ -44,7 +44,7 @@ def _coins(scope: Scope, func: Any, p: float | Tensor, shape: Shape, device: tor
 
 
 def _write(func: Any, target: Tensor, value: Tensor) -> Tensor:
-    """Fills `target`. Under vmap that can be impossible, and to answer with another tensor would be worse."""
+    """Fill `target`. Under vmap that can be impossible, and to answer with another tensor would be worse."""
     try:
         return target.copy_(value)
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def _write(func: Any, target: Tensor, value: Tensor) -> Tensor:
 
 
 def _fill(distribution: Fill) -> Handler:
-    """The handler of an in-place fill, `tensor.normal_(mean, std)`."""
+    """Return the handler of an in-place fill, `tensor.normal_(mean, std)`."""
 
     def handler(scope: Scope, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if func == Tensor.random_ and len(args) == 1 and not kwargs:
@@ -92,7 +92,7 @@ def _make(
     requires_grad: bool = False,
     **others: Any,
 ) -> Tensor:
-    """A new tensor of `fill(rng, shape, dtype)`, with the options that torch's factories take."""
+    """Return a new tensor of `fill(rng, shape, dtype)`, with the options that torch's factories take."""
     if others.get("names") is not None or layout not in (None, torch.strided):
         advice = "Make a dense one and convert it."
         raise unkeyed(func, "has no keyed form for named or sparse tensors", advice)
@@ -110,7 +110,7 @@ def _make(
 
 
 def _factory(fill: Fill) -> Handler:
-    """The handler of `torch.rand(2, 3)`, `torch.rand((2, 3))` and `torch.rand(size=(2, 3))`."""
+    """Return the handler of `torch.rand(2, 3)`, `torch.rand((2, 3))` and `torch.rand(size=(2, 3))`."""
 
     def handler(scope: Scope, func: Any, *args: Any, size: Any = None, **options: Any) -> Tensor:
         size = args if size is None else size
@@ -130,7 +130,7 @@ def _like(scope: Scope, func: Any, fill: Fill, input: Tensor, **options: Any) ->
 
 
 def _like_factory(fill: Fill) -> Handler:
-    """The handler of `torch.rand_like(input)`."""
+    """Return the handler of `torch.rand_like(input)`."""
 
     def handler(scope: Scope, func: Any, input: Tensor, **options: Any) -> Tensor:
         return _like(scope, func, fill, input, **options)
@@ -268,7 +268,7 @@ def _init_normal(
 
 
 def _refuse(advice: str) -> Handler:
-    """The handler of a function without a keyed form."""
+    """Return the handler of a function without a keyed form."""
 
     def handler(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
         raise unkeyed(func, "has no keyed form and would draw from the global generator", advice)

@@ -71,7 +71,7 @@ def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequenc
 
 
 def _feature_shape(input: Tensor) -> tuple[int, ...]:
-    """One decision for each channel of each example: (N, C, 1, ...)."""
+    """Return one decision for each channel of each example: (N, C, 1, ...)."""
     return (*input.shape[:2], *(1 for _ in input.shape[2:]))
 
 
@@ -82,7 +82,7 @@ def _dropout(scope: Scope, func: Any, input: Tensor, p=0.5, training=True, inpla
 
 
 def _kernel(drop: Callable[..., Tensor], *, features: bool, inplace: bool) -> Handler:
-    """The handler of one of torch's eight kernels, `(input, p, train)`, which `nn.functional` calls."""
+    """Return the handler of one of torch's eight kernels, `(input, p, train)`, which `nn.functional` calls."""
 
     def handler(scope: Scope, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
         is_refused = features and input.dim() < 2
@@ -210,7 +210,7 @@ def _rrelu_(scope: Scope, func: Any, input: Tensor, lower=1.0 / 8, upper=1.0 / 3
 
 
 def _fractional_pool(composite: Callable[..., Any]) -> Handler:
-    """The public function is a switch on `return_indices` over the composite that draws."""
+    """Return the public function is a switch on `return_indices` over the composite that draws."""
 
     def handler(
         scope: Scope,
@@ -230,7 +230,7 @@ def _fractional_pool(composite: Callable[..., Any]) -> Handler:
 
 
 def _enter(scope: Scope, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a Python composite with the scope switched on, so that the random calls inside are seen."""
+    """Run a Python composite with the scope switched on, so that the random calls inside are seen."""
     with scope:
         return past_dispatch(func)(*args, **kwargs)
 

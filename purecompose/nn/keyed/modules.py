@@ -56,7 +56,7 @@ class Keyed(Scope):
 
 
 def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Tensor = 0) -> Keyed:
-    """A scope in which the random functions of a forward pass draw from `rng`.
+    """Return a scope in which the random functions of a forward pass draw from `rng`.
 
     Args:
         rng: The key and the place of the scope. Two scopes of one `rng` draw the same numbers.
@@ -123,7 +123,7 @@ class Detector(TorchDispatchMode):
 
 
 def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments switch the randomness off: a dropout of p = 0, or not training."""
+    """Return whether the arguments switch the randomness off: a dropout of p = 0, or not training."""
     schema = func._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
@@ -136,7 +136,7 @@ def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def detect() -> Iterator[Detector]:
-    """A scope in which an operation that would draw from a generator raises, by name, before it draws.
+    """Return a scope in which an operation that would draw from a generator raises, by name, before it draws.
 
     It looks below Python, at the operations torch tags as seeded, so it sees what `keyed` cannot. It costs
     far more than `keyed`: use it while tracing, and in the first step.

@@ -35,13 +35,13 @@ class UnkeyedRandomError(RuntimeError):
 
 
 def unkeyed(func: Any, why: str, advice: str) -> UnkeyedRandomError:
-    """The error that names `func`, the module it was called from, the reason and the way out."""
+    """Return the error that names `func`, the module it was called from, the reason and the way out."""
     name = func if isinstance(func, str) else function_name(func)
     return UnkeyedRandomError(f"`{name}`{_called_from()} {why}. {advice}")
 
 
 def function_name(func: Any) -> str:
-    """The name a user would type: `torch.nn.functional.dropout`, `torch.Tensor.uniform_`."""
+    """Return the name a user would type: `torch.nn.functional.dropout`, `torch.Tensor.uniform_`."""
     return resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
 
 
@@ -96,7 +96,7 @@ class Scope(TorchFunctionMode):
         *,
         per_example: bool = True,
     ) -> Tensor:
-        """The next keyed draw: `sampler` called with its key and place.
+        """Return the next keyed draw: `sampler` called with its key and place.
 
         Args:
             func: The random function that asked; named in errors.
@@ -131,7 +131,7 @@ class Scope(TorchFunctionMode):
         return tree_map_only(Tensor, lambda leaf: leaf.to(device), rng)
 
     def _check_replayable(self, func: Any) -> None:
-        """A recomputed forward must draw the same numbers, and only `checkpoint` knows where to start again.
+        """Return a recomputed forward must draw the same numbers, and only `checkpoint` knows where to start again.
 
         Under torch's own function the recomputation would read the global generator, or count on from the end
         of the forward: the gradient of another function, without a word.
@@ -163,5 +163,5 @@ def _is_on_stack(code: CodeType) -> bool:
 
 
 def top_hooks() -> tuple[Any, Any] | None:
-    """The innermost saved-tensor hooks (pack, unpack): activation checkpointing works by them."""
+    """Return the innermost saved-tensor hooks (pack, unpack): activation checkpointing works by them."""
     return _autograd._top_saved_tensors_default_hooks(True)

@@ -14,7 +14,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module computes what `kind` does with its settings, and nothing else happens meanwhile.
+    """Return whether a module computes what `kind` does with its settings, and nothing else happens meanwhile.
 
     Not so with a forward of its own, of its class or of itself, with hooks, and with parametrized tensors.
     """
@@ -23,19 +23,20 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something else is called with the module: hooks of either pass, or a forward put on the instance."""
+    """Return whether something else is called with the module: hooks of either pass, or a forward put on the instance.
+    """
     return "forward" in vars(module) or any(getattr(module, table) for table in _HOOKS)
 
 
 def is_tied(module: nn.Module, root: nn.Module) -> bool:
-    """Whether the module's weight is a parameter of another one in the network, too."""
+    """Return whether the module's weight is a parameter of another one in the network, too."""
     weight = module._parameters["weight"]
     others = (other for other in root.modules() if other is not module)
     return any(param is weight for other in others for param in other._parameters.values())
 
 
 def recast(module: nn.Module, kind: type[M]) -> M:
-    """The same attributes, parameters and submodules in a module of a class; the tables of them are its own."""
+    """Return the same attributes, parameters and submodules in a module of a class; the tables of them are its own."""
     new = kind.__new__(kind)
     new.__dict__.update(
         {name: value.copy() if isinstance(value, dict) else value for name, value in vars(module).items()}
@@ -50,7 +51,7 @@ class Wrapping(nn.Module):
     """The name of the other one."""
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the module, or of the one that it holds."""
+        """Return an attribute of the module, or of the one that it holds."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -9,7 +9,7 @@ __all__ = ["check_latent", "latent_size"]
 
 
 def check_latent(latent: Any, where: str) -> float:
-    """A width as a setting says it: a whole number of at least 1, or below 1 a share.
+    """Return a width as a setting says it: a whole number of at least 1, or below 1 a share.
 
     Args:
         latent: The setting.
@@ -30,7 +30,7 @@ def check_latent(latent: Any, where: str) -> float:
 
 
 def latent_size(latent: float, full: int) -> int:
-    """A width given as a number, or below 1 as a share of the full one, rounded down; at least 1.
+    """Return a width given as a number, or below 1 as a share of the full one, rounded down; at least 1.
 
     Example:
         >>> latent_size(8, 100), latent_size(0.29, 100), latent_size(0.1, 4)

@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def bias(self, query: Tensor) -> Tensor | None:
-        """What is added to the logits, of a shape that broadcasts to (N, H, L, L), the causal mask included.
+        """Return what is added to the logits, of a shape that broadcasts to (N, H, L, L), the causal mask included.
 
         Args:
             query: (N, H, L, d / H), for its form.
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
         return None
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return f"num_heads={self.num_heads}, is_causal={self.is_causal}, dropout={self.dropout}"
 
 
@@ -146,7 +146,7 @@ class PositionEmbedding(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, input: Tensor | int) -> Tensor:
-        """The vectors of the first L places.
+        """Return the vectors of the first L places.
 
         Args:
             input: (N, L, ...), of which the length alone counts, or L.
@@ -163,5 +163,5 @@ class PositionEmbedding(nn.Module):
         return self.weight[:length]
 
     def extra_repr(self) -> str:
-        """The shape."""
+        """Return the shape."""
         return ", ".join(map(str, self.weight.shape))

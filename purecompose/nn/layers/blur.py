@@ -21,7 +21,7 @@ Pair = int | Sequence[int]
 
 
 def blur_2d(input: Tensor, *, stride: Pair = 1, kernel: Tensor | None = None) -> Tensor:
-    """Smooths each channel for itself, with zeros around the image.
+    """Smooth each channel for itself, with zeros around the image.
 
     Args:
         input: (N, C, H, W) or (C, H, W), floating.
@@ -71,7 +71,7 @@ def blurmax_pool2d(
     ceil_mode: bool = False,
     kernel: Tensor | None = None,
 ) -> Tensor:
-    """The greatest value of each window at every place, smoothed, and then every `stride`-th of them.
+    """Return the greatest value of each window at every place, smoothed, and then every `stride`-th of them.
 
     Args:
         input: (N, C, H, W) or (C, H, W), floating.
@@ -139,7 +139,7 @@ class BlurConv2d(Wrapping):
         return blur_2d(self.conv(input), stride=self.stride)
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return f"blur_first={self.blur_first}, stride={self.stride}"
 
 
@@ -148,7 +148,7 @@ class BlurMaxPool2d(nn.Module):
 
     @classmethod
     def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
-        """One with the settings of another layer, and what a subclass of it has besides."""
+        """Return one with the settings of another layer, and what a subclass of it has besides."""
         return recast(pool, cls)
 
     def __init__(
@@ -172,7 +172,7 @@ class BlurMaxPool2d(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return (
             f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
             f"ceil_mode={self.ceil_mode}"
@@ -191,7 +191,7 @@ class BlurPool2d(nn.Module):
         return blur_2d(input, stride=self.stride)
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return f"stride={self.stride}"
 
 
@@ -201,7 +201,7 @@ def _pair(value: Pair) -> tuple[int, int]:
 
 
 def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
-    """How many places a side wants at its end so that all windows fit which `ceil_mode` counts."""
+    """Return how many places a side wants at its end so that all windows fit which `ceil_mode` counts."""
     free = size + 2 * around - hole * (window - 1) - 1
     steps = -(-free // step)
     # A last window that would begin behind the image does not count.

@@ -26,5 +26,5 @@ class ClassesSecond(nn.Module):
         self.net = net
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The network's outputs with the classes in dim 1."""
+        """Return the network's outputs with the classes in dim 1."""
         return self.net(inputs).movedim(-1, 1)

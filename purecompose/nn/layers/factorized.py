@@ -66,7 +66,8 @@ class FactorizedLinear(nn.Module):
         return self.second(self.first(input))
 
     def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
-        """The layer with a smaller k that does to an input most nearly what this one does; this one stays as it is.
+        """Return the layer with a smaller k that does to an input most nearly what this one does; this one stays as it
+        is.
 
         Args:
             input: (..., in).
@@ -90,7 +91,7 @@ class FactorizedLinear(nn.Module):
         return self.with_solution(solution)
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
-        """The layer with other factors; a plain `nn.Linear` where there is only one."""
+        """Return the layer with other factors; a plain `nn.Linear` where there is only one."""
         k = solution.first.shape[1]
         first, second = _empty_linear(self.in_features, k), _empty_linear(k, self.out_features)
         second_weight = None if solution.second is None else solution.second.T
@@ -152,7 +153,8 @@ class FactorizedConv2d(nn.Module):
         return self.second(self.first(input))
 
     def with_rank(self, input: Tensor, rank: float, *, n_iters: int = 3) -> nn.Module:
-        """The layer with a smaller k that does to an input most nearly what this one does; this one stays as it is.
+        """Return the layer with a smaller k that does to an input most nearly what this one does; this one stays as it
+        is.
 
         Args:
             input: (N, in, H, W), or (in, H, W) of one example.
@@ -185,7 +187,7 @@ class FactorizedConv2d(nn.Module):
         return self.with_solution(solution)
 
     def with_solution(self, solution: LowRankSolution) -> nn.Module:
-        """The layer with other factors; a plain `nn.Conv2d` where there is only one."""
+        """Return the layer with other factors; a plain `nn.Conv2d` where there is only one."""
         k = solution.first.shape[0]
         first, second = _empty_conv(self.first, k), _empty_point(k, self.out_channels)
         return _with_factors(self, first, second, solution)
@@ -197,7 +199,9 @@ def _with_factors(
     second: nn.Linear | nn.Conv2d,
     weights: LowRankSolution,
 ) -> nn.Module:
-    """The layer with two new ones as its factors, which get the weights; the first alone where one weight is all."""
+    """Return the layer with two new ones as its factors, which get the weights; the first alone where one weight is
+    all.
+    """
     is_trained, bias = layer.first.weight.requires_grad, _like(layer.bias, weights.bias)
     first.weight = nn.Parameter(weights.first.contiguous(), is_trained)
     if weights.second is None:
@@ -234,7 +238,7 @@ def _empty_point(in_channels: int, out_channels: int) -> nn.Conv2d:
 
 
 def _like(old: Tensor | None, new: Tensor | None) -> nn.Parameter | None:
-    """A new value for a bias; one where there was none trains."""
+    """Return a new value for a bias; one where there was none trains."""
     return None if new is None else nn.Parameter(new.clone(), old is None or old.requires_grad)
 
 

@@ -23,7 +23,7 @@ _KINDS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
-    """Refuses running statistics that are means over all batches, not steps.
+    """Refuse running statistics that are means over all batches, not steps.
 
     Args:
         batchnorm: The layer.
@@ -40,12 +40,13 @@ def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether this is a batch normalisation that computes as torch's, or as timm's with an activation after it."""
+    """Return whether this is a batch normalisation that computes as torch's, or as timm's with an activation after it.
+    """
     return is_plain(module, _BatchNorm) or _has_act(module)
 
 
 def _has_act(module: nn.Module) -> bool:
-    """Whether this is timm's act(drop(batchnorm(x))), found by name, since timm need not be installed."""
+    """Return whether this is timm's act(drop(batchnorm(x))), found by name, since timm need not be installed."""
     wanted = ("timm.layers.norm_act", "BatchNormAct2d")
     kind = next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__qualname__) == wanted), None)
     return kind is not None and is_plain(module, kind)
@@ -84,7 +85,7 @@ class GhostBatchNorm(Wrapping):
         self._has_act = _has_act(batchnorm)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The shape of the input."""
+        """Return the shape of the input."""
         norm: Any = self.batchnorm
         num_parts = -(-input.shape[0] // self.ghost_batch_size)
         has_own = norm.training or norm.running_mean is None
@@ -104,5 +105,5 @@ class GhostBatchNorm(Wrapping):
         return norm.act(norm.drop(output)) if self._has_act else output
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return f"ghost_batch_size={self.ghost_batch_size}"

@@ -20,7 +20,9 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
     @classmethod
     def of(cls, norm: nn.LayerNorm) -> "LowPrecisionLayerNorm":
-        """One with the attributes and weights of another layer, those of a subclass as well: the same `Parameter`s."""
+        """Return one with the attributes and weights of another layer, those of a subclass as well: the same
+        `Parameter`s.
+        """
         return recast(norm, cls)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -38,7 +40,9 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
     @classmethod
     def of(cls, norm: nn.GroupNorm) -> "LowPrecisionGroupNorm":
-        """One with the attributes and weights of another layer, those of a subclass as well: the same `Parameter`s."""
+        """Return one with the attributes and weights of another layer, those of a subclass as well: the same
+        `Parameter`s.
+        """
         return recast(norm, cls)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -52,7 +56,7 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
 
 def _low(input: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast would have multiplied the input: float64 it leaves alone."""
+    """Return the dtype in which autocast would have multiplied the input: float64 it leaves alone."""
     kind = input.device.type
     if input.dtype is torch.float64 or not torch.amp.is_autocast_available(kind):
         return None

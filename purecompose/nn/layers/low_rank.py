@@ -49,7 +49,7 @@ class LowRankSolution(NamedTuple):
 
 
 def max_latent(module: nn.Linear | nn.Conv2d) -> int:
-    """The greatest width between two factors with which they take fewer multiplications than the layer does.
+    """Return the greatest width between two factors with which they take fewer multiplications than the layer does.
 
     Example:
         >>> max_latent(nn.Linear(8, 8)), max_latent(nn.Conv2d(8, 8, 3))
@@ -60,7 +60,7 @@ def max_latent(module: nn.Linear | nn.Conv2d) -> int:
 
 
 def factorizing_could_speedup(module: nn.Linear | nn.Conv2d, latent: int) -> bool:
-    """Whether two factors with this width between them take fewer multiplications than the layer does.
+    """Return whether two factors with this width between them take fewer multiplications than the layer does.
 
     Example:
         >>> factorizing_could_speedup(nn.Linear(8, 8), 3), factorizing_could_speedup(nn.Linear(8, 8), 4)
@@ -70,7 +70,7 @@ def factorizing_could_speedup(module: nn.Linear | nn.Conv2d, latent: int) -> boo
 
 
 def split_weight(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The two factors whose product is the closest to a matrix of all of a rank, by its singular values.
+    """Return the two factors whose product is the closest to a matrix of all of a rank, by its singular values.
 
     Args:
         weight: (out, in), floating.
@@ -103,7 +103,8 @@ def factorize_matrix(
     rank: float = 0.25,
     n_iters: int = 3,
 ) -> LowRankSolution:
-    """The product of a rank that comes closest to some outputs on some inputs, starting from a product that is there.
+    """Return the product of a rank that comes closest to some outputs on some inputs, starting from a product that is
+    there.
 
     Args:
         inputs: X, (n, in), floating.
@@ -170,7 +171,7 @@ def factorize_conv2d(
     dilation: Pair = 1,
     groups: int = 1,
 ) -> LowRankSolution:
-    """The same for a convolution: a product of a rank that does to the patches of some inputs what it does.
+    """Return the same for a convolution: a product of a rank that does to the patches of some inputs what it does.
 
     Args:
         inputs: (N, C, H, W), floating.
@@ -223,7 +224,7 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _scales(values: Tensor) -> Tensor:
-    """How long the rows of the first factor are, from singular values in descending order."""
+    """Return how long the rows of the first factor are, from singular values in descending order."""
     is_there = values > 1e-6 * values[0]
     # Of a matrix of zeros as long as those of a new layer are.
     usual = values[is_there].sqrt().mean() if is_there.any() else values.new_tensor(3**-0.5)
@@ -241,7 +242,7 @@ def _centred(x: Tensor, y: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
 
 
 def _least_squares(x: Tensor, y: Tensor) -> Tensor:
-    """The smallest of the closest: patches overlap, and dead units give columns of zeros."""
+    """Return the smallest of the closest: patches overlap, and dead units give columns of zeros."""
     if x.device.type == "cpu":
         return torch.linalg.lstsq(x, y, driver="gelsd").solution
     return torch.linalg.pinv(x) @ y

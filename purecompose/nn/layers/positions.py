@@ -22,7 +22,7 @@ __all__ = ["AlibiAttention", "NoPositions", "alibi_bias", "alibi_slopes"]
 def alibi_slopes(
     num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
-    """The slope of each head, m_h = 2^(-8 h / H), h = 1 ... H.
+    """Return the slope of each head, m_h = 2^(-8 h / H), h = 1 ... H.
 
     Where H is no power of two: those of the next smaller power, then every second one of the next greater.
 
@@ -59,7 +59,7 @@ def alibi_bias(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """What is added to the logits of attention, -m_h |i - j|.
+    """Return what is added to the logits of attention, -m_h |i - j|.
 
     Computed from the lengths, it has no size of its own: that of a shorter sequence is a corner of that of a longer.
 
@@ -125,6 +125,6 @@ class NoPositions(nn.Module):
     """
 
     def forward(self, input: Tensor | int) -> Tensor:
-        """Whatever the positions, a zero of shape ()."""
+        """Return whatever the positions, a zero of shape ()."""
         # Without dims, so that adding it changes no dtype.
         return torch.zeros((), device=input.device if isinstance(input, Tensor) else None)

@@ -40,7 +40,7 @@ class SqueezeExcite2d(nn.Module):
         self.excite = nn.Linear(width, num_features, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The shape of the input."""
+        """Return the shape of the input."""
         attention = self.excite(self.squeeze(input.mean((-2, -1))).relu()).sigmoid()
         return input * attention[..., None, None]
 
@@ -68,5 +68,5 @@ class SqueezeExciteConv2d(Wrapping):
         self.se = SqueezeExcite2d(conv.out_channels, latent_channels)
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the convolution gives, weighted."""
+        """Return what the convolution gives, weighted."""
         return self.se(self.conv(input))

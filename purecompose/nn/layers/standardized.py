@@ -31,7 +31,7 @@ _EPS = 1e-10
 
 
 def standardized(weight: Tensor) -> Tensor:
-    """Each filter with mean 0 and variance 1, computed in float32 at least.
+    """Return each filter with mean 0 and variance 1, computed in float32 at least.
 
     Args:
         weight: (out, ...), floating.
@@ -96,7 +96,7 @@ STANDARDIZED: MappingProxyType[type[nn.Module], type[nn.Module]] = MappingProxyT
 
 
 def standardized_conv(conv: nn.Module) -> nn.Module | None:
-    """A convolution with the same parameters and settings, and standardized filters.
+    """Return a convolution with the same parameters and settings, and standardized filters.
 
     Returns:
         One of the three; of a subclass, one that is of this subclass as well. `None` for what is no `nn.Conv1d`, `2d`
@@ -114,7 +114,7 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
 
 
 def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
-    """A convolution of the class that a standardized one was made of.
+    """Return a convolution of the class that a standardized one was made of.
 
     Args:
         conv: The convolution.
@@ -135,7 +135,7 @@ def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
 
 @functools.cache
 def _standardized_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class of standardized convolutions for a class of convolutions: of a subclass, one that is both."""
+    """Return the class of standardized convolutions for a class of convolutions: of a subclass, one that is both."""
     kind = next(kind for base, kind in STANDARDIZED.items() if issubclass(plain, base))
     if plain in STANDARDIZED:
         return kind

@@ -50,7 +50,8 @@ class Residual(NamedTuple):
 
 
 def residuals(block: nn.Module) -> tuple[Residual, ...]:
-    """The steps of a residual block, one after the other, known by the names of its children; `()` for other modules.
+    """Return the steps of a residual block, one after the other, known by the names of its children; `()` for other
+    modules.
 
     Blocks of one step have either a `branch` and a `shortcut`, and perhaps a `relu`, or the children of torchvision's
     `BasicBlock` (conv1, bn1, conv2, bn2, relu, downsample) or `Bottleneck` (and conv3, bn3), and no others. The steps
@@ -80,7 +81,7 @@ def residuals(block: nn.Module) -> tuple[Residual, ...]:
 
 
 def drop_paths(block: nn.Module) -> tuple[str, ...]:
-    """The names of the attributes by which a block of timm or Hugging Face leaves out its branches.
+    """Return the names of the attributes by which a block of timm or Hugging Face leaves out its branches.
 
     Such a block passes each branch through `self.drop_path`, or `drop_path1`, `drop_path2` and so on: a module of a
     class called `DropPath` (or `...DropPath`), or where nothing is left out an `nn.Identity` or `None`. Those that are
@@ -134,7 +135,7 @@ class DropPath(nn.Module):
         return torch.where(rows.view(-1, *[1] * (input.ndim - 1)), input, 0)
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return f"method={self.method!r}"
 
 
@@ -208,7 +209,7 @@ class StochasticDepth(nn.Module):
         return act(torch.where(is_kept, branch, 0) + by_pass)
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Return the settings."""
         return f"method={self.method!r}"
 
 
@@ -231,7 +232,7 @@ def _run_if(is_kept: Tensor, modules: Iterable[nn.Module], value: Tensor) -> Ten
 
 
 def _steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual, ...]:
-    """The steps by the names of the children."""
+    """Return the steps by the names of the children."""
     branch, shortcut = parts.get("branch"), parts.get("shortcut")
     if branch is not None and shortcut is not None and parts.keys() <= {"branch", "shortcut", "relu"}:
         return (Residual((branch,), _unless_identity(shortcut), parts.get("relu")),)
@@ -255,7 +256,7 @@ def _transformer_steps(parts: Mapping[str, nn.Module | None]) -> tuple[Residual,
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Whether its forward takes one argument and no more."""
+    """Return whether its forward takes one argument and no more."""
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     return len(kinds) == 1 and kinds[0] in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

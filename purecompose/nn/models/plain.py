@@ -13,7 +13,7 @@ __all__ = ["cnn", "mlp"]
 
 
 def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, dropout: float = 0.0) -> nn.Sequential:
-    """A multi-layer perceptron: flatten, then linear layers with ReLU and dropout between them.
+    """Return a multi-layer perceptron: flatten, then linear layers with ReLU and dropout between them.
 
     Args:
         in_features: numbers per example; the inputs are flattened to this length.
@@ -44,7 +44,7 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
 def cnn(
     in_channels: int, num_classes: int, *, width: int = 16, dropout: float = 0.0, batch_norm: bool = True
 ) -> nn.Sequential:
-    """A small convolutional network: four 3x3 convolutions, two max poolings, one linear layer.
+    """Return a small convolutional network: four 3x3 convolutions, two max poolings, one linear layer.
 
     Made for 28x28 digits on a CPU (99 % of MNIST in two epochs), and good from 4x4 pixels up. A pooling
     follows each of the first two convolutions, and the last convolution has a stride of two.

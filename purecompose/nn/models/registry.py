@@ -24,7 +24,7 @@ _MIN_IMAGE_SIZE = 4
 
 
 def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **options: Any) -> nn.Module:
-    """Builds a network of `MODELS` on the CPU, its weights drawn from `seed` alone.
+    """Build a network of `MODELS` on the CPU, its weights drawn from `seed` alone.
 
     torch's global generators are left as they were.
 
@@ -53,7 +53,7 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
 
 
 def describe(name: str) -> str:
-    """A network of `MODELS` as one types it, with its options and what they are where none is given.
+    """Return a network of `MODELS` as one types it, with its options and what they are where none is given.
 
     Example:
         >>> describe("mlp")
@@ -63,13 +63,13 @@ def describe(name: str) -> str:
 
 
 def _options(name: str) -> Mapping[str, Any]:
-    """The options of a network, with their defaults."""
+    """Return the options of a network, with their defaults."""
     parameters = inspect.signature(MODELS[name]).parameters.values()
     return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
 
 
 def check_options(name: str, given: Iterable[str]) -> None:
-    """Raises `TypeError` where a network of `MODELS` does not have one of the options given; the message shows its own.
+    """Raise `TypeError` where a network of `MODELS` does not have one of the options given; the message shows its own.
 
     Example:
         >>> check_options("resnet8", ["widht"])

@@ -66,7 +66,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -> nn.Sequential:
-    """A residual network in the form made for CIFAR: three stages of `(depth - 2) / 6` blocks each.
+    """Return a residual network in the form made for CIFAR: three stages of `(depth - 2) / 6` blocks each.
 
     The first convolution keeps the image size; the second and third stage halve it and double the channels.
 
@@ -108,7 +108,7 @@ def resnet20(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Seque
 
 
 def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
-    """Two residual blocks in each of four stages: 11 689 512 weights at 3 channels and 1000 classes.
+    """Return two residual blocks in each of four stages: 11 689 512 weights at 3 channels and 1000 classes.
 
     Made for large images: a convolution of 7x7 and a max pooling, each with a stride of two, come first, and the second
     to fourth stage halve the image and double the channels.
@@ -164,7 +164,9 @@ def _for_images(
     width: int,
     small_images: bool,
 ) -> nn.Sequential:
-    """A stem, stages of so many blocks, each with `expansion` times its own channels at its end, and a classifier."""
+    """Return a stem, stages of so many blocks, each with `expansion` times its own channels at its end, and a
+    classifier.
+    """
     check_sizes(name, in_channels=in_channels, num_classes=num_classes, width=width)
     check_flag(small_images, f"{name}: small_images")
     layers, channels = _stem(in_channels, width, small_images), width

@@ -175,7 +175,7 @@ def vit(
     pool: str = "token",
     has_positions: bool = True,
 ) -> VisionTransformer:
-    """A small vision transformer: patches as tokens, learned positions, pre-norm blocks, one linear layer.
+    """Return a small vision transformer: patches as tokens, learned positions, pre-norm blocks, one linear layer.
 
     Weights start with a truncated normal of deviation 0.02, biases and the class token at 0.
 
@@ -231,7 +231,7 @@ def gpt(
     dropout: float = 0.0,
     is_tied: bool = True,
 ) -> GPT:
-    """A small decoder for language: tokens, learned positions, pre-norm causal blocks, one linear layer.
+    """Return a small decoder for language: tokens, learned positions, pre-norm causal blocks, one linear layer.
 
     Weights start as GPT-2's: normal with deviation 0.02, the last of each branch divided by sqrt(2 depth), biases at 0.
 

@@ -20,7 +20,7 @@ class Skeleton:
     """One copy of the architecture, and the places where its tensors go."""
 
     def __init__(self, module: nn.Module, names: Mapping[int, str], param_names: set[str], warned: set[str]) -> None:
-        """Finds the places; `warned` holds the attributes already named in a warning."""
+        """Find the places; `warned` holds the attributes already named in a warning."""
         self.module = module
         self._param_slots: list[_Slot] = []
         self._buffer_slots: list[_Slot] = []
@@ -45,7 +45,7 @@ class Skeleton:
     def bound(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_watched: bool = False
     ) -> "_Bound":
-        """A context in which the module holds these tensors; afterwards it holds what it held before.
+        """Return a context in which the module holds these tensors; afterwards it holds what it held before.
 
         Args:
             params: All parameters by name.
@@ -58,15 +58,15 @@ class Skeleton:
         return _Bound(self, params, buffers, is_watched=is_watched)
 
     def rebound(self, params: Mapping[str, Tensor]) -> list[str]:
-        """The parameters, among those bound now, in whose place forward has put something else."""
+        """Return the parameters, among those bound now, in whose place forward has put something else."""
         return [name for name, container, key in self._param_slots if _content(container, key) is not params[name]]
 
     def slot_names(self) -> tuple[str, ...]:
-        """Which tensor goes to each place: a tied one comes several times."""
+        """Return which tensor goes to each place: a tied one comes several times."""
         return tuple(slot.name for slot in self._slots)
 
     def current_buffers(self) -> dict[str, Tensor]:
-        """What the buffers' places hold now, those that a forward pass rebound included.
+        """Return what the buffers' places hold now, those that a forward pass rebound included.
 
         Raises:
             RuntimeError: A forward pass removed a buffer.
@@ -82,7 +82,7 @@ class Skeleton:
     def filled_copy(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, is_shared: bool = False
     ) -> nn.Module:
-        """A module of its own with copies of these tensors, or with `is_shared` on their memory.
+        """Return a module of its own with copies of these tensors, or with `is_shared` on their memory.
 
         Raises:
             KeyError: A tensor of the architecture is missing.
@@ -99,13 +99,13 @@ class Skeleton:
             return copy.deepcopy(self.module, memo)
 
     def blank_copy(self) -> nn.Module:
-        """A module of its own, on the same `meta` twins."""
+        """Return a module of its own, on the same `meta` twins."""
         with self._lock:
             return copy.deepcopy(self.module, {id(place.tensor): place.tensor for place in places(self.module)})
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A scope to whose end all bindings made in it last: activation checkpointing recomputes in it."""
+        """Return a scope to whose end all bindings made in it last: activation checkpointing recomputes in it."""
         with self._lock:
             if self._held is not None:
                 yield
@@ -140,7 +140,7 @@ _CURRENT: ContextVar["_Bound | None"] = ContextVar("binding", default=None)
 
 
 def replay() -> Callable[[], AbstractContextManager[Any]]:
-    """What brings back, for a recomputation, the tensors that the innermost bound module holds now.
+    """Return what brings back, for a recomputation, the tensors that the innermost bound module holds now.
 
     Returns:
         Gives a context in which the module holds the parameters of now and copies of the buffers of now;
@@ -245,7 +245,7 @@ class _Bound:
                 skeleton._lock.release()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the buffers as they are now; what has not changed since the last time is not copied again."""
+        """Copy of the buffers as they are now; what has not changed since the last time is not copied again."""
         copies: dict[str, Tensor] = {}
         for name, tensor in self.skeleton.current_buffers().items():
             known, version, copied = self.notes.get(name, (None, None, None))
@@ -275,7 +275,7 @@ class _Bound:
 
 
 def _content(container: Any, key: Any) -> Any:
-    """What is in a place; nothing where the place is gone."""
+    """Return what is in a place; nothing where the place is gone."""
     try:
         return container[key]
     except LookupError:
@@ -283,7 +283,7 @@ def _content(container: Any, key: Any) -> Any:
 
 
 def _mark_parameters(tensors: list[Tensor]) -> None:
-    """Lets isinstance(tensor, nn.Parameter) hold for what is differentiated in.
+    """Let isinstance(tensor, nn.Parameter) hold for what is differentiated in.
 
     What asks for it would make a parameter of its own from any other tensor, cut off from the graph: a slice of a
     ParameterList, an item put into one. Tensors of a state at rest, which need no gradient, stay unmarked.

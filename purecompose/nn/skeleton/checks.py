@@ -53,7 +53,7 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has of its own, and a copy of it has too."""
+    """Return what a module has of its own, and a copy of it has too."""
     return {key: value for key, value in vars(module).items() if key not in _NOT_COPIED}
 
 
@@ -62,7 +62,7 @@ _NOT_COPIED = (OWN - set(HOOKS)) | {"_compiled_call_impl"}
 
 
 def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
-    """Raises where a state could not hold a tensor, or would lose what is attached to it.
+    """Raise where a state could not hold a tensor, or would lose what is attached to it.
 
     Args:
         tensor: A parameter, buffer or attribute.
@@ -110,14 +110,14 @@ def check_tensor(tensor: Tensor, name: str, others: Container[str]) -> None:
 
 
 def _has_own_operations(kind: type) -> bool:
-    """Whether a class outside of torch says what operations on its tensors do."""
+    """Return whether a class outside of torch says what operations on its tensors do."""
     names = ("__torch_function__", "__torch_dispatch__")
     owners = [cls for name in names for cls in kind.__mro__ if name in vars(cls)]
     return any(cls.__module__.partition(".")[0] != "torch" for cls in owners)
 
 
 def check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int, Tensor]) -> None:
-    """Raises a `ValueError` for tensors that were copied for want of a twin: weights outside of the state."""
+    """Raise a `ValueError` for tensors that were copied for want of a twin: weights outside of the state."""
     hidden = [value for key, value in memo.items() if isinstance(value, Tensor) and key not in twins]
     if hidden:
         found = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in hidden[:3])
@@ -128,7 +128,7 @@ def check_hidden(module: nn.Module, memo: Mapping[int, Any], twins: Mapping[int,
 
 
 def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]) -> None:
-    """Raises a `ValueError` for modules outside of the network that hold its tensors: a state could put none there."""
+    """Raise a `ValueError` for modules outside of the network that hold its tensors: a state could put none there."""
     registered = set(skeleton.modules())
     for value in memo.values():
         if isinstance(value, nn.Module) and value not in registered:
@@ -142,7 +142,7 @@ def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mappin
 
 
 def check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
-    """Raises a `ValueError` for functions and weak references that a copy of the network would share with it.
+    """Raise a `ValueError` for functions and weak references that a copy of the network would share with it.
 
     They would go on computing with the original's weights.
     """
@@ -166,7 +166,7 @@ _REMEDIES = {
 
 
 def _kept(value: Any, seen: set[int], how: str = "") -> Iterator[tuple[Any, str]]:
-    """The modules and tensors that functions and weak references in a value keep, and which of the two does.
+    """Return the modules and tensors that functions and weak references in a value keep, and which of the two does.
 
     Functions keep them in closures, defaults and global names.
     """

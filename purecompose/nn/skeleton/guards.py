@@ -27,14 +27,14 @@ class Guards:
         self._watch([guard for guard in found if not guard.is_rare])
 
     def _watch(self, guards: list["_Guard"]) -> None:
-        """Sets the containers that are compared after every pass."""
+        """Set the containers that are compared after every pass."""
         self._guards = guards
         self._empty = [guard.container for guard in guards if not guard.before]
         full = [guard for guard in guards if guard.before]
         self._expected = [(guard.container, _items(guard.before)) for guard in full]
 
     def restore(self, *, with_layers: bool = False) -> None:
-        """Undoes what a forward pass wrote into the modules' dictionaries, and names it once in a warning.
+        """Undoe what a forward pass wrote into the modules' dictionaries, and names it once in a warning.
 
         Args:
             with_layers: Compare those of torch's own layers too. Where one has changed, every later call does.
@@ -60,7 +60,7 @@ class Guards:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether nothing of the user's runs in the module: its class is torch's, without hooks and functions."""
+    """Return whether nothing of the user's runs in the module: its class is torch's, without hooks and functions."""
     if not type(module).__module__.startswith("torch.nn.modules."):
         return False
     if any(vars(module).get(hooks) for hooks in HOOKS):
@@ -125,7 +125,7 @@ def _guards_inside(name: str, value: Any, is_silent: bool, seen: set[int]) -> It
 
 
 def is_users_object(value: Any) -> bool:
-    """Whether this is an object of a class of the user's, of which a skeleton has its own copy."""
+    """Return whether this is an object of a class of the user's, of which a skeleton has its own copy."""
     kind = type(value)
     root = (kind.__module__ or "").partition(".")[0]
     is_others = root in sys.stdlib_module_names and root != "types"
@@ -144,7 +144,7 @@ def _is_changed(guard: _Guard) -> bool:
 
 
 def _restored(guard: _Guard) -> list[str]:
-    """Puts back what the container held, and says what had changed."""
+    """Put back what the container held, and says what had changed."""
     container, before, absent = guard.container, guard.before, object()
     names = [guard.name]
     if guard.is_attributes:

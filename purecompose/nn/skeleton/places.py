@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 def places(module: nn.Module) -> Iterator[Place]:
-    """Every place of a tensor, registered ones first; a tied tensor has several."""
+    """Return every place of a tensor, registered ones first; a tied tensor has several."""
     modules = list(module.named_modules())
     for kind in ("_parameters", "_buffers", "__dict__"):
         for prefix, child in modules:

@@ -76,14 +76,14 @@ class Sharing:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
+    """Return the first byte of a tensor in its storage, and the one after its last."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (int(last) + 1) * tensor.element_size()
 
 
 def _have_common_bytes(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors whose spans intersect overlap; columns of one matrix, for example, do not."""
+    """Return whether two tensors whose spans intersect overlap; columns of one matrix, for example, do not."""
     if first.is_contiguous() and second.is_contiguous():
         return True
     spans = _span(first), _span(second)
@@ -94,7 +94,7 @@ def _have_common_bytes(first: Tensor, second: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor, memory: Tensor, base: int) -> Tensor:
-    """The part of `memory`, which has an entry for each byte from `base` on, that belongs to a tensor."""
+    """Return the part of `memory`, which has an entry for each byte from `base` on, that belongs to a tensor."""
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
     shape = [1 if stride == 0 else length for length, stride in zip(tensor.shape, strides, strict=True)]

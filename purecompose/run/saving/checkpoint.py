@@ -40,7 +40,7 @@ class Snapshot:
     """When the copies from a GPU are there."""
 
     def write(self, target: Path) -> None:
-        """Writes it, atomically; may run in a thread of its own.
+        """Write it, atomically; may run in a thread of its own.
 
         Raises:
             OSError: See `purecompose.run.saving.folder.write`.
@@ -58,7 +58,7 @@ def snapshot(
     metrics: Mapping[str, Any] | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """What a checkpoint of a state consists of, all on the host or on its way there.
+    """Return what a checkpoint of a state consists of, all on the host or on its way there.
 
     On the CPU nothing is copied: tensors of a state never change, and what a compiled step would write over is copied
     out as it is read.
@@ -82,7 +82,7 @@ def snapshot(
 
 
 def save(state: State, path: Path | str, *, step: Any = None) -> Path:
-    """Writes a state to a folder: `index.json`, which people can read, and `state.safetensors`.
+    """Write a state to a folder: `index.json`, which people can read, and `state.safetensors`.
 
     The folder appears when everything is on the disk, and takes the place of one that was there. Tied tensors are
     written twice, since states need no ties.
@@ -106,7 +106,7 @@ def save(state: State, path: Path | str, *, step: Any = None) -> Path:
 
 
 def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
-    """The state in a folder, as `save` wrote it, after comparing every byte with its checksum.
+    """Return the state in a folder, as `save` wrote it, after comparing every byte with its checksum.
 
     Nothing in the files is run: they are numbers and JSON.
 
@@ -155,7 +155,7 @@ def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True
 
 
 def _whole_before(path: Path) -> Path | None:
-    """The newest whole checkpoint beside a damaged one, of no later batch if its index can tell."""
+    """Return the newest whole checkpoint beside a damaged one, of no later batch if its index can tell."""
     found, _ = folder.all_in(path.parent)
     own = next((one.index.batch for one in found if one.path == path), None)
     for one in found:
@@ -166,7 +166,7 @@ def _whole_before(path: Path) -> Path | None:
 
 
 def restored(path: Path, index: Index, like: State) -> State:
-    """The state of a checkpoint whose index has been compared already.
+    """Return the state of a checkpoint whose index has been compared already.
 
     Raises:
         DamagedError: The tensors are not whole.
@@ -178,7 +178,7 @@ def restored(path: Path, index: Index, like: State) -> State:
 
 
 def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State:
-    """The state that an index and its tensors describe, in a template that they fit.
+    """Return the state that an index and its tensors describe, in a template that they fit.
 
     Raises:
         DamagedError: The tensors are not those of the index.
@@ -196,7 +196,7 @@ def assembled(index: Index, tensors: Mapping[str, Tensor], like: State) -> State
 def check_fits(
     path: Path, index: Index, like: State, step: Any = None, *, strict: bool = True, is_adaptive: bool = False
 ) -> None:
-    """Compares a checkpoint's index with what is there; see `load`."""
+    """Compare a checkpoint's index with what is there; see `load`."""
     now = describe(like, step)
     told = [*differences(index.description, now), *overruled_hparams(index.description, like)]
     if is_adaptive:
@@ -226,7 +226,7 @@ def _differs(now: Mapping[str, Any], name: str, old: Any) -> bool:
 
 
 def _fetched(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-    """The tensors on the host, or on their way there, and when they arrive."""
+    """Return the tensors on the host, or on their way there, and when they arrive."""
     if not any(tensor.is_cuda for tensor in tensors.values()):
         return dict(tensors), None
     found = {name: _pinned(tensor) if tensor.is_cuda else tensor for name, tensor in tensors.items()}

@@ -35,7 +35,7 @@ _SETTINGS = ("optimizer", "loss", "precision", "input_field", "target_field", "p
 
 
 def describe(state: State, step: Any = None) -> dict[str, Any]:
-    """The static part of a state, and of the step that trains it, in plain values."""
+    """Return the static part of a state, and of the step that trains it, in plain values."""
     context = state.context
     loss = context.loss
     words = {
@@ -61,7 +61,7 @@ def describe(state: State, step: Any = None) -> dict[str, Any]:
 
 
 def architecture(model: Model) -> list[str]:
-    """The modules of a network, one line each: qualified name, type and settings.
+    """Return the modules of a network, one line each: qualified name, type and settings.
 
     Example:
         >>> from torch import nn
@@ -74,7 +74,8 @@ def architecture(model: Model) -> list[str]:
 
 
 def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
-    """Where two networks have modules of other types, one line each; of those inside a listed one nothing is said.
+    """Return where two networks have modules of other types, one line each; of those inside a listed one nothing is
+    said.
 
     The same weights mean another function there, whatever their names and shapes.
 
@@ -93,14 +94,15 @@ def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
 
 
 def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
-    """Where modules of the same type have other settings, one line each; see `other_modules` for the arguments."""
+    """Return where modules of the same type have other settings, one line each; see `other_modules` for the arguments.
+    """
     there, here = _by_name(saved), _by_name(now)
     both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
     return [_difference(name, there, here, place) for name in both if there[name] != here[name]]
 
 
 def environment(state: State, step: Any = None) -> dict[str, Any]:
-    """What the bits of a run depend on beside the state: versions, device, threads, and how the step is run."""
+    """Return what the bits of a run depend on beside the state: versions, device, threads, and how the step is run."""
     device = state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     told = {
@@ -117,7 +119,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where two descriptions differ, one line for each thing; what only one of them tells is left out."""
+    """Return where two descriptions differ, one line for each thing; what only one of them tells is left out."""
     lines = other_settings(saved["model"], now["model"], "the checkpoint")
     for name in _SETTINGS:
         if name in saved and name in now and saved[name] != now[name]:
@@ -130,7 +132,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
-    """Where the template wants another value of a named scalar than the run began with; one line for each."""
+    """Return where the template wants another value of a named scalar than the run began with; one line for each."""
     lines = []
     for name, value in like.hparams.items():
         began = saved.get("hparams", {}).get(name)
@@ -143,7 +145,7 @@ def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
 
 
 def missing_required(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The algorithms that must be there to load a checkpoint, and are not."""
+    """Return the algorithms that must be there to load a checkpoint, and are not."""
     absent = [name for name in saved.get("required", ()) if name not in now["initialised"]]
     return [f"{name}: changed the model of the checkpoint" for name in absent]
 
@@ -162,12 +164,12 @@ def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str], pl
 
 
 def _in_words(module: nn.Module) -> str:
-    """The type and settings of a module, without its children, on one line."""
+    """Return the type and settings of a module, without its children, on one line."""
     return f"{type(module).__name__}({' '.join(module.extra_repr().split())})"
 
 
 def listed(text: str, lines: list[str], hint: str = "") -> str:
-    """A message with lines below it, the first dozen of them, and a hint at the end."""
+    """Return a message with lines below it, the first dozen of them, and a hint at the end."""
     shown = [f"\n  {line}" for line in lines[:_MOST_LINES]]
     more = [f"\n  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     return "".join([f"{text}:", *shown, *more, f"\n{hint}" if hint else ""])

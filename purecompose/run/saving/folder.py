@@ -62,7 +62,7 @@ class Found:
 
 
 def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: Mapping[str, Tensor]) -> None:
-    """Writes a checkpoint; one that stands there is replaced when the new one is whole.
+    """Write a checkpoint; one that stands there is replaced when the new one is whole.
 
     Args:
         target: Its folder.
@@ -99,7 +99,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 
 @contextlib.contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the target's place at the end of the scope; an error leaves no trace.
+    """Return a folder to write to, which takes the target's place at the end of the scope; an error leaves no trace.
 
     Raises:
         FileExistsError: Something that is no checkpoint stands there.
@@ -127,7 +127,7 @@ def replaced(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """A file to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
+    """Return a file to write to, which takes the target's place at the end of the scope; an error leaves no trace."""
     target.parent.mkdir(parents=True, exist_ok=True)
     new = _hidden(target, _WRITING)
     try:
@@ -141,7 +141,7 @@ def written(target: Path) -> Iterator[Path]:
 
 
 def read_index(path: Path) -> Index:
-    """The index of the checkpoint in a folder.
+    """Return the index of the checkpoint in a folder.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -174,7 +174,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, after comparing the file with the index.
+    """Return the tensors of a checkpoint, after comparing the file with the index.
 
     Raises:
         DamagedError: The file is missing, cut off or changed.
@@ -189,7 +189,7 @@ def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
 
 
 def check_tensors(path: Path, index: Index) -> None:
-    """Compares the file of a checkpoint's tensors with its index.
+    """Compare the file of a checkpoint's tensors with its index.
 
     Raises:
         DamagedError: The file is missing, cut off or changed.
@@ -217,12 +217,12 @@ def is_whole(path: Path, index: Index) -> bool:
 
 
 def name_at(now: Timestamp) -> str:
-    """What a run calls its checkpoint of a point in time, such as `ep0003-ba00000120`."""
+    """Return what a run calls its checkpoint of a point in time, such as `ep0003-ba00000120`."""
     return f"ep{now.epoch:04d}-ba{now.batch:08d}"
 
 
 def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
-    """A run's checkpoints in a folder, the newest first, and what is wrong with the others.
+    """Return a run's checkpoints in a folder, the newest first, and what is wrong with the others.
 
     Only names as `name_at` makes them count, so that others in the folder are nobody's to delete. Tensors are not
     looked at.
@@ -239,7 +239,7 @@ def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
 
 
 def clear(folder: Path) -> None:
-    """Clears away what processes left that are no more; what they were about to replace comes back."""
+    """Clear away what processes left that are no more; what they were about to replace comes back."""
     for path in sorted(folder.glob(".*")):
         left = _HIDDEN.fullmatch(path.name)
         if left is None or is_alive(int(left["pid"]), left["token"]):
@@ -252,13 +252,13 @@ def clear(folder: Path) -> None:
 
 
 def put_aside(path: Path) -> None:
-    """Takes a damaged checkpoint out of the run's sequence; its content stays."""
+    """Take a damaged checkpoint out of the run's sequence; its content stays."""
     with contextlib.suppress(OSError):
         path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; out of sight first, so that nobody finds half of one.
+    """Delete a checkpoint; out of sight first, so that nobody finds half of one.
 
     One that holds a file of somebody else's stays, for that would be lost.
     """
@@ -270,13 +270,13 @@ def remove(path: Path) -> None:
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """A file's length in bytes, and its sha256."""
+    """Return a file's length in bytes, and its sha256."""
     with file.open("rb") as opened:
         return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
 def library() -> Any:
-    """The package that knows the file format.
+    """Return the package that knows the file format.
 
     Raises:
         ImportError: It is not installed.
@@ -295,12 +295,12 @@ _HIDDEN = re.compile(
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """A name beside a target that says whose it is and for what; nobody else takes it."""
+    """Return a name beside a target that says whose it is and for what; nobody else takes it."""
     return target.with_name(f".{target.name}.{os.getpid()}-{token()}-{secrets.token_hex(4)}{kind}")
 
 
 def _delete(path: Path) -> None:
-    """Deletes a folder, a file, or a link to one."""
+    """Delete a folder, a file, or a link to one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -309,13 +309,13 @@ def _delete(path: Path) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raises where something stands that is no checkpoint: it would be lost."""
+    """Raise where something stands that is no checkpoint: it would be lost."""
     if os.path.lexists(target) and not _is_ours_alone(target):
         raise FileExistsError(f"{target} is no checkpoint, and would be lost: choose another name")
 
 
 def _is_ours_alone(path: Path) -> bool:
-    """Whether this is a checkpoint's folder, with nothing else in it."""
+    """Return whether this is a checkpoint's folder, with nothing else in it."""
     return path.is_dir() and {file.name for file in path.iterdir()} <= {_INDEX, _TENSORS}
 
 
@@ -330,7 +330,7 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    """Whether a tensor is part of a larger one."""
+    """Return whether a tensor is part of a larger one."""
     return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
 
 

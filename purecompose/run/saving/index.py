@@ -51,13 +51,13 @@ class Index:
 
 
 def to_json(index: Index) -> str:
-    """The index with its checksum."""
+    """Return the index with its checksum."""
     content = {"format": FORMAT, "version": VERSION, **{name: _plain(value) for name, value in vars(index).items()}}
     return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False) + "\n"
 
 
 def from_json(text: bytes) -> Index:
-    """An index from its file's content.
+    """Return an index from its file's content.
 
     Raises:
         DamagedError: It is no index of a checkpoint, or has been changed since it was written.
@@ -82,7 +82,7 @@ def from_json(text: bytes) -> Index:
 
 
 def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
-    """A timestamp as plain values."""
+    """Return a timestamp as plain values."""
     run = timestamp.run
     counters = {name: getattr(timestamp, name) for name in _COUNTERS}
     return {
@@ -94,7 +94,7 @@ def time_to_plain(timestamp: Timestamp) -> dict[str, Any]:
 
 
 def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
-    """The inverse of `time_to_plain`.
+    """Return the inverse of `time_to_plain`.
 
     Raises:
         DamagedError: Something in it is no time.
@@ -112,7 +112,7 @@ def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
 
 
 def _check_parts(fields: Mapping[str, Any]) -> None:
-    """Raises where an index was written by hand: nothing after this has to doubt what it reads.
+    """Raise where an index was written by hand: nothing after this has to doubt what it reads.
 
     The forms of tensors are read when they are needed.
     """

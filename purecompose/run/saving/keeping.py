@@ -71,7 +71,7 @@ class Checkpoints:
 
 
 def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
-    """The checkpoints that need not stay.
+    """Return the checkpoints that need not stay.
 
     Args:
         found: Those there are, the newest first.
@@ -87,7 +87,7 @@ def surplus(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Fou
 
 
 def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
-    """The metric that decides, the larger the better; `None` where it was not measured."""
+    """Return the metric that decides, the larger the better; `None` where it was not measured."""
     value = metrics.get(settings.best) if settings.best is not None else None
     if not isinstance(value, (int, float)) or value != value:
         return None
@@ -95,7 +95,7 @@ def _rating(metrics: Mapping[str, Any], settings: Checkpoints) -> float | None:
 
 
 def newest(folder: Path | str) -> Path | None:
-    """The newest checkpoint in a folder, by its index; `None` where there is none."""
+    """Return the newest checkpoint in a folder, by its index; `None` where there is none."""
     found, _ = disk.all_in(Path(folder))
     return found[0].path if found else None
 
@@ -110,7 +110,8 @@ class Resumed:
 
 
 def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
-    """What a run goes on from, by a checkpoint's folder; BEFORE_LOAD fires on the template, for which see `load`.
+    """Return what a run goes on from, by a checkpoint's folder; BEFORE_LOAD fires on the template, for which see
+    `load`.
 
     Args:
         path: The checkpoint.
@@ -126,7 +127,7 @@ def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool 
 
 
 def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
-    """What a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
+    """Return what a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
 
     Damaged ones are put aside, under names that say so: the run will write those batches anew. For the arguments see
     `resumed_from`.
@@ -185,7 +186,7 @@ class Keeper:
         self._best: float | None = None
 
     def begin(self, state: State, *, from_here: Resumed | None = None) -> None:
-        """Finds out before the run whether it can be saved, and whether another run's checkpoints are there.
+        """Find out before the run whether it can be saved, and whether another run's checkpoints are there.
 
         Args:
             state: Where the run starts.
@@ -214,7 +215,8 @@ class Keeper:
             self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
 
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
-        """Whether it is time for one, after what happened between two times, or worth one, by what was measured."""
+        """Return whether it is time for one, after what happened between two times, or worth one, by what was measured.
+        """
         if self._is_best(metrics):
             return True
         every = self.settings.every
@@ -224,7 +226,7 @@ class Keeper:
         return has_passed(every, before, now)
 
     def keep(self, state: State, step: Any, metrics: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
-        """Writes a checkpoint, or lets it be written; what goes wrong on the disk is a warning.
+        """Write a checkpoint, or lets it be written; what goes wrong on the disk is a warning.
 
         Args:
             state: The state.
@@ -272,13 +274,13 @@ class Keeper:
             )
 
     def settle(self) -> None:
-        """Waits until everything so far is written."""
+        """Wait until everything so far is written."""
         if self._waiting is not None:
             wait([self._waiting.future])  # the thread takes them in their order
         self._tell()
 
     def close(self) -> None:
-        """Waits until everything is written, and ends the thread."""
+        """Wait until everything is written, and ends the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         repeated = {cause: num for cause, num in self._failures.items() if num > 1}
@@ -361,7 +363,7 @@ class Keeper:
         return rating is not None and (self._best is None or rating > self._best)
 
     def _tell(self) -> None:
-        """Warns of what went wrong since the last time; in the thread of the run, where warnings are filtered."""
+        """Warn of what went wrong since the last time; in the thread of the run, where warnings are filtered."""
         problems, self._problems = self._problems, []
         for problem in problems:
             warn(problem, CheckpointWarning)
@@ -388,7 +390,7 @@ _WAITING_TIME, _PAUSE = 60.0, 2.0
 
 
 def _beside_a_newer_one(found: Sequence[disk.Found], settings: Checkpoints) -> list[disk.Found]:
-    """The checkpoints that need not stay when a newer one is there."""
+    """Return the checkpoints that need not stay when a newer one is there."""
     if not found:
         return []
     newer = disk.Found(found[0].path, replace(found[0].index, metrics={}))
@@ -400,7 +402,7 @@ def _is_disk_full(error: Exception | None) -> bool:
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong, without the name of the file, so that it reads the same for each checkpoint."""
+    """Return what went wrong, without the name of the file, so that it reads the same for each checkpoint."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 

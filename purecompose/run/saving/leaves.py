@@ -27,7 +27,7 @@ class Leaves(NamedTuple):
 
 
 def leaves_of(state: State) -> Leaves:
-    """The leaves of a state between steps.
+    """Return the leaves of a state between steps.
 
     Raises:
         TypeError: Something in it is neither a tensor nor a plain value.
@@ -69,7 +69,7 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of_text(text: str) -> "Spec":
-        """The inverse of `str`.
+        """Return the inverse of `str`.
 
         Raises:
             DamagedError: It is no spec.
@@ -86,14 +86,14 @@ class Spec(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """The form in which a tensor comes back: dense, in the order of dimensions that it has in memory."""
+    """Return the form in which a tensor comes back: dense, in the order of dimensions that it has in memory."""
     stride = torch.empty_like(tensor, device="meta").stride()
     is_usual = stride == torch.empty(tensor.shape, device="meta").stride()
     return Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), None if is_usual else tuple(stride))
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The tensor as the file takes it: on the CPU, contiguous, with memory of its own, complex ones as pairs.
+    """Return the tensor as the file takes it: on the CPU, contiguous, with memory of its own, complex ones as pairs.
 
     Raises:
         TypeError: A layout that the file has no form for.
@@ -105,7 +105,7 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, Any]) -> list[str]:
-    """Where saved leaves do not fit a template, one line each."""
+    """Return where saved leaves do not fit a template, one line each."""
     wanted, found = leaves_of(_lasting(like)), {*tensors, *values}
     lines = []
     for name, tensor in wanted.tensors.items():
@@ -129,7 +129,8 @@ def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, An
 def filled(
     like: State, static: Static, tensors: Mapping[str, Tensor], specs: Mapping[str, Spec], values: Mapping[str, Any]
 ) -> State:
-    """A state of the template's structure and devices with the saved leaves; those that do not fit stay its own."""
+    """Return a state of the template's structure and devices with the saved leaves; those that do not fit stay its own.
+    """
     # In the order in which they were: the file has another, and it is part of a tree's structure.
     found = {name: _restored(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
     found |= {name: value for name, value in values.items() if _is_metric(name)}
@@ -152,7 +153,8 @@ _METRICS = "metrics/"
 
 
 def _is_runs_own(name: str) -> bool:
-    """Whether a leaf belongs to no algorithm but to a reason to stop, which may come or go where a run goes on."""
+    """Return whether a leaf belongs to no algorithm but to a reason to stop, which may come or go where a run goes on.
+    """
     return name.startswith("slots['.")
 
 

@@ -18,7 +18,8 @@ __all__ = ["is_alive", "place", "token"]
 
 
 def token() -> str:
-    """What this process has, beside its number, that no earlier one of that number had: eight hexadecimal digits.
+    """Return what this process has, beside its number, that no earlier one of that number had: eight hexadecimal
+    digits.
 
     Example:
         >>> token() == token()
@@ -28,7 +29,7 @@ def token() -> str:
 
 
 def is_alive(pid: int, its_token: str | None) -> bool:
-    """Whether a process of this machine, or this container, is still there.
+    """Return whether a process of this machine, or this container, is still there.
 
     Args:
         pid: Its number.
@@ -47,7 +48,7 @@ def is_alive(pid: int, its_token: str | None) -> bool:
 
 
 def place() -> str:
-    """Where a process's number means the same: a machine's name, and on Linux its namespace of processes.
+    """Return where a process's number means the same: a machine's name, and on Linux its namespace of processes.
 
     So two containers on a machine are two places.
     """
@@ -63,7 +64,8 @@ def _token(pid: int) -> str:
 
 
 def _told(pid: int) -> tuple[str | None, str | None]:
-    """What the system says of a process, where it says anything: its state, a letter, and a token by its start."""
+    """Return what the system says of a process, where it says anything: its state, a letter, and a token by its start.
+    """
     try:
         # The name, in brackets, may hold anything.
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -28,7 +28,7 @@ _MODEL = "purecompose.nn.model"
 
 
 def save_weights(state: State, path: Path | str) -> Path:
-    """Writes parameters and buffers to a safetensors file, by the names that the `nn.Module` gives them.
+    """Write parameters and buffers to a safetensors file, by the names that the `nn.Module` gives them.
 
     Other programs read it, and `module.load_state_dict(safetensors.torch.load_file(path), strict=False)` does: a tied
     tensor is there once, under its first name. The file's metadata describe the network's modules, which `load_weights`
@@ -52,7 +52,8 @@ def save_weights(state: State, path: Path | str) -> Path:
 
 
 def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State:
-    """The state with parameters and buffers from a safetensors file; all else (optimizer, slots, time) is as it was.
+    """Return the state with parameters and buffers from a safetensors file; all else (optimizer, slots, time) is as it
+    was.
 
     A file from `save_weights` describes the network that the weights are of. In one of other modules they mean another
     function even where names and shapes agree: standardized convolutions have the weights of plain ones. Files from
@@ -96,7 +97,7 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
-    """The tensors of a file, and the description of their network if it has one."""
+    """Return the tensors of a file, and the description of their network if it has one."""
     package = library()
     if not file.exists():
         raise FileNotFoundError(f"there is no file {file}")
@@ -123,7 +124,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
 
 
 def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> Path:
-    """Writes the network, in evaluation mode, as an ONNX file, by torch's own exporter.
+    """Write the network, in evaluation mode, as an ONNX file, by torch's own exporter.
 
     Args:
         state: A single state.
@@ -168,5 +169,5 @@ def _fits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _like(value: Tensor, ours: Tensor) -> Tensor:
-    """The value on our device, in our order of dimensions in memory."""
+    """Return the value on our device, in our order of dimensions in memory."""
     return ours if value is ours else torch.empty_like(ours).copy_(value)

@@ -38,7 +38,7 @@ def _only_init(algorithm: Algorithm) -> str | None:
     exempt=_only_init,
 )
 def absent_when_unmatched(subject: Subject, case: Case) -> bool:
-    """Compares the step without the algorithm with one in which it acts at INIT alone, and with its real one.
+    """Compare the step without the algorithm with one in which it acts at INIT alone, and with its real one.
 
     The algorithm held back to INIT is compared at INIT and after a step, from a state of its own. The real one is
     compared in each batch in which it does not act, from the state it has come to. Its own slot, and hparams that its
@@ -63,7 +63,7 @@ def absent_when_unmatched(subject: Subject, case: Case) -> bool:
 
 
 def _check_unmatched(subject: Subject, case: Case, plain_step: Step) -> None:
-    """The real step, batch by batch, against the plain one from the same state."""
+    """Return the real step, batch by batch, against the plain one from the same state."""
     watched = Watched(subject.algorithm)
     step = case.step(watched.algorithm)
     state = begun(step, case.state())
@@ -80,7 +80,7 @@ def _check_unmatched(subject: Subject, case: Case, plain_step: Step) -> None:
     "let neutral settings match never: Algorithm(name, NEVER if alpha == 0 else on(...), apply)",
 )
 def neutral_setting(subject: Subject, case: Case) -> bool:
-    """Compares the steps with and without an algorithm whose author calls its settings neutral.
+    """Compare the steps with and without an algorithm whose author calls its settings neutral.
 
     Its own slot, its own metrics and hparams that its settings name may be there. It may act, as long as nothing
     comes of it.
@@ -97,7 +97,7 @@ def neutral_setting(subject: Subject, case: Case) -> bool:
 
 
 def _with_metrics_of(reference: State, state: State) -> State:
-    """The state with those of its metrics alone that the reference has too."""
+    """Return the state with those of its metrics alone that the reference has too."""
     return state.replace(metrics={name: value for name, value in state.metrics.items() if name in reference.metrics})
 
 
@@ -114,7 +114,7 @@ _LABELS = ("without the algorithm", "with it")
     exempt=never_acts,
 )
 def draws_independent(subject: Subject, case: Case) -> bool:
-    """Compares what two bystanders draw, listed first and last, with and without the algorithm in between.
+    """Compare what two bystanders draw, listed first and last, with and without the algorithm in between.
 
     They draw for the batch and for the first example of each microbatch; at BEFORE_FORWARD also what the network's
     dropout would draw, for each example. Where the algorithm changes the number of examples, the draws of those in
@@ -147,7 +147,7 @@ class _Witnesses:
         self.acted = False
 
     def after(self, state: State, batch: Any) -> State:
-        """The state after a batch, and after the outer events at which the algorithm may act."""
+        """Return the state after a batch, and after the outer events at which the algorithm may act."""
         self.seen = {}
         for event in self.outer:
             fired = self.step.fire(event, state)
@@ -157,7 +157,7 @@ class _Witnesses:
         return self.step(state, batch)
 
     def _watching(self, event: Event, state: State, act: Act) -> State:
-        """Looks whether the algorithm under test leaves what draws come from alone."""
+        """Look whether the algorithm under test leaves what draws come from alone."""
         self.acted = True
         after = act(state)
         now = _sources(after)
@@ -166,7 +166,7 @@ class _Witnesses:
         return after
 
     def _recording(self, name: str) -> Callable[[Event, State, Act], State]:
-        """Takes down what a bystander draws."""
+        """Take down what a bystander draws."""
 
         def around(event: Event, state: State, act: Act) -> State:
             after = act(state)
@@ -185,7 +185,7 @@ class _Witnesses:
         return around
 
     def dropped_out(self, state: State) -> Tensor:
-        """What the untrained network makes of fixed inputs in training mode, by the state's draws."""
+        """Return what the untrained network makes of fixed inputs in training mode, by the state's draws."""
         probe = self.start.replace(key=state.key, clock=state.clock)
         return batches.tensors(probe.forward(self.inputs, train=True, name=".forward"))[0].detach()
 
@@ -194,7 +194,7 @@ _OUTER = (Event.FIT_START, Event.EPOCH_START, Event.BEFORE_DATALOADER)
 
 
 def _sources(state: State) -> dict[str, Any]:
-    """All that draws come from."""
+    """Return all that draws come from."""
     clock = state.clock
     assert clock is not None
     return {"key": state.key, "first_example": state.first_example, "clock": clock.values, "domain": clock.domain}
@@ -214,7 +214,7 @@ def _compare_draws(place: tuple[Event, str], ours: dict[str, Tensor], theirs: di
     exempt=never_acts,
 )
 def list_position_free(subject: Subject, case: Case) -> bool:
-    """Adds bystanders, which change their own slots and metrics alone, before the algorithm and behind it."""
+    """Add bystanders, which change their own slots and metrics alone, before the algorithm and behind it."""
     watched = Watched(subject.algorithm)
     alone = case.step(watched.algorithm)
     among = alone.replace(algorithms=[bystander("a bystander"), *alone.algorithms, bystander("zz")])

@@ -32,7 +32,7 @@ _DRAWING = ("bystander", "noise")
     most_cases=12,
 )
 def compiled_agrees(subject: Subject, case: Case) -> bool:
-    """Takes the case's steps and two more as composed, and the same in traced graphs.
+    """Take the case's steps and two more as composed, and the same in traced graphs.
 
     The graphs run as they were traced (`compile(backend="eager")`), so that nothing is judged but the tracing. The
     case's seed decides whether steps are donated, and whether those without microbatches are one graph, as most steps

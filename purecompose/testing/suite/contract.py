@@ -53,7 +53,7 @@ _NOT_FIRED = frozenset(
     exempt=never_acts,
 )
 def structure_kept(subject: Subject, case: Case) -> bool:
-    """Compares the forms at the end of each step, before the step's own check, and around each outer event.
+    """Compare the forms at the end of each step, before the step's own check, and around each outer event.
 
     Parameters and buffers that began contiguous stay so.
     """
@@ -152,7 +152,7 @@ def _check_context(first: State, second: State, labels: tuple[str, str], event: 
     exempt=never_acts,
 )
 def own_slot(subject: Subject, case: Case) -> bool:
-    """Compares what is others' around each application, INIT included, and the loss at the end with the gradient's.
+    """Compare what is others' around each application, INIT included, and the loss at the end with the gradient's.
 
     Where the algorithm can be made under another name, every second case does so: its slot then has that name.
     """
@@ -173,7 +173,9 @@ def own_slot(subject: Subject, case: Case) -> bool:
 
 
 def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
-    """An application that raises `Broken` where the algorithm changes slots, metrics, hparams or a key of others."""
+    """Return an application that raises `Broken` where the algorithm changes slots, metrics, hparams or a key of
+    others.
+    """
     own_hparams, own_metrics = {hparam.name for hparam in subject.algorithm.hparams}, set[str]()
 
     def others(state: State) -> dict[str, Any]:
@@ -240,7 +242,7 @@ def _sets_buffers(algorithm: Algorithm) -> str | None:
     unsuited=lambda task: None if task.has_buffers else "its network has no buffers",
 )
 def buffers_kept(subject: Subject, case: Case) -> bool:
-    """Compares the buffers around each application, and what BatchNorm counts with and without the algorithm.
+    """Compare the buffers around each application, and what BatchNorm counts with and without the algorithm.
 
     What it counts in a network that INIT has replaced is not compared.
     """
@@ -279,7 +281,7 @@ def _nothing_frozen(task: Task) -> str | None:
     unsuited=_nothing_frozen,
 )
 def frozen_kept(subject: Subject, case: Case) -> bool:
-    """Compares frozen parameters before and after each step; looks for gradients of theirs after each application.
+    """Compare frozen parameters before and after each step; looks for gradients of theirs after each application.
 
     INIT is left out. What is frozen or thawed in the middle of a step counts as not frozen.
     """
@@ -318,7 +320,7 @@ def _silent_at_init(algorithm: Algorithm) -> str | None:
     idle="it does not act at INIT",
 )
 def init_once(subject: Subject, case: Case) -> bool:
-    """Initialises twice, applies INIT to its own result, and lists the algorithm before and after its company."""
+    """Initialise twice, applies INIT to its own result, and lists the algorithm before and after its company."""
 
     def around(event: Event, state: State, act: Act) -> State:
         before = snapshot(state, ["params", "buffers"])
@@ -369,7 +371,7 @@ def _check_twice(once: State, twice: State, label: str) -> None:
 
 
 def _in_company(subject: Subject, case: Case) -> Case:
-    """The case with a companion that has a slot."""
+    """Return the case with a companion that has a slot."""
     if "bystander" in (*case.others, subject.name):
         return case
     return dataclasses.replace(case, others=(*case.others, "bystander"))

@@ -30,7 +30,7 @@ def check_derivative(
     by: str,
     value: Tensor | None = None,
 ) -> bool:
-    """Compares a gradient with finite differences along a random direction.
+    """Compare a gradient with finite differences along a random direction.
 
     Args:
         loss: The function; it returns a 0-d float64 tensor.
@@ -83,7 +83,7 @@ def _direction(point: Point, seed: int) -> Point:
 
 
 def _slopes(loss: Callable[[Point], Tensor], point: Point, grads: Point, direction: Point) -> tuple[float, float]:
-    """The derivative along a direction, by the gradient and by the central difference."""
+    """Return the derivative along a direction, by the gradient and by the central difference."""
     by_grad = sum(
         (grads[field][name] * value).sum().detach().item()
         for field in direction
@@ -98,7 +98,7 @@ def _is_close(first: float, second: float) -> bool:
 
 
 def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> bool:
-    """Whether difference quotients are good enough to blame a gap on the gradient.
+    """Return whether difference quotients are good enough to blame a gap on the gradient.
 
     A jump or kink beside the point, a large third derivative, and rounding of float32 somewhere inside make the
     quotient change with the step size. At a kink in the point itself it is the one-sided quotients that differ, by
@@ -115,7 +115,7 @@ def _is_smooth(loss_at: Callable[[float], float], value: float, gap: float) -> b
 
 
 def _halves(direction: Point) -> tuple[Point, Point]:
-    """Every other element of the direction, and the rest."""
+    """Return every other element of the direction, and the rest."""
 
     def half(value: Tensor, start: int) -> Tensor:
         taken = torch.arange(value.numel(), device=value.device).reshape(value.shape) % 2 == start
@@ -139,7 +139,7 @@ def _moved(point: Point, direction: Point, size: float) -> Point:
 
 
 def _parts(direction: Point) -> Iterator[Point]:
-    """The direction in one leaf at a time."""
+    """Return the direction in one leaf at a time."""
     for field, leaves in direction.items():
         for name, value in leaves.items():
             yield {field: {name: value}, **{other: {} for other in direction if other != field}}

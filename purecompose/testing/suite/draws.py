@@ -52,7 +52,7 @@ _Seen = dict[_Draw, Event]
     idle="it draws nothing at its events (what the network's own layers draw in a forward pass is not seen)",
 )
 def draws_keyed(subject: Subject, case: Case) -> bool:
-    """Takes down from which words the algorithm draws: in runs with two keys, in several batches, beside others.
+    """Take down from which words the algorithm draws: in runs with two keys, in several batches, beside others.
 
     No draw may recur in the run with another key, or in another batch of the same run; nor may it be one of a
     companion's, or stand in for the network's own, nor one of the same algorithm's under another name. Within a step
@@ -95,7 +95,7 @@ class _Application:
     has_seeded: bool = False
 
     def note(self, draw: _Draw, size: int) -> None:
-        """Raises `Broken` where another draw, of another size, has had the same name."""
+        """Raise `Broken` where another draw, of another size, has had the same name."""
         if self.sizes.setdefault(draw, size) != size:
             what = "two draws of different sizes under one name: they begin with the same numbers"
             raise Broken(f"{what} (key {draw.key}, salt {draw.salt}, batch {draw.batch})", event=self.event)
@@ -103,7 +103,7 @@ class _Application:
 
 @contextlib.contextmanager
 def _generators_noted(application: _Application) -> Iterator[None]:
-    """Notes whether a generator is made: by torch, Python or NumPy."""
+    """Note whether a generator is made: by torch, Python or NumPy."""
     numpy = sys.modules.get("numpy")
     places = [(torch, "Generator"), (python_random, "Random")]
     places += [(numpy.random, name) for name in ("default_rng", "RandomState")] if numpy is not None else []
@@ -126,7 +126,7 @@ def _generators_noted(application: _Application) -> Iterator[None]:
 
 
 def _called_by(make: Callable[..., Any], original: type) -> type:
-    """A class that makes its instances by a function, and knows those of the original for its own."""
+    """Return a class that makes its instances by a function, and knows those of the original for its own."""
 
     class Meta(type(original)):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,9 @@ class _Recorder:
         self.step = step.replace(algorithms=[self._watched(algorithm) for algorithm in step.algorithms])
 
     def steps(self, state: State) -> Iterator[_Seen]:
-        """What the subject draws at INIT, and then in each step, until it has drawn in two; checked for its names."""
+        """Return what the subject draws at INIT, and then in each step, until it has drawn in two; checked for its
+        names.
+        """
         with self._recording():
             state = begun(self.step, state)
         yield self._taken()
@@ -190,7 +192,7 @@ class _Recorder:
         return Watched(algorithm, around, with_init=True).algorithm
 
     def _check_follows_key(self, event: Event, state: State, after: State, act: Act) -> None:
-        """Raises `Broken` where a generator that the algorithm has seeded does the same with another key."""
+        """Raise `Broken` where a generator that the algorithm has seeded does the same with another key."""
         self.seeds_itself = True
         other = act(state.replace(key=state.key + 1))
         fields = [field for field in STEP_FIELDS if field != "key"]

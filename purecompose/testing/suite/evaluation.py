@@ -40,7 +40,7 @@ _EVALUATION_LABELS = ("the network's own", "through the step")
     exempt=never_acts,
 )
 def evaluation_blind(subject: Subject, case: Case) -> bool:
-    """Evaluates and predicts between the steps of one of two runs, and compares it with evaluations without algorithms.
+    """Evaluate and predicts between the steps of one of two runs, and compares it with evaluations without algorithms.
 
     What an algorithm may do is exchange weights, params or buffers, at EVAL_STANDALONE_START, EVAL_START and
     PREDICT_START (averaged weights). From there on, batches, targets, outputs and metrics must be those that a step
@@ -68,7 +68,7 @@ class _Evaluation:
         self.evaluating, self.predicting = (step.replace(program=program) for program in (eval_events, predict_events))
 
     def check(self, state: State) -> None:
-        """Evaluates and predicts, and compares each with what a step without algorithms finds."""
+        """Evaluate and predicts, and compares each with what a step without algorithms finds."""
         fields = ("params", "buffers", "slots")
         before = snapshot(state, fields)
         try:
@@ -90,7 +90,7 @@ class _Evaluation:
         _check_metrics(ours, theirs)
 
     def check_evaluator(self, state: State) -> None:
-        """An evaluation as `fit` does it."""
+        """Return an evaluation as `fit` does it."""
         begun = self.evaluating.fire(Event.EVAL_BEFORE_ALL, state)
         weights = _weights(state, self.evaluating.fire(Event.EVAL_START, begun))
         evaluator = Evaluator(self.data, {"loss": mean_loss(state.context.loss)})
@@ -132,17 +132,17 @@ class _Evaluation:
 
 
 def _weights(state: State, started: State) -> State:
-    """The training state with the weights that evaluation has put in their place."""
+    """Return the training state with the weights that evaluation has put in their place."""
     return state.replace(params=started.params, buffers=started.buffers)
 
 
 def _check_metrics(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """What an algorithm reports of its own is in nobody's way."""
+    """Return what an algorithm reports of its own is in nobody's way."""
     check_equal(dict(ours), {k: v for k, v in theirs.items() if k in ours}, _EVALUATION_LABELS, "metrics")
 
 
 def _pairs(algorithm: Algorithm) -> dict[Event, Event]:
-    """Each opening event of a training step and its closing one, where the algorithm may act on both."""
+    """Return each opening event of a training step and its closing one, where the algorithm may act on both."""
     events = [event for event in events_in(loop_events) if event in algorithm.events]
     return {
         opening: closing
@@ -168,7 +168,7 @@ def _no_pair(algorithm: Algorithm) -> str | None:
     idle="it puts nothing in place of something that it touches again at the closing event of the pair",
 )
 def pairs_undone(subject: Subject, case: Case) -> bool:
-    """Looks at what the algorithm replaced at the opening event of a pair again after the closing one.
+    """Look at what the algorithm replaced at the opening event of a pair again after the closing one.
 
     That is the batch, single hparams and which parameters are frozen; and the parameters, for pairs between whose
     events the optimizer does not move them. Everything counts: values, dtypes, kinds of containers. What
@@ -209,7 +209,7 @@ class _Opened:
         return bool(self.replaced & self.owed)
 
     def around(self, event: Event, state: State, act: Act) -> State:
-        """Keeps copies of what an application replaces at an opening event; notes what it touches at a closing one."""
+        """Keep copies of what an application replaces at an opening event; notes what it touches at a closing one."""
         if event not in self.closing_of and event not in self.opening_of:
             return act(state)
         before, slot_before = copied(self._fields(state, event)), state.slots.get(self.name)
@@ -227,13 +227,13 @@ class _Opened:
         return after
 
     def check(self) -> None:
-        """Raises `Broken` for the first thing that is not back and has to be."""
+        """Raise `Broken` for the first thing that is not back and has to be."""
         for place, broken in self.missing.items():
             if place in self.owed:
                 raise broken
 
     def _look_after(self, closing: Node) -> StateFn | None:
-        """A look at the state after a closing event, whether or not the algorithm acted there."""
+        """Return a look at the state after a closing event, whether or not the algorithm acted there."""
         if not isinstance(closing, Event) or closing not in self.opening_of:
             return None
 
@@ -257,13 +257,13 @@ class _Opened:
 
 
 def _new_tensors(before: Any, after: Any) -> list[Tensor]:
-    """What has come into a slot."""
+    """Return what has come into a slot."""
     old = {id(leaf) for leaf in tree.leaves(before)}
     return [leaf for leaf in tree.leaves(after) if isinstance(leaf, Tensor) and id(leaf) not in old]
 
 
 def _is_among(kept: Sequence[Tensor], original: Any, now: Any) -> bool:
-    """Whether a tensor that was replaced is among those that were kept."""
+    """Return whether a tensor that was replaced is among those that were kept."""
     current = tree.leaves_with_paths(now, into_objects=True)
     replaced = [
         leaf

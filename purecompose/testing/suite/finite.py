@@ -22,7 +22,7 @@ _FIELDS = ("loss", "params", "buffers", "opt_state")
     exempt=never_acts,
 )
 def stays_finite(subject: Subject, case: Case) -> bool:
-    """Looks at loss, params, buffers and opt_state after each step: for the other laws NaN equals NaN."""
+    """Look at loss, params, buffers and opt_state after each step: for the other laws NaN equals NaN."""
     plain = run(case.step(), case.state(), case.batches())
     ours = run(case.step(subject.algorithm), case.state(), case.batches(), subject.name)
     for without, with_it in zip(plain.states[1:], ours.states[1:], strict=True):
@@ -35,7 +35,7 @@ def stays_finite(subject: Subject, case: Case) -> bool:
 
 
 def _first_not_finite(state: State) -> str | None:
-    """The key path of the first tensor with a NaN or an infinity."""
+    """Return the key path of the first tensor with a NaN or an infinity."""
     for field in _FIELDS:
         for path, leaf in tree.leaves_with_paths(getattr(state, field)).items():
             if isinstance(leaf, torch.Tensor) and not leaf.isfinite().all():

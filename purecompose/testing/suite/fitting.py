@@ -41,7 +41,7 @@ _MOST_BATCHES = 8
     most_cases=8,
 )
 def fit_repeats(subject: Subject, case: Case) -> bool:
-    """Trains twice with `fit`, evaluation included, and compares the ends and all metrics that observers see.
+    """Train twice with `fit`, evaluation included, and compares the ends and all metrics that observers see.
 
     The second time the clocks, the global generators and the process's rank are others. A long run ends after a few
     batches.
@@ -90,7 +90,7 @@ class _Data:
         self.case = case
 
     def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
-        """The batches of an epoch from batch `start` on."""
+        """Return the batches of an epoch from batch `start` on."""
         del key
         first = epoch * self.case.batches_per_epoch - self.case.start
         return [self.case.batch(first + index) for index in range(start, self.case.batches_per_epoch)]
@@ -140,7 +140,7 @@ def _counted(algorithm: Algorithm, state: State) -> dict[str, int]:
 
 
 def _sizes(roots: Iterable[Any]) -> Iterator[int]:
-    """The sizes of all containers that can be reached from functions and objects, modules and classes aside."""
+    """Return the sizes of all containers that can be reached from functions and objects, modules and classes aside."""
     seen, waiting = set[int](), list(roots)
     while waiting:
         thing = waiting.pop()

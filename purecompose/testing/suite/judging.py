@@ -28,12 +28,12 @@ Judge: TypeAlias = Callable[[Subject, Case, torch.dtype], bool]
 
 
 def judged(judge: Judge, subject: Subject, case: Case) -> bool:
-    """The judgement at the best precision; False where the case breaks the law without the algorithm, too."""
+    """Return the judgement at the best precision; False where the case breaks the law without the algorithm, too."""
     return _unless_idle_breaks(functools.partial(_at_best_precision, judge), subject, case)
 
 
 def judged_in_double(judge: Judge, subject: Subject, case: Case) -> bool:
-    """The judgement in float64; False where the algorithm refuses that, or the case breaks the law without it.
+    """Return the judgement in float64; False where the algorithm refuses that, or the case breaks the law without it.
 
     In half precision nothing is judged: autocast leaves float64 alone.
     """
@@ -77,7 +77,7 @@ def _at_best_precision(judge: Judge, subject: Subject, case: Case) -> bool:
 
 
 def attempted(doing: str, act: Callable[[], Any]) -> Any:
-    """What `act` returns; what it raises, after a plain step has not, breaks the law."""
+    """Return what `act` returns; what it raises, after a plain step has not, breaks the law."""
     try:
         return act()
     except Exception as error:
@@ -93,12 +93,12 @@ _HALF = tree.Tolerance(0.1, 2e-3)
 
 
 def rounding(dtype: torch.dtype) -> tree.Tolerance:
-    """How far rounding reaches, by a leaf's own dtype: slots may be float32 in any state."""
+    """Return how far rounding reaches, by a leaf's own dtype: slots may be float32 in any state."""
     return _DOUBLE if dtype in (torch.float64, torch.complex128) else _SINGLE
 
 
 def compare_rounded(first: State, second: State, labels: tuple[str, str], fields: Sequence[str]) -> None:
-    """Raises `Broken` for the first leaf in which two states differ by more than rounding; integers agree exactly."""
+    """Raise `Broken` for the first leaf in which two states differ by more than rounding; integers agree exactly."""
     is_half = first.context.precision in AUTOCAST
     compare(first, second, labels, fields=fields, tolerance=_rounding_of_half if is_half else rounding)
 
@@ -113,7 +113,8 @@ _NUM_SHAKES = {False: 4, True: 16}
 
 
 def is_on_the_edge(step: Step, state: State, batch: Any, expected: State) -> bool:
-    """Whether the step itself does something else once params and inputs move by less than rounding: a choice flips.
+    """Return whether the step itself does something else once params and inputs move by less than rounding: a choice
+    flips.
 
     A step that does something else anyway, such as counting its calls, is no such case.
     """
@@ -138,7 +139,7 @@ def _differs(first: State, second: State) -> bool:
 
 
 def _shaken(tensor: Tensor, generator: torch.Generator, is_half: bool) -> Tensor:
-    """The tensor, each element moved by less than rounding.
+    """Return the tensor, each element moved by less than rounding.
 
     In half precision by up to what a number is rounded by there, else by up to a thousandth of the share that
     comparisons allow.

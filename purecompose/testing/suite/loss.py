@@ -49,7 +49,7 @@ def _not_within(algorithm: Algorithm) -> str | None:
     idle="it did not act within the gradient, refuses float64, or has a kink at the point",
 )
 def loss_differentiated(subject: Subject, case: Case) -> bool:
-    """Compares the gradients of a step with finite differences of its loss, along a random direction.
+    """Compare the gradients of a step with finite differences of its loss, along a random direction.
 
     Both are taken within a step, by `state.gradient`: with one batch, its draws, and the slots as they are. What the
     algorithm does at AFTER_BACKWARD is left out, where gradients are its own to edit.
@@ -102,7 +102,7 @@ def _nothing_ignored(task: Task) -> str | None:
     idle="it did not act where the outputs have the targets' positions",
 )
 def ignored_stay_ignored(subject: Subject, case: Case) -> bool:
-    """Takes a step twice, the second time with other outputs at the positions that the batch ignores."""
+    """Take a step twice, the second time with other outputs at the positions that the batch ignores."""
     return judged(_judge_ignored, subject, case)
 
 
@@ -153,7 +153,7 @@ class _Moving:
     most_cases=6,
 )
 def mixtures_taken(subject: Subject, case: Case) -> bool:
-    """Takes steps beside a method that mixes targets, as far as the plain step with mixed targets works."""
+    """Take steps beside a method that mixes targets, as far as the plain step with mixed targets works."""
     watched = Watched(subject.algorithm)
     for algorithms in ((), (watched.algorithm,)):
         step = case.step(*algorithms)
@@ -172,7 +172,7 @@ def mixtures_taken(subject: Subject, case: Case) -> bool:
 
 
 def _mixer() -> Algorithm:
-    """Mixes each target with its neighbour's."""
+    """Mix each target with its neighbour's."""
 
     def apply(event: Event, state: State) -> State:
         del event

@@ -47,7 +47,7 @@ _Answers = dict[tuple[int, Event], bool]
     exempt=never_acts,
 )
 def match_pure(subject: Subject, case: Case) -> bool:
-    """Asks at every event and time of the run: forwards, backwards after steps were taken, for other values."""
+    """Ask at every event and time of the run: forwards, backwards after steps were taken, for other values."""
     algorithm = subject.algorithm
     step = case.step(algorithm)
     state = step.init(case.state())
@@ -73,7 +73,7 @@ def match_pure(subject: Subject, case: Case) -> bool:
 
 
 def _moments(case: Case, state: State) -> list[_Moment]:
-    """The times of the case's run, the same number in each part of it where it is long."""
+    """Return the times of the case's run, the same number in each part of it where it is long."""
     batch, total = case.batch(0), case.epochs * case.batches_per_epoch
     size, tokens = state.context.layout.num_examples(batch), state.context.layout.num_tokens(batch)
     beginning = Timestamp(run=state.timestamp.run)
@@ -88,7 +88,7 @@ def _moments(case: Case, state: State) -> list[_Moment]:
 def _asked(
     algorithm: Algorithm, inside: frozenset[Event], moments: list[_Moment], *, backwards: bool = False
 ) -> _Answers:
-    """The answers for all events and moments; backwards by matchers that have never been asked before."""
+    """Return the answers for all events and moments; backwards by matchers that have never been asked before."""
     kept = {event: Matcher([algorithm], [event]) for event in Event}
     questions = [(number, event) for number in range(len(moments)) for event in Event]
     if not backwards:
@@ -109,7 +109,7 @@ def _ask(matcher: Matcher, inside: frozenset[Event], event: Event, moment: _Mome
 
 
 def _followed(subject: Subject, step: Step, state: State, batch: Any) -> State:
-    """The state after a step, which must act exactly where match says so."""
+    """Return the state after a step, which must act exactly where match says so."""
     inside, now = frozenset(step.events), state.timestamp
     layout = state.context.layout
     later = now.advance(layout.num_examples(batch), layout.num_tokens(batch))
@@ -146,7 +146,7 @@ def _runs_on_host(algorithm: Algorithm) -> str | None:
     exempt=_runs_on_host,
 )
 def time_from_clock(subject: Subject, case: Case) -> bool:
-    """Applies the algorithm twice to one state and clock; in between match hears of, and a seal hides, another time.
+    """Apply the algorithm twice to one state and clock; in between match hears of, and a seal hides, another time.
 
     An algorithm that does something else each time it is asked has not learnt that from the time: no verdict.
     """
@@ -183,7 +183,7 @@ def _difference(first: State, second: State, labels: tuple[str, str], event: Eve
 
 
 def _another_time(case: Case, batch: Any, now: Timestamp) -> tuple[Timestamp, Timestamp]:
-    """The time before and after a step at the other end of the run."""
+    """Return the time before and after a step at the other end of the run."""
     total, size = case.epochs * case.batches_per_epoch, case.batch_size
     number = 0 if now.batch > 0 and 2 * now.batch >= total else max(total - 1, 1)
     tokens = batches.num_tokens(batch)

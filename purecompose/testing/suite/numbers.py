@@ -41,7 +41,7 @@ __all__ = ["gradient_exact", "microbatches_agree", "ranks_agree", "vmap_agrees"]
     exempt=never_acts,
 )
 def microbatches_agree(subject: Subject, case: Case) -> bool:
-    """Takes one step with each batch whole and in slices, as many as the case says or else two.
+    """Take one step with each batch whole and in slices, as many as the case says or else two.
 
     Compared are gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
     numbers; these not where slices do not count as their examples do (the loss ignores some positions), since a
@@ -83,7 +83,7 @@ def _judge_microbatches(subject: Subject, case: Case, dtype: torch.dtype) -> boo
     exempt=never_acts,
 )
 def ranks_agree(subject: Subject, case: Case) -> bool:
-    """Takes one step with each batch in one process and in two or three, played one after the other.
+    """Take one step with each batch in one process and in two or three, played one after the other.
 
     Compared are the processes with each other, bit for bit, and the first with the one process, as in
     `microbatches_agree`.
@@ -126,7 +126,7 @@ _COMPARED = ("grads", "loss", "params", "opt_state", "slots", "hparams", "metric
 
 
 def _comparable(state: State, name: str, with_metrics: bool) -> State:
-    """The state as it is whole or in slices, as far as one algorithm goes."""
+    """Return the state as it is whole or in slices, as far as one algorithm goes."""
     # Companions may count slices in their slots. Metrics of a form that has no mean are the last slice's.
     slots = {key: slot for key, slot in state.slots.items() if key == name}
     state = _without_own_metrics(state) if with_metrics else state.replace(metrics={})
@@ -142,7 +142,9 @@ def _compare_slices(expected: State, found: State, labels: tuple[str, str]) -> N
 
 
 def _weighs_examples(whole: State, num: int) -> bool:
-    """Whether slices have the weights of their numbers of examples, as far as the end of the step with all tells."""
+    """Return whether slices have the weights of their numbers of examples, as far as the end of the step with all
+    tells.
+    """
     loss_fn = whole.context.loss
     given = whole.batch if isinstance(loss_fn, losses.ModelLoss) else whole.targets
     try:
@@ -197,7 +199,7 @@ def _judge_vmap(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 
 def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple[Any, int | None]]:
-    """Each batch with the dimension that vmap maps: None where all states share it."""
+    """Return each batch with the dimension that vmap maps: None where all states share it."""
     yield from ((cases[0].batch(i, dtype), None) for i in range(2))
     own = _stacked([case.batch(2, dtype) for case in cases])
     if all(isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(own)):  # vmap maps nothing else
@@ -219,7 +221,7 @@ def _mapped_batches(cases: Sequence[Case], dtype: torch.dtype) -> Iterator[tuple
     idle="it never acted, refuses float64, or has a jump or kink at the point",
 )
 def gradient_exact(subject: Subject, case: Case) -> bool:
-    """Differentiates the loss after two steps in "lr", the method's own hparams and the first params.
+    """Differentiate the loss after two steps in "lr", the method's own hparams and the first params.
 
     The derivatives are those along a random direction.
 
@@ -286,7 +288,7 @@ def _stops_gradients(algorithm: Algorithm) -> bool:
 
 
 def _point(state: State, names: set[str]) -> Point:
-    """What is differentiated in: the floating params, and these hparams."""
+    """Return what is differentiated in: the floating params, and these hparams."""
     hparams = {key: value.to(torch.float64) for key, value in state.hparams.items() if key in names}
     return {"hparams": hparams, "params": {key: p for key, p in state.params.items() if p.is_floating_point()}}
 
@@ -299,7 +301,7 @@ def _with_frozen_statistics(case: Case) -> Case:
 
 
 def _frozen_statistics(make_net: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    """The networks with BatchNorm in evaluation mode, also in training."""
+    """Return the networks with BatchNorm in evaluation mode, also in training."""
 
     def made(seed: int) -> nn.Module:
         net = make_net(seed)

@@ -42,7 +42,7 @@ _LABELS = ("before", "after")
     exempt=never_acts,
 )
 def input_untouched(subject: Subject, case: Case) -> bool:
-    """Compares the state at each event, and the state and batch of each step, with copies taken before.
+    """Compare the state at each event, and the state and batch of each step, with copies taken before.
 
     Attributes that tensors have been given count too, and what lasts must not be a view of the batch, whose memory
     its loader may use again.
@@ -80,7 +80,7 @@ def _check_untouched(
 
 
 def _attributes(state: State, fields: tuple[str, ...]) -> dict[str, list[str]]:
-    """The attributes that somebody has given to the tensors of a state, by the tensor's path."""
+    """Return the attributes that somebody has given to the tensors of a state, by the tensor's path."""
     return {
         f"{field}{path}": [*vars(leaf), *(["grad"] if leaf.is_leaf and leaf.grad is not None else [])]
         for field in fields
@@ -105,7 +105,7 @@ def _check_no_view(state: State, batch: Any) -> None:
     exempt=never_acts,
 )
 def deterministic(subject: Subject, case: Case) -> bool:
-    """Takes the steps twice with one algorithm, with other work in between.
+    """Take the steps twice with one algorithm, with other work in between.
 
     The second time the global generators have other seeds, the clocks are days ahead, and the process has another
     number and rank.
@@ -139,7 +139,7 @@ def deterministic(subject: Subject, case: Case) -> bool:
     exempt=never_acts,
 )
 def global_state_kept(subject: Subject, case: Case) -> bool:
-    """Looks at the settings of the process around each application, INIT included, and sets them back at the end."""
+    """Look at the settings of the process around each application, INIT included, and sets them back at the end."""
 
     def around(event: Event, state: State, act: Act) -> State:
         before = process_settings()

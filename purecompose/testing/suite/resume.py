@@ -28,7 +28,7 @@ _LABELS = ("without a break", "resumed")
     exempt=never_acts,
 )
 def resume_exact(subject: Subject, case: Case) -> bool:
-    """Saves in the middle of a run, within an epoch if its length allows, and goes on in another process.
+    """Save in the middle of a run, within an epoch if its length allows, and goes on in another process.
 
     There the algorithm is made from the subject's source text, in a process in which it has not run before, and the
     state is filled into one with other weights. A subject without such a text, or a case that cannot be pickled (a task
@@ -60,7 +60,7 @@ def resume_exact(subject: Subject, case: Case) -> bool:
 
 
 def _cause(subject: Subject, case: Case, snapshot: bytes, end: State) -> str:
-    """Whether it is the process that makes the difference, or what the algorithm has kept; empty if neither."""
+    """Return whether it is the process that makes the difference, or what the algorithm has kept; empty if neither."""
     if subject.source is None:
         return ""
     try:
@@ -76,7 +76,7 @@ def _cause(subject: Subject, case: Case, snapshot: bytes, end: State) -> str:
 
 
 def _more(case: Case) -> int:
-    """One step more before the break, where it would fall between two epochs."""
+    """Return one step more before the break, where it would fall between two epochs."""
     return int((case.start + case.num_batches) % case.batches_per_epoch == 0 and case.batches_per_epoch > 1)
 
 

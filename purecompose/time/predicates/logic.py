@@ -21,16 +21,16 @@ class Predicate:
         return False
 
     def __call__(self, event: Event, state: Any) -> bool:
-        """Whether it holds at this event, for a state (anything with a `timestamp`)."""
+        """Return whether it holds at this event, for a state (anything with a `timestamp`)."""
         raise NotImplementedError
 
     def at(self, event: Event) -> "Predicate":
-        """What remains of the predicate once the event is known."""
+        """Return what remains of the predicate once the event is known."""
         del event
         return self
 
     def during(self, timestamp: Timestamp) -> "tuple[Predicate, float]":
-        """What remains of the predicate from `timestamp` on, and the batch count at which that ends.
+        """Return what remains of the predicate from `timestamp` on, and the batch count at which that ends.
 
         The remainder agrees with the predicate at every timestamp of the same run, epoch and iteration whose
         `batch` is at least `timestamp.batch` and below the second result. `ALWAYS` or `NEVER` remain of what
@@ -40,7 +40,7 @@ class Predicate:
         return self, math.inf
 
     def negated_words(self) -> str:
-        """How the opposite prints."""
+        """Return how the opposite prints."""
         return f"~{self!r}"
 
     def __and__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":
@@ -159,7 +159,7 @@ class Custom(Predicate):
 
 
 def as_predicate(match: Predicate | Callable[[Event, Any], bool]) -> Predicate:
-    """A predicate from a plain function `(event, state) -> bool`; a predicate comes back as it is.
+    """Return a predicate from a plain function `(event, state) -> bool`; a predicate comes back as it is.
 
     Raises:
         TypeError: Neither a predicate nor callable.

@@ -110,7 +110,7 @@ class _Every(Timed):
         return NEVER, timestamp.batch + length - 1 - passed
 
     def _first(self, run: RunLength, length: int | float) -> int | float:
-        """Which batch, counted from 1, is the first turn; after the first interval where nobody can tell."""
+        """Return which batch, counted from 1, is the first turn; after the first interval where nobody can tell."""
         return length if self.since is None else first_turn(self.since, self.interval, run) or length
 
     def _length(self, run: RunLength) -> int | float:
@@ -147,7 +147,7 @@ class _Settled(Timed):
 
 
 def _number(event: Event, timestamp: Timestamp, in_epoch: bool) -> int:
-    """Which batch the event belongs to, counted from 1; 0 before the first one has been done."""
+    """Return which batch the event belongs to, counted from 1; 0 before the first one has been done."""
     lag = _LAG[event]
     if not in_epoch:
         return timestamp.batch + lag
@@ -172,7 +172,7 @@ class _EpochEnds(Timed):
 
 
 def on(*events: Event | str) -> Predicate:
-    """Holds at these events.
+    """Hold at these events.
 
     Raises:
         ValueError: No event given, or a name that is none.
@@ -187,7 +187,7 @@ def on(*events: Event | str) -> Predicate:
 
 
 def after(time: float | Time | str) -> Predicate:
-    """Holds from this point of the run on, the point included.
+    """Hold from this point of the run on, the point included.
 
     Args:
         time: A fraction of the run in [0, 1], or a time such as `"10ep"` or `"0.5dur"`.
@@ -199,12 +199,12 @@ def after(time: float | Time | str) -> Predicate:
 
 
 def before(time: float | Time | str) -> Predicate:
-    """Holds up to this point of the run, the point excluded; see `after`."""
+    """Hold up to this point of the run, the point excluded; see `after`."""
     return ~_From(named_point(time, "before: time"))
 
 
 def through(time: float | Time | str) -> Predicate:
-    """Holds up to this point of the run, the point included; see `after`.
+    """Hold up to this point of the run, the point included; see `after`.
 
     Example:
         >>> through("10ba"), ~through("10ba")
@@ -214,7 +214,7 @@ def through(time: float | Time | str) -> Predicate:
 
 
 def between(start: float | Time | str, end: float | Time | str) -> Predicate:
-    """Holds from `start` (included) to `end` (excluded); see `after`. Nowhere, when both are the same.
+    """Hold from `start` (included) to `end` (excluded); see `after`. Nowhere, when both are the same.
 
     Raises:
         ValueError: As `after`; or two points in one unit of which the second comes first.
@@ -230,7 +230,7 @@ def between(start: float | Time | str, end: float | Time | str) -> Predicate:
 
 
 def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | Time | str | None = None) -> Predicate:
-    """Holds in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
+    """Hold in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
 
     It picks the same batches at events before and after the time advances.
 
@@ -265,8 +265,8 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
 
 
 def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
-    """The first batch, counted from 1, that comes to a point, or ends an epoch or an iteration there where the interval
-    is in these; `None` where it cannot be told in batches.
+    """Return the first batch, counted from 1, that comes to a point, or ends an epoch or an iteration there where the
+    interval is in these; `None` where it cannot be told in batches.
 
     Example:
         >>> first_turn(Time.of("0.6dur"), Time.of("2ep"), RunLength("10ba", batches_per_epoch=4))
@@ -278,12 +278,12 @@ def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
 
 
 def epoch_ends() -> Predicate:
-    """Holds in the last batch of each epoch. Needs a run that knows its `batches_per_epoch`."""
+    """Hold in the last batch of each epoch. Needs a run that knows its `batches_per_epoch`."""
     return _EpochEnds()
 
 
 def _counter(time: Time, run: RunLength) -> TimeUnit:
-    """The unit of the counter by which `Timestamp.reached` decides about a time."""
+    """Return the unit of the counter by which `Timestamp.reached` decides about a time."""
     if time.unit is not TimeUnit.DURATION:
         return time.unit
     if run.duration is None or run.total_batches is not None:

@@ -33,7 +33,7 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 
 def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode: str | None) -> Compiled:
-    """Compiles a graph whose placeholders carry fake tensors (`meta["val"]`).
+    """Compile a graph whose placeholders carry fake tensors (`meta["val"]`).
 
     Args:
         graph: Pure but for `copy_` into placeholders.
@@ -64,7 +64,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
 
 @contextlib.contextmanager
 def _compiler_wanted() -> Iterator[None]:
-    """Says in our words that there is no C++ compiler."""
+    """Say in our words that there is no C++ compiler."""
     try:
         yield
     except Exception as error:
@@ -131,7 +131,8 @@ def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> 
 
 
 def _without_lost_copies(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[int]]:
-    """A graph that gives out, at its end, what it copied into 0-d float64 inputs, and the places of those inputs.
+    """Return a graph that gives out, at its end, what it copied into 0-d float64 inputs, and the places of those
+    inputs.
 
     `torch.compile` takes such a tensor of the host for a number, and drops what is written into it.
     """
@@ -152,7 +153,7 @@ def _without_lost_copies(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[in
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
-    """The graph without in-place operations on its way, in the operations that Inductor knows.
+    """Return the graph without in-place operations on its way, in the operations that Inductor knows.
 
     Decomposed first: batch norm writes into its running statistics without saying so, and only its parts do say.
     """
@@ -171,7 +172,7 @@ def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def ensure_cache() -> None:
-    """Points Inductor's cache on disk to a folder of this user alone, unless the environment names one.
+    """Point Inductor's cache on disk to a folder of this user alone, unless the environment names one.
 
     What is found there is run. The usual place is a fixed name under the shared temporary folder, where another user
     could have put something first. Entries are keyed by the graph and the versions of torch and compiler, and not by

@@ -93,7 +93,7 @@ def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = Non
 
 
 def capture(body: Operation, boundary: Boundary, *, is_last: bool = False, is_open: bool = False) -> Captured:
-    """Traces a part of a step.
+    """Trace a part of a step.
 
     Args:
         body: The part.
@@ -303,7 +303,7 @@ _UNTRACEABLE = (
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """A scope for tracing: what cannot be traced is reported with algorithm, line and remedy.
+    """Return a scope for tracing: what cannot be traced is reported with algorithm, line and remedy.
 
     Every other error stays as it is. Anomaly detection, which reads numbers, is off.
 

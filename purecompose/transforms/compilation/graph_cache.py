@@ -70,7 +70,7 @@ class GraphCache:
     """All that a compiled step has compiled."""
 
     def __init__(self, step: Step, options: Options) -> None:
-        """Starts empty."""
+        """Start empty."""
         self.step, self.options, self.segments = step, options, Segments(step)
         self.variants: list[Variant] = []
         self._compiled_parts: dict[Any, list[CompiledPart]] = {}

@@ -44,7 +44,7 @@ class CompiledPart:
     )
 
     def __init__(self, captured: Captured, call: Compiled, variant: Variant, *, replays: bool = False) -> None:
-        """Keeps what is needed to run; with `replays` it is recorded as a CUDA graph for each buffers."""
+        """Keep what is needed to run; with `replays` it is recorded as a CUDA graph for each buffers."""
         self.call, self.variant, self._replays = call, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used

@@ -22,19 +22,19 @@ OPEN_FIELDS = ("batch", "outputs")
 
 
 def size_of(signatures: Mapping[str, Signature]) -> int:
-    """How many examples the batch has, as far as its signature tells: the first leading dimension."""
+    """Return how many examples the batch has, as far as its signature tells: the first leading dimension."""
     return next((spec.shape[0] for spec in signatures["batch"].specs if spec.shape), 0)
 
 
 def opened(signature: Signature, size: int) -> Signature:
-    """The signature with this leading dimension left out, for comparing."""
+    """Return the signature with this leading dimension left out, for comparing."""
     return signature.with_specs(
         [spec._replace(shape=(-1, *spec.shape[1:])) if _has(spec, size) else spec for spec in signature.specs]
     )
 
 
 def _has(spec: Spec, size: int) -> bool:
-    """Whether a tensor's leading dimension is the number of examples, and the outermost in memory."""
+    """Return whether a tensor's leading dimension is the number of examples, and the outermost in memory."""
     return len(spec.shape) > 0 and spec.shape[0] == size and all(spec.stride[0] >= stride for stride in spec.stride)
 
 
@@ -42,7 +42,7 @@ class Size:
     """The open number of examples in one graph."""
 
     def __init__(self, mode: FakeTensorMode, example: int) -> None:
-        """Makes the symbol; `example` is a size that will come."""
+        """Make the symbol; `example` is a size that will come."""
         symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         source = importlib.import_module("torch._dynamo.source").ConstantSource("num_examples")
         assert mode.shape_env is not None
@@ -52,21 +52,21 @@ class Size:
         self._node = self._env.create_symintnode(self._symbol, hint=example, source=source)
 
     def empty(self, spec: Spec) -> Tensor:
-        """A tensor of a signature, with the number of examples left open."""
+        """Return a tensor of a signature, with the number of examples left open."""
         if not _has(spec, self.example):
             return spec.empty()
         shape = (self._node, *spec.shape[1:])
         return torch.empty_strided(shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
     def allows(self, size: int) -> bool:
-        """Whether the graph is right for a number of examples."""
+        """Return whether the graph is right for a number of examples."""
         bounds = self._env.var_to_range[self._symbol]
         if not max(2, bounds.lower) <= size <= bounds.upper:
             return False
         return all(bool(guard.expr.subs(self._symbol, size)) for guard in self._env.guards)
 
     def settle(self, signature: Signature, size: int) -> Signature:
-        """A signature that the graph leaves, for a number of examples."""
+        """Return a signature that the graph leaves, for a number of examples."""
 
         def number(value: Any) -> int:
             return int(value.node.expr.subs(self._symbol, size)) if isinstance(value, torch.SymInt) else value

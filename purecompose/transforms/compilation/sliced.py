@@ -32,7 +32,7 @@ class SlicedPart:
     takes_clock, is_plain, writes_buffers = True, False, False
 
     def __init__(self, scope: Lowered, boundary: Boundary, find: Callable[[Operation, Boundary], CompiledPart]) -> None:
-        """Builds the slices' graphs for what comes in.
+        """Build the slices' graphs for what comes in.
 
         Args:
             scope: The scope.
@@ -69,12 +69,12 @@ class SlicedPart:
                 self._views += [(name, i) for i in views]
 
     def after(self, boundary: Boundary) -> Boundary:
-        """The boundary after the scope."""
+        """Return the boundary after the scope."""
         writes: Writes = self.writes
         return boundary.after(writes, self.used)
 
     def run(self, values: Values, buffers: DonatedBuffers, *, is_first: bool) -> None:
-        """Runs the scope, and puts its results into `values`."""
+        """Run the scope, and puts its results into `values`."""
         del buffers, is_first
         before = {name: self._seam.signatures[name].build(values[name]) for name in FIELDS}
         with torch.no_grad():

@@ -116,7 +116,7 @@ class CompiledStep(Step):
         self._eager: dict[Any, Context] = {}
 
     def __call__(self, state: State, batch: Any) -> State:
-        """The state after one batch; see `compile`.
+        """Return the state after one batch; see `compile`.
 
         Raises:
             SpentStateError: The state was given to an earlier step, which wrote over its memory.
@@ -153,11 +153,11 @@ class CompiledStep(Step):
         return self.step(state, batch)
 
     def variants(self) -> Variants:
-        """What has been compiled so far; prints as a table."""
+        """Return what has been compiled so far; prints as a table."""
         return Variants(self._graphs.variants)
 
     def warmup(self, state: State, *examples: Any) -> Variants:
-        """Compiles ahead what a run from this state will need.
+        """Compile ahead what a run from this state will need.
 
         Args:
             state: Where the run starts; it is not changed, nor is it spent.

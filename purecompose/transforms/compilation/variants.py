@@ -67,7 +67,7 @@ def _row(variant: Variant) -> list[str]:
 
 
 def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> VariantLimitError:
-    """The error for one variant more; it names what makes them."""
+    """Return the error for one variant more; it names what makes them."""
     # By segment: what one makes of the batch is no other batch, and each has at least one variant.
     wanted = (*variants, refused)
     segments = [[v for v in wanted if v.segment == segment] for segment in dict.fromkeys(v.segment for v in wanted)]
@@ -100,6 +100,6 @@ def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> Varia
 
 
 def _busiest(variants: Sequence[Variant]) -> tuple[str, int]:
-    """The algorithm that divides the variants most evenly: in some of them and not in others."""
+    """Return the algorithm that divides the variants most evenly: in some of them and not in others."""
     names = Counter(place.split(" at ")[0] for variant in variants for place in set(variant.acting))
     return max(names.items(), key=lambda item: min(item[1], len(variants) - item[1]))
