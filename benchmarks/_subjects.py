@@ -89,7 +89,7 @@ def new_state(subject: Subject, **options: Any) -> State:
 
 def by_hand(subject: Subject, *, mix: bool = False, backend: str | None = None) -> Callable[[], Tensor]:
     """The loop by hand: `zero_grad`, forward, loss, backward, `step`; with a backend under `torch.compile`."""
-    net = copy.deepcopy(subject.net).train()  # this side alone changes its network in place
+    net = copy.deepcopy(subject.net).train()  # this side only changes its network in place
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
     beta = torch.distributions.Beta(0.2, 0.2)
 

@@ -3,7 +3,7 @@
     python benchmarks/algorithms_cost.py [--algorithm mixup] [--all]
 
 Every row of `purecompose.testing.SHIPPED` is measured with its first example (`--all`: with each), at the start of a
-run: on an MLP, on a small convolutional network, and on a small transformer where it takes token ids alone. A method
+run: on an MLP, on a small convolutional network, and on a small transformer where it takes token ids only. A method
 that looks for certain layers is measured on a network that has them, a ResNet-20 or a GPT, with settings for its size.
 The step with the algorithm and the plain one take turns in blocks; ratios are medians over blocks. Where it cannot be
 compiled, the error's name stands for the ratio.
@@ -125,7 +125,7 @@ def _seconds(
 def main() -> None:
     parser = arguments(__doc__, blocks=30)
     parser.add_argument("--algorithm", action="append", choices=list(testing.SHIPPED), help="only this; repeatable")
-    parser.add_argument("--all", action="store_true", help="every example of an algorithm, not its first alone")
+    parser.add_argument("--all", action="store_true", help="every example of an algorithm, not its first only")
     args = parse(parser)
     torch.set_num_threads(1)
     rows: list[Row] = []

@@ -152,7 +152,7 @@ def main() -> None:
     args = parse(parser)
     torch.set_num_threads(CORES)
     names = [args.only] if args.only else sorted(BATCHED, reverse=True)
-    # Started anew, not forked: a fork of a process with threads of OpenMP hangs at the first parallel loop.
+    # Started again, not forked: a fork of a process with threads of OpenMP hangs at the first parallel loop.
     spawned = ProcessPoolExecutor(CORES, mp_context=get_context("spawn"), initializer=_one_thread)
     with ThreadPoolExecutor(CORES) as threads, spawned as processes:
         pools: dict[str, Executor] = {"threads": threads, "processes": processes}

@@ -142,7 +142,7 @@ def measure(name: str, args: Any) -> list[Row]:
     for side, fn in fns.items():
         try:
             peaks[side] = _warm(fn, args.calls)
-        except Exception as error:  # one side's trouble is no reason to lose the others
+        except Exception as error:  # one side's trouble is not a reason to lose the others
             errors[side] = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error)
     running = [side for side in fns if side not in errors]
     seconds = in_turn(running, lambda side: _block(fns[side], args.calls), args.blocks)
@@ -205,7 +205,7 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
 
 def main() -> None:
     parser = arguments(__doc__, blocks=20, calls=20)
-    parser.add_argument("--only", choices=list(TASKS), action="append", help="this task alone; may be repeated")
+    parser.add_argument("--only", choices=list(TASKS), action="append", help="this task only; may be repeated")
     parser.add_argument("--tests", action="store_true", help="first run the tests that need a GPU")
     args = parse(parser)
     if args.tests:

@@ -5,7 +5,7 @@
 Every kill takes a case: one of the shipped algorithms (each in turn), with an optimizer, a schedule, a kind of data
 and a way to run the step drawn by chance. A child process trains and is sent SIGKILL at a random batch, or a random
 time after it, so that some die while they write. What it left behind is looked through; another child goes on from
-there, and sometimes is killed as well. The last one's state is compared, bit by bit, with that of a run that nobody
+there, and sometimes is killed as well. The last one's state is compared, bit by bit, with that of a run that was not
 killed.
 
 Children are forked from a process in which nothing has run, which takes milliseconds where starting one takes seconds.
@@ -76,7 +76,7 @@ EVERY = ("1ba", "2ba", "1ep")
 
 
 class Case(NamedTuple):
-    """What is trained, all of it by name, so that every process makes it anew."""
+    """What is trained, all of it by name, so that every process makes it again."""
 
     algorithm: str
     task: str
@@ -165,12 +165,12 @@ def run(case: Case, where: pathlib.Path | None, every: str, kill: tuple[int, flo
     theirs.close()
     try:
         while True:
-            told = ours.recv()
-            if isinstance(told, Exception):
-                raise told
-            if isinstance(told, str):
-                return told
-            if kill is not None and told >= kill[0]:
+            reported = ours.recv()
+            if isinstance(reported, Exception):
+                raise reported
+            if isinstance(reported, str):
+                return reported
+            if kill is not None and reported >= kill[0]:
                 time.sleep(kill[1])
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
     python benchmarks/matching.py
 
-Times `Matcher.schedule` and the plan's look-up over consecutive batches, beside asking all ten predicates anew.
+Times `Matcher.schedule` and the plan's look-up over consecutive batches, beside asking all ten predicates again.
 """
 
 import statistics
@@ -61,7 +61,7 @@ def main() -> None:
     for _ in range(1999):
         times.append(times[-1].advance(3, 0))
     pairs = list(zip(times, [*times[1:], times[-1].advance(3, 0)], strict=True))
-    runs: dict[str, list[float]] = {"staged": [], "asked anew": []}
+    runs: dict[str, list[float]] = {"staged": [], "asked again": []}
     for _ in range(15):
         start = time.perf_counter()
         for now, later in pairs:
@@ -74,7 +74,7 @@ def main() -> None:
             for event in step.events:
                 for algorithm in step.algorithms:
                     algorithm.match(event, view)
-        runs["asked anew"].append((time.perf_counter() - start) / len(views) * 1e6)
+        runs["asked again"].append((time.perf_counter() - start) / len(views) * 1e6)
     save(
         "matching",
         [

@@ -62,7 +62,7 @@ def measure(network: str, args: argparse.Namespace) -> list[Row]:
 
 
 def in_child(network: str, malloc: str, args: argparse.Namespace) -> list[Row]:
-    """The same in a fresh process, whose malloc is told to keep its memory or left as it is."""
+    """The same in a fresh process, whose malloc is set to keep its memory or left as it is."""
     with tempfile.TemporaryDirectory() as folder:
         target = pathlib.Path(folder) / "rows.json"
         given = ["--network", network, "--malloc", malloc, "--rows", str(target)]

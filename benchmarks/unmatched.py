@@ -3,7 +3,7 @@
     python benchmarks/unmatched.py [--blocks 100]
 
 Every one of the five is a shipped algorithm kept to a phase of the run that is not now: some are settled for long,
-some are asked anew in every step. Both sides start from one state. "none again" is a second step without any, in
+some are asked again in every step. Both sides start from one state. "none again" is a second step without any, in
 its own right: how far its ratio is from 1 is what the measurement cannot tell.
 """
 

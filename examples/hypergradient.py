@@ -22,7 +22,7 @@ Settings = dict[str, Tensor]
 
 
 def noisy_points(key: Tensor, number: int) -> Batch:
-    """Points around one centre a class; a third of the labels is drawn anew. In float64, for the differences."""
+    """Points around one centre a class; a third of the labels is drawn again. In float64, for the differences."""
     centres = pc.random.normal(pc.random.key(1), (CLASSES, FEATURES), dtype=torch.float64)
     where, noise, wrong, label = pc.random.split(key, 4)
     classes = pc.random.randint(where, (number,), 0, CLASSES)
@@ -33,7 +33,7 @@ def noisy_points(key: Tensor, number: int) -> Batch:
 
 def new_state(seed: int) -> State:
     """A network before its first step. `hparam` names the settings that live in the state."""
-    torch.manual_seed(seed)  # for the initial weights alone; all else draws from keys
+    torch.manual_seed(seed)  # for the initial weights only; all else draws from keys
     net = nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, CLASSES)).double()
     optimizer = optim.sgd(hparam("lr", 0.3), momentum=0.9)
     return State.create(net, loss=pc.losses.cross_entropy, optimizer=optimizer, key=seed, duration=f"{STEPS}ba")

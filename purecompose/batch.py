@@ -265,7 +265,7 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
     """Apply `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
 
-    What is no tensor stays; an object without tensors is shared.
+    What is not a tensor stays; an object without tensors is shared.
     """
 
     def on_leaf(leaf: Any) -> Any:
@@ -349,7 +349,7 @@ def _read(indices: Tensor, rows: Any) -> list[int]:
     except RuntimeError as error:
         raise TypeError(
             f"the batch holds a {type(rows).__name__} with a row for each example, which can be chosen from on the "
-            "host alone, not under vmap or while tracing; make it a tensor, or leave it out of the batch"
+            "host only, not under vmap or while tracing; make it a tensor, or leave it out of the batch"
         ) from error
 
 

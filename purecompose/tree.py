@@ -39,7 +39,7 @@ __all__ = [
 
 NAMESPACE = "purecompose"
 
-# optree sorts dictionaries unless its namespace is told otherwise; the setting holds for the whole process.
+# optree sorts dictionaries unless its namespace is set otherwise; the setting holds for the whole process.
 _settings = ExitStack()
 _settings.enter_context(optree.dict_insertion_ordered(True, namespace=NAMESPACE))
 
@@ -135,7 +135,7 @@ def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any
 def members(leaf: Any) -> dict[Any, Any]:
     """Return what a leaf holds that is a container all the same: a mapping, a dataclass, an object with attributes.
 
-    Empty for plain values, and for what can be called: a module's weights are no members.
+    Empty for plain values, and for what can be called: a module's weights are not members.
 
     Example:
         >>> import types
@@ -180,7 +180,7 @@ ToleranceLike: TypeAlias = float | Callable[[torch.dtype], Tolerance]
 def equal(first: Any, second: Any) -> bool:
     """Return whether containers, key paths, shapes, dtypes and every bit agree.
 
-    NaN equals NaN, 0.0 differs from -0.0. The static part of a state is no leaf and plays no part.
+    NaN equals NaN, 0.0 differs from -0.0. The static part of a state is not a leaf and plays no part.
     """
     return next(differences(first, second), None) is None
 

@@ -29,7 +29,7 @@ class Data:
 
 @dataclass
 class Checked:
-    """A dataclass that refuses what is no tensor, and computes a field of its own."""
+    """A dataclass that refuses what is not a tensor, and computes a field of its own."""
 
     x: Tensor
     y: Tensor
@@ -268,7 +268,7 @@ def test_what_is_common_to_all_examples_goes_into_each_part():
         assert {name: part[name] for name in common} == common
         assert part["settings"] is common["settings"]
     batch = {"x": torch.arange(2), "pair": Named(1, 2)}
-    assert batches.split(batch, 2)[0]["pair"] == Named(1, 2), "a named tuple is no list of examples"
+    assert batches.split(batch, 2)[0]["pair"] == Named(1, 2), "a named tuple is not a list of examples"
 
 
 @kinds
@@ -331,4 +331,4 @@ def test_objects_without_tensors_are_shared_by_map_tensors():
     batch = (torch.ones(2), plain, module, {"text": ["a", "b"]})
     after = batches.map_tensors(lambda leaf: leaf * 2, batch)
     assert after[0].tolist() == [2.0, 2.0] and after[1] is plain and after[2] is module
-    assert batches.tensors(batch) == [batch[0]], "a module's weights are no members of a batch"
+    assert batches.tensors(batch) == [batch[0]], "a module's weights are not members of a batch"

@@ -15,7 +15,7 @@ __all__ = ["check_flag", "check_number", "check_whole", "frozen", "is_number", "
 
 
 def frozen(setting: Any) -> Any:
-    """Return a setting that nobody changes afterwards: lists, and those inside of them, as tuples.
+    """Return a setting with lists, nested ones included, converted to tuples.
 
     Example:
         >>> frozen([0.0, [1, 2]])
@@ -25,7 +25,7 @@ def frozen(setting: Any) -> Any:
 
 
 def check_flag(value: Any, where: str) -> bool:
-    """Return a bool, and nothing that merely looks like one.
+    """Require an actual bool; 0 and 1 are rejected.
 
     Raises:
         TypeError: No bool.
@@ -36,8 +36,8 @@ def check_flag(value: Any, where: str) -> bool:
 
 
 def check_whole(value: Any, where: str, low: float = -math.inf, high: float = math.inf, *, hint: str = "") -> int:
-    """Return an int, or what is one by `__index__`; floats are refused, whole or not, and tensors, whose value is far
-    away.
+    """Require an int or an object with `__index__`; floats are rejected, and tensors, whose value may be on a
+    device.
 
     Raises:
         TypeError: No int.
@@ -61,7 +61,7 @@ def check_number(
     below: bool = False,
     hint: str = "",
 ) -> float:
-    """Return a finite real number, as a float.
+    """Require a finite real number and return it as a float.
 
     Args:
         value: The value.
@@ -89,7 +89,7 @@ def is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return what came: a tensor by dtype and shape, all else by value, cut at 80 characters, and type.
+    """Describe a value for a message: a tensor by dtype and shape, others by value (at most 80 characters) and type.
 
     Example:
         >>> shown(1.5)

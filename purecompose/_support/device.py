@@ -1,4 +1,4 @@
-"""What devices have to be told: numbers, without waiting; how exactly they multiply; where modules are built."""
+"""Device helpers: numbers sent without waiting, the precision of products, and where modules are built."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,18 +34,17 @@ def building(seed: int) -> Iterator[None]:
 
 
 def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number or a 0-d tensor as a tensor; a number is filled in, not copied from the host, which would wait.
-    """
+    """Return a number or a 0-d tensor as a tensor; a number is filled in, not copied from the host, which would wait."""
     if isinstance(value, Tensor):
         return value.to(dtype=dtype, device=device)
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers of the host as a tensor on a device; on a GPU nobody waits.
+    """Return numbers of the host as a tensor on a device, without synchronizing with a GPU.
 
     `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits until the GPU has done all that
-    it was told before. From pinned memory the copy takes its turn; torch's allocator keeps the memory until then.
+    it was given before. From pinned memory the copy takes its turn; torch's allocator keeps the memory until then.
 
     Example:
         >>> sent([1, 2], torch.float64, torch.device("cpu"))
@@ -63,7 +62,7 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[N
     An autocast around the scope has no effect in it: the state says how it computes.
 
     TensorFloat-32 keeps 10 bits of a float32's 23 in the factors of matrix products and convolutions. torch leaves it
-    on for convolutions and recurrent layers; here "tf32" alone has it, for matrix products too. Afterwards the switches
+    on for convolutions and recurrent layers; here "tf32" only has it, for matrix products too. Afterwards the switches
     are as they were. They are the process's own: who trains in several threads sets them right before, and then they
     are left alone. On other devices there is no such switch.
 

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have prepared: regular ones only, and of a bounded size."""
+"""Read files from untrusted sources: regular ones only, and of a bounded size."""
 
 import contextlib
 import errno

@@ -51,7 +51,7 @@ class Interrupts:
         self._restore()
         if os.getpid() == self._process:
             self.received = signal.Signals(number)
-        else:  # a child that was forked within the scope is no run of ours
+        else:  # a child that was forked within the scope is not a run of ours
             signal.raise_signal(number)
 
     def _restore(self) -> None:

@@ -65,7 +65,7 @@ def parse(text: str) -> tuple[Call, ...]:
     """Return the calls that a text lists; the empty text and `none` list nothing.
 
     Raises:
-        SpecError: The text has another form, or an argument is no literal; the message gives the column.
+        SpecError: The text has another form, or an argument is not a literal; the message gives the column.
 
     Example:
         >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
@@ -200,7 +200,7 @@ def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | 
 def _expression(line: str, indent: int) -> ast.expr:
     try:
         with warnings.catch_warnings():
-            # What Python thinks of an odd escape in a string is no concern of ours.
+            # What Python thinks of an odd escape in a string is not concern of ours.
             warnings.simplefilter("ignore")
             expression = ast.parse(_without_times(line).strip(), mode="eval").body
             return _Times(_Where(line, indent)).visit(expression)
@@ -264,7 +264,7 @@ def _literal(node: ast.expr, role: str, where: "_Where") -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise SpecError(
-            f"{role}{where.text(node)} at column {where.column(node)} is no literal: expected a number, "
+            f"{role}{where.text(node)} at column {where.column(node)} is not a literal: expected a number, "
             "a string in quotes, a time such as 5ep, True, False, None, or a tuple, list or dict of these"
         ) from error
 

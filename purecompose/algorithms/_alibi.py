@@ -84,7 +84,7 @@ def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -
 
         attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|,   m_h = 2^(-8 h / H), h = 1 ... H
 
-    Where H is no power of two, slopes are those of the next smaller power and every second one of the next greater.
+    Where H is not a power of two, slopes are those of the next smaller power and every second one of the next greater.
     Masks stay: of causal attention, and of padding. Embeddings of positions are taken out, with their parameters, and
     with them the limit to the length of a sequence. Sequences (N, L) for training are written into rows of floor(L s)
     tokens, s = `train_sequence_length_scaling`, one after the other; the network is then good at longer ones.
@@ -107,7 +107,7 @@ def alibi(train_sequence_length_scaling: float = 0.25, *, name: str = "alibi") -
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: as `alibi_rules`. In the step:
-            inputs that are no sequences, and members of the batch without a position for each token.
+            inputs that are not sequences, and members of the batch without a position for each token.
 
     Warns:
         UserWarning: At INIT: the network has no attention that it knows.

@@ -131,7 +131,7 @@ def augmix(
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
-            inputs that are no images.
+            inputs that are not images.
 
     Example:
         >>> augmix(3)

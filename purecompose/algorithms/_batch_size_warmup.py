@@ -81,7 +81,7 @@ def batch_size_warmup(
     **The other examples are left out**: they were loaded for nothing, and the run sees them only when another epoch's
     order puts them in front. So the number of steps stays what it was, and with it schedules and the run's length: time
     counts what the loader gave, and `timestamp.sample` counts the whole batch. Examples must stand in no particular
-    order, as a shuffling loader gives them; in a sorted batch the first ones are no sample.
+    order, as a shuffling loader gives them; in a sorted batch the first ones are not sample.
 
     The learning rate is left alone. Where it is to grow with the batch (the linear rule), it is a schedule with the
     same line: `0.1 * schedule.linear(s0, 1.0, t_max="0.3dur")`. Where batches grow in place of a learning rate that

@@ -127,7 +127,7 @@ def colout(
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT: such
-            a key of the state's. In the step: inputs that are no images, or with `resize_target=True` a target of
+            a key of the state's. In the step: inputs that are not images, or with `resize_target=True` a target of
             another size.
 
     Example:

@@ -147,7 +147,7 @@ def cutmix_box(
         ratio = check_number(length, "cutmix: length", 0, 1, hint=_LENGTH_HINT)
     starts, stops = [], []
     for name, size in (("row", height), ("column", width)):
-        # Of a length that was asked for, rounding takes no pixel away; of one that was drawn it matters to nobody.
+        # Of a length that was asked for, rounding takes no pixel away; of one that was drawn it does not matter.
         is_drawn = length is None and isinstance(ratio, Tensor)
         side: Any = (size * ratio).to(torch.int64) if is_drawn else whole_part(ratio, size)
         low, high = (-((side + 1) // 2), size + side // 2) if uniform_sampling else (0, size)
@@ -204,7 +204,7 @@ def cutmix(
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. At INIT: such a
             key of the state's, a loss that the model computes itself, or with `interpolate_loss` one without a
-            reduction. In the step: inputs that are no images, or with `interpolate_loss` targets that are maps.
+            reduction. In the step: inputs that are not images, or with `interpolate_loss` targets that are maps.
 
     Example:
         >>> cutmix(1.0)

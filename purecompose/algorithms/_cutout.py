@@ -121,7 +121,7 @@ def cutout(
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
-            inputs that are no images, or a fill that does not fit them.
+            inputs that are not images, or a fill that does not fit them.
 
     Example:
         >>> cutout(length=0.25)

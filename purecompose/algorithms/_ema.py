@@ -128,7 +128,7 @@ def ema(
         averages, at, turn = old
         if isinstance(pace, Measure):
             now = counters(state)
-            # A counter that starts again, in another run from these weights, is no time that has gone by.
+            # A counter that starts again, in another run from these weights, is not a time that has gone by.
             kept, at = torch.exp2(-pace.between(state, at, now).clamp(min=0)), now
         else:
             kept = as_scalar(pace, torch.float64, state.device)

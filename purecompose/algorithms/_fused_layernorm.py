@@ -15,7 +15,7 @@ def fused_layernorm(*, name: str = "fused_layernorm") -> Algorithm:
     around it, so what is left of the method is what made it fast under autocast: half precision, without a way to
     float32 and back.
 
-    Events: INIT, and last there. Reads and replaces: the model alone.
+    Events: INIT, and last there. Reads and replaces: the model only.
 
     Args:
         name: Names it.

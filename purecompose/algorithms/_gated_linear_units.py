@@ -119,8 +119,8 @@ def gated_linear_units(
         act(W x + b)   becomes   act(G x) * (N x)
 
     What comes after it, dropout, the second linear layer, the residual and LayerNorm, stays as it is. G and N have the
-    shape of W, are new, and come without biases unless told; each block has one matrix more than before. For as many
-    parameters as before, build the network with 2/3 of the hidden width, a multiple of 8.
+    shape of W, are new, and come without biases unless asked for; each block has one matrix more than before. For as
+    many parameters as before, build the network with 2/3 of the hidden width, a multiple of 8.
 
     It knows `layers.FeedForward`, of which `models.gpt` and `models.vit` are made, and the blocks of GPT-2, BERT and
     RoBERTa in Hugging Face's transformers. Blocks with a forward of their own stay, and those whose first layer has

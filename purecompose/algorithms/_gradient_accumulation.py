@@ -118,7 +118,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
 
     Events: INIT; BATCH_START of each k-th step, counted from 1, without which nothing is ever updated; AFTER_LOSS of
     every slice, which counts its terms (in a program without it batches weigh their examples); AFTER_TRAIN_BATCH of
-    every step, once, after what computes gradients anew and before what clips them. Reads and replaces: the gradients.
+    every step, once, after what computes gradients again and before what clips them. Reads and replaces: the gradients.
     The slot holds the sum, as large as the parameters; float32 for those in half precision.
 
     A batch whose gradients are not finite spoils its group, unless steps like that are skipped: with `loss_scaling` or
@@ -130,8 +130,8 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
         name: Names its slot.
 
     Raises:
-        TypeError, ValueError: A number that is no int, or below 1. RuntimeError, in the step: a parameter is trained
-            that was frozen at INIT.
+        TypeError, ValueError: A number that is not an int, or below 1. RuntimeError, in the step: a parameter is
+            trained that was frozen at INIT.
 
     Example:
         >>> gradient_accumulation(4)
@@ -185,8 +185,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the parameters that the last batch of a group does not reach and an earlier one does, and those that wait.
-    """
+    """Return the parameters that the last batch of a group does not reach and an earlier one does, and those that wait."""
     grads, trainable = state.grads or {}, set(state.context.trainable)
     absent = [key for key in own.sums if key not in grads and key in trainable]
     if not absent or is_transforming() or is_fake(own.is_reached):

@@ -117,7 +117,7 @@ def gradient_clipping(
     A unit is what feeds one output: all dimensions but the first of a matrix or a kernel, and the whole of a bias, a
     gain or a number. "norm" keeps the direction of the whole gradient, "adaptive" that of each unit, "value" neither.
 
-    Events: AFTER_TRAIN_BATCH, after what computes gradients anew, such as `sam`. Reads and replaces: the gradients;
+    Events: AFTER_TRAIN_BATCH, after what computes gradients again, such as `sam`. Reads and replaces: the gradients;
     "adaptive" reads the parameters. Remembers nothing. Gradients are those of the whole batch, without a loss's scale,
     whatever the microbatches.
 

@@ -137,7 +137,7 @@ def gradient_noise_scale(decay: float = 0.95, *, name: str = "gradient_noise_sca
 
     Args:
         decay: What an estimate weighs beside the one after it, in [0, 1); 0.95 is a mean over about 20 steps, 0 the
-            last estimate alone.
+            last estimate.
         name: Names its slot and its metrics.
 
     Raises:

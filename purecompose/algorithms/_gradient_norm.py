@@ -45,7 +45,7 @@ def gradient_norm(*, total: bool = True, each: bool = False, name: str = "gradie
     Without either it never matches.
 
     Raises:
-        TypeError: A setting that is no bool.
+        TypeError: A setting that is not a bool.
 
     Example:
         >>> gradient_norm(each=True)

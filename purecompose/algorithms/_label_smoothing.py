@@ -60,7 +60,7 @@ def label_smoothing(
 
         y' = (1 - a) y + a / C
 
-    for the loss alone: before it the targets are replaced by dense ones, after it the originals are back.
+    for the loss only: before it the targets are replaced by dense ones, after it the originals are back.
 
     It is affine in y, so it acts on each term of a mixture and gives what smoothing the mixed target would give.
     Positions to ignore (negative indices, the loss's `ignore_index`, dense rows of zeros) stay rows of zeros.

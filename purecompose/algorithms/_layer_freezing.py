@@ -134,7 +134,7 @@ def layer_freezing(
 
     Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that the
     running step leaves alone. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
-    `f"{name}/percentage_frozen"`, f. What is frozen follows from the time alone: between steps the state is as it was,
+    `f"{name}/percentage_frozen"`, f. What is frozen follows from the time only: between steps the state is as it was,
     nothing is remembered, the optimizer's state stays whole, and a run goes on from a checkpoint with the same bits.
 
     A host algorithm: of a compiled step each depth is a variant, of which there are at most S.
@@ -193,8 +193,7 @@ def layer_freezing(
 
 
 def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Return all modules with their names and places; those of a parametrized tensor are where the tensor's module is.
-    """
+    """Return all modules with their names and places; those of a parametrized tensor are where the tensor's module is."""
     places: dict[str, int] = {}
     parts: set[str] = set()
     for number, (prefix, child) in enumerate(module.named_modules(remove_duplicate=False)):

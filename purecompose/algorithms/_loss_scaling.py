@@ -95,7 +95,8 @@ def loss_scaling(
     `metrics[f"{name}/skipped"]`, 1 where its gradients were left out. Remembers a `LossScale` in `slots[name]`.
 
     Wherever it is listed, the default passes make it the last at BEFORE_BACKWARD, so that it scales all that others
-    have added to the loss, and the first at AFTER_BACKWARD, so that nobody sees scaled gradients (`Trait.SCALES_LOSS`).
+    have added to the loss, and the first at AFTER_BACKWARD, so that no other method sees scaled gradients
+    (`Trait.SCALES_LOSS`).
 
     A skipped step leaves `params` and `opt_state` as they were; with `gradient_accumulation` its batch is left out of
     the group, which may be updated by the others. Time moves on, and so does what the forward pass writes into buffers,

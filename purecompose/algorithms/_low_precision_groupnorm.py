@@ -46,7 +46,7 @@ def low_precision_groupnorm(*, name: str = "low_precision_groupnorm") -> Algorit
 
     As low-precision layer norm does it: input, weight and bias in autocast's dtype, sums in float32.
 
-    Events: INIT, and last there, with low-precision layer norm. Reads and replaces: the model alone. Under
+    Events: INIT, and last there, with low-precision layer norm. Reads and replaces: the model only. Under
     `precision="fp32"` and `"tf32"` it changes nothing, and warns.
 
     Args:

@@ -47,7 +47,7 @@ def low_precision_layernorm(*, name: str = "low_precision_layernorm") -> Algorit
     taken in autocast's dtype, and so is the result; mean and variance are still summed in float32. Names and values of
     parameters stay as they are, so that weights fit both.
 
-    Events: INIT, and last there. Reads and replaces: the model alone. Under `precision="fp32"` and `"tf32"` it changes
+    Events: INIT, and last there. Reads and replaces: the model only. Under `precision="fp32"` and `"tf32"` it changes
     nothing, and warns.
 
     Args:

@@ -86,7 +86,7 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
     Events: INIT, first there. Replaces: the model, its parameters and buffers, the optimizer's state and its groups,
     the loss, and what names the model's input and its target.
 
-    How many classes the scores have is read from the targets on the host, in evaluation alone; such a forward pass is
+    How many classes the scores have is read from the targets on the host, in evaluation only; such a forward pass is
     not compiled in one graph.
 
     Args:

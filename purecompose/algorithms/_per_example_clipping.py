@@ -87,17 +87,17 @@ def per_example_clipping(
     per token the mean over its own tokens is the example's. Where the model computes its own loss, that of a batch of
     one example is taken.
 
-    Events: AFTER_TRAIN_BATCH, after other methods that compute gradients anew, such as `sam`, whose work it undoes, and
-    before those that collect or clip them. Replaces the gradients, without a look at what they were; adds
+    Events: AFTER_TRAIN_BATCH, after other methods that compute gradients again, such as `sam`, whose work it undoes,
+    and before those that collect or clip them. Replaces the gradients, without a look at what they were; adds
     `metrics[f"{name}/clipped"]`, the share of examples that were scaled down, and `metrics[f"{name}/norm"]`, the mean
     of |g_i|. Remembers nothing. An example whose gradient is not finite makes the batch's so.
 
-    Layers must treat examples alone: batch normalisation in training, and layers that keep running statistics, are
-    refused. Layers of one's own that mix examples are not seen: they get a batch of one.
+    Layers must treat each example separately: batch normalisation in training, and layers that keep running statistics,
+    are refused. Layers of one's own that mix examples are not seen: they get a batch of one.
 
     What a claim of privacy takes besides: an accountant; batches drawn at random as it assumes, each divided by the
     size expected (here it is the batch's own); no report of what is not private, such as loss, metrics and batch
-    statistics; and noise from a generator that nobody can predict, which Philox is not. MixUp and CutMix make an
+    statistics; and noise from an unpredictable generator, which Philox is not. MixUp and CutMix make an
     example of two records, so that one record is in two of them; `selective_backprop` looks at all records to choose.
 
     Args:
@@ -157,7 +157,7 @@ def per_example_clipping(
 def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
     """Return whether the settings are neutral; raises where they are none."""
     where, hint = "per_example_clipping: max_norm", "infinity clips nothing"
-    check_scalar(noise_multiplier, "per_example_clipping: noise_multiplier", 0, hint="0 is no noise")
+    check_scalar(noise_multiplier, "per_example_clipping: noise_multiplier", 0, hint="0 adds no noise")
     if isinstance(max_norm, float) and max_norm == math.inf:
         if not isinstance(noise_multiplier, (int, float)) or noise_multiplier > 0:
             raise ValueError(
@@ -244,7 +244,7 @@ def _check_layers(name: str, network: nn.Module) -> None:
         shown = [f"{key or 'the network'} ({kind})" for key, kind in found.items()]
         named = f"{', '.join(shown[:5])}{', ...' if len(shown) > 5 else ''}"
         raise ValueError(
-            f"{name}: expected a network that treats each example alone, got layers that use or keep statistics of the "
+            f"{name}: expected a network that treats each example separately, got layers that use statistics of the "
             f"whole batch: {named}. Put nn.GroupNorm or nn.LayerNorm in their place (surgery.operate does that for "
             "all), or call .eval() on them before State.create, so that they use the statistics they have"
         )

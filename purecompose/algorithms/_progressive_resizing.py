@@ -96,7 +96,7 @@ def resize_batch(
         Inputs and targets, of the same dtypes; the very same objects where the size stays what it is.
 
     Raises:
-        TypeError: Inputs that are not one real tensor (N, C, H, W), masks that are no tensors, no key for a crop, or a
+        TypeError: Inputs that are not one real tensor (N, C, H, W), masks that are not tensors, no key for a crop, or a
             setting of the wrong kind.
         ValueError: A setting out of range, or masks without height and width.
 
@@ -164,7 +164,7 @@ def progressive_resizing(
     size. In the last part the method is absent, and so are its metrics.
 
     A host algorithm: sizes depend on time, and of a compiled step each size is a variant. Where the epoch's length is
-    known, t moves with every batch; else, in a run of so many epochs, at their ends alone.
+    known, t moves with every batch; else, in a run of so many epochs, at their ends only.
 
     The network must take images of every size, as one that ends with a global pooling does.
 

@@ -49,7 +49,7 @@ def randaugment_batch(
         Shape and dtype of `images`.
 
     Raises:
-        TypeError: Images that are no tensor of uint8 or floats, no key, or a setting of the wrong kind.
+        TypeError: Images that are not tensor of uint8 or floats, no key, or a setting of the wrong kind.
         ValueError: A setting out of range, an unknown operation, or another number of dimensions.
 
     Example:
@@ -101,7 +101,7 @@ def randaugment(
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range, or a read-only field. In the step:
-            inputs that are no images.
+            inputs that are not images.
 
     Example:
         >>> randaugment(9, 2)

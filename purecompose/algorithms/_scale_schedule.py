@@ -83,7 +83,7 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
         )
     duration = None if run.duration is None else _scaled_duration(run.duration, ratio, optimizer)
     length = RunLength(duration, run.batches_per_epoch, run.iteration_length)
-    # The old ones go: nobody evaluates them, and in a run of another length they may have no value.
+    # The old ones go: they are not evaluated any more, and in a run of another length they may have no value.
     schedules = collect(optimizer, Schedule)
     return state.replace(optimizer=optimizer, schedules=schedules, timestamp=state.timestamp.replace(run=length))
 

@@ -150,8 +150,7 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
 
 
 def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tensor], ScheduleFree]:
-    """Return the parameters and what is remembered, after the optimizer has moved those with a gradient; others stay.
-    """
+    """Return the parameters and what is remembered, after the optimizer has moved those with a gradient; others stay."""
     greatest = torch.maximum(own.greatest_rate, own.rate)
     total = own.total + greatest**2
     # Rates of 0 weigh nothing, all together too.

@@ -28,7 +28,7 @@ _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 def choose_by_loss(key: Tensor | random.Rng, example_losses: Tensor, *, keep: float = 0.5) -> Tensor:
     """Draw examples without replacement, those of greater loss more often.
 
-    Ranks are drawn, then looked up: what is drawn depends on the losses through their order alone. Equal
+    Ranks are drawn, then looked up: what is drawn depends on the losses through their order only. Equal
     losses rank in the batch's order. NaN ranks lowest, because such an example would turn every weight into
     NaN; it can still be drawn. +inf ranks highest.
 
@@ -89,7 +89,7 @@ def select_using_loss(
         The chosen rows of inputs and targets, in the order of drawing.
 
     Raises:
-        TypeError, ValueError: A setting out of range, a loss without a reduction, inputs that are no images
+        TypeError, ValueError: A setting out of range, a loss without a reduction, inputs that are not images
             where `scale_factor` is below 1.
 
     Example:
@@ -182,7 +182,7 @@ def selective_backprop(
         TypeError, ValueError: A setting of the wrong kind or out of range. At INIT: a loss that has no
             `reduction`, or ignores it on outputs (N, C); other losses that ignore it are found out where the
             selection starts; a `ModelLoss` without `labels`. In the first step: with `scale_factor` below 1, inputs
-            that are no images; outputs without logits that fit the labels of a `ModelLoss`.
+            that are not images; outputs without logits that fit the labels of a `ModelLoss`.
         KeyError: In the first step: the batch has no such input or target.
 
     Example:
@@ -271,7 +271,7 @@ def _match(start: float, end: float, full_every: int) -> Predicate:
     active = on(Event.AFTER_DATALOADER) & between(start, end)
     if full_every:
         active = active & ~every(full_every, in_epoch=True)
-    # In every batch: a check in the first one alone would be one more schedule to compile.
+    # In every batch: a check in the first one only would be one more schedule to compile.
     return on(Event.INIT, Event.BATCH_START, Event.AFTER_FORWARD) | active
 
 

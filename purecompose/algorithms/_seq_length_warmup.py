@@ -117,7 +117,7 @@ def seq_length_warmup(
 
     with t the fraction of the run that is over and d the warm-up's share of it: L starts at `min_seq_length`, grows by
     `step_size`, and is `max_seq_length` from the warm-up's end on, not before. The run's length may be in any unit but
-    seconds; in epochs of unknown length, t moves at their ends alone.
+    seconds; in epochs of unknown length, t moves at their ends only.
 
     Events: AFTER_DATALOADER, after what writes sequences into rows (`Trait.SHORTENS_SEQUENCES`), such as `alibi`. Reads
     and replaces: the batch. Reports in `metrics` what the batch became, as numbers: `f"{name}/curr_seq_len"` and
@@ -152,7 +152,7 @@ def seq_length_warmup(
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range, or `preserve_end_of_sequence` where nothing
-            is cut off. In the step: inputs that are no sequences, a run without a duration or with one in seconds, and
+            is cut off. In the step: inputs that are not sequences, a run without a duration or with one in seconds, and
             as `set_batch_sequence_length`.
 
     Example:
@@ -232,7 +232,7 @@ def sequences_of(state: State, where: str) -> Tensor:
         where: Opens messages.
 
     Raises:
-        TypeError: Inputs that are no sequences.
+        TypeError: Inputs that are not sequences.
     """
     inputs = state.inputs
     return _checked(inputs, where) if isinstance(inputs, Tensor) else _sequences(inputs, where)

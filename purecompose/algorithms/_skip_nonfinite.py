@@ -46,8 +46,8 @@ def skip_nonfinite(*, name: str = "skip_nonfinite") -> Algorithm:
     AFTER_TRAIN_BATCH and BATCH_END. Reads the loss and the gradients; replaces buffers, and gradients of a bad step;
     adds `metrics[f"{name}/skipped"]`, 1 where the batch was left out, else 0. Remembers a `SkipCount` in `slots[name]`.
 
-    At AFTER_TRAIN_BATCH it comes after what computes gradients anew (`Trait.RENEWS_GRADIENTS`), such as `sam`, and
-    before what collects or clips them, so that a bad batch is no part of a group's sum: where it is the last of one,
+    At AFTER_TRAIN_BATCH it comes after what computes gradients again (`Trait.RENEWS_GRADIENTS`), such as `sam`, and
+    before what collects or clips them, so that a bad batch is not part of a group's sum: where it is the last of one,
     the update is that of the others. A bad step's buffers, such as BatchNorm's statistics, are put back there, and one
     element that is not finite, in the loss or a gradient, makes all gradients NaN, so that no clipping behind it can
     make them look good. What reads weights at BATCH_END finds them as they were, wherever it is listed. Gradients that

@@ -251,7 +251,7 @@ def _with_rates(state: State, rate: float | Tensor, drop_distribution: str) -> S
 
 
 def _blocks(module: nn.Module) -> list[str]:
-    """Return the names of the residual blocks, outermost ones alone, and none that has been replaced or is inside of
+    """Return the names of the residual blocks, outermost ones only, and none that has been replaced or is inside of
     one.
     """
     found: list[str] = []

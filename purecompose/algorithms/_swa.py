@@ -86,11 +86,11 @@ def swa(
 
     It is the schedule of the rate that changes: its greatest value stays, so that a weight decay which follows the
     schedule (`decoupled_sgdw`, `decoupled_weight_decay`) goes on doing so, and training before `start` is that of
-    one schedule alone, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that
+    one schedule only, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that
     begins at 0, as a decay that follows it then does.
 
     BatchNorm's statistics are those of the live weights when weights were last taken, and wrong for the average. From
-    `end` on each batch therefore also goes through the averaged network, forward alone, which brings them up to
+    `end` on each batch therefore also goes through the averaged network, forward only, which brings them up to
     date: they become means over these batches, with every module but BatchNorm in evaluation mode. A network without
     BatchNorm is spared that. The whole batch goes through at once, without gradients, into whatever microbatches
     training divides it. Of a batch with statistics that are not finite nothing is taken. A run that has no batches left
@@ -251,8 +251,7 @@ class _Annealed:
     strategy: str
 
     def is_in(self, rate: Scalar) -> bool:
-        """Return whether a rate goes the same way already, be it from elsewhere, or before it goes on to yet another.
-        """
+        """Return whether a rate goes the same way already, be it from elsewhere, or before it goes on to yet another."""
         ways = [one.fn for one in factors_of(rate) if isinstance(one, Schedule) and isinstance(one.fn, _Annealed)]
         return any(
             self == dataclasses.replace(way, own=self.own, goal=self.goal) or self.is_in(way.own) for way in ways

@@ -20,7 +20,7 @@ from purecompose.time.units import named_time
 __all__ = ["NAMED", "accumulate", "training_metrics"]
 
 NAMED: Mapping[str, Metric] = MappingProxyType({"accuracy": accuracy, "top_5": top_k(5)})
-"""The metrics that can be asked for by name alone, as on a command line."""
+"""The metrics that can be asked for by name only, as on a command line."""
 
 _UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
@@ -43,7 +43,7 @@ def training_metrics(
 ) -> Algorithm:
     """Measure the outputs of training steps.
 
-    Events: INIT (the slot), BATCH_START (begins anew where a period begins), AFTER_BACKWARD (adds a slice's examples),
+    Events: INIT (the slot), BATCH_START (begins again where a period begins), AFTER_BACKWARD (adds a slice's examples),
     BATCH_END (reports). Reads `outputs` and the batch; adds `metrics[f"train/{metric}"]`, the value over all examples
     since the period began. Remembers one accumulator for each metric in `slots[name]`. Nothing waits for the device.
 

@@ -95,7 +95,7 @@ def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight
     Transposed convolutions stay, and those with a forward of their own, hooks or parametrized tensors. Other subclasses
     keep what they have: a `MyConv` becomes a `StandardizedMyConv`, which is a `MyConv`.
 
-    Events: INIT. Reads and replaces: the model alone.
+    Events: INIT. Reads and replaces: the model only.
 
     Args:
         n_last_layers_ignore: How many convolutions at the end, in order of definition, stay as they are: those that

@@ -105,7 +105,7 @@ _BY_METAVAR = {"FILE": _FILES, "PATH": _FILES, "FOLDER": _FOLDERS, "RUN": _FOLDE
 # Each is called with what has been typed of the word, and prints what it may become.
 _BASH_FUNCTIONS = (
     f"""\
-# A quote that is still open is no part of the value.
+# A quote that is still open is not part of the value.
 _{_PROG}_words() {{
   local typed="${{1#[\\"\\']}}"
   shift

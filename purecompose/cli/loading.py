@@ -90,7 +90,7 @@ def settings_for(run: str | Path, data: str | None) -> dict[str, Any]:
 def trained(run: str | Path, checkpoint: str, settings: Mapping[str, Any], data: Data) -> Trained:
     """Return a run as its complete settings say, at one of its checkpoints."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what methods say when they are initialised, the run has told
+        warnings.simplefilter("ignore")  # the run has shown the warnings of initialisation
         setup = prepare(settings, data)
     path = _checkpoint(run, checkpoint, setup.kind)
     return Trained(setup, load(path, setup.state, step=setup.step), path)
@@ -134,18 +134,18 @@ def _chosen(folder: Path, which: str, kind: Kind) -> Path:
 def _best(folder: Path, kind: Kind) -> Path:
     """Return the best checkpoint; of equal ones the earliest, which `Checkpoints` keeps. NaN is never the best."""
     names = (f"val/{kind.decides}", f"eval/{kind.decides}")
-    told = {
+    reported = {
         one.path: next((one.index.metrics[name] for name in names if name in one.index.metrics), None)
         for one in reversed(all_in(folder)[0])
     }
-    if any(isinstance(value, list) for value in told.values()):
+    if any(isinstance(value, list) for value in reported.values()):
         raise UsageError(
             f"--checkpoint: {folder} is of a population, each network of which has a best one of its own; give newest, "
             "or a checkpoint's name"
         )
     rated = {
         path: kind.rating(value)
-        for path, value in told.items()
+        for path, value in reported.items()
         if isinstance(value, (int, float)) and not math.isnan(value)
     }
     if not rated:

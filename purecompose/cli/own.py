@@ -75,7 +75,7 @@ def allowed_by(options: argparse.Namespace) -> Collection[str] | None:
 
 
 def check_imports(settings: Mapping[str, Any], allowed: Collection[str] | None) -> None:
-    """Raise a `UsageError` where settings name code that nobody has allowed to run."""
+    """Raise a `UsageError` where settings name code that has not been allowed to run."""
     foreign = [] if allowed is None else sorted(_names(settings) - set(allowed))
     if foreign:
         raise UsageError(
@@ -137,7 +137,7 @@ def _made(call: specs.Call, shape: Mapping[str, Any]) -> Any:
 
 
 class _Logits(nn.Module):
-    """A model of transformers for classes, called with its inputs alone."""
+    """A model of transformers for classes, called with its inputs only."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ def show_plan(options: argparse.Namespace) -> None:
     """Print which algorithms act at which events at a point of the run, one that has a folder or one to come.
 
     Raises:
-        UsageError: An option that cannot be, or a folder that is no run's.
+        UsageError: An option that cannot be, or a folder that is not a run's.
         ImportError: A package that the data need is missing.
     """
     earlier = {} if options.run is None else settings_of(Path(options.run))
@@ -32,7 +32,7 @@ def show_plan(options: argparse.Namespace) -> None:
 
 
 def _moved(setup: Setup, at: str) -> State:
-    """Return the state as if it stood at a point of its run; the counters alone move."""
+    """Return the state as if it stood at a point of its run; the counters only move."""
     state = setup.state
     batches, length = _in_batches(setup, Time.of(at)), _in_batches(setup, state.timestamp.run.duration)
     if batches is None or batches < 0:

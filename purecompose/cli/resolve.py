@@ -60,7 +60,7 @@ def listed(text: str | None) -> list[str] | None:
 
 @contextmanager
 def notes_elsewhere() -> Iterator[None]:
-    """Hypothesis keeps notes on the modules that it has seen: not in the user's folder, unless it is told where."""
+    """Hypothesis keeps notes on the modules that it has seen: not in the user's folder, unless a folder is set."""
     if "HYPOTHESIS_STORAGE_DIRECTORY" in os.environ:
         yield
         return

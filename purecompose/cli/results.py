@@ -43,12 +43,12 @@ def show_evaluation(options: argparse.Namespace) -> None:
             del wanted["top_5"]
         with nullcontext() if options.length is None else reported_as("--length"):
             found = evaluate(run.state, tested, wanted, step=run.setup.plain_step)
-    told = {"checkpoint": str(run.checkpoint), "batch": run.state.timestamp.batch, **found}
+    reported = {"checkpoint": str(run.checkpoint), "batch": run.state.timestamp.batch, **found}
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(reported))
         return
-    width = max(map(len, told))
-    for name, value in told.items():
+    width = max(map(len, reported))
+    for name, value in reported.items():
         print(f"{name:<{width}}  {_shown(value)}")
 
 
@@ -84,7 +84,7 @@ def show_predictions(options: argparse.Namespace) -> None:
 
 def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:
     """Write what a language model goes on with, as it comes."""
-    # Of the run's text the network needs the form alone, and the schedules how many batches there were.
+    # Of the run's text the network needs the form only, and the schedules how many batches there were.
     num = index_of(options.run, options.checkpoint, TEXT).time["batches_per_epoch"] * settings["batch_size"]
     blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)
     data = TextData(blank, blank, blank, blank, prompt.vocabulary, num_dropped=0)
@@ -138,7 +138,7 @@ def show_plot(options: argparse.Namespace) -> None:
     """Draw the curves of runs into one picture.
 
     Raises:
-        UsageError: A folder that is no run, or a picture that cannot be written.
+        UsageError: A folder that is not a run, or a picture that cannot be written.
     """
     check_target("--out", options.out)
     try:

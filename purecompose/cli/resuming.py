@@ -12,7 +12,7 @@ from purecompose.nn.models import MODELS
 from purecompose.run.saving import MismatchError
 
 
-__all__ = ["changes", "check_model", "check_seed", "earlier_settings", "told_as_settings"]
+__all__ = ["changes", "check_model", "check_seed", "earlier_settings", "reported_as_settings"]
 
 _CAUSES = {
     "duration": ("duration", "scale_schedule"),
@@ -42,7 +42,7 @@ def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
     for name in ("seed", "seeds"):
         if name in earlier and earlier[name] != settings[name]:
             raise UsageError(
-                f"--{name}: the run goes on with {earlier[name]}, as it began; another one needs another --out"
+                f"--{name}: the run continues with {earlier[name]}, as it began; another one needs another --out"
             )
 
 
@@ -55,7 +55,7 @@ def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None
 
 
 def _options(model: str) -> tuple[str, dict[str, Any]]:
-    """Return a network's name and all its options, those that nobody gave included."""
+    """Return a network's name and all its options, defaults included."""
     call = specs.parse_one(model)
     parameters = inspect.signature(MODELS[call.name]).parameters.values() if call.name in MODELS else ()
     return call.name, {**{one.name: one.default for one in parameters}, **call.kwargs}
@@ -64,12 +64,12 @@ def _options(model: str) -> tuple[str, dict[str, Any]]:
 def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
     """Return one line on the settings that differ from those of the run that goes on."""
     changed = [name for name in SETTINGS if earlier and earlier.get(name) != settings[name]]
-    told = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
-    return [f"  goes on with {', '.join(told)}"] if told else []
+    reported = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
+    return [f"  continues with {', '.join(reported)}"] if reported else []
 
 
 @contextmanager
-def told_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
+def reported_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any], out: Path | None) -> Iterator[None]:
     """Say which settings make a checkpoint unfit, before what that does to its tensors."""
     try:
         yield

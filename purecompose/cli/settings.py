@@ -237,12 +237,12 @@ def settings_of(run: Path) -> dict[str, Any]:
     """Return the settings of a run that has a folder.
 
     Raises:
-        UsageError: It is no run's folder, or its settings cannot be read.
+        UsageError: It is not a run's folder, or its settings cannot be read.
     """
     config = run / "config.toml"
     if not config.exists():
         why = "it has no config.toml" if run.exists() else "it is not there"
-        raise UsageError(f"{run} is no run's folder: {why}; train --out FOLDER makes one")
+        raise UsageError(f"{run} is not a run's folder: {why}; train --out FOLDER makes one")
     return read_config(config, option="")
 
 
@@ -264,7 +264,7 @@ def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
 
     Args:
         path: The file.
-        option: What opens a message about it. An empty one stands for the file of a run's folder, which somebody else
+        option: What opens a message about it. An empty one stands for the file of a run's folder, which another person
             may have prepared: only a regular file of a bounded size is read.
 
     Raises:
@@ -275,7 +275,7 @@ def read_config(path: Path, *, option: str = "--config: ") -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{option}{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{option}{path} is no TOML: {error}") from error
+        raise UsageError(f"{option}{path} is not valid TOML: {error}") from error
     content = content.get("train", content)
     if not isinstance(content, dict):
         raise UsageError(f"{option}{path}: expected settings such as duration = '5ep'")
@@ -335,7 +335,7 @@ def _set(
     """Return a call with arguments of `--set`.
 
     Raises:
-        UsageError: They are what is wrong with it; what was wrong before is told by the option that it came from.
+        UsageError: They are what is wrong with it; earlier faults are reported with their option.
     """
     named = specs.by_name(call, factories)
     changed = dataclasses.replace(named, kwargs={**named.kwargs, **arguments})

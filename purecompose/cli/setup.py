@@ -135,8 +135,8 @@ def completed(
     check_imports(settings, allowed)
     if data is None:
         with reported_as("--data"):
-            data, told = load(settings)
-        settings |= told
+            data, reported = load(settings)
+        settings |= reported
     defaults = _FOR_LARGE_SETS if len(data.train_targets) >= _LARGE else _FOR_SMALL_SETS
     defaults = _FOR_TEXT if kind_of(data) is TEXT else defaults
     silent = {name: value for name, value in defaults._asdict().items() if settings[name] is None}
@@ -326,7 +326,7 @@ def _optimizer(settings: Mapping[str, Any]) -> Any:
         call = specs.parse_one(settings["optimizer"])
         if call.name == "muon":
             raise ValueError(
-                "muon moves matrices alone, and which of them, with what for all else, is said in Python: "
+                "muon moves matrices only, and which of them, with what for all else, is said in Python: "
                 'optim.by_pattern({"blocks.*": optim.muon(0.02)}, optim.adamw(3e-4))'
             )
         plain = specs.build(call, OPTIMIZERS, "optimizer")

@@ -12,7 +12,7 @@ import torch
 from purecompose._support import specs
 from purecompose.cli.kinds import TEXT, follows
 from purecompose.cli.own import allowed_by
-from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, told_as_settings
+from purecompose.cli.resuming import changes, check_model, check_seed, earlier_settings, reported_as_settings
 from purecompose.cli.settings import UsageError, chosen, command_of
 from purecompose.cli.setup import Setup, completed, fixed_arithmetic, plain_warnings, prepare, reported_as
 from purecompose.cli.telling import checksum, describe, print_results
@@ -61,8 +61,8 @@ def train(options: argparse.Namespace) -> None:
             return
         if options.recipe is not None and not options.traceback:
             _check_recipe(options.recipe, settings, setup)
-        told = nullcontext() if options.traceback else _told_in_one_line(setup)
-        with told, told_as_settings(settings, earlier, out):
+        reported = nullcontext() if options.traceback else _reported_in_one_line(setup)
+        with reported, reported_as_settings(settings, earlier, out):
             _run(options, settings, setup, out, earlier)
 
 
@@ -145,7 +145,7 @@ def _folder(out: Path, settings: Mapping[str, Any], setup: Setup, *, is_resumed:
 
 
 @contextmanager
-def _told_in_one_line(setup: Setup) -> Iterator[None]:
+def _reported_in_one_line(setup: Setup) -> Iterator[None]:
     """Say what was raised and in which algorithm or stage; what the command line reports by itself passes."""
     try:
         yield

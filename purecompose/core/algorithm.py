@@ -21,7 +21,7 @@ _P = ParamSpec("_P")
 
 
 class Match(Protocol):
-    """Decides on the host, from static facts and shapes alone, whether the algorithm acts."""
+    """Decides on the host, from static facts and shapes only, whether the algorithm acts."""
 
     def __call__(self, event: Event, state: State, /) -> bool: ...
 
@@ -42,8 +42,8 @@ class Trait(enum.Enum):
     FUSES_LAYERNORM = "replaces layer norms by fused ones: comes last"
     EDITS_LOSS = "replaces the loss value itself, not the targets: two of these do not compose"
     SCALES_LOSS = "scales the loss for its gradient: the last before the gradient, the first after it"
-    RENEWS_GRADIENTS = "computes the gradients anew, from the batch: comes before what edits or collects them"
-    CLIPS_EXAMPLES = "bounds the gradients of single examples: the last of those that compute gradients anew"
+    RENEWS_GRADIENTS = "computes the gradients again, from the batch: comes before what edits or collects them"
+    CLIPS_EXAMPLES = "bounds the gradients of single examples: the last of those that compute gradients again"
     COLLECTS_GRADIENTS = "adds up the gradients of several batches, and keeps them for later"
     CLIPS_GRADIENTS = "bounds the gradients: comes after whatever computes or collects them"
     AVERAGES_WEIGHTS = "averages weights: comes after what moves them once the optimizer has"

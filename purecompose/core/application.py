@@ -41,7 +41,7 @@ def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, in
         if algorithm.host and is_fake(state.key):
             raise RuntimeError(
                 f"{algorithm.name}, a host algorithm, was to be traced with fake tensors: it acts inside Microbatches, "
-                "and another algorithm takes the gradient anew with state.gradient; let it act outside of them"
+                "and another algorithm takes the gradient again with state.gradient; let it act outside of them"
             )
         return _checked_result(algorithm.apply(event, state), algorithm, event)
     except Exception as error:

@@ -30,7 +30,7 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
         batch: Its batch.
 
     Raises:
-        TypeError: No field has that name; `frozen` or `paused` is no collection of names.
+        TypeError: No field has that name; `frozen` or `paused` is not a collection of names.
         ValueError: A name or pattern in `frozen` or `paused` matches no parameter.
     """
     found = {name: value for name, value in changes.items() if name in fields}
@@ -78,7 +78,7 @@ def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
 
 
 def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool) -> None:
-    """Raise where parameters are no mapping, or have other names than the model's."""
+    """Raise where parameters are not mapping, or have other names than the model's."""
     if not isinstance(given, Mapping):
         raise TypeError(f"replace(params=...): expected tensors by name, got {shown(given)}")
     if is_other_model or given.keys() == own.keys():

@@ -31,13 +31,13 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     """Return the algorithms.
 
     Raises:
-        TypeError: Something that is no algorithm.
+        TypeError: Something that is not an algorithm.
         ValueError: A name used twice.
     """
     chosen = _as_tuple(given, "algorithms")
     for algorithm in chosen:
         if not isinstance(algorithm, Algorithm):
-            raise TypeError(f"{algorithm!r} is no Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
+            raise TypeError(f"{algorithm!r} is not an Algorithm; a factory makes one: alg.mixup(alpha=0.2)")
     twice = [name for name, count in Counter(a.name for a in chosen).items() if count > 1]
     if twice:
         raise ValueError(f"the name {twice[0]!r} is used twice; give one another: mixup(..., name='other')")
@@ -53,7 +53,7 @@ def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
     ordering = _as_tuple(given, "passes")
     for one_pass in ordering:
         if not callable(one_pass):
-            raise TypeError(f"{one_pass!r} is no pass: a function (algorithms, event) -> algorithms")
+            raise TypeError(f"{one_pass!r} is not a pass: a function (algorithms, event) -> algorithms")
     return ordering
 
 
@@ -61,11 +61,11 @@ def as_program(given: Iterable[Node | StateFn | str]) -> Program:
     """Return the program, with events by their names made events.
 
     Raises:
-        TypeError: Something that is no node.
+        TypeError: Something that is not a node.
         ValueError: More than one `advance`, or an event on the wrong side of it.
     """
     if isinstance(given, Event) or not isinstance(given, Iterable):
-        raise TypeError(f"{given!r} is no program: a tuple of events, stages and scopes, such as loop_events")
+        raise TypeError(f"{given!r} is not a program: a tuple of events, stages and scopes, such as loop_events")
     program = as_nodes(given)
     num_advances = sum(node == advance for node in walk(program))
     if num_advances > 1:

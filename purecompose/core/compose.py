@@ -365,7 +365,7 @@ class Step:
         return matcher.matched(matcher.schedule(state, None, now, now), event, tuple(among))
 
     def _warn_of_standing_time(self, start: State) -> None:
-        """Epochs of unknown length are counted by whoever ends them; a plain loop that forgets it stands still."""
+        """Warn if time stands still: epochs of unknown length must be ended by the caller."""
         run = _opened(start, later=False).run
         if run.batches_per_epoch is not None:
             return
@@ -421,7 +421,7 @@ def compose(
 
     Returns:
         A function `(state, batch) -> state` with `init`, `fire` and `plan`. On request,
-        `purecompose.testing.warn_of_conflicts(step)` warns of algorithms whose order matters and nobody decides.
+        `purecompose.testing.warn_of_conflicts(step)` warns of algorithms whose order matters and only the list decides.
 
     Raises:
         TypeError: Something in the program, among the algorithms or the passes is not of its kind.
@@ -443,7 +443,7 @@ def compose(
     if cut == (None, None):
         cut = _WHOLE
     if order_by_constraints in ordering:
-        for event in Event:  # an impossible set is told now, not when its members first meet
+        for event in Event:  # an impossible set is reported now, not when its members first meet
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
     for event in events_in_grad(nodes):
         check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))

@@ -49,7 +49,7 @@ class Context:
     schedules: tuple[Schedule, ...] = ()
     """Everything that the clock evaluates."""
     paused: frozenset[str] = frozenset()
-    """Parameters without gradient and update in the running step alone; empty between steps."""
+    """Parameters without gradient and update in the running step only; empty between steps."""
     trainable: tuple[str, ...] = field(init=False)
     """The parameters that have a gradient."""
     layout: Layout = field(init=False)

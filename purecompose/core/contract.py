@@ -34,11 +34,11 @@ class ContractError(RuntimeError):
 
 
 class InPlaceError(ContractError):
-    """Somebody wrote into what a step was given, which belongs to the caller."""
+    """Code wrote into what a step was given, which belongs to the caller."""
 
 
 class GlobalDrawError(ContractError, UnkeyedRandomError):
-    """Somebody drew from the global generator of Python's random or of NumPy."""
+    """Code drew from the global generator of Python's random or of NumPy."""
 
 
 class FormError(ContractError):
@@ -54,7 +54,7 @@ class Observe(Protocol):
 
 
 class Contract:
-    """Watches one step: nobody writes into what came in, and what outlives the step keeps its form."""
+    """Checks of one step: its input is not written into, and what outlives the step keeps its form."""
 
     def __init__(self, start: State, observe: Observe | None = None) -> None:
         """Record the form of the state, and the version and memory of each tensor.
@@ -82,7 +82,7 @@ class Contract:
             self._observe(algorithm, event, before, after, exit_code)
 
     def refuse_observer(self, reason: str) -> None:
-        """Raise a `TypeError` where somebody observes the run."""
+        """Raise a `TypeError` where the run is observed."""
         if self._observe is not None:
             raise TypeError(reason)
 
@@ -118,7 +118,7 @@ class Contract:
 
         Raises:
             InPlaceError, GlobalDrawError: As `note`.
-            FormError: It is no pair of parameters and optimizer state, each of the form that it had.
+            FormError: It is not a pair of parameters and optimizer state, each of the form that it had.
         """
         culprit = f"the update of the optimizer {state.optimizer!r}"
         self._check_input(culprit, remedy="return new tensors (mul instead of mul_) by the same names")
@@ -241,8 +241,7 @@ def _global_generators() -> tuple[Any, ...]:
 
 
 def _mark(tensor: Tensor) -> tuple[int | None, int]:
-    """Return how often torch saw a write into the tensor (inference tensors are not counted), and the memory it is on.
-    """
+    """Return how often torch saw a write into the tensor (inference tensors are not counted), and the memory it is on."""
     return None if tensor.is_inference() else tensor._version, storage_of(tensor)
 
 

@@ -1,7 +1,7 @@
 """Gradients, taken in one place, by two engines with one meaning.
 
-`torch.autograd.grad` over the functional call costs what an imperative loop costs, and serves when nobody
-differentiates the step itself. Under a transform of `torch.func`, or when a leaf asks for an outer gradient,
+`torch.autograd.grad` over the functional call costs what an imperative loop costs, and is used when
+the step itself is not differentiated. Under a transform of `torch.func`, or when a leaf asks for an outer gradient,
 `torch.func.vjp` is used: there the first engine would be silently wrong for gradients of gradients.
 
 A parameter that the loss does not reach has no gradient, as in PyTorch, where its `grad` is `None`: it is absent from
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def wants_outer_gradient(state: State, batch: Any) -> bool:
-    """Return whether somebody differentiates through the step: a transform is active, or a leaf requires a gradient."""
+    """Return whether the step is differentiated through: a transform is active, or a leaf requires a gradient."""
     if is_transforming():
         return True
     if not torch.is_grad_enabled():
@@ -66,7 +66,7 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
         graph unless the caller differentiates through the step.
 
     Raises:
-        ValueError: No parameter to differentiate in, or the loss is no scalar, or it reaches none of the parameters.
+        ValueError: No parameter to differentiate in, or the loss is not a scalar, or it reaches none of the parameters.
         RuntimeError: Within `torch.inference_mode`, or of tensors made there.
     """
     if torch.is_inference_mode_enabled():
@@ -77,7 +77,7 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
     if not names:
         raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")
     state = carry.state
-    # A step turns grad mode off unless somebody differentiates through it.
+    # A step turns grad mode off unless it is differentiated through.
     is_differentiated = torch.is_grad_enabled() or is_transforming()
     engine = _with_functorch if is_differentiated else _with_autograd
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
@@ -103,7 +103,7 @@ def averaged_by_name(
     weight: int | Tensor,
     total: int | Tensor,
 ) -> dict[str, Tensor]:
-    """Return the means with one slice's values; what was there before the slices is no slice's, and stays as it is."""
+    """Return the means with one slice's values; what was there before the slices is not a slice's, and stays as it is."""
     means, earlier = means or {}, earlier or {}
     new_means = {
         name: value if value is earlier.get(name) else averaged(means.get(name), value, weight, total)
@@ -225,7 +225,7 @@ def _detached(value: Any) -> Any:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """Return a tensor without a graph: itself, where it has none, so that what the body left alone can be told."""
+    """Return a tensor without a graph: itself, where it has none, so that what the body left unchanged is recognized."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 

@@ -21,7 +21,7 @@ class Splitter:
         part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded.
 
     Raises:
-        TypeError: One of them is no function.
+        TypeError: One of them is not a function.
 
     Example:
         >>> lists = Splitter(len, lambda batch, start, stop: batch[start:stop])

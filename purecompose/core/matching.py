@@ -275,7 +275,7 @@ def _answer(question: Question, state: State, batch: Any, moment: Timestamp) -> 
         path, what = read.args
         raise MatchError(
             f"{question.algorithm.name}: match at {question.event} read {what} of {path}. Matching is "
-            "decided before the step, from time and shapes alone. Either make the algorithm a host one "
+            "decided before the step, from time and shapes only. Either make the algorithm a host one "
             "(host=True), or match always and choose inside apply with torch.where",
             question.event,
         ) from None

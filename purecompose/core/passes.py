@@ -106,8 +106,7 @@ def sort_fused_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> 
 
 
 def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Return what scales the loss comes last, and on the AFTER events first: others see true losses and true gradients.
-    """
+    """Return what scales the loss comes last, and on the AFTER events first: others see true losses and true gradients."""
     sort = sort_to_front if event.is_reversed else sort_to_back
     return sort(algorithms, lambda algorithm: Trait.SCALES_LOSS in algorithm.traits)
 
@@ -118,7 +117,7 @@ def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Seque
     Raises:
         OrderError: The constraints form a cycle, which the message prints.
     """
-    remaining = list(algorithms)  # told apart by identity: what a pass adds may equal what is there
+    remaining = list(algorithms)  # distinguished by identity: what a pass adds may equal what is there
     earlier = {
         id(late): [early for early in algorithms if early is not late and precedes(early, late)] for late in algorithms
     }

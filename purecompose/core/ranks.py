@@ -20,7 +20,7 @@ from purecompose.core.layout import Layout
 __all__ = ["WATCHES", "Ranks", "Regrad", "Share", "Sharing"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
-"""What a gradient is of: the means over all ranks' parts of the batch; this rank's part alone; or the batch undivided,
+"""What a gradient is of: the means over all ranks' parts of the batch; this rank's part only; or the batch undivided,
 which every rank computes for itself."""
 
 
@@ -114,7 +114,7 @@ class Ranks:
     def with_buffers(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
         """Buffers that have changed by the mean of what each rank has added, weighted by its `num` examples.
 
-        Those that are no floating numbers are the greatest of all ranks. What no rank has changed stays as it was.
+        Those that are not floating numbers are the greatest of all ranks. What no rank has changed stays as it was.
         """
         changed = {name: buffer for name, buffer in after.items() if buffer is not before.get(name)}
         floating = [name for name, buffer in changed.items() if buffer.dtype in _FLOATING]
@@ -131,7 +131,7 @@ class Ranks:
         device.
 
         Raises:
-            RuntimeError: Somebody differentiates through it, or maps it; or, in a step that is watched, other ranks
+            RuntimeError: It is differentiated through, or mapped; or, in a step that is watched, other ranks
                 have tensors of other forms.
         """
         if WATCHES.get() and tensors and not is_fake(tensors[0]):
@@ -194,15 +194,14 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 _SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.int32} | {
     dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
 }
-"""The dtypes that can be sent, for those that are no floating numbers. What has another stays as it is."""
+"""The dtypes that can be sent, for those that are not floating numbers. What has another stays as it is."""
 
 WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 """Whether messages are compared before they are sent: in the first step of its kind."""
 
 
 def _added(old: Tensor, new: Tensor) -> Tensor:
-    """Return what takes the old to the new: 0 where they are the same, infinite or not; 1 for a bool that is another.
-    """
+    """Return what takes the old to the new: 0 where they are the same, infinite or not; 1 for a bool that is another."""
     if old.dtype is torch.bool:
         return (old ^ new).int()
     added = torch.where(new == old, 0, new - old)

@@ -73,7 +73,7 @@ _HIDDEN = FieldInfo(holds_values=False)
 class State:
     """All that training knows, as an immutable pytree.
 
-    Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are no leaves.
+    Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are not leaves.
     """
 
     static: Static
@@ -137,7 +137,7 @@ class State:
                 `update`; see `optim.Optimizer`.
             key: The run's seed, or its key (int64 of shape (2,)).
             duration: The run's length, such as `"20ep"`; fractions of a run need one.
-            batches_per_epoch: The epoch's length in batches; without it nothing can be told in fractions of
+            batches_per_epoch: The epoch's length in batches; without it nothing can be given in fractions of
                 an epoch.
             iteration_length: The length of an iteration, a group of epochs or tokens.
             input_field: Names the model's input in a batch; by default the first member, or the whole batch for
@@ -243,8 +243,8 @@ class State:
 
         Raises:
             TypeError: No field has that name; an hparam is neither a number nor a tensor.
-            ValueError: A name or pattern in `frozen` matches no parameter; `frozen` leaves out a parameter that is no
-                floating number; `params` has other names than the model's.
+            ValueError: A name or pattern in `frozen` matches no parameter; `frozen` leaves out a parameter that is not
+                a floating number; `params` has other names than the model's.
 
         Example:
             >>> from purecompose import losses, optim
@@ -360,7 +360,7 @@ class State:
         Args:
             params: All parameters by name.
             sharing: Where several processes share the batch (`data_parallel`): "all" for the mean over their parts,
-                "own" for this process's part alone, "none" for the whole batch, computed here. Alone these are the
+                "own" for this process's part only, "none" for the whole batch, computed here. Alone these are the
                 same.
 
         Returns:
@@ -388,7 +388,7 @@ class State:
         Raises:
             ValueError: The state is a population's.
         """
-        check_single(self, "state.forward(inputs)", "unstack_states(state) gives each alone")
+        check_single(self, "state.forward(inputs)", "unstack_states(state) gives each of them")
         return self.run_model(inputs, train=train, rng_name=name)[0]
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:

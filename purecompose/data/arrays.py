@@ -3,7 +3,7 @@
     order(key, epoch) = permutation of 0 .. n-1 drawn at (key, "data order", epoch)
     batch i of the epoch = the examples order[i * batch_size : (i + 1) * batch_size]
 
-So there is no loader state: whoever knows the key, the epoch and the batch can go on from there, and two runs
+So there is no loader state: key, epoch and batch suffice to continue from there, and two runs
 with one key see the same batches on every device.
 """
 

@@ -18,7 +18,7 @@ _NUM_READ = 64
 
 
 def describe_data(data: Any) -> dict[str, str]:
-    """Return what can be told of data without reading a batch of them. What cannot be told is left out; nothing is
+    """Return what is known of data without reading a batch of them. Unknown facts are left out; nothing is
     raised.
 
     Args:
@@ -30,22 +30,22 @@ def describe_data(data: Any) -> dict[str, str]:
     """
     if isinstance(data, Iterator):
         return {}
-    told = {"kind": type(data).__qualname__}
+    reported = {"kind": type(data).__qualname__}
     if isinstance(data, list | tuple):
-        return told
+        return reported
     for name in ("batch_size", "shuffle", "drop_last"):
         value = _attribute(data, name)
         if isinstance(value, bool | int):
-            told[name] = str(value)
+            reported[name] = str(value)
     for name in ("inputs", "targets"):
         if (words := _in_words(_attribute(data, name))) is not None:
-            told[name] = words
+            reported[name] = words
     if isinstance(data, DataLoader):
-        told["sampler"] = type(data.sampler).__qualname__
+        reported["sampler"] = type(data.sampler).__qualname__
     dataset = _attribute(data, "dataset")
     if dataset is not None:
-        told["dataset"] = type(dataset).__qualname__ + _sized(dataset)
-    return told
+        reported["dataset"] = type(dataset).__qualname__ + _sized(dataset)
+    return reported
 
 
 def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -83,7 +83,7 @@ def own_order(data: object) -> str | None:
     """Why the order of data is not the run's key's, so that a run cannot quite go on; `None` where it is."""
     if isinstance(data, DataLoader) and data.generator is not None:
         return (
-            "the DataLoader draws from a generator of its own, which is no part of a checkpoint: its order is not what "
+            "the DataLoader has its own generator, which is not part of a checkpoint: its order is not what "
             "it would have been. Leave generator= out, and it follows the run's key; or take data.loader"
         )
     if isinstance(data, Iterator):
@@ -146,7 +146,7 @@ def _index_sampler(data: "DataLoader[Any]") -> Iterable[Any]:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Return whether a sampler is known to draw from torch's generator alone."""
+    """Return whether a sampler is known to draw from torch's generator only."""
     return sampler is None or type(sampler).__module__ == "torch.utils.data.sampler"
 
 
@@ -221,7 +221,7 @@ def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Itera
                 return
             yield batch
     finally:
-        # The loader may have told them to stay; see `reader` for why this is not left to the garbage collector.
+        # The loader may keep them alive; see `reader` for why this is not left to the garbage collector.
         getattr(batches, "_shutdown_workers", lambda: None)()
         _let_go(data)
 
@@ -247,7 +247,7 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
     warnings.warn(
         f"going on at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped, for it "
         "cannot start in the middle. That is exact where it gives the same batches in the same order each "
-        f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start where they are told",
+        f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start at any batch",
         SkippingWarning,
         stacklevel=3,
     )

@@ -35,7 +35,7 @@ def prefetch(data: Iterable[Any], device: torch.device | str, size: int = 2) -> 
         size: How many batches are under way or waiting at most, the one that is asked for included; at least 1.
 
     Raises:
-        TypeError, ValueError: `size` is no whole number of at least 1.
+        TypeError, ValueError: `size` is not a whole number of at least 1.
 
     Example:
         >>> [batch.tolist() for batch in prefetch([torch.tensor([1]), torch.tensor([2])], "cpu")]
@@ -52,7 +52,7 @@ class _Sent(NamedTuple):
     """A batch that may still be under way."""
 
     arrived: Callable[[], Any]
-    """Gives the batch to whoever works with it now."""
+    """Hand the batch over to the current stream."""
     is_under_way: bool
     """Whether there was anything to copy."""
 

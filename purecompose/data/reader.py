@@ -161,7 +161,7 @@ class _Requests:
 class _WorkerInit:
     """Begins a worker.
 
-    It is told of the data set itself: `get_worker_info` would otherwise lead to the source around it. And it does not
+    It gets the data set itself: `get_worker_info` would otherwise lead to the source around it. And it does not
     hear Ctrl-C, which a terminal sends to all processes: the run's own decides when its readers end.
     """
 

@@ -57,7 +57,7 @@ class Samples:
         self.reads_whole_batches = reads_whole_batches(dataset)
 
     def __getitem__(self, request: Request) -> Any:
-        # A worker's own generators serve nobody else.
+        # A worker's generators are used by nothing else.
         is_outside_kept = self.seeds_globals and get_worker_info() is None
         with kept_globals() if is_outside_kept else nullcontext():
             return self._collated(self._samples(request), request)

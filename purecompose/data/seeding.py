@@ -23,7 +23,7 @@ SEED_WORDS = 4
 def load_numpy() -> None:
     """Import numpy's generator where numpy is installed.
 
-    A data set that did so in the midst of its first read would draw from a generator that nobody has seeded.
+    A data set that did so in the midst of its first read would draw from an unseeded generator.
     """
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy.random")
@@ -56,7 +56,7 @@ class Stream:
     Args:
         words: Where it begins, as for `seed_globals`.
         torch_seed: The seed of torch's generator instead, 64 bits.
-        torch_only: Whether torch's generator alone is exchanged, which is some fifty times cheaper.
+        torch_only: Whether torch's generator only is exchanged, which is some fifty times cheaper.
     """
 
     def __init__(self, words: Sequence[int], torch_seed: int, torch_only: bool) -> None:

@@ -2,8 +2,8 @@
 
     input_ids[i, t] = tokens[i length + t],   labels[i, t] = tokens[i length + t + 1]
 
-Windows do not overlap: every token is an input once and a label once an epoch, but the first, which is no label, and
-at the end the fewer than `length` tokens that fill no window, and the one after the last window, which is no input.
+Windows do not overlap: every token is an input once and a label once an epoch, but the first, which is not a label, and
+at the end the fewer than `length` tokens that fill no window, and the one after the last window, which is not an input.
 Labels are shifted here, so a network's output at a position is for that position's label.
 """
 
@@ -127,7 +127,7 @@ def text_windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
         Inputs and labels, both `(N, length)` with N = (num_tokens - 1) // length, of the tokens' dtype.
 
     Raises:
-        TypeError: Tokens that are no integers, or a length that is none.
+        TypeError: Tokens that are not integers, or a length that is none.
         ValueError: Tokens of another shape, a length below 1, or too few tokens for a single window.
 
     Example:

@@ -20,7 +20,7 @@ _END = object()
 def watched(batches: Iterator[Any], data: object) -> Iterator[Any]:
     """Return the batches, as they come; a warning says so while one has not come for too long, once for each such wait.
 
-    A thread of its own looks at the clock, since whoever waits cannot. Data in memory keep nobody waiting.
+    A separate thread looks at the clock, since the one that waits cannot. Data in memory cause no waiting.
 
     Args:
         batches: The batches.

@@ -419,8 +419,7 @@ def _member(outputs: Any, key: str) -> Any:
 
 
 def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Return the mean over the labels, the first `shift` of the last dim left out, of logits that many places before.
-    """
+    """Return the mean over the labels, the first `shift` of the last dim left out, of logits that many places before."""
     length = labels.shape[-1] - shift
     rows = logits[..., :length, :].flatten(0, -2).double()
     return F.cross_entropy(rows, labels[..., shift:].flatten().long(), ignore_index=ignore_index)
@@ -444,7 +443,7 @@ model_loss = ModelLoss()
 
 
 def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
-    """Raise early if this is no loss or, with `per_example`, one that cannot give losses per example.
+    """Raise early if this is not a loss or, with `per_example`, one that cannot give losses per example.
 
     Raises:
         TypeError: not callable, a class in place of an instance, or no `reduction` parameter.

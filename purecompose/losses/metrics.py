@@ -182,7 +182,7 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
 
     def compute(acc: tuple[Tensor, Tensor]) -> Tensor:
         both, either = acc
-        return (2 * both / either).nanmean()  # a class that nobody has is 0 / 0
+        return (2 * both / either).nanmean()  # an absent class is 0 / 0
 
     return Metric(init, update, compute, takes_logits=True)
 
@@ -317,7 +317,7 @@ def from_torchmetrics(metric: Any) -> Metric:
     blank.reset()
 
     def filled(acc: dict[str, Any]) -> Any:
-        # A copy for each call: what torchmetrics adds up in place, or remembers, is nobody else's.
+        # A copy for each call: what torchmetrics adds up in place, or remembers, belongs to this call.
         worker = copy.deepcopy(blank)
         for name, value in acc.items():
             setattr(worker, name, list(value) if isinstance(value, list) else value.clone())

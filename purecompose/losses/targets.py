@@ -1,6 +1,6 @@
 """The forms targets come in, and `Mixture`: several weighted targets per example.
 
-Class targets are indices (N, ...) or dense (N, C, ...), told apart by shape. Mixing methods (MixUp, CutMix)
+Class targets are indices (N, ...) or dense (N, C, ...), distinguished by shape. Mixing methods (MixUp, CutMix)
 give each example more than one target: a `Mixture` keeps them as terms, example i having target t_k[i] with
 weight w_k[i], where sum_k w_k[i] = 1. It becomes soft targets, sum_k w_k onehot(t_k), only if and when a loss
 wants those. No function here reads a value back from the device.
@@ -22,7 +22,7 @@ __all__ = ["Mixture", "has_index_targets", "num_examples", "one_hot", "per_row",
 
 
 def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
-    """Return whether targets are class indices (True) or dense (False), told by their shapes.
+    """Return whether targets are class indices (True) or dense (False), from their shapes.
 
     Args:
         outputs: (N, C, ...), classes in dim 1.
@@ -174,7 +174,7 @@ class Mixture:
         """Give each example its partner's targets within a region, where targets are maps such as masks.
 
         A position has one origin, so nothing is mixed: one term stays one. Of K terms each is pasted into each, with
-        weights w_k[i] w_l[permutation[i]], which at every position leaves the weights of whom it comes from.
+        weights w_k[i] w_l[permutation[i]], which at every position keeps the weights of the example it comes from.
 
         Args:
             permutation: (N,), int64: the partner of example i is example permutation[i].

@@ -30,7 +30,7 @@ def looking_for_draws() -> Iterator[None]:
     """Return a scope in which every forward pass is watched for random functions and for writes into parameters.
 
     Watching costs more than a small network's forward, so a step does it once per schedule. In between, modules
-    of torch do again what they did then; where a user's own may decide anew, the generators and the parameters'
+    of torch do again what they did then; where a user's own may decide again, the generators and the parameters'
     versions are compared.
     """
     token = _LOOKING.set(True)
@@ -231,7 +231,7 @@ def _versions(params: Mapping[str, Tensor]) -> list[int]:
 
 
 def _without_aliases(buffers: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the buffers; those that forward bound anew are copied, since they may be views of the batch."""
+    """Return the buffers; those that forward bound again are copied, since they may be views of the batch."""
     return {
         name: buffer if buffer is own[name] or not isinstance(buffer, Tensor) else buffer.clone()
         for name, buffer in buffers.items()

@@ -46,7 +46,7 @@ class Due:
 
 
 def batch_before(timestamp: Timestamp) -> Timestamp:
-    """About the time before a batch, where nobody saw it: in loops that tell an observer of BATCH_END alone."""
+    """Estimate the time before a batch in loops that call an observer only at BATCH_END."""
     if timestamp.batch <= 1:
         return Timestamp(run=timestamp.run)
     return timestamp.replace(batch=timestamp.batch - 1)

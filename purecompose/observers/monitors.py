@@ -35,14 +35,14 @@ def learning_rate(*names: str) -> Monitor:
     """Return settings of the optimizer as the batch used them, by default `lr`.
 
     A setting appears under its name, and that of a parameter group under `name/pattern`, such as `lr/*.bias`.
-    Numbers, hparams, schedules and products of them are told as numbers. A schedule's value is the one in which the
+    Numbers, hparams, schedules and products of them are reported as numbers. A schedule's value is the one in which the
     batch was trained: that of the time before it. What an optimizer does not have is left out.
 
     Args:
         names: Which settings, such as `"lr", "momentum"`.
 
     Raises:
-        TypeError: A name that is no string.
+        TypeError: A name that is not a string.
 
     Example:
         >>> from purecompose import losses, optim, schedule
@@ -134,7 +134,7 @@ def speed(window: int = 100) -> Monitor:
         window: Over how many batches the rates are taken.
 
     Raises:
-        TypeError, ValueError: A window that is no int, or below 1.
+        TypeError, ValueError: A window that is not an int, or below 1.
     """
     return _Speed(check_whole(window, "speed: window", 1))
 

@@ -93,7 +93,7 @@ class NaNs:
         loss = None if state.loss is None else state.loss.detach().clone()
         params = {}
         if self._checks_params:
-            num_dims = state.key.ndim - 1  # 1 for a population, whose members are told apart
+            num_dims = state.key.ndim - 1  # 1 for a population, whose members are distinguished
             params = {name: _all_finite(param.detach(), num_dims) for name, param in state.params.items()}
         return _Seen(state.timestamp.batch, loss, params)
 

@@ -40,7 +40,7 @@ class Profile:
     A disk that is full brings a warning; training goes on.
 
     Raises:
-        TypeError, ValueError: A number that is no int or out of range.
+        TypeError, ValueError: A number that is not an int or out of range.
 
     Example:
         >>> import tempfile

@@ -247,8 +247,7 @@ def _range(value: _Number | tuple[int, ...], form: str) -> str:
 
 
 def _describe(metrics: dict[str, _Number | tuple[int, ...]]) -> list[str]:
-    """Return metrics in words, accuracies first and in percent; without the label where all are of an evaluator "eval".
-    """
+    """Return metrics in words, accuracies first and in percent; without the label where all are of an evaluator "eval"."""
     is_alone = all(name.startswith("eval/") for name in metrics)
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}

@@ -25,8 +25,8 @@ Monitor: TypeAlias = Callable[[State], Mapping[str, Any]]
 """What a record of a batch is to hold besides the loss and the metrics, by name: numbers and 0-d tensors, texts (`str`)
 and `Image`s.
 
-It is called at BATCH_END, when a record is due. One that has a method `observe(event, state)` as well is told every
-event that the recorder is told, before that call: this is how `speed` knows when evaluation began.
+It is called at BATCH_END, when a record is due. A method `observe(event, state)`, if it has one, is called at every
+event that the recorder sees, before that call: this is how `speed` knows when evaluation began.
 """
 
 # Records that could not be written wait, for a disk that has room again; this many of them at most.

@@ -25,7 +25,7 @@ class Records(Recorder):
     replaced by one with that column, in one move.
 
     A run that **goes on** from batch b keeps the records up to b and cuts away those of later batches, which come
-    again, and a last line that was only half-written. A run that starts anew leaves an old file as it is, under
+    again, and a last line that was only half-written. A run that starts again leaves an old file as it is, under
     another name: `run.jsonl` becomes `run.1.jsonl`, or the next number that is free.
 
     **Samples** (see `image_samples` and `text_samples`) are files beside it: `run.samples/ba00000100/NAME.png`, and

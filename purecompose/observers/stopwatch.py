@@ -10,7 +10,7 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Measures wall-clock time and batches from FIT_START on; a new FIT_START starts it anew.
+    """Measures wall-clock time and batches from FIT_START on; a new FIT_START starts it again.
 
     It waits for the device where an evaluation begins and ends and at FIT_END, so that each second is booked
     where it was spent; never at a batch.
@@ -68,5 +68,5 @@ class Stopwatch:
             self._evaluation_began = None
 
 
-# Reading any value of the state waits for what the device has been told before.
+# Reading any value of the state waits for the work queued on the device.
 _WAITS = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL, Event.FIT_END})

@@ -58,7 +58,7 @@ def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] 
         `batch` and `epoch`, how many have gone by; the loss of a batch; and the metrics.
 
     Warns:
-        UserWarning: A metric is no single number, and not in `left_out`.
+        UserWarning: A metric is not a single number, and not in `left_out`.
     """
     if event is Event.BATCH_END:
         values = state.metrics if state.loss is None else {"loss": state.loss, **state.metrics}

@@ -1,4 +1,4 @@
-"""Adafactor: steps scaled by an average square of the gradient that is remembered by rows and columns alone."""
+"""Adafactor: steps scaled by an average square of the gradient that is remembered by rows and columns only."""
 
 from __future__ import annotations
 

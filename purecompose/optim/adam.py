@@ -46,7 +46,7 @@ def adam(
         p <- p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
     Each parameter counts its own updates, so that two players who share an optimizer, and parameters that are
-    thawed late, get the bias correction they would get alone.
+    thawed late, get the bias correction of a separate optimizer.
 
     Gradients flow through `update`, and stay finite where a gradient has been zero from the start (the
     derivative of sqrt(v) is taken as 0 at v = 0).
@@ -97,7 +97,7 @@ def adamw(
 ) -> Adam:
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
-    The decay leaves the gradient alone: p <- p - lr * weight_decay * p, then Adam's move. It follows the
+    The decay leaves the gradient only: p <- p - lr * weight_decay * p, then Adam's move. It follows the
     learning rate and its schedule. Arguments, state and errors are those of `adam`.
 
     Example:

@@ -117,10 +117,10 @@ class ByGroup:
         factory = vars(sys.modules[type(self).__module__]).get(self.called, type(self))
         defaults = inspect.signature(factory).parameters
         given = {**self.settings_by_name, "groups": self.groups}
-        told = {name: setting for name, setting in given.items() if setting != defaults[name].default}
-        if "groups" in told:
-            told["groups"] = {pattern: dict(options) for pattern, options in told["groups"]}
-        return f"{self.called}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+        reported = {name: setting for name, setting in given.items() if setting != defaults[name].default}
+        if "groups" in reported:
+            reported["groups"] = {pattern: dict(options) for pattern, options in reported["groups"]}
+        return f"{self.called}({', '.join(f'{name}={value!r}' for name, value in reported.items())})"
 
     @property
     def called(self) -> str:
@@ -173,8 +173,8 @@ class ByGroup:
     def settings_by_name(self) -> dict[str, Any]:
         """What the factory was given or has for defaults, less the groups: what a group may override."""
         fields = dataclasses.fields(cast(Any, self))
-        told = [field.name for field in fields if field.init and field.repr and field.name != "groups"]
-        return {name: getattr(self, name) for name in told}
+        reported = [field.name for field in fields if field.init and field.repr and field.name != "groups"]
+        return {name: getattr(self, name) for name in reported}
 
     def overridden(self, options: Mapping[str, Any]) -> Any:
         """Return the rule inside of a group: with the group's options, and without groups."""
@@ -184,7 +184,7 @@ class ByGroup:
         names = tuple(names)
         if type(self).form is ByGroup.form:
             return cells(cast(Rule, self), names)
-        # A name without a parameter is found, and told, where the lists are gathered.
+        # A name without a parameter is found, and reported, where the lists are gathered.
         forms = tuple(self.form(params[name]) if name in params else None for name in names)
         return cells(cast(Rule, self), names, forms)
 

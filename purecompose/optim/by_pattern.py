@@ -27,7 +27,7 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
     """Different optimizers for different parameters, as one optimizer.
 
     A parameter goes to the first pattern that matches its name (`fnmatch`, on the whole name) and whose optimizer
-    moves parameters of its form, as `muon` moves matrices alone; what is left goes to `rest`. Here all matrices in
+    moves parameters of its form, as `muon` moves matrices only; what is left goes to `rest`. Here all matrices in
     the blocks go to `muon`, their biases and norms and everything outside to `adamw`::
 
         by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
@@ -45,7 +45,7 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
         one: a slot that two of them have, such as "step", holds the parameters of both.
 
     Raises:
-        TypeError: no patterns, or something that is no optimizer; from `init`, an optimizer whose state has another
+        TypeError: no patterns, or something that is not an optimizer; from `init`, an optimizer whose state has another
             form.
         ValueError: from `init`, a pattern that matches nothing, or nothing that its optimizer moves.
 

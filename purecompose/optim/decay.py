@@ -18,7 +18,7 @@ from purecompose.schedule.scalar import factors_of
 __all__ = ["Decay", "decayed", "progress", "warn_if_strong"]
 
 Decay: TypeAlias = Literal["coupled", "by rate", "by schedule"]
-"""Into the gradient; off the parameter, times the learning rate; off the parameter, times the schedule alone."""
+"""Into the gradient; off the parameter, times the learning rate; off the parameter, times the schedule only."""
 
 
 def decayed(

@@ -93,10 +93,11 @@ class FromTorch(ByGroup):
     groups: Groups = ()
 
     def __repr__(self) -> str:
-        told = {name: repr(setting) for name, setting in self.settings}
+        settings = {name: repr(setting) for name, setting in self.settings}
         if self.groups:
-            told["groups"] = repr({pattern: dict(options) for pattern, options in self.groups})
-        return f"from_torch({', '.join([_name(self.optimizer), *(f'{name}={text}' for name, text in told.items())])})"
+            settings["groups"] = repr({pattern: dict(options) for pattern, options in self.groups})
+        listed = [_name(self.optimizer), *(f"{name}={text}" for name, text in settings.items())]
+        return f"from_torch({', '.join(listed)})"
 
     @property
     def called(self) -> str:
@@ -238,7 +239,7 @@ class FromTorch(ByGroup):
                 )
 
     def _untraced(self, value: Value) -> Value:
-        """Return the reader of settings, for numbers alone."""
+        """Return the reader of settings, for numbers only."""
 
         def number_of(scalar: Any) -> float:
             found = value(scalar)

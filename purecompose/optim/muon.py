@@ -76,7 +76,7 @@ def muon(
 
     Raises:
         TypeError: a setting of the wrong kind, an unknown option in a group.
-        ValueError: a setting out of range; from `init`, a parameter that is no real matrix.
+        ValueError: a setting out of range; from `init`, a parameter that is not a real matrix.
 
     Example:
         >>> params = {"w": torch.zeros(2, 2)}
@@ -175,7 +175,7 @@ class Muon(ByGroup):
         """Return zeros for every parameter, frozen ones included; see `Optimizer.init`.
 
         Raises:
-            ValueError: a parameter that is no real matrix, or a group's pattern that matches nothing.
+            ValueError: a parameter that is not a real matrix, or a group's pattern that matches nothing.
         """
         for name, param in params.items():
             if not self.can_move(param):

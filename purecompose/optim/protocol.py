@@ -17,7 +17,7 @@ __all__ = ["check_optimizer", "checked_init"]
 
 
 def check_optimizer(optimizer: Any, where: str) -> None:
-    """Raise a `TypeError` for what is no optimizer, or one whose schedules and hparams no step would find."""
+    """Raise a `TypeError` for what is not an optimizer, or one whose schedules and hparams no step would find."""
     has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
     if isinstance(optimizer, type) or not has_both:
         raise TypeError(

@@ -34,7 +34,7 @@ def rmsprop(
     With g the gradient plus weight_decay * p::
 
         v <- alpha * v + (1 - alpha) * g^2
-        m <- alpha * m + (1 - alpha) * g              (centered alone; else m = 0)
+        m <- alpha * m + (1 - alpha) * g              (centered only; else m = 0)
         d = g / (sqrt(v - m^2) + eps)
         b <- momentum * b + d                         (without momentum b = d)
         p <- p - lr * b

@@ -133,21 +133,21 @@ def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     attributes.
     """
 
-    def told(held: Any) -> Any:
+    def reported(held: Any) -> Any:
         if isinstance(held, Tensor):
             return "tensor", id(held), held._version
-        return tuple(map(told, held)) if isinstance(held, list | tuple) else held
+        return tuple(map(reported, held)) if isinstance(held, list | tuple) else held
 
     groups = {
-        f"param_groups[{i}][{name!r}]": told(held)
+        f"param_groups[{i}][{name!r}]": reported(held)
         for i, group in enumerate(optimizer.param_groups)
         for name, held in group.items()
         if name != "params"
     }
     plain = (bool, int, float, Tensor, list, tuple)
-    # Whether torch has warned of something, or looked at devices once, is no memory.
+    # Whether torch has warned of something, or looked at devices once, is not memory.
     own = {
-        name: told(held)
+        name: reported(held)
         for name, held in vars(optimizer).items()
         if isinstance(held, plain) and name != "param_groups" and not name.startswith(_DONE_ONCE)
     }
@@ -155,14 +155,14 @@ def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def check_elsewhere(optimizer: torch.optim.Optimizer, before: Mapping[str, Any], params: Iterable[Tensor]) -> None:
-    """Raise `Refused` where a step has left something behind that is no parameter's own memory."""
+    """Raise `Refused` where a step has left something behind that is not a parameter's own memory."""
     after = elsewhere(optimizer)
     changed = [name for name in after if name not in before or after[name] != before[name]]
     if changed:
         raise Refused(f"it keeps memory in {changed[0]}; only what is in state[param] can be held")
     own = {id(param) for param in params}
     if any(id(key) not in own for key in optimizer.state):
-        raise Refused("it keeps memory in `state` that is no parameter's; only what is in state[param] can be held")
+        raise Refused("it keeps memory in `state` that is not a parameter's; only what is in state[param] can be held")
 
 
 def put_in(

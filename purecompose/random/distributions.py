@@ -217,7 +217,7 @@ def _parameter(key: Tensor | Rng, value: float | Tensor, what: str) -> Tensor:
         return value.detach().to(torch.float64)
     check_number(value, what, 0, above=True)
     root = key.key if isinstance(key, Rng) else key
-    device = root.device if isinstance(root, Tensor) else None  # what is no key is refused by the draw
+    device = root.device if isinstance(root, Tensor) else None  # what is not a key is refused by the draw
     return torch.full((), value, dtype=torch.float64, device=device)
 
 

@@ -4,7 +4,7 @@ A key is an int64 tensor of shape (2,), two words. A draw reads the Philox block
 
     counter = (element, draw, example, batch)
 
-and nothing else, so a draw can be repeated alone, by a rank, a microbatch or a resumed run, and no draw moves
+and nothing else, so a draw can be repeated by a rank, a microbatch or a resumed run, and no draw moves
 another. `Rng` holds a key and the last three numbers of that counter.
 """
 
@@ -207,7 +207,7 @@ def _mix(state: Any, word: int) -> Any:
     return hashed ^ (hashed >> 16)
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed: True is no name, and equals 1
+@lru_cache(maxsize=4096, typed=True)  # typed: True is not a name, and equals 1
 def _hashed(name: str | int) -> int:
     if isinstance(name, str):
         return int.from_bytes(blake2s(name.encode(), digest_size=4).digest(), "little")

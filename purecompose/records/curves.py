@@ -84,7 +84,7 @@ def _as_runs(given: object) -> list[RunRecords]:
 
 
 def _names(runs: Sequence[RunRecords]) -> list[str]:
-    """Return the runs' names, with those of the folders above where they would not be told apart."""
+    """Return the runs' names, with those of the folders above where the names are equal."""
     names = [run.name for run in runs]
     depth = 2
     while len(set(names)) < len(names) and depth <= max(len(run.path.resolve().parts) for run in runs):

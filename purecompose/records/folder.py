@@ -191,13 +191,13 @@ class RunFolder:
         self._when_trained(lambda: write_text(self.path / PLAN, plan))
         size = sum(tensor.numel() for tensor in state.params.values())
         run = state.timestamp.run
-        told = describe(state, step)
+        reported = describe(state, step)
         trained = {
-            "model": told["model"],
+            "model": reported["model"],
             "weights": size // (len(state.key) if state.key.ndim > 1 else 1),
             "members": len(state.key) if state.key.ndim > 1 else None,
-            "optimizer": told["optimizer"],
-            "loss": told["loss"],
+            "optimizer": reported["optimizer"],
+            "loss": reported["loss"],
             "algorithms": [repr(algorithm) for algorithm in step.algorithms],
             "duration": None if run.duration is None else str(run.duration),
         }
@@ -206,7 +206,7 @@ class RunFolder:
             self._watch.note()
 
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
-        """Close the records and writes result, curves and report. A second call writes them anew.
+        """Close the records and writes result, curves and report. A second call writes them again.
 
         Where a run was to go on and has not, because it was at its end or its checkpoint was refused, the folder stays
         as it was; but what is given here is added to a result that is there.
@@ -217,8 +217,7 @@ class RunFolder:
         self._end("finished", result or {})
 
     def stop(self, reason: str) -> None:
-        """Return what `finish` does, for a run that is cut short: it has no result, and its history tells the reason.
-        """
+        """Return what `finish` does, for a run that is cut short: it has no result, and its history tells the reason."""
         self._end(reason, None)
 
     def __enter__(self) -> "RunFolder":
@@ -257,9 +256,9 @@ class RunFolder:
         with _noted(REPORT, problems):
             write_report(self.path, self.path / REPORT, curves=CURVES not in problems)
         if problems:
-            told = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
-            warnings.warn(f"{self.path}: {'; '.join(told)}", RuntimeWarning, stacklevel=4)
-        # Curves that nobody has installed a package for are not missing.
+            reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
+            warnings.warn(f"{self.path}: {'; '.join(reported)}", RuntimeWarning, stacklevel=4)
+        # Without matplotlib the curves are not missing.
         lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
         started = {RECORDS: self._records.num_unwritten > 0, HISTORY: not self._watch.is_noted}
         self.unwritten = tuple(dict.fromkeys([*(name for name, is_lost in started.items() if is_lost), *lost]))
@@ -336,7 +335,7 @@ _OPEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
 
 @contextmanager
 def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
-    """Take down what keeps a file from being written: it is no reason to lose the others, or the run."""
+    """Take down what keeps a file from being written: it is not a reason to lose the others, or the run."""
     try:
         yield
     except Exception as error:

@@ -27,7 +27,7 @@ __all__ = ["Lock"]
 class Lock:
     """Whose a run's folder is, written down in the folder; released at last when this object is dropped.
 
-    What a process left that is no more is taken over. One of another machine or container cannot be asked whether it
+    A lock whose process has ended is taken over. One of another machine or container cannot be asked whether it
     is still there: it is taken over, too, with a warning, so that a job that is started again elsewhere goes on.
 
     Args:
@@ -45,7 +45,7 @@ class Lock:
             BlockingIOError: Another process has it.
 
         Warns:
-            RuntimeWarning: It may be in use elsewhere; or the disk is full, and nobody is kept out.
+            RuntimeWarning: It may be in use elsewhere; or the disk is full, and no process is kept out.
         """
         if self._finalizer is not None and self._finalizer.alive:
             return
@@ -53,15 +53,15 @@ class Lock:
         mine = {**_own(self._folder), "since": now, "lock": secrets.token_hex(4)}
         try:
             with _alone(self._folder):
-                told = self._judged(_holder(self._folder))
+                reported = self._judged(_holder(self._folder))
                 write_json(file, mine)
         except BlockingIOError:
             raise
         except OSError as error:
-            told = f"{file} cannot be written: {error}. Nothing keeps another process from using the folder as well"
+            reported = f"{file} cannot be written: {error}. Nothing keeps another process from using the folder as well"
         self._finalizer = weakref.finalize(self, _release, self._folder, mine)
-        if told is not None:
-            warnings.warn(f"RunFolder: {told}", RuntimeWarning, stacklevel=3)
+        if reported is not None:
+            warnings.warn(f"RunFolder: {reported}", RuntimeWarning, stacklevel=3)
 
     def release(self) -> None:
         """Let others have the folder."""
@@ -79,7 +79,7 @@ class Lock:
         who = f"process {holder['process']} on {str(holder['place']).partition(' ')[0]}, since {holder['since']}"
         if holder["place"] != place():
             return (
-                f"{self._folder} was left by {who}, and from here nobody can tell whether it is still there. Is it, "
+                f"{self._folder} was left by {who}, and from here it is not known whether it still runs. Is it, "
                 "then end one of the two: they would mix their records"
             )
         if is_alive(holder["process"], holder["token"]):
@@ -94,7 +94,7 @@ class Lock:
 def _alone(folder: Path) -> Iterator[None]:
     """Let processes look and write in turn.
 
-    Where a file system knows no locks, two that begin within a millisecond are not told of each other. The system's
+    Where a file system knows no locks, two that begin within a millisecond do not see each other. The system's
     locks do not keep the folder itself: children inherit them, and would hold them after a kill.
     """
     handle = os.open(folder, os.O_RDONLY)
@@ -108,10 +108,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _holder(folder: Path) -> dict[str, Any] | None:
-    """Who has the folder; `None` for nobody."""
+    """The process that has the folder; `None` if there is none."""
     with suppress(FileNotFoundError, ValueError):
         found = read_json(folder / LOCK)
-        # One that was copied with its folder is nobody's, and so is a file that is no lock.
+        # One that was copied with its folder belongs to no process, and neither does a file that is not a lock.
         if isinstance(found.get("process"), int) and found.get("folder") == folder.stat().st_ino:
             return {"place": "somewhere", "token": None, "since": "some time", **found}
     return None
@@ -122,7 +122,7 @@ def _own(folder: Path) -> dict[str, Any]:
 
 
 def _release(folder: Path, mine: dict[str, Any]) -> None:
-    # Not a fork's to release; nor is it ours any more where somebody has taken it over.
+    # Not a fork's to release; nor is it ours any more where another process has taken it over.
     with suppress(OSError):
         if mine["process"] == os.getpid() and _holder(folder) == mine:
             (folder / LOCK).unlink()

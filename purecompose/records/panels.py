@@ -79,7 +79,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
     evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
     trained = [name for name in _columns(runs) if name.startswith("train/") and name not in evaluated]
     rates = [name for name in ("speed/samples", "speed/batches") if any(_has(run, name) for run in runs)]
-    # Groups of parameters are told apart for one run; for several there would be too many lines.
+    # Groups of parameters are distinguished for one run; for several there would be too many lines.
     lrs = [name for name in _columns(runs) if name == "lr" or (len(runs) == 1 and name.startswith("lr/"))]
     wanted = [("training loss", "loss", "", ["loss"])]
     wanted += [(name, "metric", "", [name]) for name in (*evaluated, *trained)]
@@ -174,8 +174,7 @@ def _columns(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Return the names of the metrics of evaluations: what stands in records without anything that only batches have.
-    """
+    """Return the names of the metrics of evaluations: what stands in records without anything that only batches have."""
     for record in records:
         if not any(name.startswith(_NO_EVALUATION) for name in record):
             yield from (name for name in record if "/" in name and not name.startswith("time/"))
@@ -188,7 +187,7 @@ def _has(run: RunRecords, column: str) -> bool:
 def _fractions(records: Iterable[dict[str, Any]]) -> Callable[[float], float]:
     """From a batch to the epoch with its fraction: records count whole epochs, in which all batches would be one dot.
 
-    Epochs are told apart where the count goes up, and taken to be evenly filled.
+    Epochs are distinguished where the count goes up, and taken to be evenly filled.
     """
     batches, epochs = [0.0], [0.0]
     for record in records:

@@ -76,7 +76,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
     Raises:
         FileNotFoundError: There is no such folder.
         NotADirectoryError: It is a file.
-        ValueError: It is no run's folder, or a file in it is damaged; the message says which.
+        ValueError: It is not a run's folder, or a file in it is damaged; the message says which.
     """
     path = Path(path)
     if not path.exists():
@@ -84,7 +84,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
     if not path.is_dir():
         raise NotADirectoryError(f"read_run: expected the folder of a run, got the file {path}")
     if not (path / CONFIG).is_file():
-        raise ValueError(f"read_run: {path} is no run's folder: it has no {CONFIG}, which RunFolder writes first")
+        raise ValueError(f"read_run: {path} is not a run's folder: it has no {CONFIG}, which RunFolder writes first")
     trained, starts = read_history(path)
     result = read_json(path / RESULT) if (path / RESULT).exists() else None
     command = _text(path / COMMAND).rstrip("\n")
@@ -116,7 +116,7 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
         history = read_json(file)
         return history.get("trained") or {}, [Start.of_plain(plain) for plain in history["starts"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no history of a run: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file} is not a history of a run: {type(error).__name__}: {error}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no TOML: {error}") from error
+        raise ValueError(f"{file} is not valid TOML: {error}") from error
 
 
 def _text(file: Path) -> str:

@@ -19,7 +19,7 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out.
 
     Raises:
-        TypeError: A name that is no string, or a value that TOML has no words for.
+        TypeError: A name that is not a string, or a value that TOML has no words for.
     """
     settings: dict[str, Any] = {}
     for name, value in _named(config, where):

@@ -51,7 +51,7 @@ class Start:
         """Return the inverse of `to_plain`; what it does not know is left out.
 
         Raises:
-            TypeError, KeyError: It is no start.
+            TypeError, KeyError: It is not a start.
         """
         names = {one.name for one in dataclasses.fields(Start)}
         return Start(**{name: value for name, value in plain.items() if name in names})
@@ -62,7 +62,7 @@ def in_words(starts: Sequence[Start]) -> str:
 
     Example:
         >>> in_words([Start(0, "2026-05-01T10:00:00+00:00"), Start(40, "2026-05-01T11:00:00+00:00")])
-        'Started 2026-05-01 10:00 (UTC), went on at batch 40.'
+        'Started 2026-05-01 10:00 (UTC), resumed at batch 40.'
     """
     if not starts:
         return "Not started."
@@ -75,9 +75,9 @@ def in_words(starts: Sequence[Start]) -> str:
     if not later:
         return f"{text}."
     places = [f"{start.batch:,}" for start in later]
-    told = places[0] if len(places) == 1 else f"{', '.join(places[:-1])} and {places[-1]}"
+    reported = places[0] if len(places) == 1 else f"{', '.join(places[:-1])} and {places[-1]}"
     times = f" ({len(places)} times)" if len(places) > 1 else ""
-    return f"{text}, went on at batch {told}{times}."
+    return f"{text}, resumed at batch {reported}{times}."
 
 
 def _moment(iso: str) -> str:

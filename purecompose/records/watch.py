@@ -25,7 +25,7 @@ class Watch:
     """The observer of a run's folder.
 
     Args:
-        records: The records, told every event.
+        records: The records, called at every event.
         folder: The run's folder.
         trained: What was trained so far.
         starts: The starts so far; a new one is added where the run begins.

@@ -52,7 +52,7 @@ class Evaluator:
     Raises:
         ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1;
             `itertools.cycle` and the like without `num_batches`.
-        TypeError: Something that is no metric.
+        TypeError: Something that is not a metric.
     """
 
     data: Iterable[Any]
@@ -120,7 +120,7 @@ def evaluate(
     Raises:
         ValueError: There is no batch.
         KeyError: A batch has no target at the state's `target_field`.
-        TypeError: Something that is no metric.
+        TypeError: Something that is not a metric.
     """
     evaluator = Evaluator(data, metrics or {}, num_batches=num_batches, microbatch_size=microbatch_size)
     inner = _sibling(step, eval_events, state)
@@ -137,7 +137,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
         evaluator: What to evaluate.
         state: The training state.
         step: A step over `eval_events`.
-        observers: Told at EVAL_START and EVAL_END, and after every batch.
+        observers: Called at EVAL_START and EVAL_END, and after every batch.
 
     Returns:
         The evaluation's own state, whose `metrics` hold the values as "label/name", 0-d tensors on the state's

@@ -132,8 +132,8 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
     Args:
         step: The training step. It is initialised here if that has not been done.
         state: The state to start from; it stays as it was.
-        data: Batches, iterated anew for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
-            epoch's batches in an order that depends on the run's key alone, as `data.arrays` and `data.loader` do. A
+        data: Batches, iterated again for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
+            epoch's batches in an order that depends on the run's key only, as `data.arrays` and `data.loader` do. A
             `DataLoader` over a map-style data set without a generator follows the run's key, too, and starts in the
             middle of an epoch. What cannot is read from the epoch's start, with a `SkippingWarning`.
             Data without an end need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
@@ -157,7 +157,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
         The state at the end. Calling `fit` again with a longer duration goes on from there.
 
     Raises:
-        TypeError: Something that is no step, state or evaluator.
+        TypeError: Something that is not a step, state or evaluator.
         ValueError: No duration anywhere, one whose counter does not move with the batches, a step without
             `advance`, nothing left to train, no batch in the data, or fewer batches in it than the state's
             `batches_per_epoch`; in a step of several processes, a duration in seconds or `microbatches="auto"`.
@@ -174,7 +174,7 @@ def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[Stat
     """Return the run of `fit`, batch by batch, for those who write the outer loop themselves.
 
     Gives the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and at
-    last the state that `fit` returns, after FIT_END. Whoever leaves the loop early has the checkpoints so far.
+    last the state that `fit` returns, after FIT_END. Leaving the loop early keeps the checkpoints so far.
 
     Args and Raises: see `fit`; errors come with the first state.
 
@@ -199,7 +199,7 @@ def _at_the_end(now: Timestamp) -> str:
 
 
 def _check_in_step(budget: float, microbatches: str | None) -> None:
-    """Refuse what would let one of several processes go on or end alone."""
+    """Refuse what would let one of several processes continue or end without the others."""
     if microbatches:
         raise ValueError(
             "microbatches='auto': one process that tries again would leave the others waiting; give a number"
@@ -231,7 +231,7 @@ def _check_metrics(
     adjusters: Iterable[Adjuster],
     checkpoints: Checkpoints | None,
 ) -> None:
-    """Raise where somebody waits for a metric that nobody reports."""
+    """Raise where a setting waits for a metric that is not reported."""
     known = [name for one in evaluators for name in one.reported]
     wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
     wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
@@ -248,7 +248,7 @@ def _check_metrics(
 
 
 def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
-    """Say where the data are not those of the checkpoint, as far as that can be told.
+    """Say where the data are not those of the checkpoint, as far as that is known.
 
     Raises:
         MismatchError: It stands in the middle of an epoch of another length.
@@ -329,7 +329,7 @@ def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
     twice = [label for label, count in Counter(one.label for one in evaluators).items() if count > 1]
     if twice:
         raise ValueError(
-            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics could not be told apart; give one "
+            f"evaluate: two evaluators are labelled {twice[0]!r}, so their metrics would be confused; give one "
             "another, as in Evaluator(validation_batches, metrics, label='validation')"
         )
     return tuple(evaluators)

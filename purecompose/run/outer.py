@@ -45,7 +45,7 @@ class EpochData(Protocol):
     """Data that bring their own order, so that a run goes on in the middle of an epoch without skipping."""
 
     def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
-        """Return the batches of an epoch from batch `start` on, in an order that follows from the run's key alone."""
+        """Return the batches of an epoch from batch `start` on, in an order that follows from the run's key only."""
         ...
 
 
@@ -86,7 +86,7 @@ class Run:
     def states(self, state: State, *, is_held: bool = False) -> Iterator[State]:
         """Return the states between batches, and at last the one that the run ends with.
 
-        Signals are noted while the run works. In between, in the code of whoever iterates, they act as ever, unless
+        Signals are noted while the run works. In between, in the caller's code, they act as usual, unless
         nothing happens there: then they are noted all through (`is_held`).
         """
         self._is_stopped = is_over(state, self.stoppers)
@@ -117,7 +117,7 @@ class Run:
                 yield cut
         self._save(state, is_last=True)  # here, where signals are noted: after the last look for one they act at once
         self._obey(state)
-        self._unsaved = None  # what FIT_END makes of it is no checkpoint, from which a longer run could go on
+        self._unsaved = None  # what FIT_END makes of it is not a checkpoint, from which a longer run could go on
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
             self._save(state, is_last=True)  # once more, with what has been measured of it
@@ -284,8 +284,7 @@ class Run:
         return self._end_iteration(state, before)
 
     def _end_iteration(self, state: State, before: Timestamp) -> State:
-        """Return the events after an iteration, if one is over since `before`. Those of tokens may end within an epoch.
-        """
+        """Return the events after an iteration, if one is over since `before`. Those of tokens may end within an epoch."""
         if state.timestamp.iteration == before.iteration:
             return state
         state = self._fire(Event.ITERATION_END, state)
@@ -365,7 +364,7 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
         return (event is Event.BATCH_END or before.batch == now.batch) and has_passed(interval, before, now)
     unit = interval.unit
     if event is Event.EPOCH_END:
-        # Fractions too: in epochs of unknown length they move here alone.
+        # Fractions too: in epochs of unknown length they move here only.
         is_counted_here = unit in (TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
     else:
         is_inside_epoch = before.epoch == now.epoch

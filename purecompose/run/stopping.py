@@ -55,7 +55,7 @@ class Stopper(Protocol):
         ...
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Return whether the run should stop; by the memory alone, so that it is the same after going on."""
+        """Return whether the run should stop; by the memory only, so that it is the same after going on."""
         ...
 
 
@@ -181,8 +181,7 @@ def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
 
 
 def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
-    """Return the state after the reasons have seen an evaluation's metrics; those whose metric was not measured wait.
-    """
+    """Return the state after the reasons have seen an evaluation's metrics; those whose metric was not measured wait."""
     new = {}
     for stopper in stoppers:
         if stopper.metric in metrics:
@@ -213,7 +212,7 @@ def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:
 
 
 def check_metric(metric: Any, mode: Any, where: str) -> None:
-    """Raise for a metric that is no name, and for an unknown mode."""
+    """Raise for a metric that is not a name, and for an unknown mode."""
     if not isinstance(metric, str) or not metric:
         raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
     if mode not in (None, "min", "max"):

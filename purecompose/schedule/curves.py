@@ -25,7 +25,7 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
         t_max: where given, the multiplier is 1 from this point on; by default `alpha` holds for good.
 
     Raises:
-        TypeError, ValueError: a setting that is no number or no time; see also `linear`.
+        TypeError, ValueError: a setting that is neither a number nor a time; see also `linear`.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -54,10 +54,10 @@ def linear(
         t_max: when `alpha_f` is reached, counted from the start of the run, warm-up included.
         warmup: how long the ramp from 0 takes. Like `t_max` in any unit but `sec`; both count in batches
             where the run can tell, otherwise both must have one unit (and in epochs of unknown length, the
-            multiplier moves at their ends alone).
+            multiplier moves at their ends only).
 
     Raises:
-        TypeError: an alpha that is no number.
+        TypeError: an alpha that is not a number.
         ValueError: a time that cannot be read, is negative or in seconds, or a warm-up longer than `t_max`.
 
     Example:

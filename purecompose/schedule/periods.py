@@ -30,7 +30,7 @@ def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> S
             where the run can tell, otherwise both must have one unit.
 
     Raises:
-        TypeError: a gamma that is no number.
+        TypeError: a gamma that is not a number.
         ValueError: a time that cannot be read or is out of range.
 
     Example:

@@ -100,7 +100,7 @@ class Schedule(_Factor):
 
         Raises:
             TypeError, ValueError: A setting of the wrong kind or out of range; a schedule around a plain function,
-                whose times nobody knows, unless it has a method `scaled` with these arguments that returns another.
+                whose times are not known, unless it has a method `scaled` with these arguments that returns another.
 
         Example:
             >>> from purecompose.schedule import linear
@@ -136,7 +136,7 @@ class Product(_Factor):
     def __post_init__(self) -> None:
         for factor in self.factors:
             if isinstance(factor, Product):
-                raise TypeError(f"Product: expected factors that are no products, got {factor!r}; multiply with *")
+                raise TypeError(f"Product: expected factors that are not products, got {factor!r}; multiply with *")
             if not isinstance(factor, Hparam | Schedule):
                 check_number(factor, "Product: factor")
 

@@ -1,4 +1,4 @@
-"""Schedules one after the other, each of which starts anew where its turn comes."""
+"""Schedules one after the other, each of which starts again where its turn comes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Sch
 
     Args:
         schedules: numbers, schedules, or products of them, such as `[linear(0.0, 1.0), 0.5 * cosine()]`. A sequence
-            may be one of them; a plain function of the timestamp cannot, since it does not start anew.
+            may be one of them; a plain function of the timestamp cannot, since it does not start again.
         milestones: where the parts begin, from the second on, counted from the start of the run: one less than there
             are schedules, in rising order, in any unit but `sec`. A "dur" is a fraction of the run. A milestone that
             is reached before the one in front of it waits for that one.
@@ -86,7 +86,7 @@ def _value(scalar: Scalar, moment: Moment) -> float:
 def _shape(schedule: Schedule) -> Shape:
     if not isinstance(schedule.fn, Shape):
         raise TypeError(
-            f"sequence: {schedule!r} is a plain function of the timestamp, which does not start anew at a milestone; "
+            f"sequence: {schedule!r} is a plain function of the timestamp, which does not start again at a milestone; "
             "let it stand in a product with the sequence, or decide by the timestamp within it"
         )
     return schedule.fn

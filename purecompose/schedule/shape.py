@@ -1,4 +1,4 @@
-"""What the library's own schedules wrap: shapes, which start anew at any point of a run and can be stretched."""
+"""What the library's own schedules wrap: shapes, which start again at any point of a run and can be stretched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Shape", "Stretched", "stretched"]
 
 
 class Shape:
-    """A multiplier at a moment; a plain function of the timestamp, in its place, knows the whole run alone.
+    """A multiplier at a moment; a plain function of the timestamp, in its place, knows the whole run only.
 
     The shapes are frozen dataclasses of numbers and times, so that schedules of equal settings are equal.
     """

@@ -111,5 +111,5 @@ def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _is_cached(module: nn.Module, key: str) -> bool:
-    """Return whether an attribute is there because somebody has read it."""
+    """Return whether an attribute exists because it was read."""
     return isinstance(getattr(type(module), key, None), functools.cached_property)

@@ -59,7 +59,7 @@ def summary(state: State, batch: Any) -> Summary:
         batch: A batch of the form that training uses; its targets are not read.
 
     Raises:
-        TypeError: It is no state.
+        TypeError: It is not a state.
         ValueError: The state is a population's.
         KeyError: The batch has no input at the state's `input_field`.
 

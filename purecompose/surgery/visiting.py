@@ -125,8 +125,7 @@ def with_replacements(root: nn.Module, found: Iterable[Found], originals: Origin
     seen: set[int] = set()
 
     def put(value: Any) -> Any:
-        """Return the value with new modules, in lists and their like as well: a forward may go through them by those.
-        """
+        """Return the value with new modules, in lists and their like as well: a forward may go through them by those."""
         if isinstance(value, nn.Module):
             return news.get(value, value)
         if id(value) in seen:

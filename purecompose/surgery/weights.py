@@ -146,7 +146,7 @@ class Statistics(NamedTuple):
     """How to find the statistics of single batches that BatchNorm takes."""
 
     model: models.Model
-    """The network with BatchNorm alone in training mode, where its buffers become the statistics of the batch."""
+    """The network with BatchNorm only in training mode, where its buffers become the statistics of the batch."""
     names: frozenset[str]
     """The buffers that hold statistics."""
 
@@ -158,7 +158,8 @@ class Statistics(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def statistics_of(model: models.Model) -> Statistics:
-    """Return how to find a network's statistics; those of modules that do not train, or keep none, are no part of them.
+    """Return how to find a network's statistics; those of modules that do not train, or keep none, are not part of
+    them.
 
     Ghost batch normalisation takes those of whole batches, which are the same in expectation. Those of a layer that a
     pass calls more than once are means over its calls.
@@ -186,8 +187,8 @@ def statistics_of(model: models.Model) -> Statistics:
 class _Measuring:
     """Puts the statistics of layers' inputs into the layers' buffers.
 
-    Not by their own momentum: the kernel does not say that it writes, and of a pass whose outputs nobody reads a
-    compiler takes it out. One pass counts at a time: nobody else runs a network while it has tensors in it.
+    Not by their own momentum: the kernel does not say that it writes, and of a pass whose outputs are not read a
+    compiler takes it out. One pass counts at a time: no other code runs a network while it has tensors in it.
     """
 
     def __init__(self) -> None:

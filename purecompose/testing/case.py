@@ -75,7 +75,7 @@ class Case:
         return state.replace(timestamp=state.timestamp.advance_by(self.start, self.batch_size, tokens))
 
     def batch(self, index: int, dtype: torch.dtype | None = None) -> Any:
-        """Return the batch of a step, made anew; batches of different steps differ."""
+        """Return the batch of a step, made again; batches of different steps differ."""
         return self.task.make_batch(1000 * self.seed + self.start + index, self.batch_size, dtype)
 
     def batches(self, dtype: torch.dtype | None = None) -> list[Any]:

@@ -29,7 +29,7 @@ __all__ = ["CheckOptions", "Progress", "Trials", "check", "trials"]
 _NO_NEUTRAL = "no neutral settings given, such as neutral=mixup(0.0) in Python or --neutral 'mixup(0.0)'"
 
 Progress = Callable[[str, int, int], None]
-"""Told the name of each law before it is tried, its place from 1, and how many there are."""
+"""Called with the name of each law before it is tried, its place from 1, and how many there are."""
 
 
 class CheckOptions(TypedDict, total=False):
@@ -58,7 +58,7 @@ def check(
     Args:
         algorithm: The algorithm, or a text: `"my_module:my_algorithm"`, `"mixup(0.2)"`. With a text, laws that need
             a new process apply as well.
-        progress: Told the name of each law before it is tried, its place from 1, and how many there are.
+        progress: Called with the name of each law before it is tried, its place from 1, and how many there are.
         options: `neutral`, the same algorithm with settings that should change nothing; `tasks` and `laws`, or
             their names, by default all that apply; `max_examples=25`, cases for each law; `seed=0`. See
             `CheckOptions`.

@@ -34,7 +34,7 @@ _LEGEND = (
 
 
 class OrderWarning(UserWarning):
-    """Two algorithms that do not commute, and whose order follows from the order of a list alone."""
+    """Two algorithms that do not commute, and whose order follows from the order of a list only."""
 
 
 class Meeting(NamedTuple):
@@ -50,7 +50,7 @@ class Meeting(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the order matters and nobody decides it."""
+        """Whether the order matters and only the list decides it."""
         return self.commutation.commutes is False and self.decided_by is None
 
 
@@ -70,7 +70,7 @@ class Conflicts:
 
     @property
     def undecided(self) -> tuple[Meeting, ...]:
-        """Where a pair does not commute and nobody decides its order."""
+        """A pair does not commute and only the list decides its order."""
         return tuple(meeting for meeting in self.meetings if meeting.is_open)
 
     @property
@@ -82,7 +82,7 @@ class Conflicts:
         """Return the matrix's entry for two names: one mark, or several where events differ.
 
         `.` they commute, `-` they never meet, `<` and `>` they do not commute and the row comes before or after the
-        column, `!` they do not commute and nobody decides, `?` no answer; empty for a name and itself.
+        column, `!` they do not commute and only the list decides, `?` no answer; empty for a name and itself.
         """
         met = [meeting for meeting in self.meetings if set(meeting.order) == {row, column}]
         if row == column:
@@ -132,7 +132,7 @@ class Conflicts:
 
     def _listing(self, meeting: Meeting) -> str:
         first, second = map(self.algorithms.index, meeting.order)
-        return f"nobody ({'listed so' if first < second else 'listed, reversed'})"
+        return f"only the list ({'listed so' if first < second else 'listed, reversed'})"
 
 
 _HEAD = ["event", "order", "decided by"]
@@ -185,7 +185,7 @@ def conflicts(
 
 
 def warn_of_conflicts(composed: Composed, **settings: Any) -> Composed:
-    """Warn of each pair that does not commute and whose order nobody decides, while composing.
+    """Warn of each pair that does not commute and whose order only the list decides, while composing.
 
     Args:
         composed: A step, or a list of algorithms for one with the default passes.

@@ -1,4 +1,4 @@
-"""Errors that are no broken law, told so that the algorithm's author can find their cause."""
+"""Errors other than broken laws, reported so that the algorithm's author can find their cause."""
 
 import inspect
 import pathlib
@@ -40,7 +40,8 @@ def one_line(error: Exception, algorithm: Algorithm) -> str:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether somebody meant to say no: a TypeError, ValueError, assertion or warning, and none of torch's own.
+    """Return whether an error is an intended refusal: a TypeError, ValueError, assertion or warning, and none of
+    torch's own.
 
     Example:
         >>> try:

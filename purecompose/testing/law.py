@@ -30,11 +30,11 @@ class LawViolation(AssertionError):
     Attributes:
         law: The law.
         algorithm: The algorithm, as it prints.
-        event: The event at which it goes wrong, as far as that can be told.
+        event: The event at which it goes wrong, as far as that is known.
         path: The key path of the first leaf that differs, such as "params['0.weight']"; may be empty.
         values: What was compared, by what it is: {"with 1 microbatch": 0.1, "with 2 microbatches": 0.2}.
         what: What was found, in words.
-        cause: Where it comes from, as far as that can be told; may be empty.
+        cause: Where it comes from, as far as that is known; may be empty.
         line: Where the algorithm's `apply` is written, such as "methods.py:12 in apply"; may be empty.
         case: The case that shows it.
     """
@@ -177,7 +177,7 @@ class Law:
             return broken
 
     def _guilty_event(self, subject: Subject, case: Case) -> Event | None:
-        """Return the first event at which the algorithm alone breaks the law; `None` if it takes several."""
+        """Return the first event at which the algorithm only breaks the law; `None` if it takes several."""
         for event in subject.algorithm.events:
             if event is Event.INIT:
                 continue
@@ -232,8 +232,7 @@ def errors_named() -> Iterator[None]:
 
 
 def line_of(function: Callable[..., object]) -> str:
-    """Return where a function, or the `__call__` of an object, is written: "methods.py:12 in apply"; empty if unknown.
-    """
+    """Return where a function, or the `__call__` of an object, is written: "methods.py:12 in apply"; empty if unknown."""
     unwrapped = inspect.unwrap(function)
     code = getattr(unwrapped, "__code__", None) or getattr(type(unwrapped).__call__, "__code__", None)
     return "" if code is None else f"{pathlib.Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"
@@ -253,8 +252,7 @@ def acts_in_step(algorithm: Algorithm) -> bool:
 
 
 def acts_outside(algorithm: Algorithm) -> str | None:
-    """Return the events of an algorithm that acts outside the step only, in words; `None` for one that may act inside.
-    """
+    """Return the events of an algorithm that acts outside the step only, in words; `None` for one that may act inside."""
     if acts_in_step(algorithm) or algorithm.predicate == NEVER:
         return None
     return ", ".join(event.name for event in algorithm.events)

@@ -93,7 +93,7 @@ def laws(
         @functools.wraps(test)
         def tried(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            one = LawTest(prepared, kwargs.pop(_PARAMETER))  # anew for each run: a test may be run again
+            one = LawTest(prepared, kwargs.pop(_PARAMETER))  # again for each run: a test may be run again
             test(*args, **kwargs, **({_PARAMETER: one} if takes_law else {}))
             if one.outcome is None:
                 one()

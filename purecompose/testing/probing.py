@@ -47,7 +47,7 @@ def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], La
             with process_restored(), errors_named():
                 _use(case.step(_watched(algorithm, touched)), case, algorithm)
         except Exception as error:
-            # What breaks a law is no refusal, nor is what comes of a switch that it has left in the process.
+            # What breaks a law is not a refusal, nor is what comes of a switch that it has left in the process.
             if touched or owner_of(error) is not None:
                 return None
             return Refusal(one_line(error, algorithm), is_refusal(error))

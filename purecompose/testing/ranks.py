@@ -21,7 +21,7 @@ T = TypeVar("T")
 def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
     """Play the processes of `data_parallel(step)` one after the other.
 
-    One that needs a number of the others is given up, and begins anew when all have got so far: what it does is a
+    One that needs a number of the others is given up, and begins again when all have got so far: what it does is a
     function of its arguments, and the same each time.
 
     Args:
@@ -79,7 +79,7 @@ class _Part(Ranks):
 
 
 class _Unanswered(BaseException):
-    """A message whose answer is not known yet; nobody on the way may take it for an error."""
+    """A message whose answer is not known yet; a BaseException, so that no handler takes it for an error."""
 
     def __init__(self, tensors: list[Tensor], how: str) -> None:
         super().__init__()

@@ -132,8 +132,7 @@ class Watched:
 
 
 def intercepted(algorithm: Algorithm, around: Callable[[Event, State, Act], State]) -> Algorithm:
-    """Return the algorithm with `around(event, state, act)` in place of each application within a step; see `Watched`.
-    """
+    """Return the algorithm with `around(event, state, act)` in place of each application within a step; see `Watched`."""
     return Watched(algorithm, around).algorithm
 
 
@@ -173,7 +172,7 @@ def check_process(before: dict[str, Any], labels: tuple[str, str], *, event: Eve
         where = f"the process's {name}"
         if name.endswith("generator"):  # whose states are hashes here
             raise Broken("it was moved or seeded", where=where, event=event)
-        if name == "environment":  # by names alone: values may be secrets
+        if name == "environment":  # by names only: values may be secrets
             names = sorted(key for key in {**before[name], **value} if before[name].get(key) != value.get(key))
             raise Broken(f"it was changed in {', '.join(names)}", where=where, event=event)
         if name == "module hooks":

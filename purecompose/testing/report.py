@@ -108,7 +108,7 @@ class Report:
         outcomes: One for each law, in the laws' order.
         tasks: The names of the tasks that the algorithm was tried on.
         refused: Why it was not tried on others.
-        failed_tasks: Those of them that it should work on, or on which it fails with an error that nobody meant.
+        failed_tasks: Those of them that it should work on, or on which it fails with an unintended error.
         max_examples: Cases for each law.
         seed: Of the cases.
         seconds: How long it took in all.
@@ -215,15 +215,17 @@ class Report:
         return [f"{self.algorithm} {on}", *(f"not on {', '.join(names)}: {why}" for why, names in reasons.items())]
 
     def _details(self) -> list[tuple[str, tuple[Row, ...]]]:
-        """Return the titles and rows below the table; an error raised at one line is told once, with its first case."""
-        told = [outcome for outcome in self.outcomes if outcome.rows and not self._is_told_elsewhere(outcome)]
-        laws = _grouped((_cause(outcome), outcome.law) for outcome in told)
-        first = {_cause(outcome): outcome for outcome in reversed(told)}
+        """Return the titles and rows below the table; an error raised at one line is reported once, with its first
+        case.
+        """
+        reported = [outcome for outcome in self.outcomes if outcome.rows and not self._is_reported_elsewhere(outcome)]
+        laws = _grouped((_cause(outcome), outcome.law) for outcome in reported)
+        first = {_cause(outcome): outcome for outcome in reversed(reported)}
         titles = {cause: o.title.replace(o.law, ", ".join(laws[cause]), 1) for cause, o in first.items()}
         return [(titles[cause], first[cause].rows) for cause in laws]
 
-    def _is_told_elsewhere(self, outcome: Outcome) -> bool:
-        """Return whether what blocks a law is told where that law is."""
+    def _is_reported_elsewhere(self, outcome: Outcome) -> bool:
+        """Return whether what blocks a law is reported with another law."""
         return outcome.status is Status.BLOCKED and bool(self.broken)
 
     def _advice(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The algorithm that laws are tried on, and the text that makes it anew."""
+"""The algorithm that laws are tried on, and the text that makes it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Subject"]
 
 
 class Subject(NamedTuple):
-    """The algorithm under test, and the text that makes it anew, in this process or another."""
+    """The algorithm under test, and the text that makes it again, in this process or another."""
 
     algorithm: Algorithm
     source: str | None = None
@@ -44,7 +44,7 @@ class Subject(NamedTuple):
         if isinstance(given, Algorithm):
             return cls(given)
         if not isinstance(given, str):
-            raise TypeError(f"{given!r} is no Algorithm, nor a text such as 'my_module:my_algorithm' or 'mixup(0.2)'")
+            raise TypeError(f"{given!r} is neither an Algorithm nor a text such as 'my_module:name' or 'mixup(0.2)'")
         return cls(_imported(given) if ":" in given.partition("(")[0] else _shipped(given), given)
 
     @property

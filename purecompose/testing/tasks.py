@@ -345,8 +345,7 @@ FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the network in another precision; networks of mixed or complex dtypes stay as they are in the usual one.
-    """
+    """Return the network in another precision; networks of mixed or complex dtypes stay as they are in the usual one."""
     if dtype is torch.float32:
         return net
     return net._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -87,7 +87,7 @@ class Request(NamedTuple):
 
 
 def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: int) -> State:
-    """Return the state some steps after a snapshot, by a step and a template that are made anew.
+    """Return the state some steps after a snapshot, by a step and a template that are made again.
 
     Args:
         algorithm: The algorithm.
@@ -106,7 +106,7 @@ def resumed(algorithm: Algorithm, case: Case, snapshot: bytes, first: int, num: 
 
 
 def resumed_elsewhere(subject: Subject, case: Case, snapshot: bytes, first: int, num: int) -> bytes:
-    """Like `resumed`, in another process, with the algorithm made anew from its source; a snapshot of the end.
+    """Like `resumed`, in another process, with the algorithm made again from its source; a snapshot of the end.
 
     Raises:
         Unportable: There is no source, or the case cannot be sent.
@@ -179,7 +179,7 @@ class Worker:
             assert pipe is not None
             try:
                 pipe.close()
-            except OSError:  # what was still to be written finds nobody
+            except OSError:  # the reader has gone
                 pass
         try:
             self._process.wait(10)
@@ -220,7 +220,7 @@ def serve(fork: bool) -> None:
         try:
             request = Request(*pickle.loads(_read(requests)))
         except EOFError:
-            os._exit(0)  # at once: whoever closed the pipe waits
+            os._exit(0)  # at once: the process that closed the pipe waits
         answer = _answer_of_child(request, requests.fileno()) if fork else _answer(request)
         if answer is None:
             return
@@ -271,7 +271,7 @@ def _be_child(request: Request, writing: int) -> NoReturn:
 def _import(names: Iterable[str]) -> None:
     """Import what a child found missing, so that the next one has it: torch's first step alone loads 800 modules.
 
-    Only what is installed: whoever works on a module of his own expects a new process to see its text of today, and
+    Only installed packages: for a module under development a new process must read its current text, and
     such a module may start threads.
     """
     for name in names:

@@ -17,7 +17,7 @@ class Event(enum.Enum):
 
     `Event(text)` looks a member up by its name in any case. Members are plain: hashable, printed as
     `Event.INIT`, and not to be compared with strings (convert first). INIT and the three checkpoint events stand
-    alone; each of the others opens or closes something, and the two halves of a pair share a
+    only; each of the others opens or closes something, and the two halves of a pair share a
     `canonical_name`.
 
     Raises:
@@ -77,7 +77,7 @@ class Event(enum.Enum):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):
             raise TypeError(
-                f"{self} == {other!r}: an event is no string; compare with a member, or with Event({other!r})"
+                f"{self} == {other!r}: an event is not a string; compare with a member, or with Event({other!r})"
             )
         return self is other
 
@@ -117,7 +117,7 @@ class Event(enum.Enum):
     def canonical_name(self) -> str:
         """What the two halves of a pair share: 'epoch' for EPOCH_START and EPOCH_END.
 
-        A checkpoint event is no half of a pair and keeps its whole name.
+        A checkpoint event is not half of a pair and keeps its whole name.
         """
         name = self.value
         for part in ("before_", "after_", "_start", "_end"):

@@ -37,7 +37,7 @@ def checked_interval(
         functions: Whether functions are accepted.
 
     Raises:
-        TypeError, ValueError: It is no time, not positive, or in seconds where those will not do.
+        TypeError, ValueError: It is not a time, not positive, or in seconds where those will not do.
     """
     if functions and callable(value) and not isinstance(value, type):
         return cast(Interval, value)

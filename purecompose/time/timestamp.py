@@ -120,7 +120,7 @@ class Timestamp:
     `timestamp < "5ep"` compares the counter of that unit.
 
     Raises:
-        TypeError: a counter that is no int, a `*_wct` that is no number, a `run` that is no RunLength.
+        TypeError: a counter that is not an int, a `*_wct` that is not a number, a `run` that is not a RunLength.
         ValueError: a negative counter.
 
     Example:
@@ -216,7 +216,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
     def advance_by(self, batches: int, samples: int = 0, tokens: int = 0) -> Timestamp:
         """Return the point after so many more batches of so many samples and tokens each; see `advance`.
 
-        The time this takes grows with the number of batches in runs with iterations alone.
+        The time this takes grows with the number of batches in runs with iterations only.
 
         Raises:
             TypeError: No whole number of batches.
@@ -239,7 +239,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return point
 
     def advance_epoch(self) -> Timestamp:
-        """Return the point after the end of an epoch, for loops where the loader alone can tell that it is over."""
+        """Return the point after the end of an epoch, for loops where the loader only can tell that it is over."""
         new = self.to_next_epoch()
         return new if self.run.iteration_length is None else new._roll_iteration(self.run.iteration_length)
 
@@ -247,11 +247,11 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         """Return the counter of a unit; for `sec` the total wall-clock time in seconds.
 
         Raises:
-            ValueError: `dur`, which is no counter.
+            ValueError: `dur`, which is not a counter.
         """
         unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
         if unit is TimeUnit.DURATION:
-            raise ValueError("dur is no counter: timestamp.elapsed() is the fraction of the run gone by")
+            raise ValueError("dur is not a counter: timestamp.elapsed() is the fraction of the run gone by")
         return getattr(self, _COUNTERS[unit])
 
     def elapsed(self) -> float | None:

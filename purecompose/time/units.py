@@ -56,7 +56,7 @@ _UNITS = ", ".join(unit.value for unit in TimeUnit)
 class Time:
     """A span of training: a value and a unit, as in `Time(5, "ep")` or `Time.parse("5ep")`.
 
-    The value is an int, and a float for `dur` alone. Sums, differences, remainders and order are defined
+    The value is an int, and a float for `dur` only. Sums, differences, remainders and order are defined
     within one unit; a bare number takes the unit of the time beside it and a string is parsed. `time / time`
     is a `dur`, `time * dur` keeps the unit of the time, and what must be whole again is cut toward zero.
     Equality is plain: values of different units, strings and numbers are unequal, so that what holds times
@@ -265,8 +265,8 @@ def named_point(value: Any, where: str) -> Time:
     """Return a point of a run, with errors that name the argument: a share of the run in [0, 1], or a time from 0 on.
 
     Raises:
-        TypeError, ValueError: It is no time, negative, a share above 1, or in seconds: wall-clock time is no part of
-            a state.
+        TypeError, ValueError: It is not a time, negative, a share above 1, or in seconds: wall-clock time is not part
+            of a state.
 
     Example:
         >>> named_point(0.5, "after: time"), named_point("10ep", "after: time")
@@ -275,7 +275,7 @@ def named_point(value: Any, where: str) -> Time:
     time = named_time(value, where, TimeUnit.DURATION)
     if time.unit is TimeUnit.SECOND:
         raise ValueError(
-            f"{where}={value!r}: wall-clock time is no part of a state; use batches, epochs or a share of the run "
+            f"{where}={value!r}: wall-clock time is not part of a state; use batches, epochs or a share of the run "
             "(only fit(duration=...) takes seconds)"
         )
     if not 0 <= time.value <= (1 if time.unit is TimeUnit.DURATION else time.value):

@@ -206,14 +206,14 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
         mesh: A `torch.distributed.DeviceMesh` of one dimension, or a process group; by default all processes.
 
     Returns:
-        A `Step`. States of all processes stay the same bit for bit, so one of them alone keeps checkpoints and
+        A `Step`. States of all processes stay the same bit for bit, so one of them only keeps checkpoints and
         reports. Metrics that are single floating numbers are means over the parts; others, and `outputs`, are those of
         the own part. What algorithms remember within a part (between BEFORE_FORWARD and AFTER_BACKWARD) is taken to be
         sums and flags: what each part adds is added up. `state.gradient` is the whole batch's. `evaluate` and whatever
         is outside of the step run on each process.
 
     Raises:
-        TypeError: It is no composed step, or no mesh.
+        TypeError: It is not a composed step, or no mesh.
         RuntimeError: There is no process group: `torch.distributed.init_process_group` comes first. In a step: a part
             of the batch has changed params, optimizer, hparams or key, or the form of a slot; or messages differ.
             RankTimeoutError, a RuntimeError, names the ranks that have not answered within the process group's timeout.

@@ -102,7 +102,7 @@ class BufferLease:
 
     @property
     def is_read(self) -> bool:
-        """Whether a field has been read: whoever has it may have written into it since."""
+        """Whether a field has been read: the caller may have written into it since."""
         return bool(self._issued)
 
     def has_kept(self, name: str, fields: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Trees of members: every tensor has one more dimension in front, with a row for each member of a population.
 
-What all members have in common stays as it is: the time, everything that is no tensor, and what is `Shared`, such as
+What all members have in common stays as it is: the time, everything that is not a tensor, and what is `Shared`, such as
 one batch for all.
 """
 
@@ -60,7 +60,7 @@ def member(given: Any, index: int) -> Any:
 
 
 def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
-    """Return the inverse of `member`, for trees of one signature; what is no tensor is the first one's.
+    """Return the inverse of `member`, for trees of one signature; what is not a tensor is the first one's.
 
     Args:
         members: The trees.

@@ -144,7 +144,7 @@ class Stacked:
         """Return the fields; those that persist have a row of their own for each member."""
 
         def rows(leaf: Any) -> Any:
-            # A leaf that is the same for all members has one row, read n times, into which nobody could write.
+            # A leaf that is the same for all members has one row, read n times, which cannot be written into.
             is_one = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.stride(0) == 0
             return leaf.contiguous() if is_one else leaf
 
@@ -214,7 +214,7 @@ def stack_states(states: Sequence[State]) -> State:
         A state whose static part is the first one's.
 
     Raises:
-        TypeError: Something that is no state.
+        TypeError: Something that is not a state.
         ValueError: No state, or two that differ in more than numbers; the message names member and key path.
     """
     given = list(states)
@@ -230,7 +230,7 @@ def unstack_states(state: State) -> list[State]:
     """Return the members of a stacked state, with tensors of their own; the inverse of `stack_states`.
 
     Raises:
-        TypeError: It is no state.
+        TypeError: It is not a state.
         ValueError: It is not stacked, or a tensor has another number of rows; the message names the key path.
     """
     if not isinstance(state, State):
@@ -280,7 +280,7 @@ def _check_static(first: State, other: State, index: int, role: str) -> None:
         ours, theirs = getattr(first.context, name), getattr(other.context, name)
         raise ValueError(
             f"{role}: member {index} has another {name} than member 0: {theirs!r} and {ours!r}; members of a "
-            'population differ in tensors alone, such as named scalars: lr=pc.hparam("lr", 0.1)'
+            'population differ in tensors only, such as named scalars: lr=pc.hparam("lr", 0.1)'
         )
     ours, theirs = first.static.timestamp, other.static.timestamp
     if ours != theirs:

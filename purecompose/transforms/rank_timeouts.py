@@ -25,7 +25,7 @@ class RankTimeoutError(RuntimeError):
 
 @contextmanager
 def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
-    """Return a scope in which messages that nobody answers raise an error with the ranks that are missing.
+    """Return a scope in which unanswered messages raise an error with the ranks that are missing.
 
     Args:
         ranks: The processes; without them nothing changes.

@@ -71,18 +71,18 @@ def test_a_time_is_read_the_same_with_and_without_quotes(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["f(\ufb01)", "f(_)", "f(___)", "f(ep)"])
 def test_no_name_is_a_time(text: str) -> None:
-    with pytest.raises(SpecError, match="is no literal"):
+    with pytest.raises(SpecError, match="is not a literal"):
         parse(text)
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("mixup(alpha=x)", "alpha=x at column 13 is no literal"),
+        ("mixup(alpha=x)", "alpha=x at column 13 is not a literal"),
         ("  mixup(alpha=x)", "at column 15"),
         ("f('é', alpha=x)", "at column 14"),  # characters, though the parser counts bytes
-        ("mixup(alpha=1+1)", "is no literal"),
-        ("mixup(*[1])", "is no literal"),
+        ("mixup(alpha=1+1)", "is not a literal"),
+        ("mixup(*[1])", "is not a literal"),
         ("mixup(**{'a': 1})", "write the arguments out"),
         ("alg.mixup()", "got alg.mixup() at column 1"),
         ("mixup, 3", "got 3 at column 8"),
@@ -90,7 +90,7 @@ def test_no_name_is_a_time(text: str) -> None:
         ("mixup label", "at column 7: invalid syntax; expected names separated by commas"),
         ("f('é', t=3ep, alpha=x)", "at column 21"),
         ("cosine(warmup=0.1durr)", "a time is a number and iter, ep, ba, sp, tok, dur or sec"),
-        ("f(-3ep)", "-3ep at column 3 is no literal"),
+        ("f(-3ep)", "-3ep at column 3 is not a literal"),
         ("0.1dur", "got 0.1dur at column 1"),
         ("3ep(4)", "got 3ep(4) at column 1"),
         ("f(3ep=1)", "invalid decimal literal"),

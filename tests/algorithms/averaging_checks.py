@@ -59,10 +59,10 @@ def check_resumes_exactly(make: Callable[[], Algorithm], folder: pathlib.Path, s
     states = states_after(make(), state, BATCHES)
     for cut in range(len(BATCHES) + 1):
         pc.save(states[cut], folder / str(cut), step=step)
-        anew = compose(loop_events, [make()])
-        loaded = pc.load(folder / str(cut), anew.init(state), step=anew)
+        again = compose(loop_events, [make()])
+        loaded = pc.load(folder / str(cut), again.init(state), step=again)
         assert_same(loaded, states[cut])
-        assert_same(run_steps(anew, loaded, BATCHES[cut:]), states[-1])
+        assert_same(run_steps(again, loaded, BATCHES[cut:]), states[-1])
 
 
 def check_evaluation_sees_averages(method: Algorithm) -> None:

@@ -202,9 +202,9 @@ def test_a_run_from_these_weights_whose_time_starts_again_keeps_the_averages():
     method = ema("2ba")
     step = compose(loop_events, [method])
     old = states_after(method, make_state(), make_batches(5))[-1]
-    anew = step(old.replace(timestamp=make_state().timestamp), make_batch(9))
-    assert_same(averages_of(anew, "ema"), averages_of(old, "ema"))  # no time that is known has gone by
-    after = step(anew, make_batch(10))
+    again = step(old.replace(timestamp=make_state().timestamp), make_batch(9))
+    assert_same(averages_of(again, "ema"), averages_of(old, "ema"))  # no time that is known has gone by
+    after = step(again, make_batch(10))
     expected = expected_averages([averages_of(old, "ema"), weights_of(after)], [2**-0.5])
     assert_near(averages_of(after, "ema"), expected)
 
@@ -365,7 +365,7 @@ def test_gradients_flow_through_averages():
         ({"start": 1.5}, ValueError, r"start=1.5: expected a share of the run in \[0, 1\]"),
         ({"start": "soon"}, ValueError, "^ema: start='soon': cannot read the time 'soon'"),
         ({"start": "-1ba"}, ValueError, "start"),
-        ({"start": "5sec"}, ValueError, "start='5sec': wall-clock time is no part of a state"),
+        ({"start": "5sec"}, ValueError, "start='5sec': wall-clock time is not part of a state"),
     ],
 )
 def test_settings_are_checked_when_it_is_built(settings, error, words):

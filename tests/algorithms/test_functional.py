@@ -1,4 +1,4 @@
-"""What the cores' overview says is what they are, and the loop that shows them draws anew in every batch."""
+"""What the cores' overview says is what they are, and the loop that shows them draws again in every batch."""
 
 import dataclasses
 import inspect

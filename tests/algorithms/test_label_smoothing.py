@@ -234,7 +234,7 @@ def test_an_hparam_gives_the_same_step_and_its_gradient():
 
 def test_an_hparam_of_zero_is_a_point_with_a_slope():
     step = compose(loop_events, [label_smoothing(hparam("smoothing", 0.0))])
-    # A place where a learned strength may come by is no reason to be absent; only the number 0 is neutral.
+    # A place where a learned strength may come by is not a reason to be absent; only the number 0 is neutral.
     assert label_smoothing(hparam("smoothing", 0.0)).match != NEVER
     assert label_smoothing(0 * hparam("smoothing", 0.1)).match != NEVER
     state, batch = step.init(make_state()), make_batch()

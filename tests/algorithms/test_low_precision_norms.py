@@ -137,7 +137,7 @@ def test_gradients_are_the_plain_layers(factory: Any, layer: Any, plain: Any, is
 
 
 def test_large_rows_do_not_overflow_float16():
-    """Their variance, 1e8, is no float16: it is summed in float32."""
+    """Their variance, 1e8, is not a float16: it is summed in float32."""
     x = 1e4 * torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.float16):
         found = LowPrecisionLayerNorm(64)(x), LowPrecisionGroupNorm(4, 64)(x)

@@ -67,7 +67,7 @@ def test_a_step_is_that_of_fp32_up_to_rounding(precision, make_net):
 
 @pytest.mark.parametrize("precision", AUTOCAST)
 def test_a_loss_beyond_the_narrow_range_is_finite(precision):
-    """cross_entropy works on widened outputs: 1e6 is no float16."""
+    """cross_entropy works on widened outputs: 1e6 is not a float16."""
     state = make_state(precision=precision, loss=lambda o, t, reduction="mean": 1e6 * pc.losses.cross_entropy(o, t))
     loss = compose(loop_events).fold(state, make_batch()).loss
     assert loss is not None and loss.dtype is torch.float32 and 1e5 < loss.item() < 1e7

@@ -96,7 +96,7 @@ def test_one_variant_is_compiled_for_each_size():
         eager, state = step(eager, make_batch()), fast(state, make_batch())
         seen.add(int(eager.metrics.get("progressive_resizing/height", torch.tensor(32))))
     assert seen == {16, 20, 24, 28, 32}
-    assert len(fast.variants()) == len(seen)  # the whole images of the last part are no variant more
+    assert len(fast.variants()) == len(seen)  # the whole images of the last part are not variant more
     torch.testing.assert_close(state.unleased().params, eager.params)
 
 

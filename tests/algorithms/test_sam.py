@@ -160,7 +160,7 @@ def test_a_gradient_without_a_parameter_is_an_error():
 
 
 def test_half_precision_weights_keep_their_dtype_and_their_norm_its_range():
-    grads = {"w": torch.full((100,), 6e4, dtype=torch.float16)}  # whose norm is no float16
+    grads = {"w": torch.full((100,), 6e4, dtype=torch.float16)}  # whose norm is not a float16
     there = perturb_params({"w": torch.zeros(100, dtype=torch.float16)}, grads, 1.0)["w"]
     assert there.dtype is torch.float16
     torch.testing.assert_close(there, torch.full((100,), 0.1, dtype=torch.float16))

@@ -122,7 +122,7 @@ def test_what_has_no_position_stays_and_masks_are_cut_on_both_sides():
 
 
 class Encoding(UserDict):
-    """A mapping that is no dict, with something beside its items, as tokenizers return them."""
+    """A mapping that is not a dict, with something beside its items, as tokenizers return them."""
 
     def __init__(self, items, encodings=None):
         super().__init__(items)

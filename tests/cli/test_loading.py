@@ -102,7 +102,7 @@ def test_of_a_checkpoint_no_other_one_can_be_meant(tmp_path: pathlib.Path) -> No
     for which in ("best", "ep0001-ba00000001"):
         with pytest.raises(UsageError, match=f"ba00000002 is a checkpoint itself; for {which} give the run's folder"):
             index_of(run / "checkpoints" / "ep0001-ba00000002", which, IMAGES)
-    with pytest.raises(UsageError, match="b is no run's folder"):
+    with pytest.raises(UsageError, match="b is not a run's folder"):
         load_run(tmp_path / "b", "best")
 
 
@@ -114,7 +114,7 @@ def test_prepared_settings_are_refused_at_once(tmp_path: pathlib.Path) -> None:
         load_run(run, "newest")
     (run / "config.toml").unlink()
     (run / "config.toml").write_text("a = " + "[" * 100_000)
-    with pytest.raises(UsageError, match="config.toml is no TOML"):
+    with pytest.raises(UsageError, match="config.toml is not valid TOML"):
         load_run(run, "newest")
 
 

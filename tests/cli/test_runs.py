@@ -165,7 +165,7 @@ def test_a_run_goes_on_in_python(run: Run) -> None:
     assert went_on.timestamp.epoch == 3
     by_name = load_run(loaded.checkpoint, data="digits")
     assert not tree.diff(by_name.state, load_run("a", loaded.checkpoint.name).state)
-    with pytest.raises(UsageError, match="b is no run's folder"):
+    with pytest.raises(UsageError, match="b is not a run's folder"):
         load_run("b")
 
 
@@ -226,7 +226,7 @@ def test_a_run_shows_its_plan(run: Run) -> None:
     assert "mixup" in run("plan", "a", "--algorithms", "mixup")[1]
     pathlib.Path("a/config.toml").write_text("seed = ")
     status, _, err = run("plan", "a")
-    assert status == 2 and "plan: error: a/config.toml is no TOML" in err
+    assert status == 2 and "plan: error: a/config.toml is not valid TOML" in err
 
 
 def test_a_run_stops_early(run: Run) -> None:

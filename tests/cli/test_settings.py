@@ -84,7 +84,7 @@ def test_set_changes_the_methods_of_a_recipe() -> None:
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("duration = ", "is no TOML"),
+        ("duration = ", "is not valid TOML"),
         ('duraton = "1ep"', "did you mean 'duration'"),
         ('batch_size = "many"', "batch_size: expected a whole number, got 'many'"),
         ("seed = true", "seed: expected a whole number"),

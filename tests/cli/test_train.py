@@ -163,7 +163,7 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--device", "bogus"], "--device: 'bogus'"),
         (["plan", "--at", "3tok"], "--at: 3tok"),
         (["plan", "--at", "2dur"], "--at: 2dur: the run ends before, after 880 batches"),
-        (["plan", "nowhere"], "plan: error: nowhere is no run's folder: it is not there; train --out"),
+        (["plan", "nowhere"], "plan: error: nowhere is not a run's folder: it is not there; train --out"),
         (["train", "--durration", "1ep"], "arguments: --durration 1ep; did you mean '--duration' or"),
         (["train", "somewhere"], "train: error: unrecognized arguments: somewhere"),
         (["train", "--bogus"], "train: error: unrecognized arguments: --bogus (--help shows the options)"),

@@ -33,13 +33,13 @@ def test_names_are_unique():
 
 @pytest.mark.parametrize("stranger", [noise, "mixup", None, lambda event, state: state])
 def test_what_is_no_algorithm(stranger):
-    with pytest.raises(TypeError, match="is no Algorithm"):
+    with pytest.raises(TypeError, match="is not an Algorithm"):
         compose(loop_events, [stranger])
 
 
 @pytest.mark.parametrize("stranger", [3, "filo", None])
 def test_what_is_no_pass(stranger):
-    with pytest.raises(TypeError, match="is no pass"):
+    with pytest.raises(TypeError, match="is not a pass"):
         compose(loop_events, passes=[stranger])
 
 

@@ -270,7 +270,7 @@ def test_a_bare_update_after_a_second_grad_applies_the_new_gradients_alone(k):
             Event.BATCH_END,
         ]
 
-    # An algorithm that makes every gradient anew, as clipping does.
+    # An algorithm that makes every gradient again, as clipping does.
     double = changing("double", Event.AFTER_TRAIN_BATCH, double_gradients)
     algorithms = [double, changing("look", Event.BATCH_END, look)]
     batch, state = gan_batches(1)[0], make_state(Players())

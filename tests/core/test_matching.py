@@ -1,4 +1,4 @@
-"""Staged matching against asking every predicate anew, and what a match may read."""
+"""Staged matching against asking every predicate again, and what a match may read."""
 
 import collections
 import dataclasses

@@ -64,7 +64,7 @@ def test_plain_iteration_and_shuffle_off_keep_the_stored_order():
     stored = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     data = numbered(10, 4)
     assert dealt(data) == stored
-    assert dealt(data) == stored  # A second pass starts anew.
+    assert dealt(data) == stored  # A second pass starts again.
     assert dealt(numbered(10, 4, shuffle=False).epoch(key(0), 5)) == stored
 
 

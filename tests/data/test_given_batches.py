@@ -1,4 +1,4 @@
-"""What is no batches is refused where it is given."""
+"""Data that are not batches are refused where it is given."""
 
 import pytest
 import torch

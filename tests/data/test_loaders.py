@@ -391,9 +391,9 @@ def test_an_epoch_of_a_stream_does_not_depend_on_those_before_it(kind, options):
     first, second = (list(epoch_batches(loader, KEY, epoch)) for epoch in (0, 1))
     random.seed(5)
     np.random.seed(5)
-    anew = kind(Shuffling(), 4, **options)
-    assert_same(list(epoch_batches(anew, KEY, 1)), second)
-    assert_same(list(epoch_batches(anew, KEY, 0)), first)
+    again = kind(Shuffling(), 4, **options)
+    assert_same(list(epoch_batches(again, KEY, 1)), second)
+    assert_same(list(epoch_batches(again, KEY, 0)), first)
     factor = 2 if kind is Owned else 1
     assert {row[1].item() for batch in second for row in batch} == {factor}
     assert not torch.equal(torch.cat(first)[:, 2:], torch.cat(second)[:, 2:])

@@ -19,7 +19,7 @@ from purecompose.random import key
 SHAKESPEARE = Path(__file__).parents[2].parent / "shared" / "data" / "tinyshakespeare.txt"
 NAMES = ("input_ids", "labels")
 
-# Halves of surrogate pairs have no form in UTF-8, and the mark of the byte order is no text.
+# Halves of surrogate pairs have no form in UTF-8, and the mark of the byte order is not a text.
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufeff"), min_size=1, max_size=300)
 
 

@@ -44,7 +44,7 @@ class Case:
         call: How plain PyTorch calls the network with a batch.
         options: More arguments of `State.create`.
         adam: Whether it trains by AdamW with weight decay, not by SGD with momentum.
-        draws: Whether it draws, so that plain PyTorch is no reference; compared are the modes with the eager step.
+        draws: Whether it draws, so that plain PyTorch is not a reference; compared are the modes with the eager step.
         sliced: Why slices of a batch compute something else than the batch, where they do. Then microbatches are
             compared with slices in plain PyTorch, and processes only with each other.
         inductor: Whether it is compiled by Inductor as well.

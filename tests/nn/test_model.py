@@ -271,7 +271,7 @@ def test_buffers_written_in_place_or_rebound_come_back():
 
 
 class Caching(Net):
-    """Writes to every kind of container that is no buffer."""
+    """Writes to every kind of container that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Other modules in a skeleton's places: what stays, what is named anew, and the original left alone."""
+"""Other modules in a skeleton's places: what stays, what is named again, and the original left alone."""
 
 import pytest
 import torch

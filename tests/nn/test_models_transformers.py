@@ -159,7 +159,7 @@ def test_dropout_is_everywhere_or_nowhere(dropout, name):
     ("make_fn", "message"),
     [
         (lambda: models.gpt(0, 4), r"gpt: vocabulary: expected an int >= 1, got 0 \(int\)"),
-        (lambda: models.gpt(4, 4, width=6, num_heads=4), r"gpt: width=6 is no multiple of num_heads=4"),
+        (lambda: models.gpt(4, 4, width=6, num_heads=4), r"gpt: width=6 is not a multiple of num_heads=4"),
         (lambda: models.gpt(4, 4, dropout=1.0), r"gpt: dropout: .* in \[0, 1\), got 1.0 \(float\)"),
         (lambda: models.gpt(4, 4, is_tied=1), r"gpt: is_tied: expected True or False, got 1 \(int\)"),  # pyright: ignore[reportArgumentType]
         (lambda: models.gpt(4, 4, depth=0), r"gpt: depth: expected an int >= 1"),

@@ -35,7 +35,7 @@ def run(path: Path, state: State | None = None, duration: str = "3ep", **options
 
 
 def no_constants(name: str) -> None:
-    raise AssertionError(f"{name} is no JSON")
+    raise AssertionError(f"{name} is not valid JSON")
 
 
 @SUFFIXES

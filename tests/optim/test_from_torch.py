@@ -183,7 +183,7 @@ def test_numbers_that_a_class_remembers_are_kept_as_tensors(tensors):
     [
         ("group", r"it keeps memory in param_groups\[0\]\['steps'\]; only what is in state\[param\]"),
         ("attribute", "it keeps memory in steps; only"),
-        ("global", "it keeps memory in `state` that is no parameter's"),
+        ("global", "it keeps memory in `state` that is not a parameter's"),
         ("list", r"it keeps history=\[1.0\] \(list\) of a parameter; a slot holds a tensor, a number or a bool"),
         ("started", "it has a memory called 'started' itself"),
     ],

@@ -28,7 +28,7 @@ class Descent:
 
 
 class Plain:
-    """The same in a class that is no dataclass."""
+    """The same in a class that is not a dataclass."""
 
     def __init__(self, lr: Any = 0.1) -> None:
         self.lr = lr

@@ -113,7 +113,7 @@ def test_a_process_of_another_machine_is_taken_over_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: "subprocess.Popen[str]"
 ) -> None:
     monkeypatch.setattr(lock, "place", lambda: "elsewhere pid:[1]")
-    with pytest.warns(RuntimeWarning, match=rf"was left by process {holder.pid} on .*nobody can tell"):
+    with pytest.warns(RuntimeWarning, match=rf"was left by process {holder.pid} on .*not known whether it still runs"):
         taken = Lock(tmp_path)
         taken.take()
     assert holders(tmp_path)["place"] == "elsewhere pid:[1]"

@@ -29,7 +29,7 @@ def test_a_half_finished_run_is_read(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"is no run's folder: it has no config.toml"):
+    with pytest.raises(ValueError, match=r"is not a run's folder: it has no config.toml"):
         read_run(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="got the file"):
@@ -39,12 +39,12 @@ def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("config.toml", "lr = ", "config.toml is no TOML"),
-        ("config.toml", "name = '\udcff'", "config.toml is no TOML"),
+        ("config.toml", "lr = ", "config.toml is not valid TOML"),
+        ("config.toml", "name = '\udcff'", "config.toml is not valid TOML"),
         ("history.json", "{", "history.json is damaged"),
         ("history.json", "[]", "history.json is damaged: expected a JSON object, got list"),
-        ("history.json", '{"starts": [3]}', "history.json is no history"),
-        ("history.json", '{"starts": [{"batch": 3}]}', "history.json is no history"),
+        ("history.json", '{"starts": [3]}', "history.json is not a history"),
+        ("history.json", '{"starts": [{"batch": 3}]}', "history.json is not a history"),
         ("result.json", "nothing", "result.json is damaged"),
         ("records.jsonl", "nothing\n", "records.jsonl, line 1"),
     ],

@@ -1,4 +1,4 @@
-"""Schedules in turn: each starts anew, in a part of the run that is a run to it."""
+"""Schedules in turn: each starts again, in a part of the run that is a run to it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -144,7 +144,7 @@ def call(*args: Any) -> Schedule:
         (lambda: sequence([1, 2], ["5sec"]), ValueError, "wall-clock"),
         (lambda: sequence([1, 2], "5ba"), TypeError, "sequence: milestones: expected several times"),
         (lambda: sequence([scheduled(plain), 2], ["5ba"]), TypeError, r"scheduled\(plain\) is a plain function"),
-        (lambda: sequence([2 * scheduled(plain), 2], ["5ba"]), TypeError, "does not start anew"),
+        (lambda: sequence([2 * scheduled(plain), 2], ["5ba"]), TypeError, "does not start again"),
         (lambda: sequence([hparam("lr", 1.0), 2], ["5ba"]), TypeError, r"products of them, got hparam\('lr', 1.0\)"),
         (lambda: sequence([2 * hparam("lr", 1.0), 2], ["5ba"]), TypeError, "expected numbers, schedules"),
         (lambda: call(["linear", 2], ["5ba"]), TypeError, "expected numbers, schedules and products"),

@@ -36,7 +36,7 @@ def task_of(first: Row, second: Row) -> Task:
 
 ROWS = [row for row in SHIPPED.values() if not row.is_alone]
 EVERY_PAIR = list(itertools.combinations(ROWS, 2))
-# What has nothing to act on together: images are no sequences, and batch statistics have no gradient for each example.
+# What has nothing to act on together: images are not sequences, and batch statistics have no gradient for each example.
 REFUSED = [
     *[{first, second} for first in SEQUENCES for second in IMAGES],
     {"ghost_batchnorm", "per_example_clipping"},

@@ -55,7 +55,7 @@ def values_of(violation: LawViolation) -> Any:
     return first, second
 
 
-# What is no algorithm's fault
+# What is not an algorithm's fault
 
 
 @pytest.mark.parametrize("law", LAWS, ids=repr)

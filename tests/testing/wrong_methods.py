@@ -705,7 +705,7 @@ def scales_by_hash(state: State) -> State:
 
 @wrong("init_once", at=Event.INIT)
 def draws_new_weights_at_init(state: State) -> State:
-    """Draws all weights anew at INIT: pretrained ones are lost."""
+    """Draws all weights again at INIT: pretrained ones are lost."""
     name, params = "draws_new_weights_at_init", state.params
     drawn = {k: random.normal(state.rng(f"{name}.{k}"), tuple(p.shape)) for k, p in params.items()}
     return state.replace(params={k: 0.1 * drawn[k].to(p) for k, p in params.items()})

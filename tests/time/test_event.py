@@ -86,7 +86,7 @@ def test_lookup_ignores_case(event: Event, data: st.DataObject) -> None:
 
 def test_members_are_plain() -> None:
     assert str(Event.INIT) == "Event.INIT"
-    with pytest.raises(TypeError, match=r"an event is no string; compare with a member, or with Event\('init'\)"):
+    with pytest.raises(TypeError, match=r"an event is not a string; compare with a member, or with Event\('init'\)"):
         assert Event.INIT == "init"
     assert {Event.INIT: 1}[Event("INIT")] == 1
 

@@ -78,15 +78,15 @@ class Turns:
 
 
 def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool) -> Turns:
-    """Turn from a point of the run on, counted there anew or from the beginning of the run.
+    """Turn from a point of the run on, counted there again or from the beginning of the run.
 
     Raises:
-        TypeError, ValueError: The interval is no time, not positive, or in seconds.
+        TypeError, ValueError: The interval is not a time, not positive, or in seconds.
     """
     time = checked_interval(interval, where, TimeUnit.BATCH)
     is_told = time.unit in _COUNTED
     match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else ALWAYS
-    # From the beginning on is from no share of the run, whose length nobody need know.
+    # "From the beginning" is no share of the run, whose length need not be known.
     match = match & after(start) if start else match
     return Turns(time, is_counted_anew, None if is_told else measure(time), match)
 
@@ -111,7 +111,7 @@ class Measure:
 
     time: Time
     counter: Schedule
-    """The number of the counter: that of batches where the time can be told in them, else the time's own."""
+    """The number of the counter: that of batches where the time is a number of batches, else the time's own."""
     length: Schedule
     """How long the time is by it."""
 

@@ -42,7 +42,7 @@ def one_of(members: Container[Any], shown: str) -> type[nn.Module]:
 
 
 def stand_in(module: str, name: str) -> type[nn.Module]:
-    """Return a class for `isinstance` and the rules of a surgery, in place of one that is known by name alone.
+    """Return a class for `isinstance` and the rules of a surgery, in place of one that is known by name only.
 
     Nothing is imported, now or later.
 

@@ -1,6 +1,6 @@
 """The masks of gyro dropout: a bank of them, and the choice of those that share a batch.
 
-Mask j depends on (key, j) alone, a choice on (key, period); so neither is kept anywhere.
+Mask j depends on (key, j) only, a choice on (key, period); so neither is kept anywhere.
 """
 
 import torch
@@ -112,7 +112,7 @@ def gyro_drop(
         Shape and dtype of `inputs`.
 
     Raises:
-        TypeError: Inputs that are no floating tensor, no key, or a setting of the wrong kind.
+        TypeError: Inputs that are not floating tensor, no key, or a setting of the wrong kind.
         ValueError: Inputs without rows, or a setting out of range.
 
     Example:

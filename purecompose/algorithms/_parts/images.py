@@ -131,7 +131,7 @@ def image_method(
         settings: All of them; printed, those that are `None` aside.
         scalars: Which of them the state resolves in each step.
         is_neutral: Whether the settings change nothing.
-        takes_targets: As in `with_images`; `None` for a core of images alone.
+        takes_targets: As in `with_images`; `None` for a core of images only.
         **given: `input_field` and, where targets are taken, `target_field`, as in a factory.
     """
     writes = ("input_field", "target_field") if takes_targets is True else ("input_field",)

@@ -28,7 +28,7 @@ def check_labelled(name: str, loss_fn: ModelLoss) -> None:
 def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> None:
     """Raise a `ValueError` unless the outputs carry losses per example, or logits (N, ..., C) beside labels (N, ...).
 
-    It looks at shapes alone.
+    It looks at shapes only.
     """
     own = _member(outputs, loss_fn.key)
     if isinstance(own, Tensor) and own.ndim:

@@ -11,8 +11,7 @@ __all__ = ["reported"]
 
 
 def reported(state: State, name: str, numbers: Mapping[str, float]) -> State:
-    """Return the state with host numbers among its metrics, as `f"{name}/{key}"`: 0-d, float32, on the state's device.
-    """
+    """Return the state with host numbers among its metrics, as `f"{name}/{key}"`: 0-d, float32, on the state's device."""
     # Filled, not copied from the host, which on a GPU would wait.
     made = {
         f"{name}/{key}": torch.full((), value, dtype=torch.float32, device=state.device)

@@ -21,7 +21,7 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
     Zeros for parameters that the batch reaches and these examples do not.
 
     The step's own loss, with the algorithms that act on the way to it; an example draws what it drew in the batch.
-    Buffers, slots and metrics do not leak. Where several processes share the batch, this one computes the part alone.
+    Buffers, slots and metrics do not leak. Where several processes share the batch, this one computes the part only.
 
     Args:
         state: At an event after the gradient.
@@ -31,7 +31,7 @@ def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> di
     Raises:
         RuntimeError: No gradient has been taken yet in this step.
     """
-    # Where the gradient begins anew lies in `regrad`, a node of the tree whose one child is the state there.
+    # Where the gradient begins again lies in `regrad`, a node of the tree whose one child is the state there.
     again = tree.map(
         lambda start: start.replace(batch=part, first_example=first_example),
         state.regrad,
@@ -59,7 +59,7 @@ def share_of_batch(state: State) -> range:
 
 
 def sum_over_shares(state: State, share: range, own: T) -> T:
-    """Return the sums of what each process has found for its share: the same on all; alone, what is given.
+    """Return the sums of what each process has found for its share: the same on all; only, what is given.
 
     Args:
         state: At an event after the gradient.

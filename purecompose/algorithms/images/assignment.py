@@ -1,8 +1,8 @@
 """Which image gets which of k treatments: at random, each with the same chance, and each about equally often.
 
 Images are put in a random order, and treatments too; the image at place p gets the treatment at place p mod k. So every
-treatment has a share of 1 / k for every image, as if it were drawn alone, and a batch of n images has each of them at
-least floor(n / k) and at most ceil(n / k) times. That bound is what it is for: with ceil(n / k) places for each
+treatment has a share of 1 / k for every image, as if it were drawn independently, and a batch of n images has each of
+them at least floor(n / k) and at most ceil(n / k) times. That bound is what it is for: with ceil(n / k) places for each
 treatment all shapes are known before anything is drawn, and no image is treated k times to keep one result.
 """
 
@@ -30,7 +30,7 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
 
     Returns:
         For each treatment the indices of its images, int64; and for each image its place in the concatenation of
-        those, (num,). The lists are of one length: the last image of one may not be its own, and nobody looks at what
+        those, (num,). The lists are of one length: the last image of one may not be its own, and nothing reads what
         becomes of that.
     """
     order = random.permutation(rng.named("order"), num)
@@ -76,7 +76,7 @@ def treated(
             continue
         changed = treatment(images.index_select(0, chosen), chosen)
         if together is None:
-            # A row more takes what nobody looks at, where numbers cannot be read.
+            # A row more takes what is not read, where numbers cannot be read.
             together = changed.new_empty((num + (not can_read(home)), *changed.shape[1:]))
         # Into its rows at once, so that a compiled step makes it there.
         together = _put(together, home, changed)
@@ -92,7 +92,7 @@ def _put(together: Tensor, home: Tensor, changed: Tensor) -> Tensor:
 def _homes(places: Tensor, length: int) -> Tensor:
     """For each place in the lists the image whose result is wanted from it, (length,); for none, the number of images.
 
-    One image alone has a place in the list of every treatment.
+    Only one image has a place in the list of every treatment.
     """
     num = len(places)
     return places.new_full((length,), num).scatter(0, places, torch.arange(num, device=places.device))

@@ -18,7 +18,7 @@ from purecompose.algorithms.images.levels import ValueRange, check_in_range
 __all__ = ["SampleTransform", "as_tensor", "like_before"]
 
 _COLOURS = {"L": torch.uint8, "RGB": torch.uint8}
-# Pixels that name something, have parts that are no light, or are measured on a scale that nobody knows: they can be
+# Pixels that name something, have parts that are not light, or are measured on an unknown scale: they can be
 # moved, not changed. No sums are made of the 16 bits, so their sign does not matter.
 _MOVABLE = {
     **dict.fromkeys(("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "P"), torch.uint8),
@@ -40,7 +40,7 @@ class SampleTransform:
             `(key, image, target) -> (image, target)`. PIL images in a target, a tree of anything, reach it as tensors
             (C, H, W) and come back as images; such a core gets any mode of whole bytes, palettes and depths included.
         target_field: Names that target; by default the second member of a tuple or list. Where there is none, the core
-            is given the image alone.
+            is given the image only.
         value_range: The values of black and white of floats, numbers or one for each channel; values outside are
             refused. By default any will do.
 
@@ -118,7 +118,7 @@ def as_tensor(image: Any, *, is_moved: bool = False) -> Tensor:
 
     Args:
         image: The image.
-        is_moved: Whether pixels are moved alone, so that palettes and modes of other dtypes will do.
+        is_moved: Whether pixels are moved only, so that palettes and modes of other dtypes will do.
 
     Raises:
         TypeError: Something else, or a PIL image of another mode.

@@ -28,7 +28,7 @@ def sampled(levels: Tensor, grid: Tensor) -> Tensor:
         (N, C, K, L).
     """
     is_traced = torch.compiler.is_compiling() or is_fake(levels) or is_fake(grid)
-    # For values alone: gradients of all kinds are torch's own.
+    # For values only: gradients of all kinds are torch's own.
     needs_grad = torch.is_grad_enabled() and (levels.requires_grad or grid.requires_grad)
     is_forward = not needs_grad and only_maps()
     return (_operator if is_traced and is_forward and levels.device.type == "cpu" else _kernel)(levels, grid)

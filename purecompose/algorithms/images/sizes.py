@@ -22,7 +22,7 @@ def whole_part(share: float, size: int) -> int: ...
 @overload
 def whole_part(share: Tensor, size: int) -> Tensor: ...
 def whole_part(share: float | Tensor, size: int) -> int | Tensor:
-    """Return the whole part of `share * size`, where rounding alone does not take a whole pixel away.
+    """Return the whole part of `share * size`, where rounding only does not take a whole pixel away.
 
     Args:
         share: A number, or a floating tensor, which has been rounded to its dtype.
@@ -42,7 +42,7 @@ def whole_part(share: float | Tensor, size: int) -> int | Tensor:
 
 
 def check_image_tensor(images: Any, where: str, *, has_levels: bool = False) -> None:
-    """Raise a `TypeError` for what is no tensor, a `ValueError` unless it is (N, C, H, W) or (C, H, W).
+    """Raise a `TypeError` for what is not a tensor, a `ValueError` unless it is (N, C, H, W) or (C, H, W).
 
     Args:
         images: What came.

@@ -25,7 +25,7 @@ def autocontrast(levels: Tensor, amount: Tensor) -> Tensor:
 
 def equalize(levels: Tensor, amount: Tensor) -> Tensor:
     """Give each channel a histogram as flat as can be; an amount of 0 leaves it, any other does all of it."""
-    # NaN is no index; as a whole number it is one out of range. Loops on a CPU gather fastest by 32 bits.
+    # NaN is not an index; as a whole number it is one out of range. Loops on a CPU gather fastest by 32 bits.
     index = levels.round().to(torch.int32).clamp(0, 255).flatten(2)
     counts = levels.new_zeros((*levels.shape[:2], 256)).scatter_add(2, index, levels.new_ones(()).expand(index.shape))
     # In whole numbers, as Pillow does: the brightest level in use has no part in the width of a step.

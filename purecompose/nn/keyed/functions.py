@@ -61,7 +61,7 @@ def _fill(distribution: Fill) -> Handler:
     def handler(scope: Scope, func: Any, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if func == Tensor.random_ and len(args) == 1 and not kwargs:
             args = (0, *args)  # random_(to)
-        # `from` is no name in Python.
+        # `from` is not a name in Python.
         named = {{"from": "low", "to": "high"}.get(name, name): value for name, value in kwargs.items()}
 
         def sampler(rng: Rng, shape: Shape) -> Tensor:

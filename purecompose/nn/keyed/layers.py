@@ -164,7 +164,7 @@ def _recurrent(scope: Scope, func: Any, *args: Any) -> tuple[Tensor, ...]:
         raise unkeyed(func, "has no keyed dropout for packed sequences", advice)
     output, hx, weights, has_biases, _, _, _, bidirectional, batch_first = args
     num_directions = 2 if bidirectional else 1
-    # Hidden and cell state for the LSTM, the hidden state alone for the others.
+    # Hidden and cell state for the LSTM, the hidden state only for the others.
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
     per_layer = len(weights) // num_layers
     finals = []

@@ -69,7 +69,7 @@ def keyed(rng: Rng, *, num_examples: int | None = None, first_example: int | Ten
         handled.
 
     Raises:
-        TypeError: `rng` is no `Rng`, or an index is no integer.
+        TypeError: `rng` is not an `Rng`, or an index is not an integer.
         ValueError: `num_examples` is negative.
         UnkeyedRandomError: Inside the scope: a function has no keyed form, or was given a `generator`, or
             runs in a region that `torch.utils.checkpoint` will compute again (see `checkpoint`).
@@ -129,7 +129,7 @@ def _is_idle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     if given.get("train") is False or given.get("training") is False:
         return True
-    # `p` is a rate in the dropouts alone: bernoulli_ and geometric_ draw whatever it is.
+    # `p` is a rate in the dropouts only: bernoulli_ and geometric_ draw whatever it is.
     rates = ["dropout_p", "dropout", *(["p"] if "dropout" in func._schema.name else [])]
     return any(name in given and given[name] == 0 for name in rates)
 

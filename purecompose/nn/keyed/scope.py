@@ -81,7 +81,7 @@ class Scope(TorchFunctionMode):
         self.num_examples = num_examples
         self.first_example = first_example
         # The regions whose recomputation repeats these draws: the one that the scope was opened in (it is
-        # opened anew), and those that `checkpoint` adds.
+        # opened again), and those that `checkpoint` adds.
         self.replayable_hooks = [top_hooks()]
         self._indices: Tensor | None = None
         if num_examples is not None:

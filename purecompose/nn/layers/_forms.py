@@ -23,8 +23,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether something else is called with the module: hooks of either pass, or a forward put on the instance.
-    """
+    """Return whether something else is called with the module: hooks of either pass, or a forward put on the instance."""
     return "forward" in vars(module) or any(getattr(module, table) for table in _HOOKS)
 
 

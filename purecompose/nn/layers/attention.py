@@ -24,7 +24,7 @@ class SelfAttention(nn.Module):
     Args:
         width: d.
         num_heads: H, a divisor of the width.
-        is_causal: Whether a place sees itself and those before it alone.
+        is_causal: Whether a place sees itself and those before it only.
         dropout: Probability of dropping a weight of the mean in training, [0, 1).
 
     Attributes:
@@ -33,8 +33,8 @@ class SelfAttention(nn.Module):
         num_heads, is_causal, dropout: As given.
 
     Raises:
-        ValueError: A width or a number of heads below 1, a width that is no multiple of the heads, or a dropout outside
-            of [0, 1).
+        ValueError: A width or a number of heads below 1, a width that is not a multiple of the heads, or a dropout
+            outside of [0, 1).
         TypeError: A setting of another type.
 
     Example:
@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         check_whole(width, "SelfAttention: width", 1)
         check_whole(num_heads, "SelfAttention: num_heads", 1)
         if width % num_heads:
-            raise ValueError(f"SelfAttention: width={width} is no multiple of num_heads={num_heads}")
+            raise ValueError(f"SelfAttention: width={width} is not a multiple of num_heads={num_heads}")
         self.num_heads = num_heads
         self.is_causal = check_flag(is_causal, "SelfAttention: is_causal")
         self.dropout = check_number(dropout, "SelfAttention: dropout", 0, 1, below=True)
@@ -131,7 +131,7 @@ class PositionEmbedding(nn.Module):
 
     Raises:
         ValueError: A size below 1; in `forward` more places than there are vectors.
-        TypeError: A size that is no int.
+        TypeError: A size that is not an int.
 
     Example:
         >>> PositionEmbedding(16, 8)(torch.zeros(3, 5, 8)).shape
@@ -149,7 +149,7 @@ class PositionEmbedding(nn.Module):
         """Return the vectors of the first L places.
 
         Args:
-            input: (N, L, ...), of which the length alone counts, or L.
+            input: (N, L, ...), of which the length only counts, or L.
 
         Returns:
             (L, d).

@@ -199,7 +199,7 @@ def _with_factors(
     second: nn.Linear | nn.Conv2d,
     weights: LowRankSolution,
 ) -> nn.Module:
-    """Return the layer with two new ones as its factors, which get the weights; the first alone where one weight is
+    """Return the layer with two new ones as its factors, which get the weights; the first only where one weight is
     all.
     """
     is_trained, bias = layer.first.weight.requires_grad, _like(layer.bias, weights.bias)

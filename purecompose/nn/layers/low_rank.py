@@ -114,15 +114,15 @@ def factorize_matrix(
         bias: (out,); its values do not matter. Where it is given, one is fitted, else there is none.
         rank: k, a number of at least 1, or below 1 a share of the input's width, at most j.
         n_iters: How many turns each factor has. 0 keeps the singular value decomposition of what is there, and fits the
-            bias alone.
+            bias only.
 
     Returns:
         The factors and the bias, of the dtype and on the device of `first`. One factor, the least-squares solution,
-        where k is no less than the width of inputs or outputs; what was given where k is no less than j. Computed in
+        where k is at least the width of inputs or outputs; what was given where k is at least j. Computed in
         float64.
 
     Raises:
-        RuntimeError: Inputs, outputs or a factor are no matrices, or do not fit each other.
+        RuntimeError: Inputs, outputs or a factor are not matrices, or do not fit each other.
         ValueError: A rank that is not above 0, or fewer than 0 turns.
 
     Example:
@@ -195,7 +195,7 @@ def factorize_conv2d(
     if groups != 1:
         raise NotImplementedError(f"factorize_conv2d: expected groups=1, got {groups}; take the groups one by one")
     if second is None and second_bias is not None:
-        raise RuntimeError("factorize_conv2d: got second_bias without second; give both, or first_bias alone")
+        raise RuntimeError("factorize_conv2d: got second_bias without second; give both, or first_bias only")
     kernel = (first.shape[2], first.shape[3])
     patches = F.unfold(_exact(inputs), kernel, dilation=dilation, padding=padding, stride=stride)
     x = patches.transpose(1, 2).flatten(0, 1)

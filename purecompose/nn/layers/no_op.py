@@ -37,7 +37,7 @@ class NoOpModel(nn.Module):
         """Return any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.
 
         Raises:
-            TypeError: Targets that are no tensor.
+            TypeError: Targets that are not tensor.
         """
         if not isinstance(targets, Tensor):
             raise TypeError(

@@ -24,7 +24,7 @@ def alibi_slopes(
 ) -> Tensor:
     """Return the slope of each head, m_h = 2^(-8 h / H), h = 1 ... H.
 
-    Where H is no power of two: those of the next smaller power, then every second one of the next greater.
+    Where H is not a power of two: those of the next smaller power, then every second one of the next greater.
 
     Args:
         num_heads: H.
@@ -35,7 +35,7 @@ def alibi_slopes(
         (H,), each between 0 and 1.
 
     Raises:
-        TypeError, ValueError: H is no int, or below 1.
+        TypeError, ValueError: H is not an int, or below 1.
 
     Example:
         >>> alibi_slopes(4).tolist()
@@ -76,7 +76,7 @@ def alibi_bias(
         (H, Q, L): head, query, key.
 
     Raises:
-        TypeError, ValueError: H is no int, or below 1; L, Q or the first query is no int, or below 0.
+        TypeError, ValueError: H is not an int, or below 1; L, Q or the first query is not an int, or below 0.
 
     Example:
         >>> alibi_bias(1, 3, is_causal=False)[0].mul(256).tolist()

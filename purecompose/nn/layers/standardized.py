@@ -99,9 +99,9 @@ def standardized_conv(conv: nn.Module) -> nn.Module | None:
     """Return a convolution with the same parameters and settings, and standardized filters.
 
     Returns:
-        One of the three; of a subclass, one that is of this subclass as well. `None` for what is no `nn.Conv1d`, `2d`
-        or `3d`, for one that is standardized, one with a forward of its own, hooks or parametrized tensors, and for
-        weights that are not floating.
+        One of the three; of a subclass, one that is of this subclass as well. `None` for what is not an `nn.Conv1d`,
+        `2d` or `3d`, for one that is standardized, one with a forward of its own, hooks or parametrized tensors, and
+        for weights that are not floating.
     """
     kind = next((kind for kind in STANDARDIZED if isinstance(conv, kind)), None)
     if kind is None or isinstance(conv, _Standardized):
@@ -122,7 +122,7 @@ def plain_conv(conv: nn.Module, *, is_baked: bool = False) -> nn.Module | None:
             computed; otherwise the parameters stay, and compute with the filters as they are stored.
 
     Returns:
-        `None` for what is no standardized convolution.
+        `None` for what is not a standardized convolution.
     """
     if not isinstance(conv, _Standardized):
         return None

@@ -158,7 +158,7 @@ class StochasticDepth(nn.Module):
             as well: in a network of bfloat16 parameters 0.1 becomes 0.10009765625.
 
     Raises:
-        TypeError: Not such a block, or a rate that is no number.
+        TypeError: Not such a block, or a rate that is not a number.
         ValueError: Another method, or a rate out of range.
 
     Note:

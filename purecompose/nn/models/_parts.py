@@ -9,7 +9,7 @@ __all__ = ["check_sizes", "conv", "dropout_layers"]
 
 
 def check_sizes(where: str, **sizes: int) -> None:
-    """Raise where one of the sizes is no int, or below 1."""
+    """Raise where one of the sizes is not an int, or below 1."""
     for name, size in sizes.items():
         check_whole(size, f"{where}: {name}", 1)
 

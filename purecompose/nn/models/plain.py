@@ -23,7 +23,7 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
 
     Raises:
         ValueError: a width below 1 or a dropout outside [0, 1).
-        TypeError: a width that is no int.
+        TypeError: a width that is not an int.
 
     Example:
         >>> import torch

@@ -24,7 +24,7 @@ _MIN_IMAGE_SIZE = 4
 
 
 def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **options: Any) -> nn.Module:
-    """Build a network of `MODELS` on the CPU, its weights drawn from `seed` alone.
+    """Build a network of `MODELS` on the CPU, its weights drawn from `seed` only.
 
     torch's global generators are left as they were.
 

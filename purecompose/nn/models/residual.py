@@ -122,7 +122,7 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_image
 
     Raises:
         ValueError: a size below 1.
-        TypeError: a size that is no int.
+        TypeError: a size that is not an int.
 
     Example:
         >>> import torch
@@ -144,7 +144,7 @@ def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_image
 
     Raises:
         ValueError: a size below 1.
-        TypeError: a size that is no int.
+        TypeError: a size that is not an int.
 
     Example:
         >>> import torch

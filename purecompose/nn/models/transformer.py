@@ -30,7 +30,7 @@ class TransformerBlock(nn.Module):
     Args:
         width: d.
         num_heads: of the attention, a divisor of the width.
-        is_causal: whether a place sees itself and those before it alone.
+        is_causal: whether a place sees itself and those before it only.
         dropout: probability of dropping a weight of the attention, or a value that is added to x, [0, 1).
     """
 
@@ -188,7 +188,7 @@ def vit(
         num_heads: of each attention, a divisor of the width.
         dropout: probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
         pool: what is classified: "token", one that goes before the patches, or "mean", their mean.
-        has_positions: whether the network knows where a patch was. With them it takes images of this size alone.
+        has_positions: whether the network knows where a patch was. With them it takes images of this size only.
 
     Raises:
         ValueError: a size below 1, patches or heads that do not fit, another pool, a dropout outside [0, 1); in
@@ -269,7 +269,7 @@ def gpt(
 def _check_settings(where: str, width: int, depth: int, num_heads: int, dropout: float) -> None:
     check_sizes(where, width=width, depth=depth, num_heads=num_heads)
     if width % num_heads:
-        raise ValueError(f"{where}: width={width} is no multiple of num_heads={num_heads}")
+        raise ValueError(f"{where}: width={width} is not a multiple of num_heads={num_heads}")
     check_number(dropout, f"{where}: dropout", 0, 1, below=True)
 
 

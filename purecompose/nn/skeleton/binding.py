@@ -37,7 +37,7 @@ class Skeleton:
         self._guards = Guards(module, warned)
         self._is_watched = False
         self.is_fixed = all(map(is_plain, module.modules()))
-        """Whether all modules are torch's own: what they draw and write to depends on their settings alone."""
+        """Whether all modules are torch's own: what they draw and write to depends on their settings only."""
         self.has_group_norms = any(isinstance(child, nn.GroupNorm) for child in module.modules())
         self.draws: bool | None = None
         """Whether a forward pass draws random numbers; None until one has been watched."""

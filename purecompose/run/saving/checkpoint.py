@@ -118,7 +118,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
             template, and at AFTER_LOAD, on the state.
         strict: Raise where something does not fit. Otherwise what fits is taken over, the rest stays as it is in
             `like`, and a warning says what it was.
-        is_adaptive: Whether the number of microbatches is found by trying, so that another one is no difference.
+        is_adaptive: Whether the number of microbatches is found by trying, so that another one is not a difference.
 
     Returns:
         The state. Its timestamp is the saved one.
@@ -198,22 +198,22 @@ def check_fits(
 ) -> None:
     """Compare a checkpoint's index with what is there; see `load`."""
     now = describe(like, step)
-    told = [*differences(index.description, now), *overruled_hparams(index.description, like)]
+    reported = [*differences(index.description, now), *overruled_hparams(index.description, like)]
     if is_adaptive:
-        told = [line for line in told if not line.startswith("microbatches:")]
+        reported = [line for line in reported if not line.startswith("microbatches:")]
     specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     misfits = other_modules(index.description["model"], now["model"], "the checkpoint")
     misfits += mismatches(like, specs, index.values)
     required = missing_required(index.description, now)
     if required or (misfits and strict):
-        lines = [*required, *told, *misfits]
+        lines = [*required, *reported, *misfits]
         raise MismatchError(listed(f"{path} does not fit this state", lines, _HINT), lines)
     was = environment(like, step)
     moved = [
         f"{name}: {old} then, {was[name]} now" for name, old in index.environment.items() if _differs(was, name, old)
     ]
-    if told or misfits:
-        warn(listed(f"{path} is taken over with differences", [*told, *misfits]), CheckpointWarning)
+    if reported or misfits:
+        warn(listed(f"{path} is taken over with differences", [*reported, *misfits]), CheckpointWarning)
     if moved:
         warn(listed(f"{path} goes on, perhaps not to the same bits", moved), CheckpointWarning)
 

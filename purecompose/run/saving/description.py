@@ -94,8 +94,7 @@ def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
 
 
 def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
-    """Return where modules of the same type have other settings, one line each; see `other_modules` for the arguments.
-    """
+    """Return where modules of the same type have other settings, one line each; see `other_modules` for the arguments."""
     there, here = _by_name(saved), _by_name(now)
     both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
     return [_difference(name, there, here, place) for name in both if there[name] != here[name]]
@@ -105,7 +104,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
     """Return what the bits of a run depend on beside the state: versions, device, threads, and how the step is run."""
     device = state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    told = {
+    reported = {
         "purecompose": __version__,
         "torch": torch.__version__,
         "optree": optree.__version__,
@@ -115,7 +114,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     options = getattr(step, "options", None)
-    return told if step is None else {**told, "compiled": str(options.backend) if options is not None else "no"}
+    return reported if step is None else {**reported, "compiled": str(options.backend) if options is not None else "no"}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -186,10 +185,10 @@ def _cut(step: Any) -> str:
 
 def _of_algorithms(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     lines = [
-        f"algorithm {told or name}: in the checkpoint, not here" for name, told in saved.items() if name not in now
+        f"algorithm {text or name}: in the checkpoint, not here" for name, text in saved.items() if name not in now
     ]
     lines += [
-        f"algorithm {told or name}: here, not in the checkpoint" for name, told in now.items() if name not in saved
+        f"algorithm {text or name}: here, not in the checkpoint" for name, text in now.items() if name not in saved
     ]
     both = [name for name in saved if name in now and saved[name] != now[name]]
     lines += [f"algorithm {name}: {saved[name]} in the checkpoint, {now[name]} here" for name in both]

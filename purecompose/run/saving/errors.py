@@ -8,7 +8,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """It is not whole, or not a checkpoint: a file is missing, cut off or changed, or somebody else's."""
+    """It is not whole, or not a checkpoint: a file is missing, cut off or changed, or of another program."""
 
 
 class MismatchError(CheckpointError):

@@ -1,7 +1,7 @@
 """Checkpoints on disk: a folder each, written whole or not at all, and verified when read.
 
 Everything is written into a hidden folder beside the target, forced onto the disk, and renamed. Who is killed on the
-way leaves a hidden folder that nobody takes for a checkpoint, and that the next one to write there clears away.
+way leaves a hidden folder, which readers ignore and the next writer removes.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def replaced(target: Path) -> Iterator[Path]:
     """Return a folder to write to, which takes the target's place at the end of the scope; an error leaves no trace.
 
     Raises:
-        FileExistsError: Something that is no checkpoint stands there.
+        FileExistsError: Something that is not a checkpoint stands there.
     """
     _check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def read_index(path: Path) -> Index:
                 f"{path} is a folder of {num}, not one itself: name one of them; the newest is {found[0].path}, as "
                 "purecompose.saving.newest tells"
             ) from error
-        raise DamagedError(f"{path} is no whole checkpoint: {_INDEX} cannot be read ({_reason(error)})") from error
+        raise DamagedError(f"{path} is not a whole checkpoint: {_INDEX} cannot be read ({_reason(error)})") from error
     try:
         return from_json(text)
     except CheckpointError as error:
@@ -194,16 +194,16 @@ def check_tensors(path: Path, index: Index) -> None:
     Raises:
         DamagedError: The file is missing, cut off or changed.
     """
-    file, told = path / _TENSORS, index.files.get(_TENSORS, {})
+    file, reported = path / _TENSORS, index.files.get(_TENSORS, {})
     try:
         with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size
-            if size != told.get("bytes"):  # compared before the content is read
-                raise DamagedError(f"{file} has {size} bytes, its index says {told.get('bytes')}: it is not whole")
+            if size != reported.get("bytes"):  # compared before the content is read
+                raise DamagedError(f"{file} has {size} bytes, its index says {reported.get('bytes')}: it is not whole")
             found = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise DamagedError(f"{path} is no whole checkpoint: {_TENSORS} cannot be read ({_reason(error)})") from error
-    if found != told.get("sha256"):
+        raise DamagedError(f"{path} is not a whole checkpoint: {_TENSORS} cannot be read ({_reason(error)})") from error
+    if found != reported.get("sha256"):
         raise DamagedError(f"{file} has been changed since it was written (the checksum does not fit)")
 
 
@@ -224,7 +224,7 @@ def name_at(now: Timestamp) -> str:
 def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
     """Return a run's checkpoints in a folder, the newest first, and what is wrong with the others.
 
-    Only names as `name_at` makes them count, so that others in the folder are nobody's to delete. Tensors are not
+    Only names as `name_at` makes them count, so that other files in the folder are never deleted. Tensors are not
     looked at.
     """
     found: list[Found] = []
@@ -239,7 +239,7 @@ def all_in(folder: Path) -> tuple[list[Found], dict[Path, CheckpointError]]:
 
 
 def clear(folder: Path) -> None:
-    """Clear away what processes left that are no more; what they were about to replace comes back."""
+    """Remove what ended processes left behind, and restore what they were about to replace."""
     for path in sorted(folder.glob(".*")):
         left = _HIDDEN.fullmatch(path.name)
         if left is None or is_alive(int(left["pid"]), left["token"]):
@@ -258,9 +258,9 @@ def put_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; out of sight first, so that nobody finds half of one.
+    """Delete a checkpoint; rename it first, so that no reader finds half of one.
 
-    One that holds a file of somebody else's stays, for that would be lost.
+    One that holds a file of another program stays, for that would be lost.
     """
     if not _is_ours_alone(path):
         return
@@ -295,7 +295,7 @@ _HIDDEN = re.compile(
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """Return a name beside a target that says whose it is and for what; nobody else takes it."""
+    """Return a unique name beside a target that says which process it belongs to and for what."""
     return target.with_name(f".{target.name}.{os.getpid()}-{token()}-{secrets.token_hex(4)}{kind}")
 
 
@@ -309,9 +309,9 @@ def _delete(path: Path) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise where something stands that is no checkpoint: it would be lost."""
+    """Raise where something stands that is not a checkpoint: it would be lost."""
     if os.path.lexists(target) and not _is_ours_alone(target):
-        raise FileExistsError(f"{target} is no checkpoint, and would be lost: choose another name")
+        raise FileExistsError(f"{target} is not a checkpoint, and would be lost: choose another name")
 
 
 def _is_ours_alone(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: all that is no tensor, as JSON that people can read.
+"""The index of a checkpoint: all that is not a tensor, as JSON that people can read.
 
 It holds a checksum of itself and of the file with the tensors, so that a flipped bit anywhere is found.
 """
@@ -36,7 +36,7 @@ class Index:
     tensors: dict[str, Any]
     """The form of each tensor in the file: dtype, shape and, where it is not contiguous, strides."""
     values: dict[str, Any]
-    """The leaves that are no tensors: numbers, strings, `None`."""
+    """The leaves that are not tensors: numbers, strings, `None`."""
     files: dict[str, Any]
     """For each file its length in bytes and its sha256."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -60,21 +60,21 @@ def from_json(text: bytes) -> Index:
     """Return an index from its file's content.
 
     Raises:
-        DamagedError: It is no index of a checkpoint, or has been changed since it was written.
+        DamagedError: It is not an index of a checkpoint, or has been changed since it was written.
         CheckpointError: A later version of the library wrote it.
     """
     try:
         content = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"its index is no JSON: {error}") from error
+        raise DamagedError(f"its index is not valid JSON: {error}") from error
     if is_nested_deeper(content, _MOST_NESTED):
         raise DamagedError(f"its index is nested more than {_MOST_NESTED} levels deep, which no index is")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DamagedError("its index is somebody else's: it does not say that it is a checkpoint of purecompose")
+        raise DamagedError("its index is of another program: it does not say that it is a checkpoint of purecompose")
     if isinstance(content.get("version"), int) and content["version"] > VERSION:
         raise CheckpointError(f"its format is version {content['version']}, and this purecompose reads {VERSION}")
-    told = content.pop("sha256", None)
-    if told != _checksum(content):
+    reported = content.pop("sha256", None)
+    if reported != _checksum(content):
         raise DamagedError("its index has been changed since it was written (the checksum does not fit)")
     fields = {field.name: _restored(content.get(field.name)) for field in dataclasses.fields(Index)}
     _check_parts(fields)
@@ -97,7 +97,7 @@ def time_from_plain(plain: Mapping[str, Any]) -> Timestamp:
     """Return the inverse of `time_to_plain`.
 
     Raises:
-        DamagedError: Something in it is no time.
+        DamagedError: Something in it is not a time.
     """
     try:
         duration, iteration = plain["duration"], plain["iteration_length"]
@@ -127,7 +127,7 @@ def _check_parts(fields: Mapping[str, Any]) -> None:
     names = [description.get("algorithms", {}), fields["tensors"]]
     if not all(isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()) for texts in names):
         raise DamagedError("its index does not describe algorithms and tensors")
-    if not all(isinstance(told, dict) for told in fields["files"].values()):
+    if not all(isinstance(reported, dict) for reported in fields["files"].values()):
         raise DamagedError("its index does not describe files")
 
 

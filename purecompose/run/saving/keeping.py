@@ -129,7 +129,7 @@ def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool 
 def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
     """Return what a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
 
-    Damaged ones are put aside, under names that say so: the run will write those batches anew. For the arguments see
+    Damaged ones are put aside, under names that say so: the run will write those batches again. For the arguments see
     `resumed_from`.
 
     Raises:
@@ -215,8 +215,7 @@ class Keeper:
             self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
 
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
-        """Return whether it is time for one, after what happened between two times, or worth one, by what was measured.
-        """
+        """Return whether it is time for one, after what happened between two times, or worth one, by what was measured."""
         if self._is_best(metrics):
             return True
         every = self.settings.every
@@ -259,7 +258,7 @@ class Keeper:
             self.settle()
             if not _is_disk_full(self._failure):
                 return
-            # Where only new metrics are missing from it, nobody has to wait.
+            # Where only new metrics are missing from it, there is no need to wait.
             may_wait = self.written is None or self.written[1] != state.timestamp
             if not self._make_room(state.timestamp) and not (may_wait and self._wait_for_room()):
                 return
@@ -306,7 +305,7 @@ class Keeper:
         self._waiting = _Waiting(self._pool.submit(self._write, task), task.now.batch, is_best)
 
     def _write(self, task: "_Task") -> None:
-        """Perhaps in the writing thread; whatever goes wrong is no reason to lose the run."""
+        """Perhaps in the writing thread; whatever goes wrong is not a reason to lose the run."""
         try:
             task.taken.write(task.target)
         except Exception as error:
@@ -344,7 +343,7 @@ class Keeper:
         return False
 
     def _wait_for_room(self) -> bool:
-        """Wait for somebody to free space; return whether to try again."""
+        """Wait for space to be freed; return whether to try again."""
         if self._deadline is None:
             self._deadline = time.monotonic() + _WAITING_TIME
             text = f"{self.folder}: the disk is full. Trying to write the last checkpoint for {_WAITING_TIME:g} s"

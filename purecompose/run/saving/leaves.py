@@ -72,7 +72,7 @@ class Spec(NamedTuple):
         """Return the inverse of `str`.
 
         Raises:
-            DamagedError: It is no spec.
+            DamagedError: It is not a spec.
 
         Example:
             >>> Spec.of_text("float32[2, 3] by [1, 2]")
@@ -129,8 +129,7 @@ def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, An
 def filled(
     like: State, static: Static, tensors: Mapping[str, Tensor], specs: Mapping[str, Spec], values: Mapping[str, Any]
 ) -> State:
-    """Return a state of the template's structure and devices with the saved leaves; those that do not fit stay its own.
-    """
+    """Return a state of the template's structure and devices with the saved leaves; those that do not fit stay its own."""
     # In the order in which they were: the file has another, and it is part of a tree's structure.
     found = {name: _restored(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
     found |= {name: value for name, value in values.items() if _is_metric(name)}
@@ -153,8 +152,7 @@ _METRICS = "metrics/"
 
 
 def _is_runs_own(name: str) -> bool:
-    """Return whether a leaf belongs to no algorithm but to a reason to stop, which may come or go where a run goes on.
-    """
+    """Return whether a leaf belongs to no algorithm but to a reason to stop, which may come or go where a run goes on."""
     return name.startswith("slots['.")
 
 

@@ -1,8 +1,8 @@
 """Which process something belongs to, and whether that one is still there.
 
-A number alone does not tell: in a container the process has the same one each time, and any number is given out again
+A number only does not tell: in a container the process has the same one each time, and any number is given out again
 some day. So a token goes with it. On Linux it follows from when the process was started, so that others can compare;
-elsewhere it is drawn, and says of a process's own number alone whether it means this process or an earlier one.
+elsewhere it is drawn, and says of a process's own number only whether it means this process or an earlier one.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def is_alive(pid: int, its_token: str | None) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # somebody else's
+    except OSError:  # of another user
         pass
     state, born = _told(pid)
     return state not in ("Z", "X") and (None in (born, its_token) or born == its_token)
@@ -64,8 +64,7 @@ def _token(pid: int) -> str:
 
 
 def _told(pid: int) -> tuple[str | None, str | None]:
-    """Return what the system says of a process, where it says anything: its state, a letter, and a token by its start.
-    """
+    """Return what the system says of a process, where it says anything: its state, a letter, and a token by its start."""
     try:
         # The name, in brackets, may hold anything.
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -65,9 +65,9 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
         strict: Raise where modules, names, shapes or dtypes differ; otherwise take over what fits, and warn.
 
     Raises:
-        TypeError: The arguments are no path and state.
+        TypeError: The arguments are not path and state.
         FileNotFoundError: There is no such file.
-        DamagedError: It is no safetensors file.
+        DamagedError: It is not a safetensors file.
         MismatchError: Modules, names, shapes or dtypes differ; the message says which.
 
     Warns:
@@ -80,14 +80,14 @@ def load_weights(path: Path | str, like: State, *, strict: bool = True) -> State
     file = Path(path)
     found, model = _read(file)
     wanted, now = {**like.params, **like.buffers}, architecture(like.model)
-    told = [] if model is None else other_settings(model, now, "the file")
+    reported = [] if model is None else other_settings(model, now, "the file")
     misfits = [] if model is None else other_modules(model, now, "the file")
     misfits += _misfits(wanted, found)
     if misfits and strict:
         hint = "give the state the same modules and surgery, or load with strict=False to take over what fits"
-        raise MismatchError(listed(f"{file} does not fit this state", [*misfits, *told], hint), misfits)
-    if misfits or told:
-        warn(listed(f"{file} is taken over with differences", [*misfits, *told]), CheckpointWarning)
+        raise MismatchError(listed(f"{file} does not fit this state", [*misfits, *reported], hint), misfits)
+    if misfits or reported:
+        warn(listed(f"{file} is taken over with differences", [*misfits, *reported]), CheckpointWarning)
     fitting = {name: tensor for name, tensor in found.items() if name in wanted and _fits(wanted[name], tensor)}
 
     def filled(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:

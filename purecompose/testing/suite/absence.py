@@ -28,7 +28,7 @@ _WITHOUT_MODEL = ("slots", "hparams", "key", "metrics")
 
 def _only_init(algorithm: Algorithm) -> str | None:
     if algorithm.events == (Event.INIT,):
-        return "it acts at INIT alone: what it is for is what stays"
+        return "it acts at INIT only: what it is for is what stays"
     return never_acts(algorithm)
 
 
@@ -38,12 +38,12 @@ def _only_init(algorithm: Algorithm) -> str | None:
     exempt=_only_init,
 )
 def absent_when_unmatched(subject: Subject, case: Case) -> bool:
-    """Compare the step without the algorithm with one in which it acts at INIT alone, and with its real one.
+    """Compare the step without the algorithm with one in which it acts at INIT only, and with its real one.
 
     The algorithm held back to INIT is compared at INIT and after a step, from a state of its own. The real one is
     compared in each batch in which it does not act, from the state it has come to. Its own slot, and hparams that its
-    settings name, may be there. Where INIT made something static anew (a network by surgery, an optimizer), runs from
-    two states part legitimately: then the others' slots and metrics, the hparams and the key are compared alone,
+    settings name, may be there. Where INIT made something static again (a network by surgery, an optimizer), runs from
+    two states part legitimately: then the others' slots and metrics, the hparams and the key are compared only,
     while the comparison from one state stays whole.
 
     Returns:
@@ -54,7 +54,7 @@ def absent_when_unmatched(subject: Subject, case: Case) -> bool:
     start = case.state()
     ours, theirs = plain_step.init(case.state().with_hparams(subject.algorithm.hparams)), idle_step.init(start)
     fields = LASTING if changed_context(start, theirs) is None else _WITHOUT_MODEL
-    labels = ("without the algorithm", "with it, acting at INIT alone")
+    labels = ("without the algorithm", "with it, acting at INIT only")
     compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slot=subject.name)
     ours, theirs = plain_step(ours, case.batch(0)), idle_step(theirs, case.batch(0))
     compare(ours, theirs, labels, fields=fields, event=Event.INIT, without_slot=subject.name)
@@ -97,7 +97,7 @@ def neutral_setting(subject: Subject, case: Case) -> bool:
 
 
 def _with_metrics_of(reference: State, state: State) -> State:
-    """Return the state with those of its metrics alone that the reference has too."""
+    """Return the state with those of its metrics only that the reference has too."""
     return state.replace(metrics={name: value for name, value in state.metrics.items() if name in reference.metrics})
 
 
@@ -214,7 +214,7 @@ def _compare_draws(place: tuple[Event, str], ours: dict[str, Tensor], theirs: di
     exempt=never_acts,
 )
 def list_position_free(subject: Subject, case: Case) -> bool:
-    """Add bystanders, which change their own slots and metrics alone, before the algorithm and behind it."""
+    """Add bystanders, which change their own slots and metrics only, before the algorithm and behind it."""
     watched = Watched(subject.algorithm)
     alone = case.step(watched.algorithm)
     among = alone.replace(algorithms=[bystander("a bystander"), *alone.algorithms, bystander("zz")])

@@ -36,10 +36,10 @@ def compiled_agrees(subject: Subject, case: Case) -> bool:
 
     The graphs run as they were traced (`compile(backend="eager")`), so that nothing is judged but the tracing. The
     case's seed decides whether steps are donated, and whether those without microbatches are one graph, as most steps
-    are, or cut into parts with variants, for which a companion acts in every third step. The algorithm is made anew for
-    the compiled run, if it has a source text: what earlier runs left in its closures is not there.
+    are, or cut into parts with variants, for which a companion acts in every third step. The algorithm is made again
+    for the compiled run, if it has a source text: what earlier runs left in its closures is not there.
 
-    Integers agree exactly. Where rounding alone tips a choice in the step itself, the comparison ends. Host algorithms
+    Integers agree exactly. Where rounding only tips a choice in the step itself, the comparison ends. Host algorithms
     run between the graphs.
     """
     return judged(_judge_compiled, subject, case)

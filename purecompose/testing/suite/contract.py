@@ -190,7 +190,7 @@ def watching_others(subject: Subject) -> Callable[[Event, State, Act], State]:
         after = act(state)
         own_metrics.update(after.metrics.keys() - state.metrics.keys())
         foreign = {name: value for name, value in before["metrics"].items() if name not in own_metrics}
-        for now in (state, after):  # the state that was given, too: somebody may write into it
+        for now in (state, after):  # the state that was given, too: it may be written into
             found = {**others(now), "metrics": {name: now.metrics[name] for name in foreign if name in now.metrics}}
             for field, value in {**before, "metrics": foreign}.items():
                 check_equal(value, found[field], _LABELS, field, event=event)

@@ -45,7 +45,7 @@ def check_derivative(
         Whether the gradient is right; False where differences cannot tell.
 
     Raises:
-        Broken: It is wrong, in the first leaf by whose direction alone that shows.
+        Broken: It is wrong, in the first leaf by whose direction only that shows.
     """
     direction = _direction(point, seed)
     found = _slopes(loss, point, grads, direction)

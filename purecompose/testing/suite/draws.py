@@ -43,7 +43,7 @@ _Seen = dict[_Draw, Event]
 
 @define_law(
     "draws depend on the run's key and on the batch's number, each has a name of its own, and they share names with "
-    "nobody",
+    "no one",
     "draw from state.rng(name) or state.example_rng(name), whose name begins with the algorithm's own, as the factory "
     "was given it, and says what is drawn: state.rng(f'{name}.order'); seed no generator of your own; what is to stay "
     "the same all through the run, draw at INIT and keep in state.slots[name]",

@@ -137,7 +137,7 @@ def _weights(state: State, started: State) -> State:
 
 
 def _check_metrics(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Return what an algorithm reports of its own is in nobody's way."""
+    """Return what an algorithm reports of its own is allowed."""
     check_equal(dict(ours), {k: v for k, v in theirs.items() if k in ours}, _EVALUATION_LABELS, "metrics")
 
 

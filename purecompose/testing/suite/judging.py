@@ -116,7 +116,7 @@ def is_on_the_edge(step: Step, state: State, batch: Any, expected: State) -> boo
     """Return whether the step itself does something else once params and inputs move by less than rounding: a choice
     flips.
 
-    A step that does something else anyway, such as counting its calls, is no such case.
+    A step that does something else anyway, such as counting its calls, is not such a case.
     """
     if _differs(step(state, batch), expected):
         return False

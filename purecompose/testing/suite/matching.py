@@ -1,4 +1,4 @@
-"""Laws of matching: `match` answers by time and shapes alone, and apply learns the time from the clock alone."""
+"""Laws of matching: `match` answers by time and shapes only, and apply learns the time from the clock only."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ _Answers = dict[tuple[int, Event], bool]
 
 
 @define_law(
-    "match answers by time and shapes alone, the same whenever it is asked, and the step acts where it says so",
-    "let match read the event, state.timestamp and shapes alone, and write nothing; choose by values inside apply with "
+    "match answers by time and shapes only, the same whenever it is asked, and the step acts where it says so",
+    "let match read the event, state.timestamp and shapes only, and write nothing; choose by values inside apply with "
     "torch.where, or declare host=True",
     owns=(MatchError,),
     exempt=never_acts,

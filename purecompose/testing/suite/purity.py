@@ -80,7 +80,7 @@ def _check_untouched(
 
 
 def _attributes(state: State, fields: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the attributes that somebody has given to the tensors of a state, by the tensor's path."""
+    """Return the attributes added to the tensors of a state, by the tensor's path."""
     return {
         f"{field}{path}": [*vars(leaf), *(["grad"] if leaf.is_leaf and leaf.grad is not None else [])]
         for field in fields
@@ -154,6 +154,6 @@ def global_state_kept(subject: Subject, case: Case) -> bool:
         return after
 
     watched = Watched(subject.algorithm, around, with_init=True)
-    with seeded(0x5EED):  # generators that stand where nobody's seed puts them: seeding them moves them
+    with seeded(0x5EED):  # generators in a state that no seed gives: seeding them moves them
         run(case.step(watched.algorithm), case.state(), case.batches())
     return watched.acted_after_init

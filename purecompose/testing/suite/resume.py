@@ -23,7 +23,7 @@ _LABELS = ("without a break", "resumed")
     "remember in state.slots[name], made at INIT, not in a closure, a list or a global; draw from state.rng(name), not "
     "from a clock, a process number or hash(text); ask state.clock for the time, not a counter of calls; sets iterate "
     "in another order in each process: sorted(...); an optimizer or precision that a host algorithm sets on the way is "
-    "not in the checkpoint: set it at INIT, or anew in each step",
+    "not in the checkpoint: set it at INIT, or again in each step",
     owns=(SnapshotError,),
     exempt=never_acts,
 )
@@ -32,7 +32,7 @@ def resume_exact(subject: Subject, case: Case) -> bool:
 
     There the algorithm is made from the subject's source text, in a process in which it has not run before, and the
     state is filled into one with other weights. A subject without such a text, or a case that cannot be pickled (a task
-    with a lambda), goes on in this process instead, with a step and a template made anew: what was remembered at the
+    with a lambda), goes on in this process instead, with a step and a template made again: what was remembered at the
     first call and never changed, or drawn by the process, is not seen then.
     """
     first, num = case.num_batches + _more(case), case.num_batches

@@ -17,7 +17,7 @@ class Predicate:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it reads the event and `state.timestamp` alone, and nothing else of the state."""
+        """Whether it reads the event and `state.timestamp` only, and nothing else of the state."""
         return False
 
     def __call__(self, event: Event, state: Any) -> bool:
@@ -60,7 +60,7 @@ class Predicate:
 
 
 class Timed(Predicate):
-    """A predicate about event and time alone."""
+    """A predicate about event and time only."""
 
     @property
     def is_timed(self) -> bool:

@@ -16,7 +16,7 @@ __all__ = ["after", "before", "between", "epoch_ends", "every", "first_turn", "o
 # How many batches an event's timestamp lags behind its own batch, counted from 1. Read many times a step.
 _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 
-# From how many batches on an interval is settled between its turns. Settling anew at both ends of a turn costs some
+# From how many batches on an interval is settled between its turns. Settling again at both ends of a turn costs some
 # ten times what asking costs, so in short intervals asking in every step is the cheaper way.
 _LONG_INTERVAL = 64
 
@@ -110,7 +110,7 @@ class _Every(Timed):
         return NEVER, timestamp.batch + length - 1 - passed
 
     def _first(self, run: RunLength, length: int | float) -> int | float:
-        """Return which batch, counted from 1, is the first turn; after the first interval where nobody can tell."""
+        """Return which batch, counted from 1, is the first turn; after the first interval where it is not known."""
         return length if self.since is None else first_turn(self.since, self.interval, run) or length
 
     def _length(self, run: RunLength) -> int | float:
@@ -131,7 +131,7 @@ class _Every(Timed):
 
 @dataclass(frozen=True, repr=False)
 class _Settled(Timed):
-    """`_Every` of a run, in plain numbers: asked in every step, where those would be worked out anew."""
+    """`_Every` of a run, in plain numbers: asked in every step, where those would be worked out again."""
 
     length: int
     first: int
@@ -193,7 +193,8 @@ def after(time: float | Time | str) -> Predicate:
         time: A fraction of the run in [0, 1], or a time such as `"10ep"` or `"0.5dur"`.
 
     Raises:
-        TypeError, ValueError: It is no time, negative, a fraction above 1, or in seconds, which are no part of a state.
+        TypeError, ValueError: It is not a time, negative, a fraction above 1, or in seconds, which are not part of a
+            state.
     """
     return _From(named_point(time, "after: time"))
 
@@ -266,7 +267,7 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
 
 def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
     """Return the first batch, counted from 1, that comes to a point, or ends an epoch or an iteration there where the
-    interval is in these; `None` where it cannot be told in batches.
+    interval is in these; `None` where it is not a number of batches.
 
     Example:
         >>> first_turn(Time.of("0.6dur"), Time.of("2ep"), RunLength("10ba", batches_per_epoch=4))

@@ -105,7 +105,7 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     with inductor.config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions)
         # What comes next reads each result by the strides that were traced. Inductor keeps those of results that it
-        # is told of; others it lays out as suits it, convolutions with the channels last.
+        # is given; others it lays out as suits it, convolutions with the channels last.
         (output,) = graph.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = [
             i for i, one in enumerate(output.args[0]) if isinstance(one, fx.Node)
@@ -172,11 +172,11 @@ def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def ensure_cache() -> None:
-    """Point Inductor's cache on disk to a folder of this user alone, unless the environment names one.
+    """Point Inductor's cache on disk to a folder of this user only, unless the environment names one.
 
     What is found there is run. The usual place is a fixed name under the shared temporary folder, where another user
     could have put something first. Entries are keyed by the graph and the versions of torch and compiler, and not by
-    what Inductor is told of the results: that has a number in the folder's name.
+    what Inductor is given about the results: that has a number in the folder's name.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return

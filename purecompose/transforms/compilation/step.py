@@ -120,7 +120,7 @@ class CompiledStep(Step):
 
         Raises:
             SpentStateError: The state was given to an earlier step, which wrote over its memory.
-            TypeError: It is no state, or state or batch hold sparse tensors, which compiled code does not read.
+            TypeError: It is not a state, or state or batch hold sparse tensors, which compiled code does not read.
             TraceError: The step cannot be compiled.
             VariantLimitError: It wants more variants than `max_variants`.
         """
@@ -212,7 +212,7 @@ class CompiledStep(Step):
     def _is_watched_first(self, prepared: Prepared) -> bool:
         """Return whether this is the first step of a schedule with host algorithms, which cannot run on fake tensors.
 
-        It runs as composed, which watches it: they would act twice if it were run for that alone.
+        It runs as composed, which watches it: they would act twice if it were run for that only.
         """
         variant = prepared.bits, prepared.num_examples
         if variant in self._met or not self._graphs.has_host(prepared.bits):

@@ -68,7 +68,7 @@ def _row(variant: Variant) -> list[str]:
 
 def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> VariantLimitError:
     """Return the error for one variant more; it names what makes them."""
-    # By segment: what one makes of the batch is no other batch, and each has at least one variant.
+    # By segment: a batch that one segment has changed is not another batch, and each has at least one variant.
     wanted = (*variants, refused)
     segments = [[v for v in wanted if v.segment == segment] for segment in dict.fromkeys(v.segment for v in wanted)]
     most = max(segments, key=lambda segment: (len(segment), segment[-1] is refused))

@@ -108,7 +108,7 @@ def test_layers_show_their_settings():
 @pytest.mark.parametrize(
     ("make_fn", "message"),
     [
-        (lambda: SelfAttention(6, 4), r"SelfAttention: width=6 is no multiple of num_heads=4"),
+        (lambda: SelfAttention(6, 4), r"SelfAttention: width=6 is not a multiple of num_heads=4"),
         (lambda: SelfAttention(0, 1), r"SelfAttention: width: expected an int >= 1, got 0 \(int\)"),
         (lambda: SelfAttention(4, 2.0), r"num_heads: expected an int >= 1, got 2.0 \(float\)"),  # pyright: ignore[reportArgumentType]
         (lambda: SelfAttention(4, 2, dropout=1.0), r"SelfAttention: dropout: .* in \[0, 1\), got 1.0"),

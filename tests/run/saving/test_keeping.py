@@ -198,7 +198,7 @@ def test_what_is_no_checkpoint_of_the_run_stays(tmp_path: pathlib.Path) -> None:
     mine = pc.save(step().init(start()), tmp_path / "before-finetuning")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("text")
-    with pytest.raises(FileExistsError, match="is no checkpoint, and would be lost"):
+    with pytest.raises(FileExistsError, match="is not a checkpoint, and would be lost"):
         pc.save(start(), tmp_path / "thesis")
     with pytest.raises(FileExistsError, match="would be lost"):
         pc.save(start(), tmp_path / "thesis" / "chapter.txt")

@@ -122,7 +122,7 @@ def forgets_everything(state: State) -> State:
 
 @mutant("draws_independent", at=Event.BEFORE_FORWARD)
 def renumbers_examples(state: State) -> State:
-    """Numbers its examples anew for draws of its own, and lets the numbers stand."""
+    """Numbers its examples again for draws of its own, and lets the numbers stand."""
     return state.replace(first_example=(state.first_example or 0) + state.num_examples)
 
 

@@ -189,7 +189,7 @@ def decays_frozen(state: State) -> State:
 
 @mutant("frozen_kept", at=Event.AFTER_TRAIN_BATCH, task="frozen")
 def grads_for_frozen(state: State) -> State:
-    """Takes gradients anew with respect to all of `state.params`: the optimizer then moves the frozen ones, too."""
+    """Takes gradients again with respect to all of `state.params`: the optimizer then moves the frozen ones, too."""
 
     def loss_of(params: dict[str, Tensor]) -> Tensor:
         outputs = state.replace(params=params).forward(state.inputs)

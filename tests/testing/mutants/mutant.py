@@ -41,7 +41,7 @@ class Mutant:
 
     @property
     def source(self) -> str:
-        """The text that makes it anew, for `Subject.of`."""
+        """The text that makes it again, for `Subject.of`."""
         return f"{self.make.__module__}:{self.make.__name__}"
 
 
@@ -51,7 +51,7 @@ def mutant(
     """Makes a mutant of the function below it, which gives the algorithm its name.
 
     With `at`, the function is the mistake itself, `change(state)` or `change(event, state)`; or, without arguments,
-    it makes such a function anew for each algorithm, which then may remember in a closure. Without `at` it makes
+    it makes such a function again for each algorithm, which then may remember in a closure. Without `at` it makes
     the whole algorithm.
 
     Args:

@@ -55,7 +55,7 @@ def flips_gradients_in_place(state: State) -> State:
 
 @mutant("input_untouched", at=(Event.INIT, Event.AFTER_DATALOADER))
 def remembers_batch_view(event: Event, state: State) -> State:
-    """Keeps the first target as a view: the slot changes when the loader fills its buffer anew."""
+    """Keeps the first target as a view: the slot changes when the loader fills its buffer again."""
     if event is Event.INIT:
         return with_slot(state, "remembers_batch_view", torch.zeros((), dtype=torch.int64, device=state.device))
     return with_slot(state, "remembers_batch_view", state.targets[0])

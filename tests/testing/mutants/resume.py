@@ -47,7 +47,7 @@ def anchors_in_closure():
 def normalises_by_the_first_batch():
     """Normalises inputs by statistics of the first batch that ever came, cached for good.
 
-    The subtle one: within one process the cache holds, and a resumed run agrees; a new process fills it anew from the
+    The subtle one: within one process the cache holds, and a resumed run agrees; a new process fills it again from the
     first batch after the break.
     """
     cache: list[tuple[Tensor, Tensor]] = []
@@ -97,7 +97,7 @@ def warms_up_by_its_own_count():
 
 @mutant("resume_exact", at=Event.AFTER_DATALOADER)
 def salts_by_hash(state: State) -> State:
-    """Draws noise by `hash` of its name, which Python seeds anew in each process."""
+    """Draws noise by `hash` of its name, which Python seeds again in each process."""
     return _with_noise(state, random.fold_in(state.key, hash("salts_by_hash") % 2**31))
 
 
