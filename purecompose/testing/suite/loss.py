@@ -35,6 +35,8 @@ def _not_within(algorithm: Algorithm) -> str | None:
         return never_acts(algorithm) or "it does not act within the gradient"
     if Trait.STOPS_GRADIENTS in algorithm.traits:
         return "it stops gradients on purpose (Trait.STOPS_GRADIENTS)"
+    if Trait.SCALES_LOSS in algorithm.traits:
+        return "it scales the loss until AFTER_BACKWARD, where this law does not let it act"
     return None
 
 
