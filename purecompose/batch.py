@@ -123,7 +123,7 @@ def put(batch: Any, field: Field, value: Any) -> Any:
 
 
 def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
-    """Return how many examples the batch holds: the size that its tensors share along the dimension of the examples.
+    """Return the number of examples: the size that the batch's tensors share along the dimension of the examples.
 
     Args:
         batch: The batch.

@@ -133,7 +133,7 @@ def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any
 
 
 def members(leaf: Any) -> dict[Any, Any]:
-    """Return what a leaf holds that is a container all the same: a mapping, a dataclass, an object with attributes.
+    """Return the members of a leaf that is also a container: a mapping, a dataclass, an object with attributes.
 
     Empty for plain values, and for what can be called: a module's weights are not members.
 

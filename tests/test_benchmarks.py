@@ -55,6 +55,7 @@ def test_unmatched_compares_sleeping_algorithms_with_none(run: Run) -> None:
     assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
 
 
+@pytest.mark.slow
 def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
     rows = run("kill_and_resume")
     total = rows[-1]
@@ -62,6 +63,7 @@ def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
     assert (total["differences"], total["half-written"], total["lost"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_run_overhead_tells_what_is_left_over(run: Run) -> None:
     rows = run("run_overhead", "--examples", "600")
     timed = ["fit alone", "with both", "with a run's folder", "an evaluation", "a checkpoint"]
@@ -82,17 +84,20 @@ def test_many_leaves_measures_with_and_without_donation(run: Run) -> None:
     assert all(0 < row["hollow us"] < row["whole us"] and row["graphs alone us"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_layer_freezing_compares_frozen_steps_with_plain_ones(run: Run) -> None:
     (row,) = run("layer_freezing")
     assert row["layers frozen"] == "9 of 19" and row["eager ratio"] > 0 and row["compiled ratio"] > 0
 
 
+@pytest.mark.slow
 def test_surgery_tells_time_and_memory(run: Run) -> None:
     (row,) = run("surgery", "--blocks", "2")
     assert row["seconds"] > 0
     assert 0 < row["new_mb"] <= row["peak_mb"] <= row["allocated_mb"]
 
 
+@pytest.mark.slow
 def test_alibi_lengths_evaluates_at_lengths_beyond_those_of_training(run: Run) -> None:
     rows = {row["positions"]: row for row in run("alibi_lengths")}
     assert rows["learned"]["loss_at_64"] is None and rows["alibi"]["loss_at_64"] > 0

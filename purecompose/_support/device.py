@@ -34,7 +34,7 @@ def building(seed: int) -> Iterator[None]:
 
 
 def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number or a 0-d tensor as a tensor; a number is filled in, not copied from the host, which would wait."""
+    """Return a number or a 0-d tensor as a tensor, without copying from the host, which would wait."""
     if isinstance(value, Tensor):
         return value.to(dtype=dtype, device=device)
     return torch.full((), value, dtype=dtype, device=device)

@@ -72,16 +72,14 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
 
 
 def _slots(thing: Any) -> dict[str, Any]:
-    """Return what an object keeps in slots, by their names."""
+    """Return the values of an object's `__slots__` by name."""
     declared = (cls.__dict__.get("__slots__", ()) for cls in type(thing).__mro__)
     names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
     return {name: getattr(thing, name) for name in names if name[:2] != "__" and hasattr(thing, name)}
 
 
 def _content(thing: Any) -> Hashable:
-    """Return what an object holds beside its attributes, if its class goes back to one of Python's own that hold
-    something.
-    """
+    """Return the content of an object whose class derives from a builtin type with content, such as a list."""
     is_plain = all(cls.__module__ != "builtins" or cls is object for cls in type(thing).__mro__)
     return None if is_plain or isinstance(thing, (type, BaseException)) else repr(thing)
 

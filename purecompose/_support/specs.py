@@ -98,7 +98,7 @@ def parse_one(text: str) -> Call:
 
 
 def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) -> Any:
-    """Return what the factory of that name makes of the arguments.
+    """Call the factory of that name with the arguments.
 
     Args:
         call: The call.
@@ -148,14 +148,14 @@ def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
 
 
 def check_name(name: str, known: Mapping[str, Any], kind: str) -> None:
-    """Raise `SpecError` where a name is none of those known, and says which one may have been meant."""
+    """Raise `SpecError` for an unknown name, with a suggestion."""
     if name not in known:
         hint = did_you_mean(name, known)
         raise SpecError(f"no {kind} is called {name!r};{hint} {'K' if hint else 'k'}nown: {', '.join(sorted(known))}")
 
 
 def describe(name: str, signature: inspect.Signature) -> str:
-    """Return a function as one types it: parameters with defaults, without annotations.
+    """Return a function's signature as text: parameters with defaults, without annotations.
 
     Example:
         >>> def scaled(alpha: float, *, power: int = 2) -> float: ...
@@ -181,7 +181,7 @@ def _check_arguments(call: Call, signature: inspect.Signature) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
-    """Return what opens a hint where a name is close to one or two of those known, else nothing.
+    """Return the start of a hint if a name is close to one or two known ones, else "".
 
     Args:
         name: What was given.

@@ -27,7 +27,7 @@ __all__ = [
 def blurpool_rules(
     replace_convs: bool = True, replace_maxpools: bool = True, blur_first: bool = True, *, min_channels: int = 16
 ) -> surgery.Rules:
-    """Return what takes the place of strided convolutions and max poolings; for `purecompose.surgery`.
+    """Return the rules that replace strided convolutions and max poolings; for `purecompose.surgery`.
 
     Args:
         replace_convs, replace_maxpools, blur_first, min_channels: See `blurpool`.

@@ -40,7 +40,7 @@ def factorize_rules(
     min_features: int = 256,
     latent_features: float = 128,
 ) -> surgery.Rules:
-    """Return what takes the place of wide layers; for `purecompose.surgery`.
+    """Return the rules that replace wide layers; for `purecompose.surgery`.
 
     Args:
         factorize_convs, factorize_linears, min_channels, latent_channels, min_features, latent_features: See

@@ -14,7 +14,7 @@ __all__ = ["GhostBatchNorm", "apply_ghost_batchnorm", "ghost_batchnorm", "ghost_
 
 
 def ghost_batchnorm_rules(ghost_batch_size: int = 32) -> surgery.Rules:
-    """Return what takes the place of batch normalisation; for `purecompose.surgery`.
+    """Return the rules that replace batch normalisation; for `purecompose.surgery`.
 
     Args:
         ghost_batch_size: See `ghost_batchnorm`.

@@ -185,7 +185,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
 
 
 def _missing(own: AccumulatedGradients, state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the parameters that the last batch of a group does not reach and an earlier one does, and those that wait."""
+    """Return the parameters that only earlier batches of a group reach, and those that wait."""
     grads, trainable = state.grads or {}, set(state.context.trainable)
     absent = [key for key in own.sums if key not in grads and key in trainable]
     if not absent or is_transforming() or is_fake(own.is_reached):

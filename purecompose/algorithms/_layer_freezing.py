@@ -193,7 +193,7 @@ def layer_freezing(
 
 
 def _numbered(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Return all modules with their names and places; those of a parametrized tensor are where the tensor's module is."""
+    """Return all modules with names and places; those of a parametrized tensor are at its module's place."""
     places: dict[str, int] = {}
     parts: set[str] = set()
     for number, (prefix, child) in enumerate(module.named_modules(remove_duplicate=False)):

@@ -19,7 +19,7 @@ __all__ = [
 
 
 def low_precision_groupnorm_rules() -> surgery.Rules:
-    """Return what takes the place of group norms; for `purecompose.surgery`. What it puts in follows autocast when it
+    """Return the rules that replace group norms; for `purecompose.surgery`. The new layers follow autocast when it
     runs.
 
     Example:

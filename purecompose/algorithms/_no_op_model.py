@@ -55,7 +55,7 @@ class NoOpLoss:
 
 
 def no_op_model_rules(has_classes: bool = False) -> surgery.Rules:
-    """Return what takes the place of a whole network; for `purecompose.surgery`.
+    """Return the rule that replaces a whole network; for `purecompose.surgery`.
 
     Args:
         has_classes: As `NoOpModel` has it.

@@ -306,7 +306,7 @@ def _window(images: Tensor, old: tuple[int, ...], new: tuple[int, ...], corner: 
 
 
 def _nearest(images: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return each new pixel is the old one in which its middle lies; of any dtype."""
+    """Resize to the nearest pixel: each new pixel is the old one that contains its centre; of any dtype."""
     for dim, small in zip((-2, -1), size, strict=True):
         middles = torch.arange(small, device=images.device) * 2 + 1
         index = torch.div(middles * images.shape[dim], 2 * small, rounding_mode="floor")

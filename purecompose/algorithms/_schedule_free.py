@@ -44,7 +44,7 @@ def schedule_free_step(
     beta: float,
     share: float | Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return what becomes of z and x after an optimizer has moved y, and the next y.
+    """Return the new z and x after an optimizer has moved y, and the next y.
 
     Args:
         base: z, by name, floating.
@@ -150,7 +150,7 @@ def schedule_free(beta: float = 0.9, *, name: str = "schedule_free") -> Algorith
 
 
 def _moved(own: ScheduleFree, state: State, beta: float) -> tuple[dict[str, Tensor], ScheduleFree]:
-    """Return the parameters and what is remembered, after the optimizer has moved those with a gradient; others stay."""
+    """Return parameters and memory after the optimizer has moved the parameters that have a gradient."""
     greatest = torch.maximum(own.greatest_rate, own.rate)
     total = own.total + greatest**2
     # Rates of 0 weigh nothing, all together too.

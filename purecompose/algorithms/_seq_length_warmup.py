@@ -239,7 +239,7 @@ def sequences_of(state: State, where: str) -> Tensor:
 
 
 def _sequences(batch: Any, where: str) -> Tensor:
-    """Return what says how long a batch's sequences are."""
+    """Return the tensors that give the lengths of a batch's sequences."""
     for name in ("input_ids", "inputs_embeds") if isinstance(batch, Mapping) else ():
         if isinstance(batch.get(name), Tensor):
             return _checked(batch[name], where)

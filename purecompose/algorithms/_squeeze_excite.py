@@ -14,7 +14,7 @@ __all__ = ["SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "sq
 
 
 def squeeze_excite_rules(latent_channels: float = 64, min_channels: int = 128) -> surgery.Rules:
-    """Return what takes the place of wide convolutions; for `purecompose.surgery`.
+    """Return the rules that replace wide convolutions; for `purecompose.surgery`.
 
     Args:
         latent_channels, min_channels: See `squeeze_excite`.

@@ -28,7 +28,7 @@ _METHODS, _DISTRIBUTIONS = ("block", "sample"), ("uniform", "linear")
 
 
 def stochastic_depth_rates(num_blocks: int, drop_rate: Any = 0.2, drop_distribution: str = "linear") -> list[Any]:
-    """Return how often the branch of each block is left out.
+    """Return the drop rate of each block.
 
     Args:
         num_blocks: L.
@@ -267,7 +267,7 @@ def _blocks(module: nn.Module) -> list[str]:
 
 
 def _ramp(drop_warmup: TimeLike | float) -> Schedule | None:
-    """Return what multiplies the rates during the warm-up."""
+    """Return the factor of the rates during the warm-up."""
     length = named_time(drop_warmup, "stochastic_depth: drop_warmup", TimeUnit.DURATION)
     try:
         return linear(0.0, 1.0, length) if length else None

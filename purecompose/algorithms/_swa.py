@@ -251,7 +251,7 @@ class _Annealed:
     strategy: str
 
     def is_in(self, rate: Scalar) -> bool:
-        """Return whether a rate goes the same way already, be it from elsewhere, or before it goes on to yet another."""
+        """Return whether a rate already follows this path, possibly from another start or towards a later end."""
         ways = [one.fn for one in factors_of(rate) if isinstance(one, Schedule) and isinstance(one.fn, _Annealed)]
         return any(
             self == dataclasses.replace(way, own=self.own, goal=self.goal) or self.is_in(way.own) for way in ways

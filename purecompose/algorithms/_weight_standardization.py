@@ -22,7 +22,7 @@ __all__ = [
 
 
 def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules:
-    """Return what takes the place of convolutions; for `purecompose.surgery`.
+    """Return the rules that replace convolutions; for `purecompose.surgery`.
 
     Args:
         n_last_layers_ignore: See `weight_standardization`.
@@ -51,7 +51,7 @@ def weight_standardization_rules(n_last_layers_ignore: int = 0) -> surgery.Rules
 
 
 def weight_standardization_undo_rules(*, is_baked: bool = False) -> surgery.Rules:
-    """Return what gives plain convolutions back; for `purecompose.surgery`.
+    """Return the rules that restore plain convolutions; for `purecompose.surgery`.
 
     Args:
         is_baked: Whether the filters become the standardized ones, in new parameters, tied where the old ones were, so

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ending(*said: str) -> str:
-    """Return what was done before the end, in the words of the command line."""
+    """Return as text what was done before the end."""
     text = " ".join(said).replace("resume='auto'", "the same command with --resume")
     return f": {text}" if text else ""
 

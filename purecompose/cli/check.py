@@ -59,7 +59,7 @@ def _expanded(options: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 
 def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Trials:
-    """Return what is to be tried; all that options can get wrong is found here."""
+    """Return what is to be checked; every error in the options is raised here."""
     algorithm, idle = subject(text), None if neutral is None else subject(neutral)
     try:
         return trials(

@@ -22,7 +22,7 @@ _PROG = "purecompose"
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return what the shell reads once, to complete from then on.
+    """Return the completion script that the shell reads.
 
     Args:
         parser: That of all commands; its arguments are marked with how shells complete them.

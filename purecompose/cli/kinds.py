@@ -70,7 +70,7 @@ TEXT = Kind(
 
 
 def kind_of(data: Data) -> Kind:
-    """Return what kind the data are of."""
+    """Return the kind of the data."""
     return TEXT if isinstance(data, TextData) else IMAGES
 
 

@@ -50,7 +50,7 @@ def load_run(
     data: str | Path | None = None,
     allow_imports: bool = False,
 ) -> LoadedRun:
-    """Return what `python -m purecompose train --out FOLDER` has trained, in Python.
+    """Load what `python -m purecompose train --out FOLDER` has trained.
 
     The command line fixes threads and kernels for a run; here they are the process's own, so training that goes on
     here, and not by `--resume`, may do so to other bits.
@@ -97,7 +97,7 @@ def trained(run: str | Path, checkpoint: str, settings: Mapping[str, Any], data:
 
 
 def index_of(run: str | Path, checkpoint: str, kind: Kind) -> Index:
-    """Return what a checkpoint says of itself."""
+    """Return a checkpoint's description."""
     return read_index(_checkpoint(run, checkpoint, kind))
 
 

@@ -34,7 +34,7 @@ def is_own(name: str) -> bool:
 
 
 def imported(name: str) -> Any:
-    """Return what `my_module:name` stands for; modules of the current folder are found.
+    """Import `my_module:name`; modules of the current folder are found.
 
     Raises:
         SpecError: There is no such module, or nothing of that name in it.

@@ -62,7 +62,7 @@ def _options(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def changes(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
-    """Return one line on the settings that differ from those of the run that goes on."""
+    """Return a line with the settings that differ from those of the resumed run."""
     changed = [name for name in SETTINGS if earlier and earlier.get(name) != settings[name]]
     reported = [f"{SETTINGS[name].option} {settings[name]} ({earlier.get(name, 'not set')} before)" for name in changed]
     return [f"  continues with {', '.join(reported)}"] if reported else []

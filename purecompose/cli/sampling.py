@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Prompt | None:
-    """Return what the options of `predict` ask to go on with; `None` where they ask for predictions.
+    """Return the prompt that `predict` was given; `None` if it is to write predictions.
 
     Args:
         options: The command line's.

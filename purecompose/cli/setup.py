@@ -120,7 +120,7 @@ class Setup(NamedTuple):
 def completed(
     found: Mapping[str, Any], data: Data | None = None, *, allowed: Collection[str] | None = ()
 ) -> tuple[dict[str, Any], Data]:
-    """Return all settings, completed by defaults and by what suits the data, and the data.
+    """Return all settings, completed by defaults that suit the data, and the data.
 
     Args:
         found: The settings that were chosen.
@@ -200,7 +200,7 @@ def _divided(settings: Mapping[str, Any], data: Data) -> tuple[torch.Tensor, ...
 
 
 def _limited(limit: str | None, length: int) -> int:
-    """Return how many of so many batches are taken; `limit` is a number of them or a share."""
+    """Return how many batches are used; `limit` is a number of them or a share."""
     if limit is None:
         return length
     with reported_as("--limit-batches"):

@@ -119,7 +119,7 @@ def _run(
 
 
 def _missing(folder: RunFolder, state: State) -> tuple[str, ...]:
-    """Return what could not be written of a run that is over: the checkpoint that it ended with, and files."""
+    """Return what could not be written of a finished run: the last checkpoint, and files."""
     last = f"{CHECKPOINTS}/{name_at(state.timestamp)}"
     return folder.unwritten if (folder.path / last).is_dir() else (last, *folder.unwritten)
 
@@ -156,7 +156,7 @@ def _reported_in_one_line(setup: Setup) -> Iterator[None]:
 
 
 def _in_one_line(error: Exception, setup: Setup) -> str:
-    """Return what a step has raised, where, and whether on inputs that a method has changed."""
+    """Return as text what a step raised, where, and whether a method had changed its inputs."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
     if _changed_inputs(error, setup) is not None:
         kind = "int64" if setup.kind is TEXT else ""

@@ -36,7 +36,7 @@ def application(algorithm: Algorithm, event: Event) -> Callable[[State, Contract
 
 
 def applied(algorithm: Algorithm, event: Event, state: State) -> tuple[State, int | None]:
-    """Return what `apply` returns, checked: (state, exit code). What it raises says where it was."""
+    """Call `apply` and return (state, exit code), checked; errors get a note with algorithm and event."""
     try:
         if algorithm.host and is_fake(state.key):
             raise RuntimeError(

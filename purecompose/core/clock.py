@@ -48,7 +48,7 @@ class Clock:
         domain: str = "",
         draw: int | None = None,
     ) -> "Clock":
-        """Return the clock of a step that leads from `now` to `later`; `draw` numbers its draws, by default the batch."""
+        """Return the clock of a step from `now` to `later`; `draw` numbers its draws, by default the batch."""
         draw = now.batch if draw is None else draw
         return cls(_Source(now, later, schedules, draw, device), schedules, domain)
 

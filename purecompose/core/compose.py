@@ -180,7 +180,7 @@ class Step:
         return self.members.settle(end)
 
     def prepare(self, state: State, batch: Any, *, domain: str = "", draw: int | None = None) -> Prepared:
-        """Decide on the host what the step will do; see `fold` for the arguments.
+        """Decide on the host which algorithms act; see `fold` for the arguments.
 
         Raises:
             RuntimeError: `init` has not been called.
@@ -264,7 +264,7 @@ class Step:
         return end
 
     def finish(self, state: State) -> State:
-        """Return the state as it is between steps: with the time after it, and no temporary field set."""
+        """Return the state as it is between steps: with the new time, and temporary fields set to `None`."""
         return state.replace(static=Static(state.static.context.rested(), _opened(state, later=True)), **NO_TEMPORARY)
 
     @torch.inference_mode(False)  # as in State.create
@@ -324,7 +324,7 @@ class Step:
         return end.replace(static=Static(end.context.rested(), now), clock=None)
 
     def plan(self, state: State, batch: Any = None) -> Plan:
-        """Return which algorithms act at which events for this state, in what order and why; prints as a table.
+        """Return which algorithms act at which events for this state, in what order and why; it prints as a table.
 
         Args:
             state: The state; its time decides.
@@ -357,7 +357,7 @@ class Step:
         return Step(step.program, step.algorithms, step.passes, step.cut, members)
 
     def _matched_now(self, event: Event, state: State, among: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
-        """Return those that act at an event outside the program; only this event is asked about."""
+        """Return the algorithms that act at an event outside the program."""
         now, known = state.timestamp, self._cache.outer_matchers
         if event not in known:
             known[event] = Matcher(self.algorithms, [event])

@@ -110,11 +110,11 @@ class Contract:
         )
 
     def note_stage(self, stage: Any) -> None:
-        """Take down that a stage has run; raises as `note`."""
+        """Record that a stage has run; raises as `note`."""
         self._check_input(f"the stage {stage!r} (a layer with inplace=True?)")
 
     def note_update(self, state: State, result: Any) -> None:
-        """Take down what the optimizer made of a state.
+        """Record the optimizer's result.
 
         Raises:
             InPlaceError, GlobalDrawError: As `note`.
@@ -241,7 +241,7 @@ def _global_generators() -> tuple[Any, ...]:
 
 
 def _mark(tensor: Tensor) -> tuple[int | None, int]:
-    """Return how often torch saw a write into the tensor (inference tensors are not counted), and the memory it is on."""
+    """Return the tensor's version counter (none for inference tensors) and its memory."""
     return None if tensor.is_inference() else tensor._version, storage_of(tensor)
 
 
@@ -257,7 +257,7 @@ def _specs_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _told(result: Any) -> str:
-    """Return what came, in few words."""
+    """Describe a value in few words."""
     if isinstance(result, Mapping):
         return f"a {type(result).__name__} of {', '.join(map(repr, list(result)[:3])) or 'nothing'}"
     return f"{len(result)} things" if isinstance(result, tuple | list) else shown(result)

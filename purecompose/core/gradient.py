@@ -103,7 +103,7 @@ def averaged_by_name(
     weight: int | Tensor,
     total: int | Tensor,
 ) -> dict[str, Tensor]:
-    """Return the means with one slice's values; what was there before the slices is not a slice's, and stays as it is."""
+    """Return the means updated with one slice's values; values from before the slices stay as they are."""
     means, earlier = means or {}, earlier or {}
     new_means = {
         name: value if value is earlier.get(name) else averaged(means.get(name), value, weight, total)
@@ -143,7 +143,7 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
 
 @torch.no_grad()
 def num_terms(state: State) -> int | Tensor:
-    """Return how many terms the loss is a mean of, right after it: as an algorithm left outputs and targets to it.
+    """Return how many terms the loss is a mean of, from the outputs and targets that it was given.
 
     It is what the gradient of a microbatch weighs beside those of others.
     """
@@ -225,7 +225,7 @@ def _detached(value: Any) -> Any:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """Return a tensor without a graph: itself, where it has none, so that what the body left unchanged is recognized."""
+    """Return the tensor without a graph: the same object if it has none, so that unchanged values are recognized."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 

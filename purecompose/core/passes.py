@@ -43,7 +43,7 @@ class MixedLossWarning(UserWarning):
 
 
 def compose_passes(*passes: Pass) -> Pass:
-    """Return one pass that applies these from left to right; without any, the identity.
+    """Return one pass that applies these from left to right; without any, it is the identity.
 
     Raises (when the composed pass runs):
         TypeError: A pass returned something else than a sequence of algorithms.
@@ -94,19 +94,19 @@ def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Al
 
 
 def sort_selective_backprop_first(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Return what picks examples of the raw batch comes first: it must see them before others change them."""
+    """Put what selects examples of the raw batch first: it must see them before others change them."""
     del event
     return sort_to_front(algorithms, lambda algorithm: Trait.SELECTS_EXAMPLES in algorithm.traits)
 
 
 def sort_fused_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Return what fuses layer norms comes last: it must see the ones that others put in."""
+    """Put what fuses layer norms last: it must see those that others put in."""
     del event
     return sort_to_back(algorithms, lambda algorithm: Trait.FUSES_LAYERNORM in algorithm.traits)
 
 
 def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Return what scales the loss comes last, and on the AFTER events first: others see true losses and true gradients."""
+    """Put what scales the loss last, and first on AFTER events: others see true losses and gradients."""
     sort = sort_to_front if event.is_reversed else sort_to_back
     return sort(algorithms, lambda algorithm: Trait.SCALES_LOSS in algorithm.traits)
 

@@ -139,7 +139,7 @@ class Ranks:
         return self.exchange(tensors, how)
 
     def agree(self, numbers: Sequence[Tensor]) -> list[bool]:
-        """Return which of these numbers, 0-d int64, are the same on all ranks."""
+        """Return for each of these numbers, 0-d int64, whether it is the same on all ranks."""
         own = torch.stack(list(numbers))
         least, most = (self.exchange([own], how)[0] for how in ("min", "max"))
         return (least == most).tolist()
@@ -201,7 +201,7 @@ WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
 
 
 def _added(old: Tensor, new: Tensor) -> Tensor:
-    """Return what takes the old to the new: 0 where they are the same, infinite or not; 1 for a bool that is another."""
+    """Return the change from old to new: 0 where they are equal, infinities included; 1 for a bool that differs."""
     if old.dtype is torch.bool:
         return (old ^ new).int()
     added = torch.where(new == old, 0, new - old)

@@ -334,7 +334,7 @@ class State:
         return resolve(scalar, hparams=self.hparams, scheduled=self._scheduled)
 
     def rng(self, name: str) -> random.Rng:
-        """Return where draws called `name` come from: the run's key, the batch, and what they are for.
+        """Return the generator of draws called `name`: from the run's key, the batch and the name.
 
         The same name in the same step gives the same draws, at whichever event; other names and other steps give
         unrelated ones, as do evaluation (whose batches are numbered from 0) and each event outside the step.

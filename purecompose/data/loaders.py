@@ -202,7 +202,7 @@ def _reader(data: "DataLoader[Any]") -> Reader:
 
 
 def _streamed(data: "DataLoader[Any]", words: Sequence[int], seed: int) -> Iterator[Any]:
-    """Return whatever the loader gives, with the global generators at the epoch's own place while it does."""
+    """Yield the loader's batches, with the global generators seeded for the epoch while it loads."""
     stream = Stream(words, seed, torch_only=False)
     with stream.drawing():
         # The workers' seed would come from the global generator.
@@ -235,7 +235,7 @@ def _let_go(data: "DataLoader[Any]") -> None:
 
 
 def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterator[Any]:
-    """Return what is left after `start` batches, which are read and dropped, not before the first of the rest is
+    """Return the batches after the first `start`, which are read and dropped when the first of the rest is
     wanted.
     """
     if start == 0:

@@ -119,7 +119,7 @@ def reads_whole_batches(dataset: Any) -> bool:
 
 
 def _uncollated(samples: list[Any], indices: list[int], error: Exception) -> str:
-    """Return where samples first differ from the first of them in form, or what stands in the way in all of them."""
+    """Return where a sample first differs in form from the first one, or what prevents collation in all of them."""
     first = _form(samples[0])
     lines = f"sample {indices[0]} is {first}"
     for index, sample in zip(indices, samples, strict=True):

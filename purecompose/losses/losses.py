@@ -419,7 +419,7 @@ def _member(outputs: Any, key: str) -> Any:
 
 
 def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Return the mean over the labels, the first `shift` of the last dim left out, of logits that many places before."""
+    """Return the mean cross entropy of labels and of the logits `shift` positions before them."""
     length = labels.shape[-1] - shift
     rows = logits[..., :length, :].flatten(0, -2).double()
     return F.cross_entropy(rows, labels[..., shift:].flatten().long(), ignore_index=ignore_index)
@@ -491,7 +491,7 @@ def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, re
 
 
 def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:
-    """Return one loss per example, (N,): its mean over the example's positions, or those of them the loss counts.
+    """Return the loss of each example, (N,): the mean over its positions, or over those that the loss counts.
 
     An example in which nothing counts has loss 0.
 
@@ -569,7 +569,7 @@ def _counting(loss_fn: Any) -> Any:
 
 
 def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:
-    """Return what a microbatch adds to the batch's mean: loss * terms / total. Summed over them it is the mean.
+    """Return a microbatch's share of the batch's mean: loss * terms / total; the shares add up to the mean.
 
     A microbatch in which nothing counts (its mean is NaN) adds zero, to the loss and to the gradients.
 

@@ -374,7 +374,7 @@ def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
 
 
 def read_by(metric: Metric, state: Any) -> Any:
-    """Return what a metric reads beside a state's outputs: the batch's target; the whole batch for a model with its own
+    """Return a metric's second argument: the batch's target, or the whole batch for a model with its own
     loss, whose batches may name no target.
     """
     if metric.reads_batch:

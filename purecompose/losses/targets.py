@@ -129,7 +129,7 @@ class Mixture:
 
     @classmethod
     def of(cls, targets: Tensor | Mixture) -> Mixture:
-        """Return one term of weight 1 (float32, or float64 if the targets are); a mixture comes back as it is.
+        """Return targets as a mixture of one term with weight 1 (float32, or float64 if they are); a mixture as it is.
 
         Raises:
             TypeError: not a tensor with a batch dim.

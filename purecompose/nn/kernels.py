@@ -78,7 +78,7 @@ _LEARNED: Mapping[Any, tuple[int, int]] = {
 
 
 def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by_channel: bool) -> Tensor:
-    """Return what is learned, applied to what is normalised; by channel, or over the last dimensions."""
+    """Apply the learned weight and bias to normalised inputs, by channel or over the last dimensions."""
     shape = (-1, *[1] * (normed.ndim - 2))
     for tensor, op in ((weight, torch.mul), (bias, torch.add)):
         if tensor is not None:
@@ -158,7 +158,7 @@ class _Narrowed(TorchFunctionMode):
 
 
 def _widened(func: Any, narrow: torch.dtype, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what a function gives, computed on a wide input where it got a narrow one beside wide tensors."""
+    """Call a function with a narrow input widened, where it stands beside wide tensors."""
     others = (other for other in (*args, *kwargs.values()) if isinstance(other, Tensor))
     if input.dtype is narrow and any(other.dtype is not narrow for other in others):
         return func(input.float(), *args, **kwargs).to(narrow)

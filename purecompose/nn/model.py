@@ -134,7 +134,7 @@ class Model:
 
 
 def _of_skeleton(root: nn.Module) -> Model:
-    """Return the architecture of a module whose tensors are all on `meta`; each tensor has the name of its first place."""
+    """Return the architecture of a module on `meta`; each tensor has the name of its first place."""
     names: dict[int, str] = {}
     param_names: list[str] = []
     for place in places(root):

@@ -170,7 +170,7 @@ class _Pass(NamedTuple):
         return result
 
     def _guards(self) -> AbstractContextManager[Any]:
-        """Return what stops or finds assignments to `.data`; under its transforms torch itself refuses them."""
+        """Return a scope that stops or finds assignments to `.data`; under transforms torch itself refuses them."""
         is_traced = bool(self.params) and is_fake(next(iter(self.params.values())))
         if is_transforming() or not (is_traced or self.is_watched):
             return _AS_IT_IS
@@ -197,7 +197,7 @@ class _Pass(NamedTuple):
         return None if detector.found else result
 
     def _compared(self, run: Callable[[], _Result | None]) -> _Result | None:
-        """Return what `run` gives, or None where it moved a global generator; the generator is put back."""
+        """Return the result of `run`, or None if it moved a global generator, which is restored."""
         device = _device(self.params)
         cpu, cuda = _generators(device)
         before = cpu.get_state(), 0 if cuda is None else cuda.get_offset()

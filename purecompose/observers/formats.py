@@ -196,7 +196,7 @@ def _from_json(record: Any) -> dict[str, Any]:
 
 
 def _word(value: Any) -> Any:
-    """Return what a number is that is not finite, such as "nan", else None; of lists a list, or None if all are finite."""
+    """Return the name of a number that is not finite, such as "nan", else None; for lists a list or None."""
     if isinstance(value, list):
         words = [_word(one) for one in value]
         return words if any(words) else None

@@ -63,7 +63,7 @@ class History:
         return [dict(record) for record in self._records]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return one quantity over the run: the batches at which it was noted, and its values.
+        """Return a quantity over the run: the batches at which it was recorded, and its values.
 
         Raises:
             KeyError: No record has that name; the message lists the names there are.

@@ -17,7 +17,8 @@ __all__ = ["activations", "updates"]
 
 
 def updates() -> Monitor:
-    """Return how far each parameter has moved since the last record: `update/0.weight` and `update_ratio/0.weight`.
+    """Return a monitor of how far each parameter has moved since the last record: `update/0.weight`,
+    `update_ratio/0.weight`.
 
     The first is the norm of the difference, the second its share of the norm that the parameter had, 0 where that was
     all zeros. In a recorder with `every="1ba"` this is the update of the batch. The first record has no values, nor has
@@ -57,7 +58,7 @@ def _norm(value: Tensor, num_dims: int) -> Tensor:
 
 
 def activations(inputs: Any, layers: str = "*") -> Monitor:
-    """Return what comes out of the network's layers for given inputs, in evaluation mode.
+    """Return a monitor of the outputs of the network's layers for given inputs, in evaluation mode.
 
     For each layer (a module without modules inside) `activation_mean/NAME`, `activation_std/NAME`,
     `activation_max/NAME` (of absolute values) and `activation_zeros/NAME`, the share of exact zeros: dead units of a

@@ -101,7 +101,7 @@ def _moments(state: State) -> dict[str, Tensor]:
 
 
 def system() -> Monitor:
-    """Return how busy the machine is: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
+    """Report the machine's load: `system/cpu`, `system/load`, `system/memory` and on a GPU `system/gpu`.
 
     * `system/cpu`: How many cores this process has used on average since the last record; not in the first one.
     * `system/load`: Processes that run or wait for a core, on average over the last minute, where available.

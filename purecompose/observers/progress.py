@@ -247,7 +247,7 @@ def _range(value: _Number | tuple[int, ...], form: str) -> str:
 
 
 def _describe(metrics: dict[str, _Number | tuple[int, ...]]) -> list[str]:
-    """Return metrics in words, accuracies first and in percent; without the label where all are of an evaluator "eval"."""
+    """Return metrics as text, accuracies first and in percent; the label "eval" is left out."""
     is_alone = all(name.startswith("eval/") for name in metrics)
     shares = {name: value for name, value in metrics.items() if "accuracy" in name}
     others = {name: value for name, value in metrics.items() if name not in shares}
@@ -269,7 +269,7 @@ def _describe_seconds(seconds: float) -> str:
 
 
 def _describe_time(timestamp: Timestamp) -> str:
-    """Return how far the run is, in its own unit: `3.5/20 ep`, of constant width."""
+    """Return the progress of the run in its own unit: `3.5/20 ep`, of constant width."""
     duration, elapsed = timestamp.run.duration, timestamp.elapsed()
     if duration is None or elapsed is None:
         return f"{timestamp.batch} ba"

@@ -41,13 +41,13 @@ class Pile(Generic[T]):
         return len(self._waiting) >= self._most or now - self._since >= self._seconds
 
     def take(self) -> list[T]:
-        """Return what has waited, in the order in which it came; the pile is empty afterwards."""
+        """Return the waiting records in their order, and empty the queue."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
 
 def record_of(event: Event, state: State, left_out: set[str]) -> dict[str, Any] | None:
-    """Return what BATCH_END and EVAL_END have to say, with tensors for numbers; None at other events.
+    """Return the record of a BATCH_END or EVAL_END, with tensors for numbers; None at other events.
 
     Args:
         event: The event.

@@ -147,7 +147,7 @@ class Adafactor(ByGroup):
     def _whole(
         self, grads: list[Tensor], slots: dict[str, list[Tensor]], weights: Tensor
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Return what gradients are multiplied by, and new slots."""
+        """Return the factors of the gradients, and new slots."""
         squares = _averaged(slots["variance"], multiply(grads, grads), weights)
         return [square.clamp(min=self._floor(square) ** 2).rsqrt() for square in squares], {"variance": squares}
 

@@ -164,7 +164,7 @@ class ByGroup:
         return new_params, new_opt_state
 
     def fresh(self, slot: str, param: Tensor) -> Tensor:
-        """Return what a slot starts from: a count of steps, 0-d float32, or zeros like the parameter."""
+        """Return a slot's initial value: a count of steps, 0-d float32, or zeros like the parameter."""
         if slot == "step":
             return torch.zeros((), dtype=torch.float32, device=param.device)
         return torch.zeros_like(param, requires_grad=False)
@@ -189,7 +189,7 @@ class ByGroup:
         return cells(cast(Rule, self), names, forms)
 
     def form(self, param: Tensor) -> Hashable:
-        """Return what tells parameters apart that move in different ways; by default nothing."""
+        """Return a value that distinguishes parameters that move in different ways; by default `None`."""
         del param
         return None
 

@@ -119,7 +119,7 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
 
 
 def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
-    """Return two decays, each in [0, 1) as far as it is known.
+    """Require two decays, each in [0, 1) as far as it is known.
 
     Raises:
         TypeError: not two, or no scalars.

@@ -49,7 +49,7 @@ def decayed(
 
 
 def progress(scalar: Scalar, value: Value) -> float | Tensor:
-    """Return what a scalar's schedules have made of its numbers and hparams: 1 without schedules.
+    """Return the product of a scalar's schedules: 1 without schedules.
 
     Example:
         >>> from purecompose.schedule import cosine, hparam

@@ -31,7 +31,7 @@ class DecayRule(NamedTuple):
     """Patterns of names (`fnmatch`) of what does not."""
 
     def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
-        """Return which parameters are among those that decay."""
+        """Return the parameters that decay."""
         excluded = matched(self.exclude, names)
         return [
             name for name in names if name in params and params[name].ndim >= self.min_dims and name not in excluded

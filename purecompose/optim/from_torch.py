@@ -118,7 +118,7 @@ class FromTorch(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def _try_out(self) -> None:
-        """Return one step of a small matrix, which tells most mistakes when the optimizer is built."""
+        """Try one step on a small matrix, which finds most mistakes when the optimizer is built."""
         try:
             instance(self.optimizer, [([nn.Parameter(torch.ones(2, 2))], read(self.settings, known_part))])
         except (TypeError, ValueError, RuntimeError) as error:
@@ -211,7 +211,7 @@ class FromTorch(ByGroup):
     def _memory_of(
         self, rule: Any, name: str, param: Tensor, opt_state: Mapping[str, Mapping[str, Tensor]] | None = None
     ) -> Memory:
-        """Return what the class remembers of a parameter; all of it is in the state, where that is given."""
+        """Return what the class remembers of a parameter; if a state is given, all of it is there."""
         device = torch.device("cpu") if param.is_meta else param.device
         if device.type == "cpu" and dict(rule.settings).get("capturable"):
             raise ValueError(

@@ -95,7 +95,7 @@ def memory_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Memory:
-    """Return what a class remembers of a parameter of this form, found out by a step of ones.
+    """Return what a class remembers of a parameter of this form, found by a step with ones.
 
     Raises:
         Refused: It remembers what no slot can hold.
@@ -129,17 +129,17 @@ def _slot(name: Any, value: Any, device: torch.device) -> Slot:
 
 
 def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer holds outside of `state`, in a form that compares: settings of groups, and own
+    """Return what an optimizer holds outside of `state`, in a comparable form: settings of groups, and its
     attributes.
     """
 
-    def reported(held: Any) -> Any:
+    def described(held: Any) -> Any:
         if isinstance(held, Tensor):
             return "tensor", id(held), held._version
-        return tuple(map(reported, held)) if isinstance(held, list | tuple) else held
+        return tuple(map(described, held)) if isinstance(held, list | tuple) else held
 
     groups = {
-        f"param_groups[{i}][{name!r}]": reported(held)
+        f"param_groups[{i}][{name!r}]": described(held)
         for i, group in enumerate(optimizer.param_groups)
         for name, held in group.items()
         if name != "params"
@@ -147,7 +147,7 @@ def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     plain = (bool, int, float, Tensor, list, tuple)
     # Whether torch has warned of something, or looked at devices once, is not memory.
     own = {
-        name: reported(held)
+        name: described(held)
         for name, held in vars(optimizer).items()
         if isinstance(held, plain) and name != "param_groups" and not name.startswith(_DONE_ONCE)
     }

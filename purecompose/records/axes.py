@@ -42,7 +42,7 @@ def limit(axes: Any, panel: Panel, smoothed: Sequence[float], raw: Sequence[floa
 
 
 def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
-    """Return what stands at the right of a panel's title, and whether it is bad news."""
+    """Return the remark at the right of a panel's title, and whether it is a warning."""
     bad = [at for series in panel.series for at, y in zip(series.x, series.y, strict=True) if not _is_finite(y)]
     total = sum(len(series.x) for series in panel.series)
     if bad:

@@ -94,7 +94,7 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def _members(panels: Sequence[Panel], run: int) -> str:
-    """Return what is to be said of a run that is a population."""
+    """Return the remark about a run that is a population."""
     members = max((one.members for panel in panels for one in panel.series if one.run == run), default=1)
     return f" (median of {members})" if members > 1 else ""
 

@@ -153,7 +153,7 @@ def _draw_panel(axes: Any, panel: Panel, theme: Theme, num_runs: int, breaks: Se
 
 
 def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room: float) -> None:
-    """Return a panel's title and the remark: beside each other, or the remark below where there is no room (in points)."""
+    """Draw a panel's title and remark side by side, or the remark below where there is no room (in points)."""
     fits = 7 * len(title) + 5 * len(words) + 10 <= room  # letters' widths, on average, at these sizes
     head = axes.set_title("", loc="left", fontsize=10, fontweight="bold", color=theme.text, pad=7 if fits else 20)
     _say(head, title)

@@ -217,7 +217,7 @@ class RunFolder:
         self._end("finished", result or {})
 
     def stop(self, reason: str) -> None:
-        """Return what `finish` does, for a run that is cut short: it has no result, and its history tells the reason."""
+        """Finish a run that was cut short: it has no result, and its history gives the reason."""
         self._end(reason, None)
 
     def __enter__(self) -> "RunFolder":

@@ -69,7 +69,7 @@ class Lock:
             self._finalizer()
 
     def _judged(self, holder: dict[str, Any] | None) -> str | None:
-        """Return what there is to say of the process that has the folder, if it can be taken over.
+        """Return a description of the process that has the folder, if it can be taken over.
 
         Raises:
             BlockingIOError: It cannot.

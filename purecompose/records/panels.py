@@ -115,7 +115,7 @@ def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
 
 
 def _tail(records: Sequence[dict[str, Any]]) -> int:
-    """Return how many of the newest losses tell how training stands: an epoch's, but a quarter of the run's at most.
+    """Return over how many of the newest losses to average: an epoch's, but at most a quarter of the run's.
 
     Of a run of one epoch the first losses would be in the mean otherwise.
     """
@@ -174,7 +174,7 @@ def _columns(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Return the names of the metrics of evaluations: what stands in records without anything that only batches have."""
+    """Return the names of the metrics of evaluations: those in records without values of batches."""
     for record in records:
         if not any(name.startswith(_NO_EVALUATION) for name in record):
             yield from (name for name in record if "/" in name and not name.startswith("time/"))

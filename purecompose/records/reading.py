@@ -71,7 +71,7 @@ _NO_METRICS = ("time/", "speed/", "memory/", "lr/")
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecords:
-    """Return what the folder of a run holds, half-finished runs included.
+    """Read the folder of a run, unfinished runs included.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -104,7 +104,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
 
 
 def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
-    """Return what was trained in a folder, and the starts of the run; nothing where it has no history.
+    """Return what was trained in a folder, and the starts of the run; empty if it has no history.
 
     Raises:
         ValueError: The history is damaged.

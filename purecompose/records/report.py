@@ -109,7 +109,7 @@ def _printable(value: Any) -> Any:
 
 
 def _state(run: RunRecords) -> tuple[str, str]:
-    """Return how the run stands, and the class of these words in the style sheet."""
+    """Return the status of the run, and its class in the style sheet."""
     if not run.starts:
         return "not started", "faint"
     outcome = run.starts[-1].outcome
@@ -169,7 +169,7 @@ def _curves(run: RunRecords) -> _Curves:
 
 
 def _caption(run: RunRecords) -> str:
-    """Return what a reader has to know of the curves."""
+    """Return a remark on the curves."""
     words = []
     is_smoothed = sum("loss" in record for record in run.records) >= SMOOTHED_FROM
     if any(isinstance(value, list) for record in run.records for value in record.values()):

@@ -61,7 +61,7 @@ def _fact(run: RunRecords, name: str, value: Any) -> Fact:
 
 
 def _over(series: Series) -> str:
-    """Return what a loss is the mean of."""
+    """Return what a loss is averaged over."""
     if series.tail == 1:
         return "of the last batch"
     newest = series.x[-series.tail :]

@@ -152,7 +152,7 @@ class Watch:
         self.note()
 
     def _times(self) -> list[tuple[int, float]]:
-        """Return what the records say: numbers of batches, and the wall-clock time at which they were trained on."""
+        """Return from the records the numbers of batches and the wall-clock times at which they were trained on."""
         with suppress(OSError, ValueError):  # no file yet, or one that the records themselves will complain of
             name = "time/seconds"
             return [(one["batch"], one[name]) for one in read_records(self._records.path) if name in one]

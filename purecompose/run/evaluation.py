@@ -131,7 +131,7 @@ def evaluate(
 
 
 def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Iterable[Observer] = ()) -> State:
-    """Return one evaluation, from EVAL_START to EVAL_END.
+    """Run one evaluation, from EVAL_START to EVAL_END.
 
     Args:
         evaluator: What to evaluate.

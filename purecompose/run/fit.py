@@ -190,7 +190,7 @@ def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[Stat
 
 
 def _at_the_end(now: Timestamp) -> str:
-    """Return where a run that is over stands, and what would go on with it."""
+    """Return as text where a finished run stands, and how to continue it."""
     duration = now.run.duration
     assert duration is not None, "a run without one is never over"
     reached = Time(now.get(duration.unit), duration.unit)
@@ -286,7 +286,7 @@ def _check_arguments(step: Any, state: Any) -> None:
 
 
 def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
-    """Return one or several objects of a role, which have a metric and a method of this name."""
+    """Return as a tuple one or several objects that have a metric and a method of this name."""
     if given is None:
         return ()
     members = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)

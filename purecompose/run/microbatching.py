@@ -61,7 +61,7 @@ class Adaptive:
                 torch.cuda.empty_cache()
 
     def _safe(self, state: State, num_examples: int) -> State:
-        """Return a state that is still whole after a failure: a donating step may have begun to write over its memory."""
+        """Return a state that survives a failure: a donating step may have begun to overwrite its memory."""
         is_at_risk = num_examples > self._proven and state.lease is not None
         return state.copy() if is_at_risk else state
 

@@ -284,7 +284,9 @@ class Run:
         return self._end_iteration(state, before)
 
     def _end_iteration(self, state: State, before: Timestamp) -> State:
-        """Return the events after an iteration, if one is over since `before`. Those of tokens may end within an epoch."""
+        """Fire the events after an iteration, if one has ended since `before`; iterations of tokens may end within an
+        epoch.
+        """
         if state.timestamp.iteration == before.iteration:
             return state
         state = self._fire(Event.ITERATION_END, state)

@@ -111,7 +111,7 @@ class ReduceOnPlateau:
         return f".reduce_on_plateau({self.metric}, {self.hparam})"
 
     def init(self, state: State) -> State:
-        """Return the state with its memory: the best value, NaN before the first, and since when patience is counted."""
+        """Return the state with its memory: the best value (NaN before the first) and the start of the patience."""
         if self.hparam not in state.hparams:
             raise ValueError(
                 f"ReduceOnPlateau: the state has no hparam {self.hparam!r}, only {sorted(state.hparams)}; make it part "

@@ -181,7 +181,7 @@ def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
 
 
 def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
-    """Return the state after the reasons have seen an evaluation's metrics; those whose metric was not measured wait."""
+    """Return the state after the stopping rules have seen an evaluation's metrics."""
     new = {}
     for stopper in stoppers:
         if stopper.metric in metrics:

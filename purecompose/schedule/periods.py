@@ -167,7 +167,7 @@ class _Restarts:
         return self.alpha_f + (1.0 - self.alpha_f) * (1.0 + math.cos(math.pi * tau)) / 2.0
 
     def _number(self, periods: float) -> int:
-        """Return how many restarts there have been: the largest n whose start has come."""
+        """Return the number of restarts so far: the largest n whose start has come."""
         growth = self.t_mult - 1.0
         if growth == 0:
             return math.floor(periods)

@@ -177,7 +177,7 @@ def made(name: str, shape: Shape, **settings: object) -> Schedule:
 
 
 def factors_of(scalar: Scalar | _Factor) -> tuple[Scalar, ...]:
-    """Return what a scalar is the product of: numbers, hparams and schedules."""
+    """Return the factors of a scalar: numbers, hparams and schedules."""
     return scalar.factors if isinstance(scalar, Product) else (scalar,)  # pyright: ignore[reportReturnType]
 
 

@@ -26,7 +26,7 @@ class Shape:
         raise NotImplementedError
 
     def times(self, *, with_warmup: bool) -> tuple[Time, ...]:
-        """Return all times that it goes by, with or without those of warm-ups."""
+        """Return all times that it depends on, with or without those of warm-ups."""
         raise NotImplementedError
 
 

@@ -32,7 +32,7 @@ def collect(obj: object, kind: type[T]) -> tuple[T, ...]:
 
 
 def hidden(obj: object, kind: type[T]) -> Iterator[tuple[object, T]]:
-    """Return what `collect` passes over: instances of `kind` among the attributes of objects that are not part of a
+    """Return what `collect` does not find: instances of `kind` among the attributes of objects that are not part of a
     tree.
 
     Returns:
@@ -92,7 +92,7 @@ def _collect(obj: object, kind: type[T], found: dict[T, None]) -> None:
 
 
 def _children(obj: object) -> Iterable[Any] | None:
-    """Return what a node of a tree holds; `None` for what is not a node."""
+    """Return the children of a tree's node; `None` for what is not a node."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return [getattr(obj, field.name) for field in dataclasses.fields(obj)]
     if isinstance(obj, Mapping):

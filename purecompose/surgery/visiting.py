@@ -55,7 +55,7 @@ def left_alone(rules: Rules) -> tuple[type[nn.Module], ...]:
 
 
 def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Originals) -> Iterator[Found]:
-    """Return what the rules put in the place of the network's modules, parents before children.
+    """Apply the rules to the network's modules, parents before children.
 
     Args:
         root: The network.
@@ -97,7 +97,7 @@ def replacements(root: nn.Module, rules: Rules, rng: random.Rng, originals: Orig
 
 
 def _answer(rule: Rule, module: nn.Module, site: Site, originals: Originals) -> nn.Module | None:
-    """Return what a rule puts in a module's place, with its mode and dtype."""
+    """Apply a rule to a module; the new module gets its mode and dtype."""
     before = Snapshot(module)
     with originals.guard:
         new = rule(module, site)
@@ -125,7 +125,7 @@ def with_replacements(root: nn.Module, found: Iterable[Found], originals: Origin
     seen: set[int] = set()
 
     def put(value: Any) -> Any:
-        """Return the value with new modules, in lists and their like as well: a forward may go through them by those."""
+        """Return the value with new modules, also inside lists and other containers that a forward may use."""
         if isinstance(value, nn.Module):
             return news.get(value, value)
         if id(value) in seen:

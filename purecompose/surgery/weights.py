@@ -151,7 +151,7 @@ class Statistics(NamedTuple):
     """The buffers that hold statistics."""
 
     def of(self, state: State, inputs: Any) -> dict[str, Tensor]:
-        """Return those of the state's network for these inputs, by the buffers' names."""
+        """Return the statistics of the state's network for these inputs, by the buffers' names."""
         _, buffers = state.replace(model=self.model).run_model(inputs, train=True, rng_name=".statistics")
         return {name: buffers[name].detach() for name in sorted(self.names)}
 

@@ -52,7 +52,7 @@ class Attempt:
         return Tried(True, found) if isinstance(found, Broken) else Tried(found or self._is_over)
 
     def outcome(self, found: Search, start: float) -> Outcome:
-        """Return what the cases came to that were tried from a time of `time.perf_counter` on."""
+        """Return the outcome of the cases tried since a time of `time.perf_counter`."""
         outcome = partial(
             Outcome,
             law=self.law.name,
@@ -78,7 +78,7 @@ class Attempt:
         return outcome(status=status, reason=reason)
 
     def _blocked_rows(self, law: Law, error: Exception) -> tuple[Row, ...]:
-        """Return what the other law's owner would say; for those who did not ask for that law."""
+        """Return the finding of another law, for callers who did not ask for that law."""
         return (
             ("algorithm", repr(self.subject.algorithm)),
             ("breaks", f"{law.name}: {law.promise}"),

@@ -86,7 +86,7 @@ def trials(
     max_examples: int = 25,
     seed: int = 0,
 ) -> "Trials":
-    """Return what `check` is about to try; see `CheckOptions`."""
+    """Return the trials of `check`; see `CheckOptions`."""
     check_whole(max_examples, "check: max_examples", 1)
     subject = Subject.of(algorithm)
     if subject.name.startswith(COMPANY):

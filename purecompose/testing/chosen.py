@@ -15,7 +15,7 @@ Named = TypeVar("Named", Law, Task)
 
 
 def chosen(kind: str, given: Iterable[Any], known: Mapping[str, Named], wanted: type[Named]) -> tuple[Named, ...]:
-    """Return what is given by name or as itself, in order, each once.
+    """Return the chosen members, given by name or as themselves, in order, each once.
 
     Args:
         kind: What it is, in a word, for messages.

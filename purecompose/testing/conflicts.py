@@ -249,7 +249,7 @@ def _pair(ordered: Sequence[Algorithm], a: Algorithm, b: Algorithm) -> tuple[Alg
 
 
 def _legend(width: int) -> str:
-    """Return two lines, or where they are too long a line for each mark."""
+    """Return the legend in two lines, or, if they are too long, a line for each mark."""
     lines = ["    ".join(row) for row in _LEGEND]
     if max(map(len, lines)) > width:
         lines = [mark.rstrip() for column in zip(*_LEGEND, strict=True) for mark in column]

@@ -33,7 +33,7 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: Exception, algorithm: Algorithm) -> str:
-    """Return what was raised, where in the step, and the author's line."""
+    """Describe what was raised, where in the step, and the author's line."""
     lines = [line.partition(": ")[0] for line in _author_lines(error, algorithm)[-1:]]
     places = [*_notes(error), *lines]
     return " ".join([first_line(error), *([f"({'; '.join(places)})"] if places else [])])
@@ -62,7 +62,7 @@ _TORCH = pathlib.Path(torch.__file__).parent
 
 
 def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row, ...]:
-    """Return what was raised, where, in which case, and what to do."""
+    """Describe what was raised, where, in which case, and what to do."""
     own = _author_lines(error, algorithm)
     notes = "; ".join(_notes(error))
     return (
@@ -76,7 +76,7 @@ def fault_rows(error: Exception, algorithm: Algorithm, case: Case) -> tuple[Row,
 
 
 def broken_company(error: BaseException) -> str | None:
-    """Return what to say of an error that was raised inside a companion; `None` for others."""
+    """Describe an error that was raised inside a companion; `None` for others."""
     found = next((match for note in _notes(error) if (match := _IN_COMPANION.search(note))), None)
     return None if found is None else f"broke its company: the companion {found[1]} fails at {found[2]}"
 
@@ -93,7 +93,7 @@ def _to_do(error: Exception, algorithm: Algorithm, case: Case, is_authors: bool)
 
 
 def _last_event(algorithm: Algorithm, case: Case) -> str:
-    """Return where the algorithm acted last before the step fails, in words; empty where the step itself works."""
+    """Return as text where the algorithm acted last before the step failed; empty if the step itself works."""
     acted = [Event.INIT] if Event.INIT in algorithm.events else []
 
     def note(event: Event, state: State, act: Callable[[State], State]) -> State:

@@ -70,7 +70,7 @@ class LawViolation(AssertionError):
 
 
 def _told(what: str, labels: tuple[str, str]) -> str:
-    """Return what differs, with the names of the two in place of "the first" and "the second"."""
+    """Return the difference as text, with the names of the two in place of "the first" and "the second"."""
     for side, label in zip(("the first", "the second"), labels, strict=True):
         what = what.replace(f"only in {side}", f"only there {label}")
     return what
@@ -162,7 +162,7 @@ class Law:
         raise LawViolation(self, subject, broken, case) from broken.__cause__
 
     def find(self, subject: Subject, case: Case) -> bool | Broken:
-        """Return what is broken, without a search for the event; else whether the algorithm acted.
+        """Raise what is broken, without a search for the event; else return whether the algorithm acted.
 
         What the algorithm changes in the process (generators, modes) is set back.
         """
@@ -232,7 +232,7 @@ def errors_named() -> Iterator[None]:
 
 
 def line_of(function: Callable[..., object]) -> str:
-    """Return where a function, or the `__call__` of an object, is written: "methods.py:12 in apply"; empty if unknown."""
+    """Return where a function or an object's `__call__` is defined: "methods.py:12 in apply"; empty if unknown."""
     unwrapped = inspect.unwrap(function)
     code = getattr(unwrapped, "__code__", None) or getattr(type(unwrapped).__call__, "__code__", None)
     return "" if code is None else f"{pathlib.Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"
@@ -252,7 +252,7 @@ def acts_in_step(algorithm: Algorithm) -> bool:
 
 
 def acts_outside(algorithm: Algorithm) -> str | None:
-    """Return the events of an algorithm that acts outside the step only, in words; `None` for one that may act inside."""
+    """Return as text the events of an algorithm that acts only outside the step; `None` if it may act inside."""
     if acts_in_step(algorithm) or algorithm.predicate == NEVER:
         return None
     return ", ".join(event.name for event in algorithm.events)

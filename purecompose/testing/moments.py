@@ -105,7 +105,7 @@ def _moments(changes: list[_Change], shape: tuple[int, int]) -> Moments:
 
 
 def _questions(predicate: Predicate) -> dict[Event, Predicate]:
-    """Return what it asks at each event of the loop; if it never acts there, at the events outside."""
+    """Return the predicate at each event of the loop; if it never acts there, at the events outside."""
     left = {event: predicate.at(event) for event in Event if event is not Event.INIT}
     left = {event: asked for event, asked in left.items() if asked != NEVER}
     return {event: asked for event, asked in left.items() if event in _LOOP} or left

@@ -88,7 +88,7 @@ class Pair:
         return cases(tasks, algorithm=both if event in _LOOP else None)
 
     def difference(self, case: Case, event: Event) -> Broken | None:
-        """Return what the order at an event changes in a case.
+        """Return the difference that the order at an event makes in a case.
 
         Raises:
             NoAnswer: They do not both act there, or fail in both orders.

@@ -17,7 +17,7 @@ __all__ = ["as_rank", "elsewhere", "process_restored", "process_settings", "read
 
 
 def process_settings() -> dict[str, Any]:
-    """Return what belongs to the process, by name. Generators count by a hash of their state."""
+    """Return the settings of the process by name. Generators are represented by a hash of their state."""
     python_state, numpy_state, torch_state = _generators()
     return {
         "torch generator": hash(torch_state.numpy().tobytes()),
@@ -136,7 +136,7 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _hooks() -> list[dict[int, Any]]:
-    """Return those that are called for every module, by kind."""
+    """Return the hooks that are called for every module, by kind."""
     places = vars(torch.nn.modules.module).items()
     return [found for name, found in places if name.startswith("_global_") and name.endswith("_hooks")]
 

@@ -132,7 +132,7 @@ class Watched:
 
 
 def intercepted(algorithm: Algorithm, around: Callable[[Event, State, Act], State]) -> Algorithm:
-    """Return the algorithm with `around(event, state, act)` in place of each application within a step; see `Watched`."""
+    """Wrap each application of the algorithm within a step in `around(event, state, act)`; see `Watched`."""
     return Watched(algorithm, around).algorithm
 
 

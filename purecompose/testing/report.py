@@ -258,7 +258,7 @@ def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
 
 
 def _cause(outcome: Outcome) -> Any:
-    """Return what makes two errors one: what was raised and in which lines, whatever the case and law."""
+    """Return a key that is equal for equal errors: what was raised and in which lines, for any case and law."""
     if outcome.status not in (Status.ERROR, Status.BLOCKED):
         return outcome.law
     return tuple(row for row in outcome.rows if row[0] in ("raised", "line", "breaks"))

@@ -23,7 +23,7 @@ class SnapshotError(ValueError):
 
 
 def to_bytes(state: State) -> bytes:
-    """Return all of a state that lasts between steps.
+    """Return everything in a state that persists between steps.
 
     Raises:
         SnapshotError: A leaf that is neither a tensor nor a plain value.

@@ -291,7 +291,7 @@ def _made(
 
 
 def _call(net: MakeNet, batch: MakeBatch, precision: str, dtype: torch.dtype) -> str:
-    """Return what one types for it, with those arguments that are not the default."""
+    """Return the call that makes it, with the arguments that are not defaults."""
     settings = {**vars(batch), **vars(net), "precision": precision, "dtype": dtype}
     defaults = {**vars(MakeBatch()), **vars(MakeNet()), "precision": "fp32", "dtype": torch.float32}
     given = [f"{key}={value!r}" for key, value in settings.items() if key != "kind" and value != defaults[key]]
@@ -345,7 +345,7 @@ FULL_TASKS = tuple(name for name, task in TASKS.items() if not task.is_half)
 
 
 def _cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the network in another precision; networks of mixed or complex dtypes stay as they are in the usual one."""
+    """Return the network in another precision; networks of mixed or complex dtypes keep theirs."""
     if dtype is torch.float32:
         return net
     return net._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

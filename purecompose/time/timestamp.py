@@ -158,7 +158,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return f"Timestamp({', '.join(changed)})"
 
     def to_next_batch(self, samples: int = 0, tokens: int = 0, duration: float = 0.0) -> Timestamp:
-        """Return one batch later; `duration` is the batch's wall-clock time in seconds.
+        """Return the timestamp one batch later; `duration` is the batch's wall-clock time in seconds.
 
         Raises:
             ValueError: negative samples, tokens or duration.
@@ -182,7 +182,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new
 
     def to_next_epoch(self, duration: float = 0.0) -> Timestamp:
-        """Return one epoch later: the in-epoch counters start at 0 again."""
+        """Return the timestamp one epoch later: the in-epoch counters start at 0 again."""
         duration = check_number(duration, "duration", 0)
         new, fields = self._copy()
         fields["epoch"] += 1
@@ -193,7 +193,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new
 
     def to_next_iteration(self, duration: float = 0.0) -> Timestamp:
-        """Return one iteration later: the in-iteration and in-epoch counters start at 0 again."""
+        """Return the timestamp one iteration later: the in-iteration and in-epoch counters start at 0 again."""
         duration = check_number(duration, "duration", 0)
         new, fields = self._copy()
         fields["iteration"] += 1
@@ -358,7 +358,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new, fields
 
     def _jumped(self, batches: int, samples: int, tokens: int) -> Timestamp:
-        """Return what `advance` comes to, so many times, in a run without iterations."""
+        """Return the result of calling `advance` that many times, in a run without iterations."""
         new, fields = self._copy()
         in_epoch, length = self.batch_in_epoch + batches, self.run.batches_per_epoch
         epochs, in_epoch = (0, in_epoch) if length is None else divmod(in_epoch, length)

@@ -286,7 +286,7 @@ def named_point(value: Any, where: str) -> Time:
 
 
 def _share_hint(value: Any) -> str:
-    """Return what a number between 0 and 1 may have been meant for."""
+    """Return a hint on what a number between 0 and 1 may have meant."""
     return f"a share of the run is '{value}dur'" if isinstance(value, float) and 0 < value < 1 else ""
 
 

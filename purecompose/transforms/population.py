@@ -86,7 +86,7 @@ class Stacked:
         return lowered._replace(with_slices=None)
 
     def in_order(self, operations: Sequence[Lowered]) -> Operation:
-        """Return one operation, in which what is not a host operation runs for all members at once."""
+        """Return one operation that runs for all members at once, except for host operations."""
         parts: list[Operation] = []
         for is_host, group in groupby(operations, lambda lowered: lowered.is_host):
             runs = [lowered.run for lowered in group]

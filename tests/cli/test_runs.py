@@ -18,6 +18,7 @@ from purecompose.cli import load_run, main
 from purecompose.cli.settings import UsageError
 from purecompose.records import RunFolder
 from purecompose.run.saving import folder
+from tests.sampling import one_in
 
 
 SMALL = ("--model", "mlp(hidden=16)", "--duration", "2ep", "--quiet")
@@ -110,6 +111,7 @@ def test_a_checkpoint_of_another_network_is_told(run: Run) -> None:
     assert run("train", "--out", "a", "--resume", "--quiet", "--model", "mlp( hidden = 16 )")[0] == 0
 
 
+@pytest.mark.slow
 def test_settings_that_may_change_are_told_and_not_blamed(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     changes = ("--duration", "3ep", "--keep", "5")
@@ -185,6 +187,7 @@ def test_predictions_are_written(run: Run) -> None:
     assert status == 2 and "--out: folder.csv is a folder; expected a file's name" in err
 
 
+@pytest.mark.slow
 def test_populations_train_from_the_shell(run: Run) -> None:
     status, out, _ = run("train", *SMALL, "--seeds", "3", "--out", "many")
     assert status == 0
@@ -202,6 +205,7 @@ def test_populations_train_from_the_shell(run: Run) -> None:
     assert status == 2 and "different times" in err
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_into_one_picture(run: Run) -> None:
     for name, seed in (("a", "0"), ("b", "1")):
         run("train", *SMALL, "--seed", seed, "--out", name)
@@ -218,6 +222,7 @@ def test_runs_are_drawn_into_one_picture(run: Run) -> None:
     assert not pathlib.Path("some").exists()
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_plan(run: Run) -> None:
     run("train", *SMALL, "--algorithms", "label_smoothing(smoothing=0.3)", "--out", "a")
     status, out, _ = run("plan", "a", "--at", "1ep")
@@ -254,12 +259,15 @@ def test_cards(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        ("--duration", "2ep"),
-        ("--duration", "1500sp"),
-        ("--duration", "9ba", "--seeds", "2"),
-        ("--duration", "9ep", "--patience", "1ep", "--optimizer", "sgd(lr=1e-9)"),
-    ],
+    one_in(
+        4,
+        [
+            ("--duration", "2ep"),
+            ("--duration", "1500sp"),
+            ("--duration", "9ba", "--seeds", "2"),
+            ("--duration", "9ep", "--patience", "1ep", "--optimizer", "sgd(lr=1e-9)"),
+        ],
+    ),
 )
 def test_a_complete_run_says_so_and_stays_as_it_is(run: Run, settings: tuple[str, ...]) -> None:
     def contents() -> dict[str, bytes]:
@@ -272,6 +280,7 @@ def test_a_complete_run_says_so_and_stays_as_it_is(run: Run, settings: tuple[str
     assert contents() == before
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
     run("train", *SMALL, "--out", "a")
     before = {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")}
@@ -287,6 +296,7 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
     assert status == 0 and "was at its end already, 2ep; a longer --duration goes on" in out
 
 
+@pytest.mark.slow
 def test_a_stretched_run_is_that_of_the_other_length_and_its_schedules(run: Run) -> None:
     curve = ("--schedule", "multi_step(milestones=['2ep'])")
     whole = ("--schedule", "multi_step(milestones=['1ep'])", "--duration", "2ep")
@@ -318,6 +328,7 @@ def test_a_run_that_diverges_fails(run: Run) -> None:
     assert "FloatingPointError" in pathlib.Path("a/history.json").read_text()
 
 
+@pytest.mark.slow
 def test_data_may_be_set_aside_to_decide_by(run: Run) -> None:
     status, out, _ = run("train", *SMALL, "--validation", "0.2", "--patience", "5ep", "--out", "a")
     assert status == 0 and "best validation accuracy" in out and "evaluate a --checkpoint best" in out
@@ -329,6 +340,7 @@ def test_data_may_be_set_aside_to_decide_by(run: Run) -> None:
     assert status == 0 and re.search(r"stopped early\W+the loss has not become better for 1ep", out)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_disk_that_is_full_to_the_end_fails_the_run_and_the_table_names_what_is_missing(
     run: Run, monkeypatch: pytest.MonkeyPatch

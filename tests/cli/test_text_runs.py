@@ -112,6 +112,7 @@ def test_the_command_is_the_hand_written_loop(run: Run) -> None:
     assert value(out, "loss") == pytest.approx(F.cross_entropy(logits, labels.flatten()).item(), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_folder_keeps_the_vocabulary_and_the_command_stays_short(run: Run, trained: pathlib.Path) -> None:
     config = read_config(trained / "config.toml")
     assert config["vocabulary"] == "".join(sorted(set(TEXT))) and config["length"] == 16
@@ -173,6 +174,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run: Run, monkeypatch: pytest.Mo
     assert (status, checksum(out)) == (0, whole), err
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_has_the_lowest_loss(run: Run) -> None:
     # So high a rate that the loss goes up again.
     arguments = ("--optimizer", "adam(0.3)", "--schedule", "constant", "--duration", "4ep", "--keep", "4")
@@ -211,6 +213,7 @@ def test_a_prompt_is_gone_on_with_by_seed(run: Run, trained: pathlib.Path) -> No
     assert pathlib.Path("t.txt").read_text() == f"{text}\n"
 
 
+@pytest.mark.slow
 def test_a_prompt_needs_the_settings_and_the_checkpoint_alone(run: Run) -> None:
     # The warm-up fits the run by its number of batches, which no text is there to tell.
     settings = ("--schedule", "cosine(warmup=12ba)", "--validation", "0.25")
@@ -222,6 +225,7 @@ def test_a_prompt_needs_the_settings_and_the_checkpoint_alone(run: Run) -> None:
     assert run("predict", "a")[0] == 2
 
 
+@pytest.mark.slow
 def test_predictions_and_texts_are_those_of_averaged_weights(run: Run) -> None:
     assert run("train", *SHORT, "--algorithms", "ema(smoothing=1.0)", "--out", "a")[0] == 0  # holds the first weights
     assert run("train", *SHORT, "--optimizer", "sgd(lr=0.0)", "--out", "b")[0] == 0
@@ -251,6 +255,7 @@ def test_a_text_is_what_prediction_character_by_character_gives(run: Run, traine
     assert written == f"{text}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_what_a_method_warns_of_is_a_line_and_told_by_the_run_alone(run: Run) -> None:
     status, _, err = run("train", *SHORT, "--algorithms", "squeeze_excite", "--out", "a")
@@ -259,6 +264,7 @@ def test_what_a_method_warns_of_is_a_line_and_told_by_the_run_alone(run: Run) ->
     assert run("evaluate", "a")[2] == run("predict", "a")[2] == run("predict", "a", "--prompt", "7")[2] == ""
 
 
+@pytest.mark.slow
 def test_draws_have_the_networks_probabilities(run: Run) -> None:
     # Trained until it knows by heart what follows, it writes that and nothing else.
     pathlib.Path("book.txt").write_text("abcdefgh" * 100)
@@ -392,6 +398,7 @@ def test_a_network_that_does_not_fit_names_what_changed(run: Run, monkeypatch: p
     assert "the network was made for inputs int64[16], which a method has changed" in err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap, on a CPU
 def test_seeds_train_a_population(run: Run) -> None:
     status, out, _ = run("train", *SHORT, "--seeds", "2", "--duration", "3ba", "--out", "a")

@@ -475,6 +475,7 @@ def stop_at_three(sample: int, rng: Any) -> int:
     return sample
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_answer_is_named() -> None:
     found = iter(loader(range(6), 1, workers=2, transform=stop_at_three, timeout=1.0))
     assert [next(found).item() for _ in range(3)] == [0, 1, 2]

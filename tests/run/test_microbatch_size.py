@@ -77,6 +77,7 @@ def test_compiled_steps_of_open_sizes():
     assert not list(tree.differences(first, second.unleased(), tolerance=1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_populations_are_cut_by_a_members_own_batch(dynamic):
     step = compose(loop_events, [noise()], microbatch_size=3)

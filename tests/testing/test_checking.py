@@ -388,6 +388,7 @@ def test_a_blocked_law_says_what_to_do_where_its_cause_is_not_tried() -> None:
     assert "deterministic" in text and "state.rng(name)" in text
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_cases() -> None:
     cases: list[Case] = []
 
@@ -414,6 +415,7 @@ def test_nothing_is_printed_or_changed(capfd, tmp_path, monkeypatch) -> None:
     assert torch.equal(torch.get_rng_state(), generator) and torch.get_num_threads() == threads
 
 
+@pytest.mark.slow
 def test_a_slow_law_is_not_shrunk_for_long(monkeypatch) -> None:
     monkeypatch.setattr(search, "SHRINK_SECONDS", 1.0)
 

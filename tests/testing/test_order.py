@@ -190,6 +190,7 @@ def test_an_error_in_both_orders_is_no_answer() -> None:
     assert "undecided at BATCH_START: both orders failed" in str(answer) and "OSError: no disk" in str(answer)
 
 
+@pytest.mark.slow
 def test_a_pair_that_fails_alike_everywhere_is_given_up_soon_and_a_companion_is_not_blamed() -> None:
     def flatten(state: State) -> State:
         return state.replace(inputs=state.inputs.flatten()[:, None, None])

@@ -164,7 +164,7 @@ def test_what_an_earlier_run_left_in_a_closure_is_not_there():
 
 
 def test_a_choice_that_rounding_tips_ends_the_comparison(monkeypatch):
-    """The compiled run gets params that rounding has moved; the choice between them and what they were is not a fault."""
+    """The compiled run gets rounded params; choosing between them and the exact ones is not a fault."""
     plain = compiled.compile_step
 
     def rounding(step, **options):

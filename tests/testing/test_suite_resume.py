@@ -137,6 +137,7 @@ def test_an_algorithm_that_cannot_be_made_elsewhere_is_an_error_of_the_setup() -
         resume_exact(Subject(Subject.of("mixup(0.2)").algorithm, "no_such_module:mine"), MIDDLE)
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_is_replaced() -> None:
     assert resume_exact("mixup(0.2)", MIDDLE)
     worker = workers._worker
@@ -155,6 +156,7 @@ def test_every_try_runs_in_a_process_of_its_own() -> None:
     assert tree.equal(*(from_bytes(end, like=state) for end in ends))
 
 
+@pytest.mark.slow
 def test_without_forks_the_law_holds_too_and_a_worker_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Worker(fork=False)
     monkeypatch.setattr(workers, "_worker", own)
@@ -186,6 +188,7 @@ print(worker._worker._process.pid, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [_IDLE, *(pytest.param(text, marks=pytest.mark.slow) for text in (_BUSY, _BUSY + "os._exit(0)"))],

@@ -35,7 +35,11 @@ for number in range(5):
 
 @pytest.mark.parametrize(
     ("is_compiled", "how"),
-    [(False, "SIGSTOP"), (False, "SIGKILL"), pytest.param(True, "SIGSTOP", marks=pytest.mark.slow)],
+    [
+        (False, "SIGKILL"),
+        pytest.param(False, "SIGSTOP", marks=pytest.mark.slow),
+        pytest.param(True, "SIGSTOP", marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_does_not_answer_is_named(is_compiled: bool, how: str, tmp_path: pathlib.Path) -> None:
     shared = ["-c", PROGRAM, f"file://{tmp_path}/store"]

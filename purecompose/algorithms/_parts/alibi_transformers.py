@@ -93,7 +93,7 @@ def _num_keys(past: Any, layer: int, num_queries: int) -> int:
 
 
 def _masked(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what is added to the logits, (N or 1, H, Q, K)."""
+    """Return the bias of the logits, (N or 1, H, Q, K)."""
     if mask is None:
         return bias
     # Not -inf: of a query that may look nowhere, as in padding, nothing would be left but NaN.

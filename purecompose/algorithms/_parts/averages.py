@@ -119,7 +119,7 @@ class Measure:
         return repr(str(self.time))
 
     def between(self, state: State, before: Tensor, now: Tensor) -> Tensor:
-        """Return how often the time has gone by from some `counters` to others: 0-d, float64."""
+        """Return how many intervals lie between two sets of counters: 0-d, float64."""
         counter, length = (
             as_scalar(state.scalar(it), torch.float64, state.device) for it in (self.counter, self.length)
         )
@@ -140,7 +140,7 @@ def measure(time: Time) -> Measure:
 
 
 def gone(timestamp: Timestamp, time: Time) -> float:
-    """Return how often a time, positive and not in seconds, has gone by at a point of a run.
+    """Return how many whole intervals lie before a point of a run; the interval is positive and not in seconds.
 
     Raises:
         ValueError: A share of a run without a duration, or with one in seconds.

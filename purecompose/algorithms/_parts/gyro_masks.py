@@ -24,7 +24,7 @@ __all__ = [
 
 
 def gyro_dropout_period(total_batches: float, sigma: int = 256, tau: int = 16) -> int:
-    """Return how many batches a choice of masks stays.
+    """Return for how many batches a choice of masks holds.
 
     That is int(total / sigma) tau; in runs of fewer than sigma batches int(total tau / sigma), and at least 1.
 
@@ -101,7 +101,7 @@ def gyro_drop(
     groups: Tensor | None = None,
     feature_dim: int | None = None,
 ) -> Tensor:
-    """Return what a layer makes of its inputs in training: inputs * mask / (1 - p).
+    """Apply a mask in training: inputs * mask / (1 - p).
 
     Args:
         key: See `gyro_dropout_mask`, as the others.

@@ -165,7 +165,7 @@ def one_operation_each(
     *,
     num_groups: int = 1,
 ) -> Tensor:
-    """Return each image after one of the operations, drawn for it with a strength of its own.
+    """Apply to each image one of the operations, drawn for it with its own strength.
 
     Args:
         rng: The place of the draws.

@@ -46,7 +46,7 @@ def check_outputs(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> No
 
 
 def model_losses(name: str, loss_fn: ModelLoss, outputs: Any, batch: Any) -> Tensor:
-    """Return one loss for each example, (N,): the mean over the labels of it that count.
+    """Return a loss for each example, (N,): the mean over its labels that count.
 
     Those that the model returns, if it returns more than a number; else the cross entropy of its logits and the
     labels, `loss_fn.shift` of which at the start are left out. An example in which nothing counts has loss 0.

@@ -11,7 +11,7 @@ __all__ = ["reported"]
 
 
 def reported(state: State, name: str, numbers: Mapping[str, float]) -> State:
-    """Return the state with host numbers among its metrics, as `f"{name}/{key}"`: 0-d, float32, on the state's device."""
+    """Add host numbers to the state's metrics, as `f"{name}/{key}"`: 0-d, float32, on its device."""
     # Filled, not copied from the host, which on a GPU would wait.
     made = {
         f"{name}/{key}": torch.full((), value, dtype=torch.float32, device=state.device)

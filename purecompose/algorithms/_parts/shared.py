@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def gradient_of_part(state: State, part: Any, first_example: int | Tensor) -> dict[str, Tensor]:
-    """Return what `state.gradient(state.params)` gives, of some of the batch's examples only.
+    """Return `state.gradient(state.params)` of some of the batch's examples.
 
     Zeros for parameters that the batch reaches and these examples do not.
 

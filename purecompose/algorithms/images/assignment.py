@@ -47,7 +47,7 @@ def assigned(rng: random.Rng, num: int, num_treatments: int, device: torch.devic
 def treated(
     rng: random.Rng, images: Tensor, treatments: Sequence[Callable[[Tensor, Tensor], Tensor]], *, num_groups: int = 1
 ) -> Tensor:
-    """Return each image after one of the treatments.
+    """Apply to each image one of the treatments.
 
     Args:
         rng: The place of the draws.

@@ -46,12 +46,12 @@ def shear_y(levels: Tensor, slope: Tensor) -> Tensor:
 
 
 def translate_x(levels: Tensor, pixels: Tensor) -> Tensor:
-    """Return each pixel comes from so many (a whole number) to its right."""
+    """Shift horizontally: each pixel comes from the given whole number of columns to its right."""
     return _shifted(levels, pixels, 3)
 
 
 def translate_y(levels: Tensor, pixels: Tensor) -> Tensor:
-    """Return each pixel comes from so many (a whole number) below it."""
+    """Shift vertically: each pixel comes from the given whole number of rows below it."""
     return _shifted(levels, pixels, 2)
 
 

@@ -71,7 +71,7 @@ def _alpha_drop(scope: Scope, func: Any, input: Tensor, p: float, shape: Sequenc
 
 
 def _feature_shape(input: Tensor) -> tuple[int, ...]:
-    """Return one decision for each channel of each example: (N, C, 1, ...)."""
+    """Return a decision for each channel of each example: (N, C, 1, ...)."""
     return (*input.shape[:2], *(1 for _ in input.shape[2:]))
 
 

@@ -23,7 +23,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether something else is called with the module: hooks of either pass, or a forward put on the instance."""
+    """Return whether a call runs more than the class's forward: hooks, or a forward set on the instance."""
     return "forward" in vars(module) or any(getattr(module, table) for table in _HOOKS)
 
 

@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def bias(self, query: Tensor) -> Tensor | None:
-        """Return what is added to the logits, of a shape that broadcasts to (N, H, L, L), the causal mask included.
+        """Return the bias of the logits, which broadcasts to (N, H, L, L), the causal mask included.
 
         Args:
             query: (N, H, L, d / H), for its form.

@@ -148,7 +148,7 @@ class BlurMaxPool2d(nn.Module):
 
     @classmethod
     def of(cls, pool: nn.MaxPool2d) -> "BlurMaxPool2d":
-        """Return one with the settings of another layer, and what a subclass of it has besides."""
+        """Return the layer with the settings of another one, attributes of its subclass included."""
         return recast(pool, cls)
 
     def __init__(
@@ -201,7 +201,7 @@ def _pair(value: Pair) -> tuple[int, int]:
 
 
 def _missing(size: int, window: int, step: int, around: int, hole: int) -> int:
-    """Return how many places a side wants at its end so that all windows fit which `ceil_mode` counts."""
+    """Return the padding that a side needs at its end so that all windows of `ceil_mode` fit."""
     free = size + 2 * around - hole * (window - 1) - 1
     steps = -(-free // step)
     # A last window that would begin behind the image does not count.

@@ -40,7 +40,7 @@ def check_momentum(batchnorm: _BatchNorm, where: str) -> None:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return whether this is a batch normalisation that computes as torch's, or as timm's with an activation after it."""
+    """Return whether this is torch's batch normalisation, or timm's with an activation after it."""
     return is_plain(module, _BatchNorm) or _has_act(module)
 
 

@@ -20,7 +20,7 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
     @classmethod
     def of(cls, norm: nn.LayerNorm) -> "LowPrecisionLayerNorm":
-        """Return one with the attributes and weights of another layer, those of a subclass as well: the same
+        """Return the layer with the attributes and weights of another one, its subclass's included: the same
         `Parameter`s.
         """
         return recast(norm, cls)
@@ -40,7 +40,7 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
     @classmethod
     def of(cls, norm: nn.GroupNorm) -> "LowPrecisionGroupNorm":
-        """Return one with the attributes and weights of another layer, those of a subclass as well: the same
+        """Return the layer with the attributes and weights of another one, its subclass's included: the same
         `Parameter`s.
         """
         return recast(norm, cls)

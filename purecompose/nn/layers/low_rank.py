@@ -224,7 +224,7 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _scales(values: Tensor) -> Tensor:
-    """Return how long the rows of the first factor are, from singular values in descending order."""
+    """Return the norms of the first factor's rows, from singular values in descending order."""
     is_there = values > 1e-6 * values[0]
     # Of a matrix of zeros as long as those of a new layer are.
     usual = values[is_there].sqrt().mean() if is_there.any() else values.new_tensor(3**-0.5)

@@ -34,7 +34,7 @@ class NoOpModel(nn.Module):
         self.weight = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, targets: Tensor) -> Tensor:
-        """Return any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.
+        """Map any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.
 
         Raises:
             TypeError: Targets that are not tensor.

@@ -59,7 +59,7 @@ def alibi_bias(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return what is added to the logits of attention, -m_h |i - j|.
+    """Return the bias of attention's logits, -m_h |i - j|.
 
     Computed from the lengths, it has no size of its own: that of a shorter sequence is a corner of that of a longer.
 
@@ -125,6 +125,6 @@ class NoPositions(nn.Module):
     """
 
     def forward(self, input: Tensor | int) -> Tensor:
-        """Return whatever the positions, a zero of shape ()."""
+        """Return a zero of shape () for any positions."""
         # Without dims, so that adding it changes no dtype.
         return torch.zeros((), device=input.device if isinstance(input, Tensor) else None)

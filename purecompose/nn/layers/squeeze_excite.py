@@ -68,5 +68,5 @@ class SqueezeExciteConv2d(Wrapping):
         self.se = SqueezeExcite2d(conv.out_channels, latent_channels)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the convolution gives, weighted."""
+        """Return the weighted output of the convolution."""
         return self.se(self.conv(input))

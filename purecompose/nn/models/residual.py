@@ -108,7 +108,7 @@ def resnet20(in_channels: int, num_classes: int, *, width: int = 16) -> nn.Seque
 
 
 def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_images: bool = False) -> nn.Sequential:
-    """Return two residual blocks in each of four stages: 11 689 512 weights at 3 channels and 1000 classes.
+    """Return a ResNet with two residual blocks in each of four stages: 11 689 512 weights at 3 channels, 1000 classes.
 
     Made for large images: a convolution of 7x7 and a max pooling, each with a stride of two, come first, and the second
     to fourth stage halve the image and double the channels.

@@ -66,7 +66,7 @@ class Skeleton:
         return tuple(slot.name for slot in self._slots)
 
     def current_buffers(self) -> dict[str, Tensor]:
-        """Return what the buffers' places hold now, those that a forward pass rebound included.
+        """Return the buffers' current values, including those that a forward pass rebound.
 
         Raises:
             RuntimeError: A forward pass removed a buffer.
@@ -140,7 +140,7 @@ _CURRENT: ContextVar["_Bound | None"] = ContextVar("binding", default=None)
 
 
 def replay() -> Callable[[], AbstractContextManager[Any]]:
-    """Return what brings back, for a recomputation, the tensors that the innermost bound module holds now.
+    """Return a function that restores, for a recomputation, the tensors that the innermost bound module holds now.
 
     Returns:
         Gives a context in which the module holds the parameters of now and copies of the buffers of now;
@@ -275,7 +275,7 @@ class _Bound:
 
 
 def _content(container: Any, key: Any) -> Any:
-    """Return what is in a place; nothing where the place is gone."""
+    """Return the tensor in a place; `None` if the place is gone."""
     try:
         return container[key]
     except LookupError:

@@ -53,7 +53,7 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module has of its own, and a copy of it has too."""
+    """Return the attributes that a module owns, and its copy owns too."""
     return {key: value for key, value in vars(module).items() if key not in _NOT_COPIED}
 
 

@@ -58,7 +58,7 @@ def snapshot(
     metrics: Mapping[str, Any] | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Return what a checkpoint of a state consists of, all on the host or on its way there.
+    """Return the content of a state's checkpoint, on the host or being copied there.
 
     On the CPU nothing is copied: tensors of a state never change, and what a compiled step would write over is copied
     out as it is read.

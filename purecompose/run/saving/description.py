@@ -74,8 +74,8 @@ def architecture(model: Model) -> list[str]:
 
 
 def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
-    """Return where two networks have modules of other types, one line each; of those inside a listed one nothing is
-    said.
+    """Return a line for each module whose type differs in two networks; modules
+    inside a listed one are left out.
 
     The same weights mean another function there, whatever their names and shapes.
 
@@ -94,14 +94,14 @@ def other_modules(saved: list[str], now: list[str], place: str) -> list[str]:
 
 
 def other_settings(saved: list[str], now: list[str], place: str) -> list[str]:
-    """Return where modules of the same type have other settings, one line each; see `other_modules` for the arguments."""
+    """Return a line for each module whose settings differ; see `other_modules` for the arguments."""
     there, here = _by_name(saved), _by_name(now)
     both = [name for name in there if name in here and _type(there[name]) == _type(here[name])]
     return [_difference(name, there, here, place) for name in both if there[name] != here[name]]
 
 
 def environment(state: State, step: Any = None) -> dict[str, Any]:
-    """Return what the bits of a run depend on beside the state: versions, device, threads, and how the step is run."""
+    """Return what a run's bits depend on beside the state: versions, device, threads, and how the step is run."""
     device = state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     reported = {
@@ -118,7 +118,7 @@ def environment(state: State, step: Any = None) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return where two descriptions differ, one line for each thing; what only one of them tells is left out."""
+    """Return a line for each difference of two descriptions; facts that only one has are left out."""
     lines = other_settings(saved["model"], now["model"], "the checkpoint")
     for name in _SETTINGS:
         if name in saved and name in now and saved[name] != now[name]:
@@ -131,7 +131,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def overruled_hparams(saved: Mapping[str, Any], like: State) -> list[str]:
-    """Return where the template wants another value of a named scalar than the run began with; one line for each."""
+    """Return a line for each named scalar whose value in the template differs from the run's first one."""
     lines = []
     for name, value in like.hparams.items():
         began = saved.get("hparams", {}).get(name)

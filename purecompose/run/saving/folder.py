@@ -217,7 +217,7 @@ def is_whole(path: Path, index: Index) -> bool:
 
 
 def name_at(now: Timestamp) -> str:
-    """Return what a run calls its checkpoint of a point in time, such as `ep0003-ba00000120`."""
+    """Return the name of a run's checkpoint at a time, such as `ep0003-ba00000120`."""
     return f"ep{now.epoch:04d}-ba{now.batch:08d}"
 
 

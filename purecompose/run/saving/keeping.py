@@ -110,7 +110,7 @@ class Resumed:
 
 
 def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed:
-    """Return what a run goes on from, by a checkpoint's folder; BEFORE_LOAD fires on the template, for which see
+    """Return what a run resumes from, by a checkpoint's folder; BEFORE_LOAD fires on the template, for which see
     `load`.
 
     Args:
@@ -127,7 +127,7 @@ def resumed_from(path: Path | str, like: State, step: Any, *, is_adaptive: bool 
 
 
 def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adaptive: bool = False) -> Resumed | None:
-    """Return what a run goes on from: the newest checkpoint in a folder that is whole, if there is any.
+    """Return what a run resumes from: the newest complete checkpoint in a folder, if there is any.
 
     Damaged ones are put aside, under names that say so: the run will write those batches again. For the arguments see
     `resumed_from`.
@@ -215,7 +215,7 @@ class Keeper:
             self._problems.append(f"{self.folder} cannot be tidied: {_words(error)}")
 
     def is_due(self, before: Timestamp, now: Timestamp, metrics: Mapping[str, Any]) -> bool:
-        """Return whether it is time for one, after what happened between two times, or worth one, by what was measured."""
+        """Return whether a checkpoint is due between two times, or worth keeping by its metrics."""
         if self._is_best(metrics):
             return True
         every = self.settings.every
@@ -401,7 +401,7 @@ def _is_disk_full(error: Exception | None) -> bool:
 
 
 def _cause(error: Exception) -> str:
-    """Return what went wrong, without the name of the file, so that it reads the same for each checkpoint."""
+    """Return an error as text, without the name of the file, so that it is the same for each checkpoint."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 

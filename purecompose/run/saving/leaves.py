@@ -105,7 +105,7 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, Any]) -> list[str]:
-    """Return where saved leaves do not fit a template, one line each."""
+    """Return a line for each saved leaf that does not fit a template."""
     wanted, found = leaves_of(_lasting(like)), {*tensors, *values}
     lines = []
     for name, tensor in wanted.tensors.items():
@@ -129,7 +129,7 @@ def mismatches(like: State, tensors: Mapping[str, Spec], values: Mapping[str, An
 def filled(
     like: State, static: Static, tensors: Mapping[str, Tensor], specs: Mapping[str, Spec], values: Mapping[str, Any]
 ) -> State:
-    """Return a state of the template's structure and devices with the saved leaves; those that do not fit stay its own."""
+    """Return the template with the saved leaves; leaves that do not fit stay the template's."""
     # In the order in which they were: the file has another, and it is part of a tree's structure.
     found = {name: _restored(tensors[name], specs[name], like.device) for name in specs if _is_metric(name)}
     found |= {name: value for name, value in values.items() if _is_metric(name)}
@@ -152,7 +152,7 @@ _METRICS = "metrics/"
 
 
 def _is_runs_own(name: str) -> bool:
-    """Return whether a leaf belongs to no algorithm but to a reason to stop, which may come or go where a run goes on."""
+    """Return whether a leaf belongs to a stopping rule, which a resumed run may add or leave out."""
     return name.startswith("slots['.")
 
 

@@ -18,7 +18,7 @@ __all__ = ["is_alive", "place", "token"]
 
 
 def token() -> str:
-    """Return what this process has, beside its number, that no earlier one of that number had: eight hexadecimal
+    """Return a token that distinguishes this process from earlier ones with its number: eight hexadecimal
     digits.
 
     Example:
@@ -48,7 +48,7 @@ def is_alive(pid: int, its_token: str | None) -> bool:
 
 
 def place() -> str:
-    """Return where a process's number means the same: a machine's name, and on Linux its namespace of processes.
+    """Return the scope of process numbers: a machine's name, and on Linux its process namespace.
 
     So two containers on a machine are two places.
     """
@@ -64,7 +64,7 @@ def _token(pid: int) -> str:
 
 
 def _told(pid: int) -> tuple[str | None, str | None]:
-    """Return what the system says of a process, where it says anything: its state, a letter, and a token by its start."""
+    """Return what the system reports of a process, if anything: its state (a letter) and a token of its start."""
     try:
         # The name, in brackets, may hold anything.
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -185,7 +185,7 @@ class _Witnesses:
         return around
 
     def dropped_out(self, state: State) -> Tensor:
-        """Return what the untrained network makes of fixed inputs in training mode, by the state's draws."""
+        """Return the untrained network's outputs for fixed inputs in training mode, with the state's draws."""
         probe = self.start.replace(key=state.key, clock=state.clock)
         return batches.tensors(probe.forward(self.inputs, train=True, name=".forward"))[0].detach()
 
@@ -194,7 +194,7 @@ _OUTER = (Event.FIT_START, Event.EPOCH_START, Event.BEFORE_DATALOADER)
 
 
 def _sources(state: State) -> dict[str, Any]:
-    """Return all that draws come from."""
+    """Return everything that draws depend on."""
     clock = state.clock
     assert clock is not None
     return {"key": state.key, "first_example": state.first_example, "clock": clock.values, "domain": clock.domain}

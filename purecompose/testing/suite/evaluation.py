@@ -137,7 +137,7 @@ def _weights(state: State, started: State) -> State:
 
 
 def _check_metrics(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Return what an algorithm reports of its own is allowed."""
+    """Check that evaluations agree in everything but the algorithm's own reports."""
     check_equal(dict(ours), {k: v for k, v in theirs.items() if k in ours}, _EVALUATION_LABELS, "metrics")
 
 
@@ -257,7 +257,7 @@ class _Opened:
 
 
 def _new_tensors(before: Any, after: Any) -> list[Tensor]:
-    """Return what has come into a slot."""
+    """Return the changes of a slot."""
     old = {id(leaf) for leaf in tree.leaves(before)}
     return [leaf for leaf in tree.leaves(after) if isinstance(leaf, Tensor) and id(leaf) not in old]
 

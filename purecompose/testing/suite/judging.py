@@ -77,7 +77,7 @@ def _at_best_precision(judge: Judge, subject: Subject, case: Case) -> bool:
 
 
 def attempted(doing: str, act: Callable[[], Any]) -> Any:
-    """Return what `act` returns; what it raises, after a plain step has not, breaks the law."""
+    """Return the result of `act`; an error that the plain step does not raise breaks the law."""
     try:
         return act()
     except Exception as error:
@@ -93,7 +93,7 @@ _HALF = tree.Tolerance(0.1, 2e-3)
 
 
 def rounding(dtype: torch.dtype) -> tree.Tolerance:
-    """Return how far rounding reaches, by a leaf's own dtype: slots may be float32 in any state."""
+    """Return the rounding tolerance by a leaf's own dtype: slots may be float32 in any state."""
     return _DOUBLE if dtype in (torch.float64, torch.complex128) else _SINGLE
 
 

@@ -288,7 +288,7 @@ def _stops_gradients(algorithm: Algorithm) -> bool:
 
 
 def _point(state: State, names: set[str]) -> Point:
-    """Return what is differentiated in: the floating params, and these hparams."""
+    """Return the inputs of the derivative: the floating params, and these hparams."""
     hparams = {key: value.to(torch.float64) for key, value in state.hparams.items() if key in names}
     return {"hparams": hparams, "params": {key: p for key, p in state.params.items() if p.is_floating_point()}}
 

@@ -76,7 +76,7 @@ def _cause(subject: Subject, case: Case, snapshot: bytes, end: State) -> str:
 
 
 def _more(case: Case) -> int:
-    """Return one step more before the break, where it would fall between two epochs."""
+    """Take one more step before the break if it would fall between two epochs."""
     return int((case.start + case.num_batches) % case.batches_per_epoch == 0 and case.batches_per_epoch > 1)
 
 

@@ -40,7 +40,7 @@ class Predicate:
         return self, math.inf
 
     def negated_words(self) -> str:
-        """Return how the opposite prints."""
+        """Return the text of the negation."""
         return f"~{self!r}"
 
     def __and__(self, other: "Predicate | Callable[[Event, Any], bool]") -> "Predicate":

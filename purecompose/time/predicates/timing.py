@@ -110,7 +110,7 @@ class _Every(Timed):
         return NEVER, timestamp.batch + length - 1 - passed
 
     def _first(self, run: RunLength, length: int | float) -> int | float:
-        """Return which batch, counted from 1, is the first turn; after the first interval where it is not known."""
+        """Return the first batch, counted from 1, in which it holds; after the first interval where it is not known."""
         return length if self.since is None else first_turn(self.since, self.interval, run) or length
 
     def _length(self, run: RunLength) -> int | float:
@@ -147,7 +147,7 @@ class _Settled(Timed):
 
 
 def _number(event: Event, timestamp: Timestamp, in_epoch: bool) -> int:
-    """Return which batch the event belongs to, counted from 1; 0 before the first one has been done."""
+    """Return the number of the batch that the event belongs to, counted from 1; 0 before the first one is done."""
     lag = _LAG[event]
     if not in_epoch:
         return timestamp.batch + lag

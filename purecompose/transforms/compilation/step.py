@@ -153,7 +153,7 @@ class CompiledStep(Step):
         return self.step(state, batch)
 
     def variants(self) -> Variants:
-        """Return what has been compiled so far; prints as a table."""
+        """Return what has been compiled so far; it prints as a table."""
         return Variants(self._graphs.variants)
 
     def warmup(self, state: State, *examples: Any) -> Variants:

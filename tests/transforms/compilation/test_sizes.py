@@ -14,6 +14,7 @@ from purecompose.transforms.compilation.capture import fake_mode
 from purecompose.transforms.compilation.sizes import Size, opened, size_of
 from purecompose.transforms.signature import Signature
 from tests.helpers import changing, counter, make_batch, make_cnn, make_mlp, make_state, noise
+from tests.sampling import one_in
 from tests.shipped_examples import examples_on_tasks
 from tests.transforms.compilation.compile_helpers import assert_runs_agree, average, made, scaling, sharpness, swap
 
@@ -135,11 +136,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts_agree(lay: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("lay", one_in(3, LAYOUTS))
+def test_layouts_agree(lay: str) -> None:
     step, fast = made([noise()], dynamic=True)
     batches = [
-        (lay(x) if seed % 2 else x, y)
+        (LAYOUTS[lay](x) if seed % 2 else x, y)
         for seed, (x, y) in enumerate(of_sizes((4, 4, 5, 5, 7, 7, 1, 1), shape=(2, 6, 6)))
     ]
     assert_runs_agree(step, fast, make_state(make_cnn()), batches)
