@@ -249,12 +249,12 @@ def global_norm(tree: Any) -> Tensor:
 
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:
-    """By key path: the leaf, or empty container, and the types of the nodes that lead to it."""
+    """Return by key path the leaf, or empty container, and the types of the nodes that lead to it."""
     return {path: (leaf, above) for path, leaf, above in _entries(tree, is_leaf=_is_empty_container)}
 
 
 def _entries(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any, tuple[type, ...]]]:
-    """Key path, leaf and the types above it, also inside objects that hold tensors unknown to the registries.
+    """Yield key path, leaf and the types above it, also inside objects that hold tensors unknown to the registries.
 
     Those must be taken apart: `==` on them would ask a tensor for its truth.
     """
@@ -313,7 +313,7 @@ def _unequal(first: Tensor, second: Tensor, tolerance: ToleranceLike) -> Tensor:
 
 
 def _are_same_values(first: Any, second: Any) -> bool:
-    """Of two leaves that are not both tensors."""
+    """Return whether two leaves that are not both tensors are equal."""
     if type(first) is not type(second):
         return False
     if isinstance(first, (float, complex)):

@@ -219,7 +219,7 @@ _HINTS = {
 
 
 def _without_times(line: str) -> str:
-    """Name of equal length in place of names with a module and of times without quotes, so that columns stay."""
+    """Put a name of equal length in place of names with a module and of times without quotes, so that columns stay."""
     return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] or found["own"] else found[0], line)
 
 

@@ -84,7 +84,7 @@ apply_weight_standardization = on_module("weight_standardization", weight_standa
 
 @factory
 def weight_standardization(n_last_layers_ignore: int = 0, *, name: str = "weight_standardization") -> Algorithm:
-    """Standardizes the filters of convolutions.
+    """Standardize the filters of convolutions.
 
         W' = (W - mean) / sqrt(var + 1e-10),   over all dims of W but the first, with the biased variance
 

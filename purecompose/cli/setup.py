@@ -265,7 +265,7 @@ def plain_warnings() -> Iterator[None]:
 
 @contextmanager
 def fixed_arithmetic(num_threads: int) -> Iterator[None]:
-    """Fixes what the bits of a result depend on, threads and kernels, and sets it back afterwards.
+    """Fix what the bits of a result depend on, threads and kernels, and sets it back afterwards.
 
     Raises:
         UsageError: Fewer than one thread.

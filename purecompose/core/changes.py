@@ -21,7 +21,7 @@ _CONTEXT_FIELDS = frozenset(field.name for field in dataclasses.fields(Context) 
 
 
 def translated(changes: Mapping[str, Any], fields: Collection[str], static: Static, batch: Any) -> dict[str, Any]:
-    """Change under the convenient names as changes of fields.
+    """Translate changes under convenient names to changes of fields.
 
     Args:
         changes: What is asked for: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
@@ -57,7 +57,7 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
 
 
 def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
-    """Named scalars as tensors: numbers become 0-d float32.
+    """Return named scalars as tensors: numbers become 0-d float32.
 
     Raises:
         TypeError: Something is neither a number nor a tensor.

@@ -157,7 +157,7 @@ def num_terms(state: State) -> int | Tensor:
 
 @torch.no_grad()
 def check_terms(state: State) -> None:
-    """Raises, right after the loss, where `num_terms` would count what a model's own loss is not the mean of."""
+    """Raise, right after the loss, where `num_terms` would count what a model's own loss is not the mean of."""
     if isinstance(state.context.loss, losses.ModelLoss):
         reads_values = not is_transforming() and not is_fake(state.key)
         state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)

@@ -92,7 +92,7 @@ class Layout:
         return check_whole(self.token_counter(batch), "num_tokens(batch)", 0)
 
     def split(self, batch: Any, num_parts: int) -> list[Any]:
-        """Consecutive parts of nearly equal size, larger ones first.
+        """Split the batch into consecutive parts of nearly equal size, larger ones first.
 
         Raises:
             ValueError: As `batch.split`; a splitter's part of another size than was asked for.

@@ -51,23 +51,23 @@ class SealedTensor:
     requires_grad = property(lambda self: self._tensor.requires_grad)
 
     def size(self, dim: int | None = None) -> Any:
-        """As `Tensor.size`."""
+        """See `Tensor.size`."""
         return self._tensor.size() if dim is None else self._tensor.size(dim)
 
     def dim(self) -> int:
-        """As `Tensor.dim`."""
+        """See `Tensor.dim`."""
         return self._tensor.dim()
 
     def numel(self) -> int:
-        """As `Tensor.numel`."""
+        """See `Tensor.numel`."""
         return self._tensor.numel()
 
     def stride(self) -> tuple[int, ...]:
-        """As `Tensor.stride`."""
+        """See `Tensor.stride`."""
         return self._tensor.stride()
 
     def is_floating_point(self) -> bool:
-        """As `Tensor.is_floating_point`."""
+        """See `Tensor.is_floating_point`."""
         return self._tensor.is_floating_point()
 
     def __len__(self) -> int:

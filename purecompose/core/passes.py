@@ -86,7 +86,7 @@ def sort_to_back(items: Iterable[T], chosen: type | tuple[type, ...] | Callable[
 
 
 def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Reverses the order on AFTER events, so that the first algorithm in is the last one out.
+    """Reverse the order on AFTER events, so that the first algorithm in is the last one out.
 
     Evaluation's and prediction's AFTER events count; `*_END` events keep the order of the list.
     """
@@ -112,7 +112,7 @@ def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -
 
 
 def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Honours `runs_before` and `runs_after`; otherwise the order stays as near as possible to what it was.
+    """Honour `runs_before` and `runs_after`; otherwise the order stays as near as possible to what it was.
 
     Raises:
         OrderError: The constraints form a cycle, which the message prints.

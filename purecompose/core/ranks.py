@@ -49,7 +49,7 @@ class Ranks:
     size: int
 
     def share(self, batch: Any, layout: Layout) -> Share:
-        """This rank's part: consecutive examples, as many as the others have, or one more."""
+        """Return this rank's part: consecutive examples, as many as the others have, or one more."""
         num_examples = layout.num_examples(batch)
         num_parts = min(self.size, num_examples)
         if self.rank >= num_parts:
@@ -83,7 +83,7 @@ class Ranks:
         return self.sums(parts), count[0] if count else None
 
     def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
-        """Slots that have changed as on all ranks together: numbers by the sum of what was added to them.
+        """Return slots with the changes of all ranks: numbers by the sum of what was added to them.
 
         A bool that has changed on any of them is changed.
 
@@ -112,7 +112,7 @@ class Ranks:
         return tree.unflatten(spec, new)
 
     def with_buffers(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
-        """Buffers that have changed by the mean of what each rank has added, weighted by its `num` examples.
+        """Return buffers changed by the mean of what each rank has added, weighted by its `num` examples.
 
         Those that are not floating numbers are the greatest of all ranks. What no rank has changed stays as it was.
         """

@@ -300,7 +300,7 @@ class State:
         return self.__dict__.get("_lease")
 
     def unleased(self) -> "State":
-        """This state, with all that it has on lease read out; see `purecompose.transforms.donation`."""
+        """Return the state with all leased fields read; see `purecompose.transforms.donation`."""
         state = object.__new__(State)
         state.__dict__.update(self.__getstate__())
         return state
@@ -314,7 +314,7 @@ class State:
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `copy` and `pickle`: the fields themselves, without a lease."""
+        """Return the fields themselves, without a lease, for `copy` and `pickle`."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
@@ -345,7 +345,9 @@ class State:
         return random.Rng(self.key, draw=random.salt(*names), example=0, batch=self.clock.draw)
 
     def example_rng(self, name: str) -> random.Rng:
-        """Like `rng`, for draws about single examples: a microbatch draws what the whole batch would have."""
+        """Return a generator like `rng`'s for draws about single examples: a microbatch draws what the whole batch
+        would have.
+        """
         indices = torch.arange(self.num_examples, dtype=torch.int64, device=self.device)
         if self.first_example is not None:
             indices = indices + self.first_example
@@ -475,6 +477,6 @@ tree.register_node(State, _flatten, _unflatten)
 
 
 def _loss_dtype(params: dict[str, Tensor]) -> torch.dtype:
-    """That of a double-precision network, else float32."""
+    """Return float64 for a double-precision network, else float32."""
     wide = any(param.dtype in (torch.float64, torch.complex128) for param in params.values())
     return torch.float64 if wide else torch.float32

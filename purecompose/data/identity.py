@@ -49,7 +49,7 @@ def describe_data(data: Any) -> dict[str, str]:
 
 
 def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Lines that say what is not the same; none where one of the two says nothing."""
+    """Return a line for each difference; facts that only one of the two has are left out."""
     if not saved or not now:
         return []
     return [

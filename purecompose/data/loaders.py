@@ -80,7 +80,7 @@ def fixed_batches(data: Iterable[Any], key: Tensor) -> Iterable[Any]:
 
 
 def own_order(data: object) -> str | None:
-    """Why the order of data is not the run's key's, so that a run cannot quite go on; `None` where it is."""
+    """Return why the order of data does not follow the run's key; `None` if it does."""
     if isinstance(data, DataLoader) and data.generator is not None:
         return (
             "the DataLoader has its own generator, which is not part of a checkpoint: its order is not what "

@@ -28,7 +28,7 @@ def epoch_order(key: Tensor, epoch: int, num_examples: int) -> Tensor:
 
 
 def epoch_seed(key: Tensor, epoch: int) -> int:
-    """64 bits for whatever draws the order of an epoch in its own way, such as a sampler."""
+    """Return a 64-bit seed for what draws an epoch's order in its own way, such as a sampler."""
     low, high = fold_in(fold_in(key, _ORDER), epoch).tolist()
     return (high << 32) | low
 

@@ -248,7 +248,7 @@ def _check_metrics(
 
 
 def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
-    """Say where the data are not those of the checkpoint, as far as that is known.
+    """Warn if the data differ from those of the checkpoint, as far as that is known.
 
     Raises:
         MismatchError: It stands in the middle of an epoch of another length.

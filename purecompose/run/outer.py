@@ -136,7 +136,7 @@ class Run:
         return self._is_stopped or state.timestamp.is_finished() or time.monotonic() >= self._deadline
 
     def _fire(self, event: Event, state: State) -> State:
-        """Algorithms first, then observers, who see what the algorithms made."""
+        """Fire an event: algorithms first, then observers, which see the result."""
         if event not in self.step.events:
             state = self.step.fire(event, state)
         return tell(self.observers, event, state)

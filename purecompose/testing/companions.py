@@ -82,7 +82,7 @@ def noise(name: str = "noise", scale: float = 0.1) -> Algorithm:
 
 
 def shrink(name: str = "shrink", factor: float = 0.99) -> Algorithm:
-    """Shrinks the trainable parameters after the update."""
+    """Shrink the trainable parameters after the update."""
 
     def apply(event: Event, state: State) -> State:
         del event

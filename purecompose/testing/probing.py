@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(task: Task, algorithm: Algorithm, owner_of: Callable[[Exception], Law | None]) -> Refusal | None:
-    """Why the algorithm does not work on a task; `None` if it does, or breaks a law there.
+    """Return why the algorithm does not work on a task; `None` if it does, or breaks a law there.
 
     Args:
         task: The task.

@@ -117,7 +117,7 @@ def timestamps(draw: st.DrawFn, run: RunLength | None = None) -> Timestamp:
 
 
 def predicates(run: RunLength | None = None, *, max_leaves: int = 4) -> st.SearchStrategy[Predicate]:
-    """Predicates of `on`, `between`, `every`, `after`, `before`, `epoch_ends`, only and joined by `&`, `|`, `~`.
+    """Predicates of `on`, `between`, `every`, `after`, `before`, `epoch_ends`, alone and joined by `&`, `|`, `~`.
 
     They shrink to `on(AFTER_DATALOADER)`.
 

@@ -209,7 +209,7 @@ def _end_worker() -> None:
 
 
 def serve(fork: bool) -> None:
-    """Answers requests on standard input until it is closed; what algorithms print goes nowhere."""
+    """Answer requests on standard input until it is closed; what algorithms print goes nowhere."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent, not beside it
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -80,7 +80,7 @@ def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
 
 
 def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..., Any]:
-    """`fn` of single members' trees as a function of all members' trees, by `torch.vmap`.
+    """Map `fn` of single members' trees over all members' trees by `torch.vmap`.
 
     Trees may hold what vmap refuses: constants, and objects that only `purecompose.batch` sees into. What `fn`
     returns as it was given comes out as it went in, also where it is common to all members.

@@ -155,7 +155,7 @@ def detect() -> Iterator[Detector]:
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Activation checkpointing: `fn(*args, **kwargs)` without its activations, which backward computes again.
+    """Call `fn(*args, **kwargs)` without keeping its activations, which backward computes again.
 
     Inside `keyed`, the second computation starts from the draw at which the first did, so that it draws the
     same numbers, also where backward runs outside of the scope. Elsewhere this is torch's non-reentrant

@@ -34,7 +34,7 @@ class Guards:
         self._expected = [(guard.container, _items(guard.before)) for guard in full]
 
     def restore(self, *, with_layers: bool = False) -> None:
-        """Undoe what a forward pass wrote into the modules' dictionaries, and names it once in a warning.
+        """Undo what a forward pass wrote into the modules' dictionaries, and name it once in a warning.
 
         Args:
             with_layers: Compare those of torch's own layers too. Where one has changed, every later call does.

@@ -143,7 +143,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
 
 
 def read(path: Path | str, like: State, *, step: Any = None, strict: bool = True, is_adaptive: bool = False) -> State:
-    """`load` without the events around it."""
+    """Load as `load` does, without the events around it."""
     path = Path(path)
     try:
         index = folder.read_index(path)

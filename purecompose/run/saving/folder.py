@@ -335,7 +335,7 @@ def _is_part(tensor: Tensor) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Forces a file, or a folder's list of names, onto the disk."""
+    """Force a file, or a folder's list of names, onto the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

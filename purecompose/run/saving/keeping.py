@@ -305,7 +305,7 @@ class Keeper:
         self._waiting = _Waiting(self._pool.submit(self._write, task), task.now.batch, is_best)
 
     def _write(self, task: "_Task") -> None:
-        """Perhaps in the writing thread; whatever goes wrong is not a reason to lose the run."""
+        """Write a checkpoint, possibly in the writing thread; errors become warnings and never end the run."""
         try:
             task.taken.write(task.target)
         except Exception as error:

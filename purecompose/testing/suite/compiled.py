@@ -72,7 +72,7 @@ def _judge_compiled(subject: Subject, case: Case, dtype: torch.dtype) -> bool:
 
 
 def _turns() -> Algorithm:
-    """Does nothing, but cuts the step before and after AFTER_TRAIN_BATCH, and makes two variants of what follows.
+    """Cut the step before and after AFTER_TRAIN_BATCH, and make two variants of what follows.
 
     The cut needs something that may vary on both sides. Before it nothing does in fact (the turn comes after 2**40
     batches), since the part with the network's gradient is the one that takes time to trace. Variants by turns of two

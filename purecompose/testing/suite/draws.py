@@ -204,7 +204,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Listens where every draw takes its words."""
+        """Listen where every draw takes its words."""
         original: Callable[..., Tensor] = sources.philox_lanes
 
         def listening(element: Any, draw: Any, example: Any, batch: Any, key: Tensor) -> Tensor:

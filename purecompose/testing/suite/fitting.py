@@ -107,7 +107,7 @@ _STEPS, _MOST_GROWTH = 100, 50
     most_cases=2,
 )
 def memory_bounded(subject: Subject, case: Case) -> bool:
-    """Counts, after 100 steps and after 200, tensors in memory, leaves of the state, and what `apply` and `match` hold.
+    """Count, after 100 steps and after 200, tensors in memory, leaves of the state, and what `apply` and `match` hold.
 
     What they hold is what can be reached from their closures, defaults, attributes and the globals that they name.
     """

@@ -163,7 +163,7 @@ def _weighs_examples(whole: State, num: int) -> bool:
     exempt=lambda algorithm: never_acts(algorithm) or ("a host algorithm reads values" if algorithm.host else None),
 )
 def vmap_agrees(subject: Subject, case: Case) -> bool:
-    """Maps three steps over two or three states of other seeds and rates: two with one batch for all, one with own.
+    """Map three steps over two or three states of other seeds and rates: two with one batch for all, one with own.
 
     Integers agree exactly. What is raised under vmap only breaks the law, too. In half precision every step begins
     with equal states. The comparison ends where rounding only tips a choice in the step itself, such as that of

@@ -74,7 +74,7 @@ class SlicedPart:
         return boundary.after(writes, self.used)
 
     def run(self, values: Values, buffers: DonatedBuffers, *, is_first: bool) -> None:
-        """Run the scope, and puts its results into `values`."""
+        """Run the scope and put its results into `values`."""
         del buffers, is_first
         before = {name: self._seam.signatures[name].build(values[name]) for name in FIELDS}
         with torch.no_grad():
