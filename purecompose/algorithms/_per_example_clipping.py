@@ -104,7 +104,7 @@ def per_example_clipping(
         max_norm: C, above 0; infinity never matches. An hparam or a schedule may be given, and for the noise, too: its
             default is checked; what becomes of it later is not. The median of the norms is a good beginning; the
             metric f"{name}/norm" tells their mean.
-        noise_multiplier: sigma, the deviation of the noise in the sum of the gradients, in units of `max_norm`; 0 for
+        noise_multiplier: Sigma, the deviation of the noise in the sum of the gradients, in units of `max_norm`; 0 for
             none. Around 1 is common where privacy is wanted.
         chunk_size: How many examples' gradients are in memory at a time, each as large as the parameters; by default
             all that this process computes. With 1 they are taken one after the other, without `vmap`: slowly, but of

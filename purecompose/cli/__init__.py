@@ -314,7 +314,7 @@ def _with_hypothesis(command: str, place: str) -> Callable[[argparse.Namespace],
     """Return a command from a file of its own, which imports what the other commands run without.
 
     Raises:
-        ImportError: hypothesis is missing.
+        ImportError: Hypothesis is missing.
     """
     try:
         import hypothesis  # noqa: F401

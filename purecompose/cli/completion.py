@@ -29,7 +29,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
         shell: One of `SHELLS`.
 
     Raises:
-        ImportError: shtab is not installed.
+        ImportError: Shtab is not installed.
         UsageError: The installed shtab does not know the shell.
     """
     try:

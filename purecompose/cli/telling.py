@@ -62,7 +62,7 @@ def print_results(
     """Print the table at the end; `missing` are the files in `out` that could not be written.
 
     Raises:
-        ImportError: rich is missing.
+        ImportError: Rich is missing.
     """
     from rich.console import Console
     from rich.table import Table

@@ -33,12 +33,12 @@ class Arrays:
     `epoch` gives the keyed order for training. `len` counts batches per epoch. With `names` batches are dicts.
 
     Attributes:
-        inputs: shape `(num_examples, *rest)`, any dtype.
-        targets: shape `(num_examples, *rest)`, any dtype, on the same device.
-        batch_size: examples per batch; the last batch of an epoch may be smaller.
-        shuffle: whether `epoch` permutes; otherwise every epoch has the stored order.
-        drop_last: whether a smaller last batch is left out, in `epoch` and in plain iteration.
-        names: the names of inputs and targets in a batch, a dict then; `None` for pairs.
+        inputs: Shape `(num_examples, *rest)`, any dtype.
+        targets: Shape `(num_examples, *rest)`, any dtype, on the same device.
+        batch_size: Examples per batch; the last batch of an epoch may be smaller.
+        shuffle: Whether `epoch` permutes; otherwise every epoch has the stored order.
+        drop_last: Whether a smaller last batch is left out, in `epoch` and in plain iteration.
+        names: The names of inputs and targets in a batch, a dict then; `None` for pairs.
     """
 
     inputs: Tensor
@@ -85,9 +85,9 @@ class Arrays:
         """Return the batches of one epoch, in the order that belongs to `(key, epoch)`.
 
         Args:
-            key: the run's key, int64 of shape (2,), such as `state.key`. Not read when `shuffle` is off.
-            epoch: which epoch of the run, from 0.
-            start: the first batch to give, 0 to `len(self)`; those before it cost nothing.
+            key: The run's key, int64 of shape (2,), such as `state.key`. Not read when `shuffle` is off.
+            epoch: Which epoch of the run, from 0.
+            start: The first batch to give, 0 to `len(self)`; those before it cost nothing.
 
         Returns:
             An iterator over `(inputs, targets)`, or dicts of the two. Shuffled batches are copies.
@@ -154,17 +154,17 @@ def arrays(
     """Make an in-memory data set that gives batches of `batch_size` examples.
 
     Args:
-        inputs: shape `(num_examples, *rest)`.
-        targets: shape `(num_examples, *rest)`.
-        batch_size: examples per batch, at least 1.
-        shuffle: permute the order of each epoch by key; plain iteration never shuffles.
-        drop_last: leave out a last batch that is smaller than the others.
-        names: two names, for batches that are dicts: `("input_ids", "labels")`, so that the tokens of a language
+        inputs: Shape `(num_examples, *rest)`.
+        targets: Shape `(num_examples, *rest)`.
+        batch_size: Examples per batch, at least 1.
+        shuffle: Permute the order of each epoch by key; plain iteration never shuffles.
+        drop_last: Leave out a last batch that is smaller than the others.
+        names: Two names, for batches that are dicts: `("input_ids", "labels")`, so that the tokens of a language
             model's batch are counted. The state needs the same as its `input_field` and `target_field`.
 
     Raises:
-        TypeError: something other than tensors, a batch size that is not an int, or names that are not two texts.
-        ValueError: no examples, different numbers of inputs and targets, different devices, a batch size
+        TypeError: Something other than tensors, a batch size that is not an int, or names that are not two texts.
+        ValueError: No examples, different numbers of inputs and targets, different devices, a batch size
             below 1, or `drop_last` with fewer examples than one batch.
 
     Example:
@@ -179,17 +179,17 @@ def split(inputs: Tensor, targets: Tensor, size: int | float, *, seed: int) -> S
     """Set part of a data set aside, the same part for the same seed on every device.
 
     Args:
-        inputs: shape `(num_examples, *rest)`.
-        targets: shape `(num_examples, *rest)`.
-        size: of the part set aside: a count (int), or a fraction of the examples (float in (0, 1), rounded).
-        seed: of the permutation that chooses.
+        inputs: Shape `(num_examples, *rest)`.
+        targets: Shape `(num_examples, *rest)`.
+        size: Of the part set aside: a count (int), or a fraction of the examples (float in (0, 1), rounded).
+        seed: Of the permutation that chooses.
 
     Returns:
         A `Split`; both parts are in permuted order.
 
     Raises:
-        TypeError: something other than tensors, or a size that is neither int nor float.
-        ValueError: unpaired or empty data, or a size that leaves one of the two parts empty.
+        TypeError: Something other than tensors, or a size that is neither int nor float.
+        ValueError: Unpaired or empty data, or a size that leaves one of the two parts empty.
 
     Example:
         >>> parts = split(torch.arange(10.0), torch.arange(10), 0.2, seed=0)

@@ -28,7 +28,7 @@ def read(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         FileNotFoundError: There is no folder for testing.
         ValueError: A class of the test images that `train` lacks, a class without images, files that cannot be read, or
             images of different sizes.
-        ImportError: pillow is not installed.
+        ImportError: Pillow is not installed.
     """
     test = next((folder / name for name in _TESTS if (folder / name).is_dir()), None)
     if test is None:

@@ -66,7 +66,7 @@ def load(name_or_path: str | Path) -> ImageData:
     """Read an image set into memory, on the CPU.
 
     Args:
-        name_or_path: one of
+        name_or_path: One of
 
             * "digits": 1797 images of 8x8 that come with scikit-learn, split 1437/360, always the same way;
             * a file ending in `.npz` with the arrays x_train, y_train, x_test, y_test (or train_images,
@@ -78,10 +78,10 @@ def load(name_or_path: str | Path) -> ImageData:
               takes pillow.
 
     Raises:
-        ValueError: an unknown name, or a file whose content is not what its format says; the message names
+        ValueError: An unknown name, or a file whose content is not what its format says; the message names
             the file.
-        FileNotFoundError: a folder that lacks one of the four files, or images for testing.
-        ImportError: scikit-learn, numpy or pillow is needed and missing.
+        FileNotFoundError: A folder that lacks one of the four files, or images for testing.
+        ImportError: Scikit-learn, numpy or pillow is needed and missing.
 
     Example:
         >>> data = load("digits")

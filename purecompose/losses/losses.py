@@ -78,7 +78,7 @@ class CrossEntropy:
             default 1 for each.
 
     Raises:
-        TypeError, ValueError: as `has_index_targets`; weights that are negative or not finite, or not C of them. An
+        TypeError, ValueError: As `has_index_targets`; weights that are negative or not finite, or not C of them. An
             index of C or more raises torch's own error.
 
     Example:
@@ -170,7 +170,7 @@ class MeanSquaredError:
     """(outputs - targets)^2, averaged over all elements. Shapes must be equal: nothing broadcasts.
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: Shapes differ.
 
     Example:
         >>> mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [0.0]])).item()
@@ -205,7 +205,7 @@ class BinaryCrossEntropy:
             the outputs' shape, or (N,).
 
     Raises:
-        TypeError, ValueError: as `has_index_targets` and `one_hot`; another `mean_over`.
+        TypeError, ValueError: As `has_index_targets` and `one_hot`; another `mean_over`.
 
     Example:
         >>> outputs, targets = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
@@ -248,7 +248,7 @@ class Dice:
         ignore_index: The index that stands for no class.
 
     Raises:
-        TypeError, ValueError: as `has_index_targets` and `one_hot`; a `smooth` that is not above 0.
+        TypeError, ValueError: As `has_index_targets` and `one_hot`; a `smooth` that is not above 0.
 
     Example:
         >>> round(dice(torch.zeros(1, 2, 4), torch.tensor([[0, 0, 1, 1]])).item(), 4)
@@ -293,7 +293,7 @@ class ModelLoss:
             recognizes, and 0 for other networks.
 
     Raises:
-        ValueError: the outputs carry no such tensor; "sum" or "none" of a scalar.
+        ValueError: The outputs carry no such tensor; "sum" or "none" of a scalar.
 
     Example:
         >>> model_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(4, 3)}, None).item()
@@ -446,7 +446,7 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
     """Raise early if this is not a loss or, with `per_example`, one that cannot give losses per example.
 
     Raises:
-        TypeError: not callable, a class in place of an instance, or no `reduction` parameter.
+        TypeError: Not callable, a class in place of an instance, or no `reduction` parameter.
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise TypeError(
@@ -470,7 +470,7 @@ def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, re
     For "mean" the loss is called without `reduction`, so that a plain function of (outputs, targets) will do.
 
     Raises:
-        TypeError: the loss cannot do what is asked (see `check_loss`); a mixture for a `ModelLoss`.
+        TypeError: The loss cannot do what is asked (see `check_loss`); a mixture for a `ModelLoss`.
     """
     if not isinstance(targets, Mixture):
         return _call_loss(loss_fn, outputs, targets, reduction)
@@ -496,8 +496,8 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
     An example in which nothing counts has loss 0.
 
     Raises:
-        TypeError: the loss has no `reduction` parameter.
-        ValueError: what it gives for "none" has no leading dim of N.
+        TypeError: The loss has no `reduction` parameter.
+        ValueError: What it gives for "none" has no leading dim of N.
     """
     losses = evaluate_loss(loss_fn, outputs, targets, "none")
     _check_rows(loss_fn, losses, outputs, targets)
@@ -577,8 +577,8 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
 
     Args:
         loss: 0-d, the microbatch's mean.
-        terms: its `num_terms`.
-        total: the sum of `num_terms` over the microbatches.
+        terms: Its `num_terms`.
+        total: The sum of `num_terms` over the microbatches.
 
     Example:
         >>> share_of_mean(torch.tensor(6.0), 1, 3).item()

@@ -109,8 +109,8 @@ def top_k(k: int, *, ignore_index: int = -100) -> Metric:
     do not count. Which of equal outputs ranks first is torch's choice.
 
     Args:
-        k: how many guesses are allowed, at least 1.
-        ignore_index: the index that stands for no class.
+        k: How many guesses are allowed, at least 1.
+        ignore_index: The index that stands for no class.
 
     Raises:
         ValueError: k below 1, at once; fewer than max(2, k) classes, at the first update.
@@ -193,7 +193,7 @@ def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
     That is by examples or, for a loss that tells what it counts, by those positions: tokens, not padding.
 
     Raises:
-        TypeError: not a loss.
+        TypeError: Not a loss.
 
     Example:
         >>> metric = mean_loss(torch.nn.functional.mse_loss)
@@ -224,7 +224,7 @@ def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
         loss_fn: A mean of -log p over positions, in nats.
 
     Raises:
-        TypeError: not a loss.
+        TypeError: Not a loss.
 
     Example:
         >>> metric = perplexity()
@@ -242,8 +242,8 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
     of the batch, weighted by its number of examples. A `Mixture` reaches it as dense targets.
 
     Raises:
-        TypeError: not callable, or it returns no tensor.
-        ValueError: what it returns is neither 0-d nor one row per example.
+        TypeError: Not callable, or it returns no tensor.
+        ValueError: What it returns is neither 0-d nor one row per example.
 
     Example:
         >>> metric = from_function(lambda outputs, targets: (outputs - targets).abs())
@@ -271,7 +271,7 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
     `mean_loss`; a function by `from_function`.
 
     Raises:
-        TypeError: none of these, or another object that accumulates by itself.
+        TypeError: None of these, or another object that accumulates by itself.
     """
     if isinstance(value, Metric):
         return value

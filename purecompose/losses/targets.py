@@ -26,11 +26,11 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
 
     Args:
         outputs: (N, C, ...), classes in dim 1.
-        targets: indices (N, ...) of an integer dtype, or dense targets of the outputs' shape.
+        targets: Indices (N, ...) of an integer dtype, or dense targets of the outputs' shape.
 
     Raises:
-        TypeError: one of the two is not a tensor.
-        ValueError: the targets fit neither form.
+        TypeError: One of the two is not a tensor.
+        ValueError: The targets fit neither form.
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         raise TypeError(
@@ -60,13 +60,13 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
     Args:
         targets: (N, ...), integer dtype.
         outputs: (N, C, ...), C at least 2; only shape, dtype and device are used.
-        ignore_index: one more index to leave out, such as 255 in segmentation.
+        ignore_index: One more index to leave out, such as 255 in segmentation.
 
     Returns:
         (N, C, ...), float32, or float64 if the outputs are: half precision would round the weights.
 
     Raises:
-        TypeError, ValueError: as `has_index_targets`; targets are dense already; a single class.
+        TypeError, ValueError: As `has_index_targets`; targets are dense already; a single class.
 
     Example:
         >>> one_hot(torch.tensor([2, -100]), torch.zeros(2, 3)).tolist()
@@ -84,7 +84,7 @@ def num_examples(outputs: Any, targets: Any) -> int:
     """Return the leading dim of the first tensor in the targets, else in the outputs (pytrees allowed).
 
     Raises:
-        ValueError: no tensor with a batch dim in either.
+        ValueError: No tensor with a batch dim in either.
     """
     if isinstance(targets, Tensor) and targets.ndim:
         return targets.shape[0]
@@ -112,9 +112,9 @@ class Mixture:
     """Targets in several terms, with a weight per example. An immutable pytree that splits with the batch.
 
     Attributes:
-        targets: one tensor (N, ...) a term: class indices, or dense targets of the outputs' shape.
-        weights: one tensor (N,) a term, float; over the terms they sum to 1.
-        interpolate_loss: mix the losses of the terms, not their targets. Static. Where mixings of one batch
+        targets: One tensor (N, ...) a term: class indices, or dense targets of the outputs' shape.
+        weights: One tensor (N,) a term, float; over the terms they sum to 1.
+        interpolate_loss: Mix the losses of the terms, not their targets. Static. Where mixings of one batch
             differ in it, losses are interpolated: that is right for every loss, soft targets are not.
 
     Example:
@@ -132,7 +132,7 @@ class Mixture:
         """Return targets as a mixture of one term with weight 1 (float32, or float64 if they are); a mixture as it is.
 
         Raises:
-            TypeError: not a tensor with a batch dim.
+            TypeError: Not a tensor with a batch dim.
         """
         if isinstance(targets, Mixture):
             return targets
@@ -156,11 +156,11 @@ class Mixture:
 
         Args:
             permutation: (N,), int64: the partner of example i is example permutation[i].
-            weight: of the partner, in [0, 1] (not checked); 0-d, or (N,) to differ by example.
-            interpolate_loss: see the class.
+            weight: Of the partner, in [0, 1] (not checked); 0-d, or (N,) to differ by example.
+            interpolate_loss: See the class.
 
         Raises:
-            ValueError: permutation or weight have the wrong shape.
+            ValueError: Permutation or weight have the wrong shape.
         """
         self._check_partners(permutation, weight.shape if isinstance(weight, Tensor) else ())
         return Mixture(
@@ -181,7 +181,7 @@ class Mixture:
             inside: (N, H, W) or (1, H, W), bool; targets are (N, H, W) or (N, ..., H, W).
 
         Raises:
-            ValueError: the permutation or a target has the wrong shape.
+            ValueError: The permutation or a target has the wrong shape.
         """
         self._check_partners(permutation)
         for targets in self.targets:
@@ -205,7 +205,7 @@ class Mixture:
         An index that is negative or `ignore_index` adds nothing to its row.
 
         Raises:
-            TypeError, ValueError: as `has_index_targets` and `one_hot`.
+            TypeError, ValueError: As `has_index_targets` and `one_hot`.
         """
         dtype = wide_dtype(outputs)
         total = None

@@ -49,7 +49,7 @@ class Progress:
         reads_per_second: How often the loss is read at most.
 
     Raises:
-        ImportError: rich is not installed.
+        ImportError: Rich is not installed.
         ValueError: `reads_per_second` is not positive.
     """
 

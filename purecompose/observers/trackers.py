@@ -66,7 +66,7 @@ class MLflow(Recorder):
         **options: `group` and `seconds`; see `Recorder`.
 
     Raises:
-        ImportError: mlflow is not installed.
+        ImportError: Mlflow is not installed.
         TypeError: A client without a `run_id`.
     """
 

@@ -45,13 +45,13 @@ def adafactor(
     Gradients flow through `update`.
 
     Args:
-        lr: the relative learning rate, >= 0, which 1 / sqrt(t) takes over once that is less.
-        beta2_decay: the exponent by which new squares weigh less and less; a number <= 0.
-        eps: the smallest root (None for the resolution of the parameter's dtype), and the RMS that a parameter counts
+        lr: The relative learning rate, >= 0, which 1 / sqrt(t) takes over once that is less.
+        beta2_decay: The exponent by which new squares weigh less and less; a number <= 0.
+        eps: The smallest root (None for the resolution of the parameter's dtype), and the RMS that a parameter counts
             as having at least; numbers >= 0.
-        d: how large the RMS of an update may be before it is clipped; a number >= 1.
-        weight_decay: the factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
-        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+        d: How large the RMS of an update may be before it is clipped; a number >= 1.
+        weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
+        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
 
     Returns:
@@ -61,8 +61,8 @@ def adafactor(
         parameters of one group lie on one device.
 
     Raises:
-        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: a setting out of range.
+        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: A setting out of range.
 
     Example:
         >>> optimizer = adafactor(0.5)

@@ -52,13 +52,13 @@ def adam(
     derivative of sqrt(v) is taken as 0 at v = 0).
 
     Args:
-        lr: the learning rate, >= 0.
-        betas: decay of the two averages, each in [0, 1).
-        eps: added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0
+        lr: The learning rate, >= 0.
+        betas: Decay of the two averages, each in [0, 1).
+        eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0
             there, and 0 / 0 follows where a gradient is 0 (as in torch).
-        weight_decay: the L2 penalty's factor, >= 0, added to the gradient.
-        amsgrad: divide by the root of the largest v so far.
-        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+        weight_decay: The L2 penalty's factor, >= 0, added to the gradient.
+        amsgrad: Divide by the root of the largest v so far.
+        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
 
     Returns:
@@ -67,8 +67,8 @@ def adam(
         shapes and dtypes. The parameters of one group lie on one device.
 
     Raises:
-        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: a setting out of range.
+        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: A setting out of range.
 
     Example:
         >>> optimizer = adam(0.1)

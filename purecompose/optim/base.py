@@ -58,10 +58,10 @@ class Optimizer(Protocol):
         """New parameters and new state; the arguments stay as they are.
 
         Args:
-            grads: gradients by parameter name. A parameter without one keeps its tensor and its state.
-            opt_state: what `init` or the last `update` returned.
-            params: all parameters by name; the result has their order.
-            value: gives the numbers, or 0-d tensors, that scalar settings stand for.
+            grads: Gradients by parameter name. A parameter without one keeps its tensor and its state.
+            opt_state: What `init` or the last `update` returned.
+            params: All parameters by name; the result has their order.
+            value: Gives the numbers, or 0-d tensors, that scalar settings stand for.
         """
         ...
 
@@ -131,7 +131,7 @@ class ByGroup:
         """Return zeros for every parameter, frozen ones included, each slot in the order of `params`.
 
         Raises:
-            ValueError: a group's pattern matches no parameter.
+            ValueError: A group's pattern matches no parameter.
         """
         for pattern, _ in self.groups:
             match_or_raise(pattern, params, f"{self.called}: groups[{pattern!r}]")
@@ -152,7 +152,7 @@ class ByGroup:
         """Move every parameter that has a gradient; see `Optimizer.update`.
 
         Raises:
-            KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
+            KeyError: A gradient without a parameter, or a parameter that `opt_state` does not know.
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
@@ -207,9 +207,9 @@ def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None
     equal options share a cell, and empty cells are left out.
 
     Args:
-        rule: the optimizer.
-        names: the names.
-        forms: the form of each parameter, where the optimizer moves forms in different ways.
+        rule: The optimizer.
+        names: The names.
+        forms: The form of each parameter, where the optimizer moves forms in different ways.
     """
     members: dict[Rule, list[str]] = {}
     rules = [(pattern, rule.overridden(dict(options))) for pattern, options in rule.groups]

@@ -37,17 +37,17 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
     has a method `can_move(param) -> bool`.
 
     Args:
-        groups: pattern -> optimizer, in the order in which patterns are tried; a mapping or pairs.
-        rest: the optimizer for what no pattern takes.
+        groups: Pattern -> optimizer, in the order in which patterns are tried; a mapping or pairs.
+        rest: The optimizer for what no pattern takes.
 
     Returns:
         A frozen, hashable optimizer. Its state is `{slot: {parameter name: tensor}}`, the states of all of them in
         one: a slot that two of them have, such as "step", holds the parameters of both.
 
     Raises:
-        TypeError: no patterns, or something that is not an optimizer; from `init`, an optimizer whose state has another
+        TypeError: No patterns, or something that is not an optimizer; from `init`, an optimizer whose state has another
             form.
-        ValueError: from `init`, a pattern that matches nothing, or nothing that its optimizer moves.
+        ValueError: From `init`, a pattern that matches nothing, or nothing that its optimizer moves.
 
     Example:
         >>> import torch
@@ -96,8 +96,8 @@ class ByPattern:
         """Return the states of all optimizers, each of its own parameters; see `Optimizer.init`.
 
         Raises:
-            TypeError: an optimizer whose state is not of the form {slot: {parameter name: tensor}}.
-            ValueError: a pattern that matches nothing, or nothing that its optimizer moves; and as its optimizers.
+            TypeError: An optimizer whose state is not of the form {slot: {parameter name: tensor}}.
+            ValueError: A pattern that matches nothing, or nothing that its optimizer moves; and as its optimizers.
         """
         parts = self.parts(params, params)
         for i, (pattern, optimizer) in enumerate(self.groups):
@@ -126,7 +126,7 @@ class ByPattern:
         """Move every parameter that has a gradient by its optimizer; see `Optimizer.update`.
 
         Raises:
-            KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
+            KeyError: A gradient without a parameter, or a parameter that `opt_state` does not know.
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}

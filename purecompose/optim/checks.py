@@ -69,12 +69,12 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
     """Group as sorted tuples, with every option checked as the optimizer's own would be.
 
     Args:
-        rule: the optimizer under construction, its own settings checked already.
-        groups: pattern -> options, in the order in which patterns are tried; a mapping or pairs.
+        rule: The optimizer under construction, its own settings checked already.
+        groups: Pattern -> options, in the order in which patterns are tried; a mapping or pairs.
 
     Raises:
-        TypeError: no mapping of mappings, or an option that the optimizer does not have.
-        TypeError, ValueError: an option's value is wrong, alone or beside the optimizer's other settings.
+        TypeError: No mapping of mappings, or an option that the optimizer does not have.
+        TypeError, ValueError: An option's value is wrong, alone or beside the optimizer's other settings.
     """
     valid = list(rule.settings_by_name)
     checked = []
@@ -100,8 +100,8 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
     Of a product, the numbers and the hparams' defaults are known. What a schedule brings is not checked.
 
     Raises:
-        TypeError: no scalar, tensors included.
-        ValueError: a known value out of range, or not finite.
+        TypeError: No scalar, tensors included.
+        ValueError: A known value out of range, or not finite.
     """
     if isinstance(scalar, Tensor):
         raise TypeError(
@@ -122,8 +122,8 @@ def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
     """Require two decays, each in [0, 1) as far as it is known.
 
     Raises:
-        TypeError: not two, or no scalars.
-        ValueError: out of range.
+        TypeError: Not two, or no scalars.
+        ValueError: Out of range.
     """
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{where}: betas: expected two numbers, got {betas!r} ({type(betas).__name__})")
@@ -135,8 +135,8 @@ def checked_constant(scalar: Scalar, where: str) -> float:
     """Return a plain finite number >= 0, as a float: a setting that neither moves nor is learned.
 
     Raises:
-        TypeError: no number; hparams and schedules included.
-        ValueError: out of range, or not finite.
+        TypeError: No number; hparams and schedules included.
+        ValueError: Out of range, or not finite.
     """
     checked = checked_scalar(scalar, where)
     if not isinstance(checked, float):

@@ -55,11 +55,11 @@ def from_torch(
     a gradient through the update works. Each of them raises an error that says so.
 
     Args:
-        optimizer: a subclass of `torch.optim.Optimizer`. It keeps its memory in `state[param]`, as tensors, numbers,
+        optimizer: A subclass of `torch.optim.Optimizer`. It keeps its memory in `state[param]`, as tensors, numbers,
             bools or None that are there from the first step on.
-        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of the
+        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of the
             settings: `{"*.bias": {"weight_decay": 0.0}}`.
-        settings: what the class takes, by name. Wherever a number stands, an hparam, a schedule or a product of them
+        settings: What the class takes, by name. Wherever a number stands, an hparam, a schedule or a product of them
             may stand, in a tuple as well; the class sees its value as a float.
 
     Returns:
@@ -68,10 +68,10 @@ def from_torch(
         before; until then the class makes its own first memory, and what stands in the slots is not read.
 
     Raises:
-        TypeError: no optimizer class, or settings that it does not take; tensors among them; a class that needs a
+        TypeError: No optimizer class, or settings that it does not take; tensors among them; a class that needs a
             closure (LBFGS) or sparse gradients (SparseAdam), or that keeps memory elsewhere than in `state[param]`.
-        ValueError: a setting that the class refuses; from `init`, parameters that it refuses.
-        RuntimeError: from `update`, where it is traced, mapped or differentiated.
+        ValueError: A setting that the class refuses; from `init`, parameters that it refuses.
+        RuntimeError: From `update`, where it is traced, mapped or differentiated.
 
     Example:
         >>> optimizer = from_torch(torch.optim.Adamax, lr=0.5)
@@ -147,7 +147,7 @@ class FromTorch(ByGroup):
         """Return zeros for all that the class will remember, of every parameter; see `Optimizer.init`.
 
         Raises:
-            ValueError: the class refuses a parameter, or a group's pattern matches nothing.
+            ValueError: The class refuses a parameter, or a group's pattern matches nothing.
         """
         for pattern, _ in self.groups:
             match_or_raise(pattern, params, f"{self.called}: groups[{pattern!r}]")
@@ -169,8 +169,8 @@ class FromTorch(ByGroup):
         """Move every parameter that has a gradient, by one `step` of the class; see `Optimizer.update`.
 
         Raises:
-            KeyError: a gradient without a parameter, or a parameter that `opt_state` does not know.
-            RuntimeError: the update is traced, mapped or differentiated; or the class remembers other things than
+            KeyError: A gradient without a parameter, or a parameter that `opt_state` does not know.
+            RuntimeError: The update is traced, mapped or differentiated; or the class remembers other things than
                 in its first step.
         """
         new_params = dict(params)

@@ -40,18 +40,18 @@ def lion(
     the betas nor past gradients get one by way of it.
 
     Args:
-        lr: the learning rate, >= 0.
-        betas: what of the average enters the sign, and what of it stays; each in [0, 1).
-        weight_decay: the factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
-        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+        lr: The learning rate, >= 0.
+        betas: What of the average enters the sign, and what of it stays; each in [0, 1).
+        weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
+        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
 
     Returns:
         A frozen, hashable optimizer. Its state is `{"exp_avg": {name: tensor}}`, of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: a setting out of range.
+        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: A setting out of range.
 
     Example:
         >>> import torch

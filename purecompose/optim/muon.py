@@ -56,27 +56,27 @@ def muon(
     Gradients flow through `update`; in bfloat16 they are as coarse as its numbers.
 
     Args:
-        lr: the learning rate, >= 0; 0.02 is common with "original", AdamW's with "match_rms_adamw".
-        momentum: how much of the last buffer stays, >= 0.
-        nesterov: look ahead along the new buffer.
-        weight_decay: the factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
-        ns_coefficients: of the Newton-Schulz iteration, x <- a x + b (x x') x + c (x x')^2 x.
-        ns_steps: how many iterations, in [1, 99].
-        eps: the smallest norm that a matrix is divided by; a number, >= 0.
-        adjust_lr: the ratio: "original" for sqrt(max(1, rows / columns)), "match_rms_adamw" for
+        lr: The learning rate, >= 0; 0.02 is common with "original", AdamW's with "match_rms_adamw".
+        momentum: How much of the last buffer stays, >= 0.
+        nesterov: Look ahead along the new buffer.
+        weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
+        ns_coefficients: Of the Newton-Schulz iteration, x <- a x + b (x x') x + c (x x')^2 x.
+        ns_steps: How many iterations, in [1, 99].
+        eps: The smallest norm that a matrix is divided by; a number, >= 0.
+        adjust_lr: The ratio: "original" for sqrt(max(1, rows / columns)), "match_rms_adamw" for
             0.2 * sqrt(max(rows, columns)), by which moves are as large as AdamW's.
         ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or in float32 where
             that is a shorter one: the bits of one device are then nearly those of another, and gradients through
             `update` are exact.
-        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above.
 
     Returns:
         A frozen, hashable optimizer. Its state is `{"momentum": {name: tensor}}`, of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: a setting of the wrong kind, an unknown option in a group.
-        ValueError: a setting out of range; from `init`, a parameter that is not a real matrix.
+        TypeError: A setting of the wrong kind, an unknown option in a group.
+        ValueError: A setting out of range; from `init`, a parameter that is not a real matrix.
 
     Example:
         >>> params = {"w": torch.zeros(2, 2)}
@@ -117,10 +117,10 @@ def orthogonalized(
     Newton and Schulz's iteration with an odd polynomial of degree 5, on the matrix divided by its Frobenius norm.
 
     Args:
-        matrix: shape (rows, columns), real.
-        coefficients: of x, x^3 and x^5.
-        steps: how many iterations.
-        eps: the smallest norm to divide by.
+        matrix: Shape (rows, columns), real.
+        coefficients: Of x, x^3 and x^5.
+        steps: How many iterations.
+        eps: The smallest norm to divide by.
 
     Returns:
         The matrix's shape and dtype, in which all is computed.
@@ -175,7 +175,7 @@ class Muon(ByGroup):
         """Return zeros for every parameter, frozen ones included; see `Optimizer.init`.
 
         Raises:
-            ValueError: a parameter that is not a real matrix, or a group's pattern that matches nothing.
+            ValueError: A parameter that is not a real matrix, or a group's pattern that matches nothing.
         """
         for name, param in params.items():
             if not self.can_move(param):

@@ -43,13 +43,13 @@ def rmsprop(
     then, where torch gives NaN. Gradients flow through `update`; the derivative of the root is taken as 0 at 0.
 
     Args:
-        lr: the learning rate, >= 0.
-        alpha: decay of the averages, in [0, 1).
-        eps: added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0 there.
-        weight_decay: the L2 penalty's factor, >= 0, added to the gradient.
-        momentum: how much of the last move's direction stays, >= 0.
-        centered: divide by the gradient's deviation from its mean in place of its size.
-        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+        lr: The learning rate, >= 0.
+        alpha: Decay of the averages, in [0, 1).
+        eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0 there.
+        weight_decay: The L2 penalty's factor, >= 0, added to the gradient.
+        momentum: How much of the last move's direction stays, >= 0.
+        centered: Divide by the gradient's deviation from its mean in place of its size.
+        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
 
     Returns:
@@ -57,8 +57,8 @@ def rmsprop(
         momentum also `"momentum"`, all of the parameters' shapes and dtypes.
 
     Raises:
-        TypeError: a setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
-        ValueError: a setting out of range.
+        TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
+        ValueError: A setting out of range.
 
     Example:
         >>> import torch

@@ -39,12 +39,12 @@ def sgd(
     A setting that is the number 0 costs nothing: without momentum nothing is remembered.
 
     Args:
-        lr: the learning rate, >= 0.
-        momentum: how much of the last buffer stays, >= 0.
-        dampening: how much of the gradient the buffer leaves out, >= 0.
-        nesterov: look ahead along the new buffer.
-        weight_decay: the L2 penalty's factor, >= 0, added to the gradient and so part of the momentum.
-        groups: options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
+        lr: The learning rate, >= 0.
+        momentum: How much of the last buffer stays, >= 0.
+        dampening: How much of the gradient the buffer leaves out, >= 0.
+        nesterov: Look ahead along the new buffer.
+        weight_decay: The L2 penalty's factor, >= 0, added to the gradient and so part of the momentum.
+        groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
 
     Returns:
@@ -52,8 +52,8 @@ def sgd(
         and dtypes, and with dampening `{"step": {name: tensor}}`, 0-d float32 counts of updates.
 
     Raises:
-        TypeError: a setting of the wrong kind, or an unknown option in a group.
-        ValueError: a setting out of range, or Nesterov without momentum or with dampening.
+        TypeError: A setting of the wrong kind, or an unknown option in a group.
+        ValueError: A setting out of range, or Nesterov without momentum or with dampening.
 
     Example:
         >>> optimizer = sgd(0.5, momentum=0.9)

@@ -33,15 +33,15 @@ def exponential(
     """Exponential numbers: `-log(u) / rate`, at most 22.9 / rate (float64: 37.5 / rate).
 
     Args:
-        key: a key or an `Rng`.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
-        rate: events per unit; a number, or a tensor that broadcasts with `shape`: its values are not checked,
+        key: A key or an `Rng`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        rate: Events per unit; a number, or a tensor that broadcasts with `shape`: its values are not checked,
             and gradients flow to it.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: as `uniform`.
-        ValueError: as `bits`, or `rate` is a number that is not positive.
+        TypeError: As `uniform`.
+        ValueError: As `bits`, or `rate` is a number that is not positive.
 
     Example:
         >>> from purecompose.random import key
@@ -70,17 +70,17 @@ def truncated_normal(
     `dtype`.
 
     Args:
-        key: a key or an `Rng`.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
-        low: least value, a host number; may be -inf.
-        high: greatest value, a host number; may be inf.
-        mean: mean of the normal that is cut, a host number.
-        std: its standard deviation, a positive host number.
+        key: A key or an `Rng`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        low: Least value, a host number; may be -inf.
+        high: Greatest value, a host number; may be inf.
+        mean: Mean of the normal that is cut, a host number.
+        std: Its standard deviation, a positive host number.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: as `uniform`.
-        ValueError: as `bits`; low >= high; `std` is not positive; or float64 sees no mass between the bounds,
+        TypeError: As `uniform`.
+        ValueError: As `bits`; low >= high; `std` is not positive; or float64 sees no mass between the bounds,
             which happens some 38 standard deviations away from the mean.
 
     Example:
@@ -118,15 +118,15 @@ def gamma(
     logarithms. What is below the least normal number of `dtype` is returned as that number, never as 0.
 
     Args:
-        key: a key or an `Rng`.
-        concentration: the shape parameter, positive; a number or a tensor that broadcasts with `shape`, whose
+        key: A key or an `Rng`.
+        concentration: The shape parameter, positive; a number or a tensor that broadcasts with `shape`, whose
             values are not checked.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...). None for those of `concentration`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for those of `concentration`.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: as `uniform`.
-        ValueError: as `bits`, or the concentration is a number that is not positive.
+        TypeError: As `uniform`.
+        ValueError: As `bits`, or the concentration is a number that is not positive.
 
     Example:
         >>> from purecompose.random import key
@@ -154,11 +154,11 @@ def beta(
     `b` are. 0 and 1 occur where the value rounds to them.
 
     Args:
-        key: a key or an `Rng`.
-        a: weight of 1, positive; a number or a tensor that broadcasts with `shape`, whose values are not
+        key: A key or an `Rng`.
+        a: Weight of 1, positive; a number or a tensor that broadcasts with `shape`, whose values are not
             checked.
-        b: weight of 0, as `a`.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...). None for those of `a` and `b`
+        b: Weight of 0, as `a`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...). None for those of `a` and `b`
             broadcast.
         dtype: float16, bfloat16, float32 or float64.
 
@@ -166,8 +166,8 @@ def beta(
         `dtype` of the given shape, in [0, 1].
 
     Raises:
-        TypeError: as `uniform`.
-        ValueError: as `bits`, or `a` or `b` is a number that is not positive.
+        TypeError: As `uniform`.
+        ValueError: As `bits`, or `a` or `b` is a number that is not positive.
 
     Example:
         >>> from purecompose.random import key

@@ -50,12 +50,12 @@ def bits(key: Tensor | Rng, shape: Shape) -> Tensor:
     """Random words: int64 of the given shape, uniform on [0, 2**32).
 
     Args:
-        key: a key or an `Rng`.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
+        key: A key or an `Rng`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
 
     Raises:
-        TypeError: what came is not a key or not a shape.
-        ValueError: a size is negative, or the first is not the number of examples.
+        TypeError: What came is not a key or not a shape.
+        ValueError: A size is negative, or the first is not the number of examples.
 
     Example:
         >>> bits(key(0), 2).tolist()
@@ -75,15 +75,15 @@ def uniform(
     """Uniform numbers in [low, high): 53 random bits for float64, 24 for float32, 11 and 8 for the halves.
 
     Args:
-        key: a key or an `Rng`.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
-        low: least value, a host number; it is rounded to `dtype`.
-        high: upper bound, never returned, a host number.
+        key: A key or an `Rng`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        low: Least value, a host number; it is rounded to `dtype`.
+        high: Upper bound, never returned, a host number.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: as `bits`, or `dtype` is not one of the four.
-        ValueError: as `bits`, or no number of `dtype` lies in [low, high), or the bounds do not fit in it.
+        TypeError: As `bits`, or `dtype` is not one of the four.
+        ValueError: As `bits`, or no number of `dtype` lies in [low, high), or the bounds do not fit in it.
 
     Example:
         >>> uniform(key(0), 2)
@@ -118,15 +118,15 @@ def normal(
     They lie within 6.8 standard deviations of the mean, in float64 within 8.7.
 
     Args:
-        key: a key or an `Rng`.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
-        mean: a number or a tensor that broadcasts with the result; gradients flow to it.
-        std: as `mean`; not negative.
+        key: A key or an `Rng`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        mean: A number or a tensor that broadcasts with the result; gradients flow to it.
+        std: As `mean`; not negative.
         dtype: float16, bfloat16, float32 or float64; the halves are computed in float32.
 
     Raises:
-        TypeError: as `bits`, or `dtype` is not one of the four.
-        ValueError: as `bits`, or `std` is a negative number.
+        TypeError: As `bits`, or `dtype` is not one of the four.
+        ValueError: As `bits`, or `std` is a negative number.
 
     Example:
         >>> normal(key(0), (2, 3)).shape
@@ -156,16 +156,16 @@ def bernoulli(key: Tensor | Rng, p: float | Tensor, shape: Shape | None = None) 
     """Coin flips: True with probability `p`, in steps of 2**-32; 0 is never and 1 is always.
 
     Args:
-        key: a key or an `Rng`.
-        p: a probability, or a tensor of them that broadcasts with `shape`. A tensor's values are not checked.
-        shape: sizes of the result; None for those of `p`.
+        key: A key or an `Rng`.
+        p: A probability, or a tensor of them that broadcasts with `shape`. A tensor's values are not checked.
+        shape: Sizes of the result; None for those of `p`.
 
     Returns:
         bool of the given shape.
 
     Raises:
-        TypeError: as `bits`, or `p` is a shape.
-        ValueError: as `bits`, or `p` is a number outside [0, 1].
+        TypeError: As `bits`, or `p` is a shape.
+        ValueError: As `bits`, or `p` is a number outside [0, 1].
 
     Example:
         >>> bernoulli(key(0), 0.5, 4).tolist()
@@ -191,18 +191,18 @@ def randint(key: Tensor | Rng, shape: Shape, low: int | Tensor, high: int | Tens
     No two values' probabilities differ by more than 2**-64.
 
     Args:
-        key: a key or an `Rng`.
-        shape: sizes of the result; for an `Rng` of n examples, (n, ...).
-        low: least value; an int, or an int64 tensor that broadcasts with `shape`. A tensor's values are not
+        key: A key or an `Rng`.
+        shape: Sizes of the result; for an `Rng` of n examples, (n, ...).
+        low: Least value; an int, or an int64 tensor that broadcasts with `shape`. A tensor's values are not
             checked.
-        high: upper bound, never returned; as `low`.
+        high: Upper bound, never returned; as `low`.
 
     Returns:
         int64 of the given shape.
 
     Raises:
-        TypeError: as `bits`.
-        ValueError: as `bits`, or low >= high, or high - low >= 2**63.
+        TypeError: As `bits`.
+        ValueError: As `bits`, or low >= high, or high - low >= 2**63.
 
     Example:
         >>> randint(key(0), 4, 0, 10).tolist()
@@ -219,17 +219,17 @@ def element_words(key: Tensor | Rng, shape: Shape, num: int, what: str) -> Tenso
     """Return the words of a draw, `num` for each element, from one call of Philox.
 
     Args:
-        key: a key or an `Rng`.
-        shape: sizes of the draw; for an `Rng` of n examples, (n, ...).
-        num: words for each element.
-        what: the draw's name, for errors.
+        key: A key or an `Rng`.
+        shape: Sizes of the draw; for an `Rng` of n examples, (n, ...).
+        num: Words for each element.
+        what: The draw's name, for errors.
 
     Returns:
         int64 words of shape (*shape, num).
 
     Raises:
-        TypeError: as `bits`.
-        ValueError: as `bits`.
+        TypeError: As `bits`.
+        ValueError: As `bits`.
     """
     rng = as_rng(key, what)
     sizes, lead, count = _layout(rng, shape, what)

@@ -28,15 +28,15 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     """Make a key from a seed.
 
     Args:
-        seed: an integer in [0, 2**64). Seeds 0, 1, 2, ... give unrelated draws.
-        device: where the key lives, and with it every draw from it.
+        seed: An integer in [0, 2**64). Seeds 0, 1, 2, ... give unrelated draws.
+        device: Where the key lives, and with it every draw from it.
 
     Returns:
         int64 of shape (2,): the low and the high word of the seed.
 
     Raises:
-        TypeError: the seed is not an integer.
-        ValueError: the seed does not fit in 64 bits.
+        TypeError: The seed is not an integer.
+        ValueError: The seed does not fit in 64 bits.
 
     Example:
         >>> key(7)
@@ -57,10 +57,10 @@ class Rng:
 
     Args:
         key: int64 of shape (2,).
-        draw: which draw this is, a 32-bit salt; a host number, or a 0-d int64 tensor.
+        draw: Which draw this is, a 32-bit salt; a host number, or a 0-d int64 tensor.
         example: 0 for draws about the whole batch; else the global indices of the examples in the batch,
             int64 of shape (n,), or one such index, 0-d. Below 2**32.
-        batch: which batch of the run, a host number or a 0-d int64 tensor, below 2**32.
+        batch: Which batch of the run, a host number or a 0-d int64 tensor, below 2**32.
 
     Example:
         >>> from purecompose.random import uniform
@@ -110,13 +110,13 @@ def split(key: Tensor | Rng, num: int = 2) -> Tensor | list[Rng]:
 
     Args:
         key: int64 of shape (2,), or an `Rng`.
-        num: how many.
+        num: How many.
 
     Returns:
         int64 of shape (num, 2); for an `Rng`, a list of `num` of them.
 
     Raises:
-        TypeError: what came is not a key, or `num` is not an integer.
+        TypeError: What came is not a key, or `num` is not an integer.
         ValueError: `num` is negative.
 
     Example:
@@ -141,13 +141,13 @@ def fold_in(key: Tensor | Rng, data: int | str | Tensor) -> Tensor | Rng:
 
     Args:
         key: int64 of shape (2,), or an `Rng`, for which this is `named`.
-        data: an integer in [-2**63, 2**64), read modulo 2**64, or a 0-d int64 tensor; for an `Rng`, a name.
+        data: An integer in [-2**63, 2**64), read modulo 2**64, or a 0-d int64 tensor; for an `Rng`, a name.
 
     Returns:
         int64 of shape (2,); for an `Rng`, an `Rng`.
 
     Raises:
-        TypeError: what came is not a key, or `data` is not an integer.
+        TypeError: What came is not a key, or `data` is not an integer.
         ValueError: `data` does not fit in 64 bits.
 
     Example:
@@ -184,10 +184,10 @@ def as_rng(key: Tensor | Rng, what: str) -> Rng:
 
     Args:
         key: int64 of shape (2,), or an `Rng` of such a key.
-        what: the caller's name, for the error.
+        what: The caller's name, for the error.
 
     Raises:
-        TypeError: what came is not a key.
+        TypeError: What came is not a key.
     """
     rng = key if isinstance(key, Rng) else Rng(key)
     root = rng.key

@@ -38,7 +38,7 @@ def philox4x32(counter: Tensor | Sequence[Tensor | int], key: Tensor) -> Tensor:
         int64 words of shape (..., 4), each in [0, 2**32).
 
     Raises:
-        ValueError: the counter does not have four lanes, or the key not two.
+        ValueError: The counter does not have four lanes, or the key not two.
 
     Example:
         >>> zeros = torch.zeros(4, dtype=torch.int64)
@@ -61,10 +61,10 @@ def philox_lanes(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tenso
     broadcast as late as they can: ten thousand examples of three elements multiply 10 000 + 3 numbers first.
 
     Args:
-        c0: lane 0, a word or a tensor of words; lanes 1 to 3 alike.
-        c1: lane 1; of this one and of lane 3 only the low 32 bits are read.
-        c2: lane 2.
-        c3: lane 3.
+        c0: Lane 0, a word or a tensor of words; lanes 1 to 3 alike.
+        c1: Lane 1; of this one and of lane 3 only the low 32 bits are read.
+        c2: Lane 2.
+        c3: Lane 3.
         key: int64 of shape (..., 2).
 
     Returns:

@@ -23,14 +23,14 @@ def permutation(key: Tensor | Rng, n: int | Tensor) -> Tensor:
     """Return a random order, by a stable sort of 64-bit keys: the same bits on every device.
 
     Args:
-        key: a key or an `Rng`; its examples are ignored.
-        n: how many positions to order, or a tensor whose rows (dimension 0) are put in a random order.
+        key: A key or an `Rng`; its examples are ignored.
+        n: How many positions to order, or a tensor whose rows (dimension 0) are put in a random order.
 
     Returns:
         int64 of shape (n,), a permutation of 0 to n - 1; or the tensor's rows in such an order.
 
     Raises:
-        TypeError: what came is not a key, or `n` is not an int or a tensor.
+        TypeError: What came is not a key, or `n` is not an int or a tensor.
         ValueError: `n` is negative, or a tensor without dimensions.
 
     Example:
@@ -64,19 +64,19 @@ def choice(
     and is taken only if fewer than `k` others are there (with replacement: never).
 
     Args:
-        key: a key or an `Rng`; its examples are ignored.
-        n: number of positions.
-        k: how many to choose.
-        p: weights of the positions, of length n, not negative, of any sum; None for equal ones. A tensor's
+        key: A key or an `Rng`; its examples are ignored.
+        n: Number of positions.
+        k: How many to choose.
+        p: Weights of the positions, of length n, not negative, of any sum; None for equal ones. A tensor's
             values are not checked. With weights the draw takes logarithms, and may differ between devices in
             close calls.
-        replace: whether a position may be drawn again.
+        replace: Whether a position may be drawn again.
 
     Returns:
         int64 of shape (k,), positions in [0, n).
 
     Raises:
-        TypeError: what came is not a key, or `n` or `k` is not an int.
+        TypeError: What came is not a key, or `n` or `k` is not an int.
         ValueError: `n` or `k` is negative, more positions are asked than are there, or the weights do not
         fit.
 

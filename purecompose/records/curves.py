@@ -43,7 +43,7 @@ def draw_curves(
 
     Raises:
         ValueError: Another suffix, no run, no records yet, or a column that they do not have.
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
         FileNotFoundError, NotADirectoryError: No folder of a run; see `read_run`.
     """
     target = Path(path)

@@ -57,7 +57,7 @@ def drawn(
         narrow: One panel below the other, for narrow screens.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

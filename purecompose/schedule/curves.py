@@ -20,12 +20,12 @@ def constant(alpha: float = 1.0, warmup: TimeLike = "0ba", *, t_max: TimeLike | 
     """Return the multiplier `alpha`, after a linear warm-up from 0.
 
     Args:
-        alpha: the multiplier.
-        warmup: how long the ramp from 0 to `alpha` takes, in any unit but `sec`.
-        t_max: where given, the multiplier is 1 from this point on; by default `alpha` holds for good.
+        alpha: The multiplier.
+        warmup: How long the ramp from 0 to `alpha` takes, in any unit but `sec`.
+        t_max: Where given, the multiplier is 1 from this point on; by default `alpha` holds for good.
 
     Raises:
-        TypeError, ValueError: a setting that is neither a number nor a time; see also `linear`.
+        TypeError, ValueError: A setting that is neither a number nor a time; see also `linear`.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -49,16 +49,16 @@ def linear(
     alpha_i); during the warm-up it is alpha_i t / warmup.
 
     Args:
-        alpha_i: the multiplier at the end of the warm-up.
-        alpha_f: the multiplier from `t_max` on.
-        t_max: when `alpha_f` is reached, counted from the start of the run, warm-up included.
-        warmup: how long the ramp from 0 takes. Like `t_max` in any unit but `sec`; both count in batches
+        alpha_i: The multiplier at the end of the warm-up.
+        alpha_f: The multiplier from `t_max` on.
+        t_max: When `alpha_f` is reached, counted from the start of the run, warm-up included.
+        warmup: How long the ramp from 0 takes. Like `t_max` in any unit but `sec`; both count in batches
             where the run can tell, otherwise both must have one unit (and in epochs of unknown length, the
             multiplier moves at their ends only).
 
     Raises:
-        TypeError: an alpha that is not a number.
-        ValueError: a time that cannot be read, is negative or in seconds, or a warm-up longer than `t_max`.
+        TypeError: An alpha that is not a number.
+        ValueError: A time that cannot be read, is negative or in seconds, or a warm-up longer than `t_max`.
 
     Example:
         >>> from purecompose.time import RunLength, Timestamp
@@ -76,12 +76,12 @@ def cosine(alpha_f: float = 0.0, t_max: TimeLike = "1dur", warmup: TimeLike = "0
     With tau as in `linear`, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
 
     Args:
-        alpha_f: the multiplier from `t_max` on.
-        t_max: when `alpha_f` is reached, counted from the start of the run, warm-up included.
-        warmup: how long the ramp from 0 to 1 takes.
+        alpha_f: The multiplier from `t_max` on.
+        t_max: When `alpha_f` is reached, counted from the start of the run, warm-up included.
+        warmup: How long the ramp from 0 to 1 takes.
 
     Raises:
-        TypeError, ValueError: as for `linear`.
+        TypeError, ValueError: As for `linear`.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -102,12 +102,12 @@ def polynomial(power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0, war
 
     Args:
         power: The exponent, above 0; 1 gives a straight line.
-        t_max: when `alpha_f` is reached, counted from the start of the run, warm-up included.
-        alpha_f: the multiplier from `t_max` on.
-        warmup: how long the ramp from 0 to 1 takes.
+        t_max: When `alpha_f` is reached, counted from the start of the run, warm-up included.
+        alpha_f: The multiplier from `t_max` on.
+        warmup: How long the ramp from 0 to 1 takes.
 
     Raises:
-        TypeError, ValueError: as for `linear`; a power that is not above 0.
+        TypeError, ValueError: As for `linear`; a power that is not above 0.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -132,13 +132,13 @@ def one_cycle(
     are above 1: `momentum=0.85 * one_cycle(0.95 / 0.85, 0.95 / 0.85)`.
 
     Args:
-        alpha_i: the multiplier at the start.
-        alpha_f: the multiplier from `t_max` on.
-        peak: when the multiplier is 1, counted from the start of the run. Like `t_max` in any unit but `sec`.
-        t_max: when `alpha_f` is reached.
+        alpha_i: The multiplier at the start.
+        alpha_f: The multiplier from `t_max` on.
+        peak: When the multiplier is 1, counted from the start of the run. Like `t_max` in any unit but `sec`.
+        t_max: When `alpha_f` is reached.
 
     Raises:
-        TypeError, ValueError: as for `linear`.
+        TypeError, ValueError: As for `linear`.
 
     Example:
         >>> from purecompose.time import Timestamp

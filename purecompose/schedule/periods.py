@@ -24,14 +24,14 @@ def step(step_size: TimeLike, gamma: float = 0.1, warmup: TimeLike = "0ba") -> S
     The multiplier is gamma^floor((t - warmup) / step_size); during the warm-up it is t / warmup.
 
     Args:
-        step_size: how long the multiplier stays, counted from the end of the warm-up.
-        gamma: the factor, at least 0.
-        warmup: how long the ramp from 0 to 1 takes. Like `step_size` in any unit but `sec`; both count in batches
+        step_size: How long the multiplier stays, counted from the end of the warm-up.
+        gamma: The factor, at least 0.
+        warmup: How long the ramp from 0 to 1 takes. Like `step_size` in any unit but `sec`; both count in batches
             where the run can tell, otherwise both must have one unit.
 
     Raises:
-        TypeError: a gamma that is not a number.
-        ValueError: a time that cannot be read or is out of range.
+        TypeError: A gamma that is not a number.
+        ValueError: A time that cannot be read or is out of range.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -50,12 +50,12 @@ def exponential(gamma: float, decay_period: TimeLike = "1ep", warmup: TimeLike =
     t / warmup.
 
     Args:
-        gamma: the factor, above 0.
-        decay_period: the time in which the multiplier falls by it, counted from the end of the warm-up.
-        warmup: how long the ramp from 0 to 1 takes; as for `step`.
+        gamma: The factor, above 0.
+        decay_period: The time in which the multiplier falls by it, counted from the end of the warm-up.
+        warmup: How long the ramp from 0 to 1 takes; as for `step`.
 
     Raises:
-        TypeError, ValueError: as for `step`.
+        TypeError, ValueError: As for `step`.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -77,13 +77,13 @@ def cosine_warm_restarts(
     fraction of the current one gone by, the multiplier is alpha_f + (1 - alpha_f) (1 + cos(pi tau)) / 2.
 
     Args:
-        t_0: how long the first half-cosine takes, counted from the end of the warm-up.
-        t_mult: the factor from one length to the next, at least 1. Lengths are not rounded.
-        alpha_f: what each of them falls to.
-        warmup: how long the ramp from 0 to 1 takes; as for `step`.
+        t_0: How long the first half-cosine takes, counted from the end of the warm-up.
+        t_mult: The factor from one length to the next, at least 1. Lengths are not rounded.
+        alpha_f: What each of them falls to.
+        warmup: How long the ramp from 0 to 1 takes; as for `step`.
 
     Raises:
-        TypeError, ValueError: as for `step`; a `t_mult` below 1, with which the restarts would come to no end.
+        TypeError, ValueError: As for `step`; a `t_mult` below 1, with which the restarts would come to no end.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -107,12 +107,12 @@ def multi_step(milestones: Iterable[TimeLike], gamma: float = 0.1, warmup: TimeL
     so that a milestone in there counts when it is over.
 
     Args:
-        milestones: points of the run, counted from its start, warm-up included; each in any unit but `sec`.
-        gamma: the factor, at least 0.
-        warmup: how long the ramp from 0 to 1 takes, in any unit but `sec`.
+        milestones: Points of the run, counted from its start, warm-up included; each in any unit but `sec`.
+        gamma: The factor, at least 0.
+        warmup: How long the ramp from 0 to 1 takes, in any unit but `sec`.
 
     Raises:
-        TypeError, ValueError: as for `step`; no milestones.
+        TypeError, ValueError: As for `step`; no milestones.
 
     Example:
         >>> from purecompose.time import Timestamp
@@ -130,7 +130,7 @@ def checked_times(times: Iterable[TimeLike], where: str) -> tuple[Time, ...]:
     """Several times that a schedule can follow.
 
     Raises:
-        TypeError, ValueError: not several, or one that is none.
+        TypeError, ValueError: Not several, or one that is none.
     """
     if isinstance(times, str | Time) or not isinstance(times, Iterable):
         raise TypeError(f"{where}: expected several times, such as ['30ep', '60ep'], got {shown(times)}")

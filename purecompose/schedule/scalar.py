@@ -70,9 +70,9 @@ class Schedule(_Factor):
         """Return the multiplier at a point of the run.
 
         Raises:
-            TypeError, ValueError: the function returned something else than a finite number.
-            UnitError: the schedule's times cannot be brought to one unit in this run.
-            Exception: what the function raised, with a note that names the schedule and the batch.
+            TypeError, ValueError: The function returned something else than a finite number.
+            UnitError: The schedule's times cannot be brought to one unit in this run.
+            Exception: What the function raised, with a note that names the schedule and the batch.
         """
         try:
             value = self.fn(timestamp)
@@ -148,11 +148,11 @@ def hparam(name: str, default: float) -> Hparam:
     """Return a named scalar to use in place of a constant, read from `state.hparams[name]` in every step.
 
     Args:
-        name: its key in `state.hparams`.
-        default: the finite number that the state starts with.
+        name: Its key in `state.hparams`.
+        default: The finite number that the state starts with.
 
     Raises:
-        TypeError, ValueError: no name, or no finite number.
+        TypeError, ValueError: No name, or no finite number.
     """
     return Hparam(name, default)
 
@@ -190,16 +190,16 @@ def resolve(
     """Return the value of a scalar in a running step.
 
     Args:
-        scalar: a number, an hparam, a schedule or a product.
+        scalar: A number, an hparam, a schedule or a product.
         hparams: 0-d tensors by name, `state.hparams`.
-        scheduled: the value of a schedule at the step's time.
+        scheduled: The value of a schedule at the step's time.
 
     Returns:
         A float for plain numbers, otherwise what the parts multiply to (0-d tensors in a step).
 
     Raises:
-        KeyError: an hparam that `hparams` lacks.
-        TypeError: no scalar.
+        KeyError: An hparam that `hparams` lacks.
+        TypeError: No scalar.
 
     Example:
         >>> import torch
@@ -227,7 +227,7 @@ def number(scalar: Scalar) -> float:
     """Return the value of a scalar outside any state: numbers as they are, hparams by their default.
 
     Raises:
-        TypeError: a schedule (it has a value only at a time), or no scalar.
+        TypeError: A schedule (it has a value only at a time), or no scalar.
 
     Example:
         >>> number(2 * hparam("lr", 0.25))

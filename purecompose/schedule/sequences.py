@@ -27,17 +27,17 @@ def sequence(schedules: Iterable[Scalar], milestones: Iterable[TimeLike]) -> Sch
     and keeps its last value up to the next milestone. The value at a milestone is the next schedule's first.
 
     Args:
-        schedules: numbers, schedules, or products of them, such as `[linear(0.0, 1.0), 0.5 * cosine()]`. A sequence
+        schedules: Numbers, schedules, or products of them, such as `[linear(0.0, 1.0), 0.5 * cosine()]`. A sequence
             may be one of them; a plain function of the timestamp cannot, since it does not start again.
-        milestones: where the parts begin, from the second on, counted from the start of the run: one less than there
+        milestones: Where the parts begin, from the second on, counted from the start of the run: one less than there
             are schedules, in rising order, in any unit but `sec`. A "dur" is a fraction of the run. A milestone that
             is reached before the one in front of it waits for that one.
 
     Milestones and the times in a part count in batches where the run can tell, otherwise both must have one unit.
 
     Raises:
-        TypeError: something that is none of these, or an hparam, whose value a schedule does not know.
-        ValueError: a time that cannot be read or is out of range, milestones that do not rise, or of another number.
+        TypeError: Something that is none of these, or an hparam, whose value a schedule does not know.
+        ValueError: A time that cannot be read or is out of range, milestones that do not rise, or of another number.
 
     Example:
         >>> from purecompose.time import RunLength, Timestamp

@@ -21,8 +21,8 @@ class Event(enum.Enum):
     `canonical_name`.
 
     Raises:
-        ValueError: no event has that name; close ones are listed.
-        TypeError: neither a string nor an event; or an event was compared with a string.
+        ValueError: No event has that name; close ones are listed.
+        TypeError: Neither a string nor an event; or an event was compared with a string.
 
     Example:
         >>> Event("Batch_End")

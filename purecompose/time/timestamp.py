@@ -34,13 +34,13 @@ class RunLength:
     """How long a run is, and what is needed to count its times in batches.
 
     Args:
-        duration: when the run is finished, in any unit but `dur`; None for never. In iterations it needs an
+        duration: When the run is finished, in any unit but `dur`; None for never. In iterations it needs an
             `iteration_length`.
-        batches_per_epoch: batches in an epoch; None where the loader cannot tell.
-        iteration_length: epochs or tokens in an iteration; None for a run without iterations.
+        batches_per_epoch: Batches in an epoch; None where the loader cannot tell.
+        iteration_length: Epochs or tokens in an iteration; None for a run without iterations.
 
     Raises:
-        TypeError, ValueError: a value that is not of this kind or not positive, or a duration in iterations
+        TypeError, ValueError: A value that is not of this kind or not positive, or a duration in iterations
             without their length.
     """
 
@@ -120,8 +120,8 @@ class Timestamp:
     `timestamp < "5ep"` compares the counter of that unit.
 
     Raises:
-        TypeError: a counter that is not an int, a `*_wct` that is not a number, a `run` that is not a RunLength.
-        ValueError: a negative counter.
+        TypeError: A counter that is not an int, a `*_wct` that is not a number, a `run` that is not a RunLength.
+        ValueError: A negative counter.
 
     Example:
         >>> Timestamp(run=RunLength("2ep", batches_per_epoch=3)).advance(samples=8)
@@ -161,7 +161,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         """Return the timestamp one batch later; `duration` is the batch's wall-clock time in seconds.
 
         Raises:
-            ValueError: negative samples, tokens or duration.
+            ValueError: Negative samples, tokens or duration.
         """
         if samples < 0 or tokens < 0 or duration < 0:
             raise ValueError(f"expected counts >= 0, got samples={samples}, tokens={tokens}, duration={duration}")
@@ -270,7 +270,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         """Return whether the run has come to this point, given in any unit but `sec`, `dur` included.
 
         Raises:
-            ValueError: seconds, or a fraction of a run that has no duration or is limited in seconds.
+            ValueError: Seconds, or a fraction of a run that has no duration or is limited in seconds.
 
         Example:
             >>> Timestamp(batch=5, run=RunLength("10ba")).reached("0.5dur")
@@ -324,7 +324,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         """Return a copy with other values in some fields.
 
         Raises:
-            TypeError: a field that a timestamp does not have; otherwise as at construction.
+            TypeError: A field that a timestamp does not have; otherwise as at construction.
         """
         for name in changes.keys() - vars(self).keys():
             close = difflib.get_close_matches(name, vars(self)) or list(vars(self))

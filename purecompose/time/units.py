@@ -63,8 +63,8 @@ class Time:
     can be compared. A time of value 0 is false.
 
     Raises:
-        TypeError: a value that is not whole, in another unit than `dur`.
-        ValueError: an unknown unit, or a `dur` that is not finite.
+        TypeError: A value that is not whole, in another unit than `dur`.
+        ValueError: An unknown unit, or a `dur` that is not finite.
         UnitError: (from operators) two different units.
 
     Example:
@@ -87,8 +87,8 @@ class Time:
         """Read "90ep", "3e4tok", "0.5dur" or "1h20m40s" (seconds), in any case, with blanks around the parts.
 
         Raises:
-            ValueError: a text of neither form, or without a unit.
-            TypeError: a number that is not whole, as in "1.5ep"; or not a string.
+            ValueError: A text of neither form, or without a unit.
+            TypeError: A number that is not whole, as in "1.5ep"; or not a string.
 
         Example:
             >>> Time.parse("1h30m"), Time.parse("4_000 tok")
@@ -117,7 +117,7 @@ class Time:
         """Return a time from a Time, a string, a pair (value, unit), or a number of `default_unit`.
 
         Raises:
-            TypeError: none of these, or a number without a `default_unit`.
+            TypeError: None of these, or a number without a `default_unit`.
 
         Example:
             >>> Time.of("5ep") == Time.of((5, "ep")) == Time.of(5, "ep")

@@ -103,7 +103,7 @@ class Detector(TorchDispatchMode):
     """The mode that `detect` switches on.
 
     Attributes:
-        found: the names of the random operations that were seen, in order.
+        found: The names of the random operations that were seen, in order.
     """
 
     def __init__(self) -> None:

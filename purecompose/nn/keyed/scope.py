@@ -64,7 +64,7 @@ class Scope(TorchFunctionMode):
     composite; what is done with a call is the subclass's matter.
 
     Attributes:
-        draws: how many random calls have been given a key so far. Call i draws from `rng.named(i)`.
+        draws: How many random calls have been given a key so far. Call i draws from `rng.named(i)`.
     """
 
     def __init__(

@@ -16,14 +16,14 @@ def mlp(in_features: int, hidden: int | Sequence[int], num_classes: int, *, drop
     """Return a multi-layer perceptron: flatten, then linear layers with ReLU and dropout between them.
 
     Args:
-        in_features: numbers per example; the inputs are flattened to this length.
-        hidden: width of each hidden layer, one number for one layer; empty for a linear classifier.
-        num_classes: length of the logits.
-        dropout: probability of dropping a hidden value, [0, 1); at 0 there are no dropout layers.
+        in_features: Numbers per example; the inputs are flattened to this length.
+        hidden: Width of each hidden layer, one number for one layer; empty for a linear classifier.
+        num_classes: Length of the logits.
+        dropout: Probability of dropping a hidden value, [0, 1); at 0 there are no dropout layers.
 
     Raises:
-        ValueError: a width below 1 or a dropout outside [0, 1).
-        TypeError: a width that is not an int.
+        ValueError: A width below 1 or a dropout outside [0, 1).
+        TypeError: A width that is not an int.
 
     Example:
         >>> import torch
@@ -50,14 +50,14 @@ def cnn(
     follows each of the first two convolutions, and the last convolution has a stride of two.
 
     Args:
-        in_channels: channels of the images.
-        num_classes: length of the logits.
-        width: channels of the first convolution; the others have two, four and four times as many.
-        dropout: probability of dropping a feature before the classifier, [0, 1).
-        batch_norm: whether each convolution is followed by BatchNorm. Without it the network has no buffers.
+        in_channels: Channels of the images.
+        num_classes: Length of the logits.
+        width: Channels of the first convolution; the others have two, four and four times as many.
+        dropout: Probability of dropping a feature before the classifier, [0, 1).
+        batch_norm: Whether each convolution is followed by BatchNorm. Without it the network has no buffers.
 
     Raises:
-        ValueError: a size below 1 or a dropout outside [0, 1).
+        ValueError: A size below 1 or a dropout outside [0, 1).
 
     Example:
         >>> import torch

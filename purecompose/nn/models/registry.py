@@ -29,15 +29,15 @@ def build(name: str, *, in_shape: Sequence[int], num_classes: int, seed: int, **
     torch's global generators are left as they were.
 
     Args:
-        name: a name in `MODELS`.
-        in_shape: shape of one example, such as `(1, 8, 8)`; of the gpt `(max_length,)`.
-        num_classes: length of the logits; of the gpt its vocabulary.
-        seed: of the first weights: the same seed gives the same weights, bit for bit.
-        options: handed to the network, as `describe` shows them.
+        name: A name in `MODELS`.
+        in_shape: Shape of one example, such as `(1, 8, 8)`; of the gpt `(max_length,)`.
+        num_classes: Length of the logits; of the gpt its vocabulary.
+        seed: Of the first weights: the same seed gives the same weights, bit for bit.
+        options: Handed to the network, as `describe` shows them.
 
     Raises:
-        ValueError: an unknown name, a shape that the network cannot take, or a refused option.
-        TypeError: an option that the network does not have.
+        ValueError: An unknown name, a shape that the network cannot take, or a refused option.
+        TypeError: An option that the network does not have.
 
     Example:
         >>> net = build("mlp", in_shape=(1, 8, 8), num_classes=10, seed=0, hidden=32)

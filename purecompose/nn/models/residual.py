@@ -71,13 +71,13 @@ def resnet(depth: int, in_channels: int, num_classes: int, *, width: int = 16) -
     The first convolution keeps the image size; the second and third stage halve it and double the channels.
 
     Args:
-        depth: layers with weights along the main path: 8, 14, 20, 26, ...
-        in_channels: channels of the images.
-        num_classes: length of the logits.
-        width: channels of the first stage; 16 in the paper.
+        depth: Layers with weights along the main path: 8, 14, 20, 26, ...
+        in_channels: Channels of the images.
+        num_classes: Length of the logits.
+        width: Channels of the first stage; 16 in the paper.
 
     Raises:
-        ValueError: a depth that is not 6 n + 2 with n >= 1, or a size below 1.
+        ValueError: A depth that is not 6 n + 2 with n >= 1, or a size below 1.
 
     Example:
         >>> import torch
@@ -114,15 +114,15 @@ def resnet18(in_channels: int, num_classes: int, *, width: int = 64, small_image
     to fourth stage halve the image and double the channels.
 
     Args:
-        in_channels: channels of the images.
-        num_classes: length of the logits.
-        width: channels of the first stage.
-        small_images: whether a convolution of 3x3 that keeps their size comes first instead, for images such as
+        in_channels: Channels of the images.
+        num_classes: Length of the logits.
+        width: Channels of the first stage.
+        small_images: Whether a convolution of 3x3 that keeps their size comes first instead, for images such as
             CIFAR-10's, of 32x32.
 
     Raises:
-        ValueError: a size below 1.
-        TypeError: a size that is not an int.
+        ValueError: A size below 1.
+        TypeError: A size that is not an int.
 
     Example:
         >>> import torch
@@ -136,15 +136,15 @@ def resnet50(in_channels: int, num_classes: int, *, width: int = 64, small_image
     """`resnet18` with 3, 4, 6 and 3 bottlenecks: 25 557 032 weights at 3 channels and 1000 classes.
 
     Args:
-        in_channels: channels of the images.
-        num_classes: length of the logits.
-        width: channels of the 3x3 convolutions of the first stage; four times as many leave it.
-        small_images: whether a convolution of 3x3 that keeps their size comes first instead, for images such as
+        in_channels: Channels of the images.
+        num_classes: Length of the logits.
+        width: Channels of the 3x3 convolutions of the first stage; four times as many leave it.
+        small_images: Whether a convolution of 3x3 that keeps their size comes first instead, for images such as
             CIFAR-10's, of 32x32.
 
     Raises:
-        ValueError: a size below 1.
-        TypeError: a size that is not an int.
+        ValueError: A size below 1.
+        TypeError: A size that is not an int.
 
     Example:
         >>> import torch

@@ -29,9 +29,9 @@ class TransformerBlock(nn.Module):
 
     Args:
         width: d.
-        num_heads: of the attention, a divisor of the width.
-        is_causal: whether a place sees itself and those before it only.
-        dropout: probability of dropping a weight of the attention, or a value that is added to x, [0, 1).
+        num_heads: Of the attention, a divisor of the width.
+        is_causal: Whether a place sees itself and those before it only.
+        dropout: Probability of dropping a weight of the attention, or a value that is added to x, [0, 1).
     """
 
     def __init__(self, width: int, num_heads: int, *, is_causal: bool = False, dropout: float = 0.0) -> None:
@@ -51,11 +51,11 @@ class VisionTransformer(nn.Module):
     """Images (N, channels, H, W) to logits (N, num_classes); see `vit`.
 
     Attributes:
-        patches: a convolution whose kernel and stride are a patch.
+        patches: A convolution whose kernel and stride are a patch.
         token: (1, 1, d), which goes before the patches; None where their mean is taken.
-        positions: learned vectors for the places; None where the network does not know them.
+        positions: Learned vectors for the places; None where the network does not know them.
         blocks: `nn.Sequential` of `TransformerBlock`.
-        norm, head: what follows them.
+        norm, head: What follows them.
         image_size: (H, W).
     """
 
@@ -119,10 +119,10 @@ class GPT(nn.Module):
     """Tokens (N, L) to the logits (N, L, vocabulary) of those that follow; see `gpt`.
 
     Attributes:
-        tokens: the embedding of tokens.
-        positions: learned vectors for the places.
+        tokens: The embedding of tokens.
+        positions: Learned vectors for the places.
         blocks: `nn.Sequential` of causal `TransformerBlock`s.
-        norm, head: what follows them; the head has no bias.
+        norm, head: What follows them; the head has no bias.
     """
 
     def __init__(
@@ -181,19 +181,19 @@ def vit(
 
     Args:
         in_shape: (channels, height, width) of an image.
-        num_classes: length of the logits.
-        patch_size: side of a patch, a divisor of the image's sides.
-        width: length of the vector at each place.
-        depth: number of blocks.
-        num_heads: of each attention, a divisor of the width.
-        dropout: probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
-        pool: what is classified: "token", one that goes before the patches, or "mean", their mean.
-        has_positions: whether the network knows where a patch was. With them it takes images of this size only.
+        num_classes: Length of the logits.
+        patch_size: Side of a patch, a divisor of the image's sides.
+        width: Length of the vector at each place.
+        depth: Number of blocks.
+        num_heads: Of each attention, a divisor of the width.
+        dropout: Probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
+        pool: What is classified: "token", one that goes before the patches, or "mean", their mean.
+        has_positions: Whether the network knows where a patch was. With them it takes images of this size only.
 
     Raises:
-        ValueError: a size below 1, patches or heads that do not fit, another pool, a dropout outside [0, 1); in
+        ValueError: A size below 1, patches or heads that do not fit, another pool, a dropout outside [0, 1); in
             `forward` images of another size.
-        TypeError: a setting of another type.
+        TypeError: A setting of another type.
 
     Example:
         >>> vit((3, 32, 32), 10, width=16, depth=1)(torch.zeros(2, 3, 32, 32)).shape
@@ -236,18 +236,18 @@ def gpt(
     Weights start as GPT-2's: normal with deviation 0.02, the last of each branch divided by sqrt(2 depth), biases at 0.
 
     Args:
-        vocabulary: number of tokens.
-        max_length: of a sequence; shorter ones are taken as they are.
-        width: length of the vector at each place.
-        depth: number of blocks.
-        num_heads: of each attention, a divisor of the width.
-        dropout: probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
-        is_tied: whether the last layer has the weights of the first.
+        vocabulary: Number of tokens.
+        max_length: Of a sequence; shorter ones are taken as they are.
+        width: Length of the vector at each place.
+        depth: Number of blocks.
+        num_heads: Of each attention, a divisor of the width.
+        dropout: Probability of dropping a weight of an attention, or a value that is added to a vector, [0, 1).
+        is_tied: Whether the last layer has the weights of the first.
 
     Raises:
-        ValueError: a size below 1, heads that do not share the width, a dropout outside [0, 1); in `forward` tokens
+        ValueError: A size below 1, heads that do not share the width, a dropout outside [0, 1); in `forward` tokens
             that are not (N, L) and integers, or longer than `max_length`.
-        TypeError: a setting of another type.
+        TypeError: A setting of another type.
 
     Example:
         >>> gpt(65, 16, width=16, depth=1)(torch.zeros(2, 12, dtype=torch.int64)).shape

@@ -99,7 +99,7 @@ def save(state: State, path: Path | str, *, step: Any = None) -> Path:
         OSError: The disk is full, or the folder cannot be written to; what was there before is untouched.
         TypeError: The state holds something that is neither a tensor nor a plain value; the message says where.
         CheckpointError: The state stands inside a step.
-        ImportError: safetensors is not installed.
+        ImportError: Safetensors is not installed.
     """
     snapshot(state, step).write(Path(path))
     return Path(path)

@@ -71,7 +71,7 @@ def write(target: Path, make_index: Callable[[dict[str, Any]], Index], tensors: 
 
     Raises:
         OSError: The disk is full, the folder cannot be written to, ...; what was there before is untouched.
-        ImportError: safetensors is not installed.
+        ImportError: Safetensors is not installed.
     """
     with replaced(target) as folder:
         # Tied tensors are whole twice: the file format has no ties, and a state needs none.
@@ -85,7 +85,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 
     Raises:
         OSError: The disk is full, ...; safetensors itself raises an error of its own with the number in its text.
-        ImportError: safetensors is not installed.
+        ImportError: Safetensors is not installed.
     """
     package = library()
     try:
@@ -178,7 +178,7 @@ def read_tensors(path: Path, index: Index) -> dict[str, Tensor]:
 
     Raises:
         DamagedError: The file is missing, cut off or changed.
-        ImportError: safetensors is not installed.
+        ImportError: Safetensors is not installed.
     """
     package, file = library(), path / _TENSORS
     check_tensors(path, index)

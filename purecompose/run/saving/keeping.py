@@ -194,7 +194,7 @@ class Keeper:
 
         Raises:
             TypeError: The state holds what no checkpoint can.
-            ImportError: safetensors is not installed.
+            ImportError: Safetensors is not installed.
             FileExistsError: The folder holds a later run's checkpoints.
         """
         leaves_of(state)

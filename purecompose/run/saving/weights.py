@@ -43,7 +43,7 @@ def save_weights(state: State, path: Path | str) -> Path:
 
     Raises:
         OSError: The file cannot be written.
-        ImportError: safetensors is not installed.
+        ImportError: Safetensors is not installed.
     """
     tensors = {name: stored(tensor).clone() for name, tensor in (*state.params.items(), *state.buffers.items())}
     with written(Path(path)) as file:
@@ -137,7 +137,7 @@ def export_onnx(state: State, inputs: Any, path: Path | str, **options: Any) -> 
         The path.
 
     Raises:
-        ImportError: onnx or onnxscript is not installed.
+        ImportError: Onnx or onnxscript is not installed.
         ValueError: The state is a population's.
     """
     try:
