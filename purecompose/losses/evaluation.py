@@ -1,0 +1,129 @@
+"""The loss stage: a loss of plain or mixed targets, as a mean or per example.
+
+A `Mixture` is resolved in one of two ways, which for cross entropy agree, since that is linear in its targets:
+
+    soft targets          loss(outputs, sum_k w_k onehot(t_k))
+    interpolated losses   sum_k w_k loss(outputs, t_k)
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from purecompose.losses.from_model import ModelLoss
+from purecompose.losses.reduction import mean_of, reduced
+from purecompose.losses.targets import Mixture, num_examples, per_row, wide_dtype
+from purecompose.losses.terms import counter_of, num_terms
+
+
+__all__ = ["check_loss", "evaluate_loss", "per_example"]
+
+
+def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
+    """Raise early if this is not a loss or, with `per_example`, one that cannot give losses per example.
+
+    Raises:
+        TypeError: Not callable, a class in place of an instance, or no `reduction` parameter.
+    """
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise TypeError(
+            f'expected a loss, a callable (outputs, targets, reduction="mean"), got {loss_fn!r} '
+            f"({type(loss_fn).__name__}); use losses.cross_entropy, torch.nn.functional.cross_entropy, or an "
+            "instance where this is a class"
+        )
+    if per_example and (isinstance(loss_fn, ModelLoss) or not _takes_reduction(loss_fn)):
+        raise TypeError(
+            f'expected a loss that gives losses per example for reduction="none", got {loss_fn!r}, which '
+            "does not; use one of purecompose.losses, a function such as torch.nn.functional.cross_entropy "
+            "(in place of torch.nn.CrossEntropyLoss()), or give yours a `reduction` parameter"
+        )
+
+
+def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
+    """Return the loss of plain or mixed targets: what the loss stage differentiates and logs.
+
+    A mixture of one term is its plain target. Others become soft targets or, with `interpolate_loss`, a sum
+    of the terms' losses per example; the mean of that is over the positions the loss counts (see `purecompose.losses`).
+    For "mean" the loss is called without `reduction`, so that a plain function of (outputs, targets) will do.
+
+    Raises:
+        TypeError: The loss cannot do what is asked (see `check_loss`); a mixture for a `ModelLoss`.
+    """
+    if not isinstance(targets, Mixture):
+        return _call_loss(loss_fn, outputs, targets, reduction)
+    if isinstance(loss_fn, ModelLoss):
+        raise TypeError(
+            "mixed targets cannot reach a loss that the model computed itself; use a loss of outputs and "
+            "targets, such as losses.cross_entropy, or leave out the method that mixes"
+        )
+    if len(targets.targets) == 1:
+        return _call_loss(loss_fn, outputs, targets.targets[0], reduction)
+    if not targets.interpolate_loss:
+        soft = targets.soft(outputs, ignore_index=getattr(loss_fn, "ignore_index", None))
+        return _call_loss(loss_fn, outputs, soft, reduction)
+    losses = _interpolated_losses(loss_fn, outputs, targets)
+    if reduction == "mean" and hasattr(loss_fn, "counted"):
+        return mean_of(losses.sum(), num_terms(loss_fn, outputs, targets))
+    return reduced(losses, reduction)
+
+
+def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> Tensor:
+    """Return the loss of each example, (N,): the mean over its positions, or over those that the loss counts.
+
+    An example in which nothing counts has loss 0.
+
+    Raises:
+        TypeError: The loss has no `reduction` parameter.
+        ValueError: What it gives for "none" has no leading dim of N.
+    """
+    losses = evaluate_loss(loss_fn, outputs, targets, "none")
+    _check_rows(loss_fn, losses, outputs, targets)
+    if losses.ndim == 1:
+        return losses
+    counted = getattr(counter_of(loss_fn), "counted", None)
+    if counted is None:
+        return losses.flatten(1).mean(1)
+    return losses.flatten(1).sum(1) / counted(outputs, targets).flatten(1).sum(1).clamp(min=1)
+
+
+def _call_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str) -> Tensor:
+    if reduction == "mean":
+        return loss_fn(outputs, targets)
+    try:
+        return loss_fn(outputs, targets, reduction=reduction)
+    except TypeError:
+        # Signatures are read only now: that costs as much as a small loss does.
+        check_loss(loss_fn, per_example=True)
+        raise
+
+
+def _interpolated_losses(loss_fn: Callable[..., Tensor], outputs: Any, mixture: Mixture) -> Tensor:
+    total = None
+    for targets, weight in zip(mixture.targets, mixture.weights, strict=True):
+        losses = _call_loss(loss_fn, outputs, targets, "none")
+        _check_rows(loss_fn, losses, outputs, targets)
+        term = per_row(weight.to(wide_dtype(losses)), losses) * losses
+        total = term if total is None else total + term
+    assert total is not None, "a mixture has at least one term"
+    return total
+
+
+def _check_rows(loss_fn: object, losses: Tensor, outputs: Any, targets: Any) -> None:
+    expected = num_examples(outputs, targets)
+    if losses.ndim == 0 or losses.shape[0] != expected:
+        raise ValueError(
+            f'expected one loss for each of {expected} examples from {loss_fn!r} with reduction="none", got '
+            f'shape {tuple(losses.shape)}; keep the batch dim first and reduce nothing for "none"'
+        )
+
+
+def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:
+    # A module's __call__ takes anything; its forward tells.
+    inner = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(inner).parameters
+    except (TypeError, ValueError):  # some built-in functions have no signature: let them try
+        return True
+    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

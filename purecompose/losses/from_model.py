@@ -1,0 +1,185 @@
+"""The loss of a model that computes its own, such as those of transformers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from purecompose import batch as batches
+from purecompose.losses.reduction import reduced
+from purecompose.losses.targets import num_examples
+
+
+__all__ = ["ModelLoss", "model_loss"]
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The loss that the model computed itself: the outputs' entry or attribute `key`. Targets are not read.
+
+    A scalar is taken for a mean, and is all there is; losses per example, (N, ...), reduce in every way.
+    A scalar does not say how many terms it is the mean of. Where the batch has labels, microbatches are weighted by
+    those that are not `ignore_index`, as a language model's loss over padded sentences is, so that k microbatches give
+    the gradient of the whole batch; elsewhere by examples. The first eager step compares the count with `logits` among
+    the outputs, if there are any.
+
+    Args:
+        key: The outputs' entry or attribute.
+        labels: The batch's member (a key of `purecompose.batch`) that holds class indices; by default "labels", if the
+            batch has it.
+        ignore_index: The label that does not count.
+        shift: How many labels at the start of the last dim the model leaves out: 1 for causal language models, which
+            predict each label from those before it. By default 1 for those of transformers, which `State.create`
+            recognizes, and 0 for other networks.
+
+    Raises:
+        ValueError: The outputs carry no such tensor; "sum" or "none" of a scalar.
+
+    Example:
+        >>> model_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(4, 3)}, None).item()
+        2.0
+        >>> padded = {"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}
+        >>> model_loss.num_terms(None, padded)
+        tensor(3)
+    """
+
+    key: str = "loss"
+    labels: batches.Field | None = None
+    ignore_index: int = -100
+    shift: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.labels is not None:
+            batches.check_field(self.labels, "ModelLoss: labels")
+        if self.shift is not None and (
+            not isinstance(self.shift, int) or isinstance(self.shift, bool) or self.shift < 0
+        ):
+            raise ValueError(f"ModelLoss: shift={self.shift!r}: expected a number of labels, 0 or more")
+
+    def of_network(self, net: nn.Module) -> ModelLoss:
+        """This loss with the `shift` of a network, where none was given."""
+        return self if self.shift is not None else replace(self, shift=int(_is_causal_language_model(net)))
+
+    def __call__(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
+        del targets
+        loss = _member(outputs, self.key)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"expected outputs that carry the model's loss as {self.key!r}, got "
+                f"{type(outputs).__name__} with {type(loss).__name__} there; let forward return it (many "
+                "models do so only when given the labels), or use another loss, such as losses.cross_entropy"
+            )
+        if loss.ndim:
+            return reduced(loss, reduction)
+        if reduction != "mean":
+            raise ValueError(
+                f"the model's own loss is a scalar and has no reduction={reduction!r}; let the model return "
+                "losses per example, or use a loss of outputs and targets, such as losses.cross_entropy"
+            )
+        return loss
+
+    def num_terms(self, outputs: Any, batch: Any) -> int | Tensor:
+        """Return how many labels of the batch count, 0-d int64; without labels the number of examples."""
+        labels = self.labels_of(batch)
+        if labels is None:
+            return num_examples(outputs, None) if batch is None else batches.num_examples(batch)
+        return (labels[..., self.shift or 0 :] != self.ignore_index).sum()
+
+    def labels_of(self, batch: Any) -> Tensor | None:
+        """Return the labels in a batch; `None` where they are not named and the batch has no class indices as "labels".
+
+        Raises:
+            KeyError, TypeError: The batch has no member of the name that was given, or one that is not a tensor.
+        """
+        if self.labels is None:
+            labels = _member(batch, "labels")
+            is_index = isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point()
+            return labels if is_index else None
+        labels = batches.get(batch, self.labels)
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"{self!r}: expected a tensor of labels in the batch, got {type(labels).__name__}")
+        return labels
+
+    def logits_and_labels(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the outputs' "logits", (N, C, ...), and the labels that belong to them, (N, ...), for losses and
+        metrics.
+
+        Args:
+            outputs: What the model returned, with logits (N, ..., C).
+            batch: The batch, or the labels themselves.
+
+        Raises:
+            TypeError: There are no logits or no labels.
+        """
+        logits = _member(outputs, "logits")
+        labels = batch if isinstance(batch, Tensor) else self.labels_of(batch)
+        if not isinstance(logits, Tensor) or labels is None:
+            missing = "'logits' among the outputs" if labels is not None else "labels in the batch"
+            raise TypeError(
+                f"expected {missing} of a model that computes its own loss, got outputs {type(outputs).__name__} and a "
+                f"batch {type(batch).__name__}; name the labels by losses.ModelLoss(labels=...), or use a function of "
+                "(outputs, batch) for the metric"
+            )
+        if labels.ndim < 2:
+            return logits, labels
+        shift = self.shift or 0
+        return logits[..., : labels.shape[-1] - shift, :].movedim(-1, 1), labels[..., shift:]
+
+    def check(self, outputs: Any, batch: Any, *, reads_values: bool = True) -> None:
+        """Raise where the labels that `num_terms` counts are not those that the model's loss is the mean over.
+
+        Args:
+            outputs: What the model returned.
+            batch: The batch.
+            reads_values: Compare numbers as well, which waits for the device: the loss with the cross entropy of the
+                outputs' "logits" (N, ..., C) and the labels (N, ...), if there are such, with and without a shift.
+
+        Raises:
+            KeyError, TypeError: As `labels_of`.
+            ValueError: The loss leaves out another number of labels at the start.
+        """
+        labels, loss = self.labels_of(batch), self(outputs, None)
+        logits = _member(outputs, "logits")
+        if not reads_values or labels is None or labels.ndim < 2 or loss.ndim or not isinstance(logits, Tensor):
+            return
+        if logits.shape[:-1] != labels.shape or self.shift not in (None, 0, 1):
+            return
+        own = self.shift or 0
+        found = [_shifted_cross_entropy(logits, labels, shift, self.ignore_index) for shift in (own, 1 - own)]
+        is_own, is_other = (torch.isclose(loss.double(), mean, rtol=1e-5, atol=1e-8).item() for mean in found)
+        if is_other and not is_own:
+            raise ValueError(
+                f"{self!r}: the model's loss is the mean over the labels without the first {1 - own}, so microbatches "
+                f"would be weighted wrongly: write losses.ModelLoss(shift={1 - own})"
+            )
+
+
+model_loss = ModelLoss()
+
+
+def _member(outputs: Any, key: str) -> Any:
+    return outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
+
+
+def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Return the mean cross entropy of labels and of the logits `shift` positions before them."""
+    length = labels.shape[-1] - shift
+    rows = logits[..., :length, :].flatten(0, -2).double()
+    return F.cross_entropy(rows, labels[..., shift:].flatten().long(), ignore_index=ignore_index)
+
+
+def _is_causal_language_model(net: nn.Module) -> bool:
+    """Return whether the network is one of transformers' causal language models, wrapped or not."""
+    kinds = ([kind.__name__ for kind in type(module).__mro__] for module in net.modules())
+    names = next((names for names in kinds if "PreTrainedModel" in names), [])
+    if not names or "transformers" not in sys.modules:
+        return False
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return not {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}.isdisjoint(names)

@@ -1,0 +1,21 @@
+"""Reductions of losses to a mean or a sum."""
+
+import torch
+from torch import Tensor
+
+
+__all__ = ["mean_of", "reduced"]
+
+
+def mean_of(total: Tensor, count: int | Tensor) -> Tensor:
+    """total / count; where the count is zero, NaN with a gradient of zero (that of 0 / 0 is NaN)."""
+    count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
+    return torch.where(count > 0, total / torch.where(count > 0, count, 1), torch.nan)
+
+
+def reduced(losses: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}; choose one of them')
+    return losses.mean() if reduction == "mean" else losses.sum()

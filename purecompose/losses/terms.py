@@ -1,0 +1,100 @@
+"""How many terms a loss's mean divides by, which weighs microbatches, processes and evaluation batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from purecompose._support.device import as_scalar
+from purecompose.losses.targets import Mixture, num_examples, wide_dtype
+
+
+__all__ = ["counter_of", "counts_terms", "num_terms", "share_of_mean"]
+
+
+def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
+    """Return how many terms the loss's mean divides by: the weight of one microbatch among others.
+
+    The loss's own `num_terms(outputs, targets)` if it has one (0-d, whole or not), else the number of positions it
+    counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood, as functions
+    (also under functools.partial) and as modules, count as torch does, with `ignore_index` and `weight`. Not free:
+    meant for steps of several microbatches.
+    """
+    counting = counter_of(loss_fn)
+    if hasattr(counting, "num_terms"):
+        return counting.num_terms(outputs, targets)
+    if hasattr(counting, "counted"):
+        return counting.counted(outputs, targets).sum()
+    return num_examples(outputs, targets)
+
+
+def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:
+    """Return whether a loss says itself how many terms its mean divides by."""
+    counting = counter_of(loss_fn)
+    return hasattr(counting, "num_terms") or hasattr(counting, "counted")
+
+
+def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Tensor:
+    """Return a microbatch's share of the batch's mean: loss * terms / total; the shares add up to the mean.
+
+    A microbatch in which nothing counts (its mean is NaN) adds zero, to the loss and to the gradients.
+
+    Counts given as tensors make the result float32 or wider, whatever the loss is.
+
+    Args:
+        loss: 0-d, the microbatch's mean.
+        terms: Its `num_terms`.
+        total: The sum of `num_terms` over the microbatches.
+
+    Example:
+        >>> share_of_mean(torch.tensor(6.0), 1, 3).item()
+        2.0
+    """
+    if not isinstance(terms, Tensor) and not isinstance(total, Tensor):
+        return loss * (terms / total)
+    dtype = wide_dtype(loss)
+    terms, total = (as_scalar(count, dtype, loss.device) for count in (terms, total))
+    return torch.where(terms > 0, loss * (terms / torch.where(total > 0, total, 1)), 0)
+
+
+@dataclass(frozen=True)
+class _TorchTerms:
+    """What the mean of torch's cross entropy or negative log likelihood divides by."""
+
+    ignore_index: int = -100
+    weight: Tensor | None = None
+
+    def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
+        """Bool, (N, ...): the positions that enter the mean, which for dense targets are all."""
+        if isinstance(targets, Mixture) or targets.is_floating_point():
+            return torch.ones_like(outputs[:, 0], dtype=torch.bool)
+        return targets != self.ignore_index
+
+    def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> int | Tensor:
+        """Return how many positions enter the mean, or the sum of their weights."""
+        if isinstance(targets, Mixture) or targets.is_floating_point():
+            return outputs[:, 0].numel()
+        is_counted = self.counted(outputs, targets)
+        if self.weight is None:
+            return is_counted.sum()
+        return (self.weight[targets.where(is_counted, 0).long()] * is_counted).sum()
+
+
+def counter_of(loss_fn: Any) -> Any:
+    """Return the object that counts a loss's terms: the loss itself, or `_TorchTerms` for torch's losses."""
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
+        has_own_forward = type(loss_fn).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        is_mean = loss_fn.reduction == "mean" and not has_own_forward
+        return _TorchTerms(loss_fn.ignore_index, loss_fn.weight) if is_mean else loss_fn
+    settings = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) and not loss_fn.args else loss_fn
+    if function is not F.cross_entropy and function is not F.nll_loss:
+        return loss_fn
+    given = {name: settings[name] for name in ("ignore_index", "weight") if name in settings}
+    return _TorchTerms(**given) if settings.get("reduction", "mean") == "mean" else loss_fn
