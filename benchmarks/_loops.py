@@ -26,7 +26,7 @@ from purecompose import compose, loop_events
 
 
 class Feed:
-    """An endless data loader: lets the loop go on for a block at a time, and times the block.
+    """An endless data loader: lets the loop continue for a block at a time, and times the block.
 
     Attributes:
         last: What the loop leaves behind after a step: its loss, or what `read` finds the loss in.

@@ -1,10 +1,10 @@
-"""Does a run that was killed at any point, and goes on from its checkpoints, end with the same bits?
+"""Does a run that was killed at any point, and continues from its checkpoints, end with the same bits?
 
     python benchmarks/kill_and_resume.py [--kills 200] [--seed 0]
 
 Every kill takes a case: one of the shipped algorithms (each in turn), with an optimizer, a schedule, a kind of data
 and a way to run the step drawn by chance. A child process trains and is sent SIGKILL at a random batch, or a random
-time after it, so that some die while they write. What it left behind is looked through; another child goes on from
+time after it, so that some die while they write. What it left behind is looked through; another child continues from
 there, and sometimes is killed as well. The last one's state is compared, bit by bit, with that of a run that was not
 killed.
 
@@ -86,7 +86,7 @@ class Case(NamedTuple):
     mode: str
 
     def train(self, where: pathlib.Path | None, every: str, observer: Callable[..., None]) -> State:
-        """The state at the end of the run, which goes on from what lies in a folder."""
+        """The state at the end of the run, which continues from what lies in a folder."""
         task = TASKS[self.task]
         optimizer = OPTIMIZERS[self.optimizer](SCHEDULES[self.schedule])
         state = task.make_state(3, optimizer=optimizer, duration=f"{EPOCHS}ep")
@@ -214,7 +214,7 @@ def _is_pair(task: Task) -> bool:
 
 
 def one_kill(case: Case, draw: random.Random, whole: str) -> dict[str, int]:
-    """Kills a run once or twice, lets it go on, and counts what is wrong."""
+    """Kills a run once or twice, lets it continue, and counts what is wrong."""
     every = draw.choice(EVERY)
     counts = {"kills": 0, "differences": 0, "half-written": 0, "lost": 0}
     with tempfile.TemporaryDirectory() as name:

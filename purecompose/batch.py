@@ -1,4 +1,4 @@
-"""Batches of any shape: read and replace one member, count the examples, split, choose.
+"""Batches of any structure: read and replace a member, count, split and select examples.
 
 A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested at will. A
 *field* names one member: an index, a key of a mapping, an attribute, a list of these (several members at once), a

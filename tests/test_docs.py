@@ -40,7 +40,7 @@ def test_methods_are_grouped_as_on_their_page() -> None:
 
 @pytest.fixture(scope="module")
 def own_method() -> tuple[dict[str, Any], str]:
-    """The names of the page on methods of one's own, whose last block asserts what every method keeps; its output."""
+    """The names of the page on your own methods, whose last block asserts what every method keeps; its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         names = run_page("own_method.md")
     return names, printed.getvalue()

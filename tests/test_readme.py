@@ -33,7 +33,7 @@ def test_the_readmes_code_blocks_run_one_after_the_other(capsys) -> None:
     accuracy = float(re.search(r"'accuracy': ([\d.]+)", printed)[1])  # pyright: ignore[reportOptionalSubscript]
     assert accuracy > 0.9
     assert "AFTER_DATALOADER" in printed and "selective_backprop" in printed
-    assert re.search(r"^ok: \d+ kept, \d+ skipped", printed, re.M)  # the laws, on the method of one's own
+    assert re.search(r"^ok: \d+ kept, \d+ skipped", printed, re.M)  # the laws, on the method of your own
     state, step = names["state"], names["step"]
     assert isinstance(state, pc.State) and isinstance(step, pc.Step)
     assert "noise" in str(step.plan(state.replace(timestamp=state.timestamp.replace(batch=1, epoch=0))))

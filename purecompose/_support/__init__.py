@@ -1,1 +1,1 @@
-"""What the rest of the package stands on: argument checks, tables, files, devices, warnings."""
+"""Shared helpers: argument checks, tables, files, devices, warnings."""

@@ -1,4 +1,4 @@
-"""Arguments, checked in one form of words: "where: expected what, got value (type); hint".
+"""Argument checks with messages of one form: "where: expected what, got value (type); hint".
 
 `where` names the function and the argument, such as "sgd: lr". Each check returns the value.
 """

@@ -1,4 +1,4 @@
-"""Where an error came from, in the user's words: the line of their code, and the layer that was running."""
+"""The origin of an error in the user's terms: the line of their code, and the layer that was running."""
 
 import linecache
 import pathlib

@@ -1,4 +1,4 @@
-"""Structure as a value: what modules, losses or configurations have in common when they are "the same"."""
+"""Fingerprints: hashable descriptions of modules, losses and configurations, equal for equal structure."""
 
 import ctypes
 import enum

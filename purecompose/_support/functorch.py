@@ -1,4 +1,4 @@
-"""Whether transforms of `torch.func` or tracing are at work, and a scope outside of them; torch has no public ways."""
+"""Queries whether transforms of `torch.func` or tracing are active, for which torch has no public functions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

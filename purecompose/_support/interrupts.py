@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted when they come, obeyed between two batches."""
+"""Signals that ask a run to end: recorded when they arrive, obeyed between two batches."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Warnings that point at the caller's own line, however many of the library's frames lie between."""
+"""Warnings that point at the caller's line, outside the library's frames."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""Scopes in which certain tensors cannot be written into, nor moved to other memory."""
+"""Scopes in which given tensors cannot be written into or moved to other memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

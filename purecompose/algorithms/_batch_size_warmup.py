@@ -31,14 +31,14 @@ def warmup_batch_size(
     """Return how many examples of a batch to train on at a point of a run; see `batch_size_warmup` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
         batch_size: How many examples the batch has.
         duration: The warm-up's share of the run; 0 for none.
         initial_share: The share of the batch at the start.
         multiple: Sizes are multiples of it; by default of an eighth of the batch, rounded up.
 
     Returns:
-        A number in [1, batch_size], which never falls as the run goes on.
+        A number in [1, batch_size], which never falls as the run continues.
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range.

@@ -101,8 +101,8 @@ def factorize(
         linear, in -> out                      in -> k without bias, k -> out
         convolution, in -> out, kernel h x w   in -> k with h x w, its stride, padding and dilation; k -> out with 1 x 1
 
-    The factors come from the truncated singular value decomposition of the layer's weight, so that the network goes on
-    from the closest function of its rank; at full rank it is the same. The bias is kept.
+    The factors come from the truncated singular value decomposition of the layer's weight, so that the network
+    continues from the closest function of its rank; at full rank it is the same. The bias is kept.
 
     k is a whole number, or below 1 a share of the smaller of the layer's channels or features in and out. A layer is
     replaced if that smaller one reaches a minimum, if the two take fewer multiplications than the one, k < F out / (F +

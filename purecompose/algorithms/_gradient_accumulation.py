@@ -114,7 +114,7 @@ def gradient_accumulation(num_steps: int, *, name: str = "gradient_accumulation"
     remembers. A parameter that some batch of the group reaches is updated, and one that none reaches is not. A compiled
     or mapped step cannot ask: there the gradient of a parameter that the last batch does not reach waits for the next
     group's update. Time counts batches, so schedules and intervals of other methods do, too. Batches after the last
-    whole group of a run are not applied; a run that goes on from its end finishes the group.
+    whole group of a run are not applied; a run resumed from its end finishes the group.
 
     Events: INIT; BATCH_START of each k-th step, counted from 1, without which nothing is ever updated; AFTER_LOSS of
     every slice, which counts its terms (in a program without it batches weigh their examples); AFTER_TRAIN_BATCH of

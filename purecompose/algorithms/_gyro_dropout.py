@@ -120,7 +120,7 @@ def gyro_dropout(
     the run a mask is trained on for about as long as if it were chosen once.
 
     Nothing of this is stored. Mask j of a layer is drawn from (the run's key, layer, j), the choice from (key, layer,
-    period), so a resumed run goes on with the same subnetworks, and so do microbatches, ranks and members of a
+    period), so a resumed run continues with the same subnetworks, and so do microbatches, ranks and members of a
     population. What a layer has to know, the key, the period and which rows of the batch it sees, stands in one buffer
     that all layers share.
 

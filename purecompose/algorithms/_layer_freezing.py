@@ -25,13 +25,13 @@ def frozen_share(
     """Return the share of layers to freeze at a point of a run; see `layer_freezing` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
         freeze_start: Up to here nothing is frozen.
         freeze_level: The share at the end of the run.
         num_stages: In how many equal stages it grows; `None` for a straight line.
 
     Returns:
-        A number in [0, freeze_level], which never falls as the run goes on.
+        A number in [0, freeze_level], which never falls as the run continues.
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range.
@@ -89,9 +89,9 @@ def frozen_layers(
     """Return the parameters to freeze at a point of a run; see `layer_freezing` for the settings.
 
     Args:
-        module: A network. Parameters without `requires_grad` are left out, so in a loop of your own either let the
+        module: A network. Parameters without `requires_grad` are left out, so in your own loop either let the
             optimizer leave these names alone, or ask before you freeze the first.
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
         freeze_start: Up to here nothing is frozen.
         freeze_level: The share at the end of the run.
         num_stages: In how many equal stages it grows; `None` for a straight line.
@@ -135,7 +135,7 @@ def layer_freezing(
     Events: BATCH_START, from the start on. Reads the time and the network; sets `paused`, the parameters that the
     running step leaves alone. Reports in `metrics`, as numbers: `f"{name}/layers_frozen"`, the depth, and
     `f"{name}/percentage_frozen"`, f. What is frozen follows from the time only: between steps the state is as it was,
-    nothing is remembered, the optimizer's state stays whole, and a run goes on from a checkpoint with the same bits.
+    nothing is remembered, the optimizer's state stays whole, and a run continues from a checkpoint with the same bits.
 
     A host algorithm: of a compiled step each depth is a variant, of which there are at most S.
 

@@ -93,7 +93,7 @@ def per_example_clipping(
     of |g_i|. Remembers nothing. An example whose gradient is not finite makes the batch's so.
 
     Layers must treat each example separately: batch normalisation in training, and layers that keep running statistics,
-    are refused. Layers of one's own that mix examples are not seen: they get a batch of one.
+    are refused. Your own layers that mix examples are not seen: they get a batch of one.
 
     What a claim of privacy takes besides: an accountant; batches drawn at random as it assumes, each divided by the
     size expected (here it is the batch's own); no report of what is not private, such as loss, metrics and batch

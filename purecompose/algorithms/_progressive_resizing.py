@@ -39,7 +39,7 @@ def progressive_scale(
     """Return the scale of images at a point of a run; see `progressive_resizing` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
         initial_scale: At the start.
         finetune_fraction: Of the run, at its end, at full scale.
         delay_fraction: Of the run, at its start, at the initial scale.

@@ -61,7 +61,7 @@ def sam(
     same batch, with the same microbatches, algorithms and draws: the same mixture, the same dropout. Of the first one
     stay the loss that is reported and what the pass did to buffers, so that BatchNorm counts the batch once; the second
     one is what other algorithms and the optimizer see. The parameters are never moved to w + e and back, so nothing is
-    rounded, and the optimizer is not wrapped: its state is in the checkpoint as ever.
+    rounded, and the optimizer is not wrapped: its state is in the checkpoint as usual.
 
     Events: AFTER_TRAIN_BATCH of one step in `every`, counted from 1, before what clips gradients. Reads and
     replaces: the gradients; reports in `metrics` the loss at w + e less the loss at w, as f"{name}/sharpness".

@@ -18,7 +18,7 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
         D' = int(D r)        alpha'(t) = alpha(t / r)
 
     A run of length D with the multipliers alpha becomes one of length D', whose multipliers take the same way from the
-    first value to the last one. Half the time costs less accuracy so than a run that is cut off half-way, with its
+    first value to the last one. Half the time costs less accuracy so than a run that is cut off halfway, with its
     learning rate still high.
 
     This is a function from a state to a state, and no algorithm with a `match` and an `apply`: the length of a run and
@@ -27,7 +27,7 @@ def scale_schedule(state: State, ratio: float, *, scale_warmup: bool = False) ->
     INIT or after it; and what has been stretched once must not be stretched again where a run is taken up.
 
     Events: none. Replaces: the optimizer's schedules and the run's length. Remembers nothing: a checkpoint holds the
-    length that the run has, and a run goes on from it with a state that was made in the same way.
+    length that the run has, and a run continues from it with a state that was made in the same way.
 
     Absolute times are multiplied by the ratio and not rounded; the run's own length is, since a run ends with a whole
     epoch (or batch, sample, token). Fractions of the run follow it. A schedule with a warm-up never sees one length
@@ -92,7 +92,7 @@ def _check_at_start(state: State) -> None:
     if state.timestamp.batch > 0:
         raise ValueError(
             f"scale_schedule: the run stands at batch {state.timestamp.batch}: expected a state at its start; a run "
-            "that is taken up goes on with the length and the schedules that it began with"
+            "that is taken up continues with the length and the schedules that it began with"
         )
     if state.context.initialised:
         raise ValueError(

@@ -32,14 +32,14 @@ def warmup_length(
     """Return the length of sequences at a point of a run; see `seq_length_warmup` for the settings.
 
     Args:
-        elapsed: The fraction of the run that is over, at least 0; above 1 where training goes on.
+        elapsed: The fraction of the run that is over, at least 0; above 1 where training continues.
         duration: The warm-up's share of the run; 0 for none.
         min_seq_length: The length at the start, tokens.
         max_seq_length: The length at the end of the warm-up and after it.
         step_size: By how much the length grows at a time.
 
     Returns:
-        The length, which never falls as the run goes on.
+        The length, which never falls as the run continues.
 
     Raises:
         TypeError, ValueError: A setting of the wrong kind or out of range.

@@ -85,7 +85,7 @@ def swa(
         lr(t) <- (1 - w) lr(t) + w swa_lr,   w from 0 to 1, linearly or as half a cosine
 
     It is the schedule of the rate that changes: its greatest value stays, so that a weight decay which follows the
-    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) goes on doing so, and training before `start` is that of
+    schedule (`decoupled_sgdw`, `decoupled_weight_decay`) continues doing so, and training before `start` is that of
     one schedule only, bit for bit. A rate of 0, which no schedule can change, becomes `swa_lr` with a schedule that
     begins at 0, as a decay that follows it then does.
 

@@ -97,7 +97,7 @@ On gradients, weights and time, each by parameter names where it takes several t
     warmup_batch_size(elapsed, batch_size) -> examples
 
 The algorithms are made of these, the drawing ones with the key `state.rng(name)`. `select_using_loss` and
-`should_selective_backprop` say for a loop of one's own what selective backprop's `apply` and `match` say inside a step.
+`should_selective_backprop` say for your own loop what selective backprop's `apply` and `match` say inside a step.
 """
 
 from purecompose.algorithms._alibi import alibi_bias, alibi_rules, alibi_slopes, apply_alibi

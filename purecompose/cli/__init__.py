@@ -34,7 +34,7 @@ examples:
   python -m purecompose train --algorithms "mixup(alpha=0.4),label_smoothing" --seed 1
   python -m purecompose train --algorithms none --model mlp --optimizer "sgd(lr=0.1, momentum=0.9)"
   python -m purecompose train --out runs/first            a folder with records, checkpoints and a report
-  python -m purecompose train --out runs/first --resume   go on where it was stopped, to the same bits
+  python -m purecompose train --out runs/first --resume   continue where it was stopped, to the same bits
   python -m purecompose train --seeds 8 --out runs/eight  eight networks at once
   python -m purecompose train --data book.txt --out runs/text
   python -m purecompose evaluate runs/first --checkpoint best
@@ -132,7 +132,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         ("evaluate", "show the metrics of a run's checkpoint", _of_results("show_evaluation"), _add_evaluate_options),
         (
             "predict",
-            "write the classes that a run's checkpoint predicts, or go on with a text",
+            "write the classes that a run's checkpoint predicts, or continue with a text",
             _of_results("show_predictions"),
             _add_predict,
         ),
@@ -195,7 +195,9 @@ These are the shells that shtab writes for and that were tried.
 
 def _add_train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=named, metavar="FOLDER", help="keep records, checkpoints and a report")
-    command.add_argument("--resume", action="store_true", help="with --out: go on with the run there, if there is one")
+    command.add_argument(
+        "--resume", action="store_true", help="with --out: continue with the run there, if there is one"
+    )
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
     command.add_argument("--summary", action="store_true", help="print the network's layers and exit")
     command.add_argument(
@@ -242,7 +244,9 @@ def _add_evaluate_options(command: argparse.ArgumentParser) -> None:
 def _add_predict(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
     command.add_argument("--out", type=named, metavar="FILE", help="a CSV file, or one of text (standard output)")
-    command.add_argument("--prompt", metavar="TEXT", help="of a language model: what to go on with, in place of a CSV")
+    command.add_argument(
+        "--prompt", metavar="TEXT", help="of a language model: what to continue with, in place of a CSV"
+    )
     command.add_argument("--length", type=whole, metavar="N", help="with --prompt: characters to add (200)")
     command.add_argument("--seed", type=whole, metavar="N", help="with --prompt: of the draws (0)")
 

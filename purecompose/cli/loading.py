@@ -52,7 +52,7 @@ def load_run(
 ) -> LoadedRun:
     """Load what `python -m purecompose train --out FOLDER` has trained.
 
-    The command line fixes threads and kernels for a run; here they are the process's own, so training that goes on
+    The command line fixes threads and kernels for a run; here they are the process's own, so training that continues
     here, and not by `--resume`, may do so to other bits.
 
     Args:

@@ -55,7 +55,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
 def show_predictions(options: argparse.Namespace) -> None:
     """Write the predicted class of each test image, with its probability, as CSV; of a text, each next character.
 
-    With a prompt it writes the text that a language model goes on with.
+    With a prompt it writes the text that a language model continues with.
 
     Raises:
         UsageError: There is no such run or checkpoint, or the output cannot be written; a prompt for images.
@@ -83,7 +83,7 @@ def show_predictions(options: argparse.Namespace) -> None:
 
 
 def _write_text(options: argparse.Namespace, settings: Mapping[str, Any], prompt: Prompt) -> None:
-    """Write what a language model goes on with, as it comes."""
+    """Write what a language model continues with, as it comes."""
     # Of the run's text the network needs the form only, and the schedules how many batches there were.
     num = index_of(options.run, options.checkpoint, TEXT).time["batches_per_epoch"] * settings["batch_size"]
     blank = torch.zeros(1, prompt.window, dtype=torch.int64).expand(num, -1)

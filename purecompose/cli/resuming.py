@@ -24,7 +24,7 @@ _MOST_LINES = 12
 
 
 def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
-    """Return the settings of the run that goes on, if there is one.
+    """Return the settings of the resumed run, if there is one.
 
     Raises:
         UsageError: No folder says which run, or its settings cannot be read.
@@ -38,7 +38,7 @@ def earlier_settings(out: Path | None, *, is_asked: bool) -> dict[str, Any]:
 
 
 def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
-    """Raise a `UsageError` where a run is to go on with another key of all its draws, which cannot change."""
+    """Raise a `UsageError` where a run is to continue with another key of all its draws, which cannot change."""
     for name in ("seed", "seeds"):
         if name in earlier and earlier[name] != settings[name]:
             raise UsageError(
@@ -47,7 +47,8 @@ def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 
 
 def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
-    """Raise a `UsageError` where a run is to go on with another network, also with one that its tensors would fit."""
+    """Raise a `UsageError` where a run is to continue with another network, also with one that its tensors would fit.
+    """
     if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
         raise UsageError(
             f"--model: {earlier['model']} in the run, {settings['model']} here; another network needs another --out"
@@ -81,7 +82,7 @@ def reported_as_settings(settings: Mapping[str, Any], earlier: Mapping[str, Any]
         lines = [f"{SETTINGS[name].option}: {earlier.get(name)} in the run, {settings[name]} here" for name in changed]
         found = error.differences[:_MOST_LINES]
         raise MismatchError(
-            "\n  ".join([f"{out} cannot go on with other settings:", *lines])
+            "\n  ".join([f"{out} cannot continue with other settings:", *lines])
             + "\nleave them out, or choose another --out; "
             + "\n  ".join([f"what does not fit, of {len(error.differences)}:", *found]),
             error.differences,

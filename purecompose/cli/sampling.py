@@ -1,4 +1,4 @@
-"""`predict --prompt`: the text with which a language model goes on."""
+"""`predict --prompt`: the text with which a language model continues."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _LENGTH = 200
 
 
 class Prompt(NamedTuple):
-    """What to go on with, and how."""
+    """What to continue with, and how."""
 
     tokens: Tensor
     """int64, `(num,)`."""
@@ -51,12 +51,12 @@ def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Promp
     if options.prompt is None:
         for name in ("length", "seed"):
             if getattr(options, name) is not None:
-                raise UsageError(f"--{name} is for --prompt TEXT, with which a language model goes on")
+                raise UsageError(f"--{name} is for --prompt TEXT, with which a language model continues")
         return None
     if "vocabulary" not in settings:
         raise UsageError("--prompt: the run trained a network for images; a prompt is for one of text")
     if options.data is not None:
-        raise UsageError("--data: a prompt is gone on with without data; leave it out")
+        raise UsageError("--data: a prompt is continued with without data; leave it out")
     length = _LENGTH if options.length is None else options.length
     if not options.prompt or length < 1:
         raise UsageError(f"--{'length' if options.prompt else 'prompt'}: expected at least one character")

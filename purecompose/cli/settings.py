@@ -171,7 +171,7 @@ def chosen(options: argparse.Namespace, config: Mapping[str, Any] | None = None)
 
     Args:
         options: The command line's.
-        config: The settings of a run that goes on, below all others.
+        config: The settings of a resumed run, below all others.
 
     Raises:
         UsageError: A file that cannot be read, a setting that does not exist, or a value of the wrong kind.

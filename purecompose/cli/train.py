@@ -84,7 +84,7 @@ def _run(
     earlier: Mapping[str, Any],
 ) -> None:
     history, stopwatch = History(), Stopwatch()
-    # A population goes on with those of its networks that are well.
+    # A population continues with those of its networks that are well.
     observers: list[Any] = [history, stopwatch, NaNs(action="raise" if settings["seeds"] == 1 else "warn")]
     kept: dict[str, Any] = {} if out is None else {"checkpoints": _checkpoints(out, settings, setup)}
     with ExitStack() as stack:
@@ -111,7 +111,7 @@ def _run(
             folder.finish({"checksum": checksum(state.params)})
     if folder is not None and folder.goes_on and not stopwatch.batches:
         length = setup.state.timestamp.run.duration
-        print(f"the run in {out} was at its end already, {length}; a longer --duration goes on with it")
+        print(f"the run in {out} was at its end already, {length}; a longer --duration continues with it")
     missing = () if folder is None else _missing(folder, state)
     print_results(setup, state, history, stopwatch, settings, out, missing)
     if missing:

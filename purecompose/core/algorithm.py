@@ -1,4 +1,4 @@
-"""An algorithm: a pair of pure functions with a name, and what a pass may want to know about it."""
+"""Algorithms: pairs of pure functions with a name and the facts that passes use."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""One algorithm at one event, as a function of the state."""
+"""The application of one algorithm at one event."""
 
 from collections.abc import Callable
 from typing import Any

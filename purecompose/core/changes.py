@@ -1,4 +1,4 @@
-"""What `State.replace` is asked for, as changes of a state's fields."""
+"""Changes of a state under convenient names, translated to its fields."""
 
 import dataclasses
 import numbers

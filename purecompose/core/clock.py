@@ -1,4 +1,4 @@
-"""The time of a step as traced code may read it: one small tensor.
+"""The clock: the time of a step for traced code, as one small tensor.
 
 The host's counters are the only source. They are written into the tensor, with the values that every schedule
 takes then, so that traced code holds no changing Python number.

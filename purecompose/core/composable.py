@@ -1,4 +1,4 @@
-"""What may be composed: checks of programs, algorithms and passes."""
+"""Checks of programs, algorithms and passes before they are composed."""
 
 import fnmatch
 from collections import Counter

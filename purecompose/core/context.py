@@ -1,4 +1,4 @@
-"""The static part of a state: what stays the same all through a run, and the host's counters.
+"""The static part of a state: its context, which is constant in a run, and the host's counters.
 
 Its equality is that of structure and configuration and leaves the counters out, so that states of different times
 and seeds map, stack and subtract.

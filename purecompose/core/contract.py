@@ -1,4 +1,4 @@
-"""What every step keeps, checked in the first run of each schedule."""
+"""The contract of a step, checked in the first run of each schedule."""
 
 import random as python_random
 import sys

@@ -89,7 +89,7 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
                 raise
             raise RuntimeError(
                 "the state or the batch holds tensors made within torch.inference_mode, which torch cannot "
-                "differentiate: go on from state.copy(), and load data outside of inference mode"
+                "differentiate: continue from state.copy(), and load data outside of inference mode"
             ) from error
     if state.grads:
         grads = {**state.grads, **grads}

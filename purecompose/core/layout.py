@@ -1,4 +1,4 @@
-"""Where the examples of a batch lie: how they are counted, and how a batch is cut into parts of them."""
+"""The layout of a batch: where its examples lie, how they are counted and split."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Staged matching: which algorithms act at which events of a step, decided before the step runs.
+"""Matching: which algorithms act at which events of a step, decided on the host before it runs.
 
 The answers for all events form the step's schedule, one integer with a bit for each question that time or the
 batch's shapes decide. Predicates say what of them is settled for a stretch of batches, so a step asks only

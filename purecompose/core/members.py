@@ -1,4 +1,4 @@
-"""Which states a step is for: a single one, or those of a population, stacked."""
+"""The states that a step is for: single ones, or the stacked members of a population."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""What a step is going to do: event by event, which algorithms act, in what order, and why."""
+"""The plan of a step: at each event, which algorithms act, in what order, and why."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Ranks: processes that compute a part of the batch each, and put together what they find.
+"""Ranks: processes that each compute a part of the batch and reduce the results.
 
 Messages between them are those of `torch.distributed`, in the form that traced code can hold.
 """
@@ -177,7 +177,7 @@ class Ranks:
             shown = ", ".join(map(tree.describe, tensors[:8])) + (", ..." if len(tensors) > 8 else "")
             raise RuntimeError(
                 f"data_parallel: the processes would send different messages; this one, {self.rank}, has {shown}. "
-                "Which metrics and slots there are must not depend on the part of the batch that is at hand"
+                "Which metrics and slots there are must not depend on the part of the batch at hand"
             )
 
 

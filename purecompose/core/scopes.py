@@ -1,6 +1,6 @@
 """The parts of a program besides events: stages, the update, and the scopes `Grad` and `Microbatches`.
 
-Each node lowers itself to operations (see `purecompose.core.operation`). A scope of your own is a frozen dataclass that
+Each node lowers itself to operations (see `purecompose.core.operation`). Your own scope is a frozen dataclass that
 derives from `Scope` and defines `lower`.
 """
 

@@ -1,4 +1,4 @@
-"""A body run on slices of the batch, and its results averaged."""
+"""Microbatches: a body run on slices of the batch, with averaged results."""
 
 from typing import Any
 

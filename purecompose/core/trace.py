@@ -1,4 +1,4 @@
-"""traced: a step that also says what every algorithm did."""
+"""traced: a step that also reports what every algorithm did."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A data set held in memory, dealt out in an order that is a pure function of (key, epoch).
+"""Data sets in memory, in an order that is a pure function of (key, epoch).
 
     order(key, epoch) = permutation of 0 .. n-1 drawn at (key, "data order", epoch)
     batch i of the epoch = the examples order[i * batch_size : (i + 1) * batch_size]

@@ -1,4 +1,4 @@
-"""What data are, in words and a checksum: by it a run that goes on finds out that they are not those it began with."""
+"""The identity of data: a description and a checksum, by which a resumed run notices other data."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
-"""The batches of an epoch from a given one on, whatever kind of data they come from.
+"""The batches of an epoch from a given one on, for any kind of data.
 
 A `DataLoader` without a generator of its own draws by the run's key. Over a map-style data set its samplers draw in a
 stream that follows from (key, epoch), and each batch is read with the global generators seeded from (key, epoch,
-number of the batch). So order and augmentation repeat with any number of workers, and a run goes on in the middle of
+number of the batch). So order and augmentation repeat with any number of workers, and a run continues in the middle of
 an epoch for the price of the sampler. What cannot be taken apart like this is read from its start, and what has been
 trained on dropped, with a warning. Over a stream, an epoch begins with new workers, and with the global generators
 seeded from (key, epoch): what an epoch gives must not depend on those before it.
@@ -33,7 +33,7 @@ _EVAL = salt("evaluation")
 
 
 class SkippingWarning(UserWarning):
-    """A run goes on in the middle of an epoch by reading the epoch from its start."""
+    """A run continues in the middle of an epoch by reading the epoch from its start."""
 
 
 def epoch_batches(data: Any, key: Tensor, epoch: int, start: int = 0) -> Iterator[Any]:
@@ -245,7 +245,7 @@ def _after(start: int, batches: Iterator[Any], data: Any, epoch: int) -> Iterato
         named += f" over {type(data.dataset).__name__}"
     used = "; an iterator that has been read from before loses what comes next" if isinstance(data, Iterator) else ""
     warnings.warn(
-        f"going on at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped, for it "
+        f"continuing at batch {start} of epoch {epoch}: the {start} before it are read from {named} and dropped: it "
         "cannot start in the middle. That is exact where it gives the same batches in the same order each "
         f"time{used}. Data with `epoch(key, epoch, start)`, such as data.loader, start at any batch",
         SkippingWarning,

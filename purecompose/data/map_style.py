@@ -1,10 +1,10 @@
-"""Batches of a data set of single samples, with randomness that belongs to the sample and not to who reads it.
+"""Batches of map-style data sets, with randomness that belongs to the sample and not to the process that reads it.
 
     order(key, epoch)  = permutation of 0 .. n-1 drawn at (key, "data order", epoch), as for `arrays`
     sample i of epoch  = transform(dataset[i], draws at (key, epoch, i))
 
 So the number of workers, the batch size and the place in the epoch change no bit of a sample (but for long sums, which
-round otherwise in several threads, and workers have one), and a run goes on at any batch without reading those before
+round otherwise in several threads, and workers have one), and a run continues at any batch without reading those before
 it.
 """
 

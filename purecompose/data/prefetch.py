@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU while it still works on the ones before.
+"""Prefetching: batches are sent to a GPU while it works on earlier ones.
 
 A copy from ordinary memory makes the host wait for the GPU. Here each batch goes into pinned memory and from there
 on a stream of its own, a few batches ahead of the one that is asked for.

@@ -1,4 +1,4 @@
-"""Reading what is asked for, in this process or in workers, epoch after epoch with the same ones.
+"""Readers: load samples in this process or in workers that live across epochs.
 
 A *source* wraps a data set and gives a finished batch for a request, `source[request]`. Its requests are small and say
 all that the batch depends on, so it does not matter which process reads it, or what that process has read before.

@@ -1,4 +1,4 @@
-"""One batch read from a data set of single samples: seeded, transformed, collated, with errors that name the sample."""
+"""One batch of samples: seeded, transformed, collated, with errors that name the sample."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

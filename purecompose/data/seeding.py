@@ -1,4 +1,4 @@
-"""The global generators of torch (on the CPU), Python and numpy: seeded for a while, and put back.
+"""Scopes that seed the global generators of torch (on the CPU), Python and NumPy, and restore them.
 
 Data sets draw from them: a random crop reads torch's, an older one Python's `random` or `numpy.random`. Seeded from a
 place in the run before each read, they make such a data set a function of that place.
@@ -51,7 +51,7 @@ def kept_globals() -> Iterator[None]:
 
 
 class Stream:
-    """Draws that go on from one block to the next, beside those of the world outside.
+    """Draws that continue from one block to the next, beside those of the world outside.
 
     Args:
         words: Where it begins, as for `seed_globals`.

@@ -1,4 +1,4 @@
-"""Warn while the next batch takes too long to come."""
+"""A warning when the next batch takes long to load."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What torch's kernels cannot do, done in another way: under transforms, while traced, and one of them in plain use."""
+"""Replacements for kernels of torch that lack derivatives, batching rules or tracing."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

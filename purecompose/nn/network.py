@@ -1,4 +1,4 @@
-"""One forward pass of a skeleton: tensors in place, randomness keyed, new buffers out."""
+"""One forward pass of a skeleton: bind tensors, draw by key, return new buffers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""How often an observer acts: every so many batches, epochs, samples, tokens, or fractions of the run."""
+"""How often an observer acts: every given number of batches, epochs, samples, tokens, or fraction of the run."""
 
 from purecompose.time import TimeLike, Timestamp, TimeUnit
 from purecompose.time.intervals import checked_interval, has_passed

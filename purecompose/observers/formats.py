@@ -1,4 +1,4 @@
-"""The two forms of a file of records: JSON Lines and CSV, a line for each record, `batch` among its values."""
+"""The formats of record files: JSON Lines and CSV, one line per record."""
 
 import contextlib
 import csv

@@ -47,7 +47,7 @@ class History:
         self._left_out: set[str] = set()
 
     def __call__(self, event: Event, state: State) -> None:
-        """Take down what BATCH_END and EVAL_END have to say."""
+        """Record what BATCH_END and EVAL_END have to say."""
         record = record_of(event, state, self._left_out)
         if record is None:
             return

@@ -1,4 +1,4 @@
-"""Monitors that look at single layers: how far parameters move, and what comes out of modules."""
+"""Monitors of single layers: the movement of parameters and the outputs of modules."""
 
 import fnmatch
 from collections.abc import Mapping

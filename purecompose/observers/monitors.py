@@ -1,4 +1,4 @@
-"""Monitors: what records say of a run besides its loss and metrics. Functions `(state) -> dict` of numbers by name."""
+"""Monitors: functions `(state) -> dict` of further numbers for the records."""
 
 import contextlib
 import dataclasses

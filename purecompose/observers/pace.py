@@ -1,4 +1,4 @@
-"""How fast a run is lately, and how long it still takes."""
+"""The recent speed of a run and its remaining time."""
 
 from collections import deque
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""A look through torch's profiler at a few batches in the midst of a run."""
+"""Profiles of a few batches in the middle of a run, by torch's profiler."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ __all__ = ["Profile"]
 class Profile:
     """Profiles some batches and writes Chrome traces, for chrome://tracing or ui.perfetto.dev.
 
-    Counted in batches from where training starts or goes on: `skip_first` once, then `repeat` times `wait`, `warmup`
+    Counted in batches from where training starts or continues: `skip_first` once, then `repeat` times `wait`, `warmup`
     (the profiler runs, its findings are dropped) and `active` batches, each time with a file
     `batches_<first>_to_<last>.json` of the active ones. The profiler is off outside of warm-up and active batches. A
     run that ends in an active window writes what there is.
@@ -37,7 +37,7 @@ class Profile:
         skip_first: Batches at the start of the run, such as those that compile.
         **options: More for `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True`.
 
-    A disk that is full brings a warning; training goes on.
+    A disk that is full brings a warning; training continues.
 
     Raises:
         TypeError, ValueError: A number that is not an int or out of range.
@@ -83,7 +83,7 @@ class Profile:
             self._num_batches = 0
             self._enter(state)
         elif event is Event.BATCH_END:
-            # In a loop of one's own, what comes before the first batch's end cannot be profiled any more.
+            # In your own loop, what comes before the first batch's end cannot be profiled any more.
             self._num_batches = 1 if self._num_batches is None else self._num_batches + 1
             if self._window is not None and self._window.is_over(state.timestamp.batch):
                 self.close()

@@ -1,4 +1,4 @@
-"""The core of all that writes a run down: it collects records and hands them to a sink in groups."""
+"""The base of all recorders: collects records and hands them to a sink in groups."""
 
 import contextlib
 import inspect
@@ -57,7 +57,7 @@ class Image:
 class Sink(Protocol):
     """Where records go. Only `write` is needed.
 
-    Two more methods are called where a sink has them: `begin(batch)` when a run starts or goes on, with the number of
+    Two more methods are called where a sink has them: `begin(batch)` when a run starts or continues, with the number of
     batches trained on so far (records of later batches will come, whether they have been written before or not),
     and `close()` when the recorder is closed.
     """
@@ -81,7 +81,7 @@ class Recorder:
     `flush` is called. What is waiting when a process is killed is lost, and a group at most. An exception loses
     nothing: the rest is handed over when the recorder is closed or dropped, at the latest when Python exits.
 
-    A sink that raises `OSError` (a full disk, no network) gets one warning, and training goes on. The records wait
+    A sink that raises `OSError` (a full disk, no network) gets one warning, and training continues. The records wait
     and are handed over again with the next group.
 
     Args:
@@ -136,7 +136,7 @@ class Recorder:
         self._finalizer = weakref.finalize(self, _last_words, self._outbox)
 
     def __call__(self, event: Event, state: State) -> None:
-        """Take down what BATCH_END and EVAL_END have to say."""
+        """Record what BATCH_END and EVAL_END have to say."""
         if event is Event.FIT_START or self._began_at is None:
             self._begin(event, state)
         for observe in self._watching:
@@ -169,7 +169,7 @@ class Recorder:
         self.close()
 
     def _begin(self, event: Event, state: State) -> None:
-        # In a loop of one's own the first event may be the first batch's end.
+        # In your own loop the first event may be the first batch's end.
         now = batch_before(state.timestamp) if event is Event.BATCH_END else state.timestamp
         self._due.start(now)
         # An evaluation before FIT_START belongs to the run that starts.
@@ -229,7 +229,7 @@ class _Outbox:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{self._owner}: records cannot be written: {error}. Training goes on; they wait in memory and "
+                    f"{self._owner}: records cannot be written: {error}. Training continues; they wait in memory and "
                     "are tried again with the next group. This is said once",
                     RuntimeWarning,
                     stacklevel=2,

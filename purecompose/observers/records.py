@@ -1,4 +1,4 @@
-"""The records of a run in a file that outlives it, and goes on where the run does."""
+"""Record files, which a resumed run continues."""
 
 import errno
 import itertools
@@ -24,14 +24,14 @@ class Records(Recorder):
     and when they are written. Columns of a CSV file are not known beforehand: when a new one comes, the file is
     replaced by one with that column, in one move.
 
-    A run that **goes on** from batch b keeps the records up to b and cuts away those of later batches, which come
+    A run that **continues** from batch b keeps the records up to b and cuts away those of later batches, which come
     again, and a last line that was only half-written. A run that starts again leaves an old file as it is, under
     another name: `run.jsonl` becomes `run.1.jsonl`, or the next number that is free.
 
     **Samples** (see `image_samples` and `text_samples`) are files beside it: `run.samples/ba00000100/NAME.png`, and
     `.txt`. They are renamed with the records; those of later batches are replaced when they come again.
 
-    Full or read-only disks, or a folder that cannot be made, bring one warning; training goes on.
+    Full or read-only disks, or a folder that cannot be made, bring one warning; training continues.
 
     Args:
         path: The file, `*.jsonl` or `*.csv`; its folder is made if need be. A relative one is taken from where the
@@ -42,7 +42,7 @@ class Records(Recorder):
         seconds: How long a record waits before it is written with the next one that comes.
 
     Raises:
-        ValueError: Another suffix; or, when a run goes on, a file that holds no records.
+        ValueError: Another suffix; or, when a run continues, a file that holds no records.
         ImportError: When an image is written: Pillow is not installed.
         TypeError, ValueError: Another argument of the wrong kind.
 
@@ -115,7 +115,7 @@ class _File:
             self._prepare()  # which the disk did not allow before
         # Samples come first: writing them again replaces them, where writing a record again adds one.
         records = [self._without_samples(record) for record in records]
-        # An evaluation at the very point from which the run goes on may be there already.
+        # An evaluation at the very point from which the run continues may be there already.
         new = [record for record in records if record["batch"] > self._start or frozenset(record) not in self._kept]
         if new:
             self._form.add(self._path, new)

@@ -1,4 +1,4 @@
-"""Monitors of samples: images and texts that the network makes, in the records of a run."""
+"""Monitors of samples: images and texts that the network generates."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

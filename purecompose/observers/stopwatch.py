@@ -1,4 +1,4 @@
-"""How long a run takes, with the time for evaluation kept apart."""
+"""The duration of a run, with evaluation counted separately."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Numbers that are still on the device: collected one by one, read many at a time."""
+"""Numbers still on the device: collected one by one, read in groups."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Adafactor: steps scaled by an average square of the gradient that is remembered by rows and columns only."""
+"""Adafactor: steps scaled by a factored average of the squared gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimizers share: the protocol, and parameter groups.
+"""The optimizer protocol and parameter groups.
 
 An optimizer of this room is a `Rule`: it says what it remembers of one parameter (`slots`, `fresh`) and how a
 list of parameters moves (`move`). `ByGroup` makes `init` and `update` of it: it splits the parameters by group,

@@ -33,7 +33,7 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
         by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
 
     Each optimizer sees its own parameters only, and the patterns of its `groups` are matched against those. An
-    hparam that several of them name is one number. An optimizer of one's own that leaves some parameters to others
+    hparam that several of them name is one number. Your own optimizer that leaves some parameters to others
     has a method `can_move(param) -> bool`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's settings, made when it is built, and of the names that its patterns match."""
+"""Checks of optimizers' settings and of the names that their patterns match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight decay: how it enters an update, and by what it is multiplied."""
+"""Weight decay: how it enters an update, and its factor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer whose weights decay by what its schedule says, whatever else moves them."""
+"""An optimizer with added weight decay that follows a schedule of its own."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def from_torch(
 ) -> FromTorch:
     """Return an optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
 
-    It computes what the class computes, bit for bit, and a run that is cut and resumed goes on to the same bits: all
-    that the class remembers is in the optimizer's state. It is slower than an optimizer of one's own, since every
+    It computes what the class computes, bit for bit, and a run that is cut and resumed continues to the same bits: all
+    that the class remembers is in the optimizer's state. It is slower than your own optimizer, since every
     update copies parameters, gradients and memory, and on a GPU a counter that the class keeps on the host is read
     back once a step.
 

@@ -1,4 +1,4 @@
-"""Lion: steps of one size, in the direction of the sign of an average."""
+"""Lion: steps of one size, by the sign of an averaged gradient."""
 
 from __future__ import annotations
 

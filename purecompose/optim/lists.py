@@ -1,4 +1,4 @@
-"""Arithmetic on lists of tensors, pair by pair: what the optimizers' rules are written in.
+"""Arithmetic on lists of tensors, in which the optimizers' rules are written.
 
 Each function has two forms. One is torch's `_foreach` kernels: one call for all tensors, which is one launch
 on a GPU and about half the overhead on a CPU. The other is a plain loop, taken wherever something watches the

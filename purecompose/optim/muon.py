@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal; for the matrices of hidden layers."""
+"""Muon: orthogonalized momentum for the matrices of hidden layers."""
 
 from __future__ import annotations
 

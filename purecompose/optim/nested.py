@@ -1,4 +1,4 @@
-"""Optimizers that hold others: one around another, as `guarded` is, or several at once, as `by_pattern` is."""
+"""Optimizers that contain others, such as `guarded` and `by_pattern`."""
 
 from __future__ import annotations
 

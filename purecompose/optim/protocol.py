@@ -1,4 +1,4 @@
-"""Whether something keeps the `Optimizer` protocol, as far as that is seen before its first update."""
+"""Checks that an object keeps the `Optimizer` protocol, before its first update."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What an optimizer of torch remembers of its parameters: found out, put in, and taken out as slots."""
+"""The memory of a torch optimizer: detected, restored, and extracted as slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Randomness as data: keys, places and draws, without a global generator."""
+"""Random numbers as pure functions of keys; no global generator."""
 
 from purecompose.random.distributions import beta, exponential, gamma, truncated_normal
 from purecompose.random.draws import bernoulli, bits, normal, randint, uniform

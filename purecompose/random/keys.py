@@ -1,4 +1,4 @@
-"""Random keys as data: make one, split it, fold a number into it, and name the place of a draw.
+"""Keys: make, split and fold them, and name the place of a draw.
 
 A key is an int64 tensor of shape (2,), two words. A draw reads the Philox block at
 

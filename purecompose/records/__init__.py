@@ -1,4 +1,4 @@
-"""The folder of a run, and what is read and drawn from it.
+"""Run folders: their records, curves and reports.
 
 with RunFolder("runs/first", {"lr": 0.1}) as run:
     run.begin(step, state)

@@ -1,4 +1,4 @@
-"""What stands along the axes of a panel and above it: limits, ticks, numbers in words."""
+"""Axes and titles of panels: limits, ticks, numbers as text."""
 
 import math
 from collections.abc import Sequence

@@ -100,5 +100,5 @@ def _members(panels: Sequence[Panel], run: int) -> str:
 
 
 def _breaks(runs: Sequence[RunRecords], x: str) -> list[int]:
-    """Return the batches from which a single run went on."""
+    """Return the batches from which a single run continued."""
     return [start.batch for start in runs[0].starts[1:] if start.batch] if len(runs) == 1 and x == "batch" else []

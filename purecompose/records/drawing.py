@@ -51,7 +51,7 @@ def drawn(
     Args:
         panels: At least one.
         names: Of the runs.
-        breaks: The batches at which the run went on.
+        breaks: The batches at which the run continued.
         x: The column along the horizontal axis.
         dark: Light on dark.
         narrow: One panel below the other, for narrow screens.

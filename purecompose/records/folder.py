@@ -56,14 +56,14 @@ class RunFolder:
     | `command.txt` | the command that reproduces the run |
     | `versions.json` | what the bits of the run depend on beside its settings: versions, device, threads |
     | `plan.txt` | which algorithms act at which events, in what order and why |
-    | `history.json` | when the run started and went on, and how long that took |
+    | `history.json` | when the run started and continued, and how long that took |
     | `records.jsonl` | its records, with learning rate, speed and memory |
     | `checkpoints/` | its checkpoints |
     | `result.json` | after the run: the last metrics, batches, seconds |
     | `curves.png`, `report.html` | after the run: pictures, and one page with everything |
 
     Each file is written whole or not at all. After the first batch a full disk, a missing matplotlib or a picture
-    that cannot be drawn brings a warning, and everything else is written. Where a run goes on, nothing in its folder
+    that cannot be drawn brings a warning, and everything else is written. Where a run continues, nothing in its folder
     changes before its checkpoint has been found to fit, and the settings, versions and plan not before a batch has
     been trained with them: a run that was at its end already keeps its own.
 
@@ -74,10 +74,10 @@ class RunFolder:
     Args:
         path: The folder; it is made if need be.
         config: The settings, flat or one level nested, with strings, numbers, bools and lists of them; `None` values
-            are left out. Where the run goes on, by default those that are there.
+            are left out. Where the run continues, by default those that are there.
         command: The command that reproduces the run, as a string or a list of arguments. By default the one that
             started this process, but for notebooks.
-        resume: Whether to go on in the folder of a run. Where there is none, it starts.
+        resume: Whether to continue in the folder of a run. Where there is none, it starts.
         every: How often a batch has a record: "10ba", "1ep", ...
 
     Attributes:
@@ -135,7 +135,7 @@ class RunFolder:
             earlier._records.close()  # what it still holds would come in between ours
             earlier._lock.release()
         self._lock = Lock(self.path)
-        # What waits, where the run goes on, for its beginning and for its first batch.
+        # What waits, where the run continues, for its beginning and for its first batch.
         self._at_start: list[Callable[[], None]] = []
         self._at_batch: list[Callable[[], None]] = []
         try:
@@ -160,12 +160,12 @@ class RunFolder:
 
     @property
     def observer(self) -> Observer:
-        """What `fit` is given as an observer: it writes records, and how the run goes on in time."""
+        """What `fit` is given as an observer: it writes records, and how the run continues in time."""
         return self._watch
 
     @property
     def resume(self) -> str | None:
-        """What `fit` is given as `resume`: "auto" where the folder is a run's that goes on."""
+        """What `fit` is given as `resume`: "auto" where the folder is a run's that continues."""
         return "auto" if self.goes_on else None
 
     def checkpoints(self, **options: Any) -> Checkpoints:
@@ -208,8 +208,8 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
         """Close the records and writes result, curves and report. A second call writes them again.
 
-        Where a run was to go on and has not, because it was at its end or its checkpoint was refused, the folder stays
-        as it was; but what is given here is added to a result that is there.
+        Where a run was to continue and has not, because it was at its end or its checkpoint was refused, the folder
+        stays as it was; but what is given here is added to a result that is there.
 
         Args:
             result: What else belongs to the result, such as `{"checksum": ...}`: names and plain values.
@@ -301,7 +301,7 @@ class RunFolder:
             clear(self.path)
 
     def _when_trained(self, act: Callable[[], None]) -> None:
-        """Write something down; where the run goes on, not before a batch has been trained on."""
+        """Write something down; where the run continues, not before a batch has been trained on."""
         self._when(self._at_batch, act)
 
     def _when(self, pending: list[Callable[[], None]], act: Callable[[], None]) -> None:
@@ -335,7 +335,7 @@ _OPEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
 
 @contextmanager
 def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
-    """Take down what keeps a file from being written: it is not a reason to lose the others, or the run."""
+    """Record what keeps a file from being written: it is not a reason to lose the others, or the run."""
     try:
         yield
     except Exception as error:
@@ -362,7 +362,7 @@ def _goes_on(path: Path, resume: bool) -> bool:
         )
     if not resume:
         raise FileExistsError(
-            f"RunFolder: {path} holds a run already; go on with it by resume=True, or give this run another folder"
+            f"RunFolder: {path} holds a run already; continue with it by resume=True, or give this run another folder"
         )
     return True
 

@@ -1,4 +1,4 @@
-"""Where things lie in a run's folder, and how they are written: each file whole or not at all."""
+"""The files in a run's folder, each written completely or not at all."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""One process in a run's folder at a time: two would mix their records, and remove each other's checkpoints."""
+"""The lock of a run's folder: two processes would mix records and remove each other's checkpoints."""
 
 import os
 import secrets
@@ -28,7 +28,7 @@ class Lock:
     """Whose a run's folder is, written down in the folder; released at last when this object is dropped.
 
     A lock whose process has ended is taken over. One of another machine or container cannot be asked whether it
-    is still there: it is taken over, too, with a warning, so that a job that is started again elsewhere goes on.
+    is still there: it is taken over, too, with a warning, so that a job that is started again elsewhere continues.
 
     Args:
         folder: The run's folder, an existing one.

@@ -1,4 +1,4 @@
-"""What there is to draw of runs: which panels, and in each the numbers of each run."""
+"""The panels to draw for runs, with the series in each."""
 
 import bisect
 import math

@@ -1,4 +1,4 @@
-"""A run's folder, read back."""
+"""Reading a run's folder."""
 
 import json
 import os
@@ -47,7 +47,7 @@ class RunRecords:
     trained: dict[str, Any] = field(default_factory=dict)
     """What was trained: `model`, `weights` (their number), `optimizer`, `loss`, `algorithms`, `duration`."""
     starts: tuple[Start, ...] = ()
-    """When the run started and went on."""
+    """When the run started and continued."""
     checkpoints: tuple[Kept, ...] = ()
     """Those that are there, the newest first."""
 

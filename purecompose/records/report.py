@@ -1,4 +1,4 @@
-"""The report of a run: one page that holds everything, and needs nothing else.
+"""The report of a run: one self-contained HTML page.
 
 This module collects what the page says; `report.html.jinja` and `report.css` say how it looks.
 """
@@ -180,7 +180,7 @@ def _caption(run: RunRecords) -> str:
     elif is_smoothed:
         words.append("Faint: single batches; bold: means over about a thirtieth of the run.")
     if len(run.starts) > 1:
-        words.append("Dotted: where the run went on.")
+        words.append("Dotted: where the run continued.")
     return " ".join(words)
 
 

@@ -1,4 +1,4 @@
-"""The starts of a run: when it began, where it went on, and how long it took in all."""
+"""The starts of a run: when it began, where it was resumed, and how long it took in all."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ class Start:
 
 
 def in_words(starts: Sequence[Start]) -> str:
-    """When a run started and where it went on.
+    """When a run started and where it continued.
 
     Example:
         >>> in_words([Start(0, "2026-05-01T10:00:00+00:00"), Start(40, "2026-05-01T11:00:00+00:00")])
@@ -77,7 +77,7 @@ def in_words(starts: Sequence[Start]) -> str:
     places = [f"{start.batch:,}" for start in later]
     reported = places[0] if len(places) == 1 else f"{', '.join(places[:-1])} and {places[-1]}"
     times = f" ({len(places)} times)" if len(places) > 1 else ""
-    return f"{text}, resumed at batch {reported}{times}."
+    return f"{text}, continued at batch {reported}{times}."
 
 
 def _moment(iso: str) -> str:

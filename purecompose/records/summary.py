@@ -1,4 +1,4 @@
-"""What a run came to: its numbers, each with what it is a number of."""
+"""The results of a run: its numbers, each with what it measures."""
 
 import math
 from typing import Any, NamedTuple

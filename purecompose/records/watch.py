@@ -1,4 +1,4 @@
-"""What a run's folder sees of the run: records go to their file, and the time that goes by is noted."""
+"""The observer of a run's folder: writes records and measures time."""
 
 import time
 import warnings
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time from the run's first batch, without what was trained in vain before it went on."""
+        """Wall-clock time from the run's first batch, without what was trained in vain before it continued."""
         return self._seconds_before + self._stopwatch.seconds
 
     @property
@@ -114,13 +114,13 @@ class Watch:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{self._path} cannot be written: {error}. Training goes on; this is said once",
+                    f"{self._path} cannot be written: {error}. Training continues; this is said once",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
     def flush(self) -> None:
-        """Write down all records so far: a checkpoint is about to be written, from which the run may go on."""
+        """Write down all records so far: a checkpoint is about to be written, from which the run may continue."""
         self._records.flush()
 
     def end(self, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: programs of the same form as training, on a state that is thrown away afterwards."""
+"""Evaluation and prediction: programs like training's, on a state that is then discarded."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -159,7 +159,7 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
             if num_batches == _MANY and evaluator.num_batches is None and not isinstance(evaluator.data, Sized):
                 warn(
                     f"the evaluator {evaluator.label!r} has taken {_MANY} batches from data of unknown length "
-                    f"({type(evaluator.data).__name__}), and goes on: give num_batches if they have no end"
+                    f"({type(evaluator.data).__name__}), and continues: give num_batches if they have no end"
                 )
             for part in _slices(evaluator, state, batch):
                 inner = step.fold(current, part, domain="eval", draw=num_folds)

@@ -1,4 +1,4 @@
-"""fit: training until the run's length is reached, with all that a run wants around the step.
+"""fit and training: the settings of a run, checked, around the loop of `outer`.
 
 Nothing happens here that the fifteen-line loop could not do: batches are asked for, the step is called, and the events
 that lie outside it are fired.
@@ -145,8 +145,8 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
         stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
         adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
         checkpoints: Where to keep checkpoints, and how often. With them, SIGINT and SIGTERM end the run after the
-            batch at hand, when its checkpoint is written.
-        resume: Goes on from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
+            current batch, when its checkpoint is written.
+        resume: Continues from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
             one of `checkpoints`, or from the start where there is none; or a checkpoint's folder. `state` gives the
             structure then, and the run's length. Where there is a checkpoint, BEFORE_LOAD fires on it, and AFTER_LOAD
             on the state that was read.
@@ -154,7 +154,7 @@ def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
             batch on.
 
     Returns:
-        The state at the end. Calling `fit` again with a longer duration goes on from there.
+        The state at the end. Calling `fit` again with a longer duration continues from there.
 
     Raises:
         TypeError: Something that is not a step, state or evaluator.
@@ -262,7 +262,7 @@ def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
             raise MismatchError(f"{resumed.path} stands in the middle of an epoch of other data: {line}", [line])
         other.insert(0, line)
     if other:
-        warn(f"{resumed.path} goes on with other data: {'; '.join(other)}", CheckpointWarning)
+        warn(f"{resumed.path} continues with other data: {'; '.join(other)}", CheckpointWarning)
     # A run in samples or tokens ends with the batch that reaches its duration, mostly a little past it.
     has_other_length = now.run.duration != like.timestamp.run.duration
     share = now.replace(run=like.timestamp.run).elapsed()
@@ -271,7 +271,7 @@ def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
         raise MismatchError(f"{resumed.path} stands past the end of the run: {line}", [line])
     reason = own_order(data)
     if reason is not None and now.batch > 0:
-        warn(f"going on from batch {now.batch}: {reason}", SkippingWarning)
+        warn(f"continuing from batch {now.batch}: {reason}", SkippingWarning)
 
 
 def _check_arguments(step: Any, state: Any) -> None:

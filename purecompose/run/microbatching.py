@@ -1,4 +1,4 @@
-"""Microbatches found by trying: where the memory does not suffice, a batch is cut into twice as many slices."""
+"""Microbatches found automatically: after an out-of-memory error, a batch is cut into twice as many slices."""
 
 from typing import Any
 

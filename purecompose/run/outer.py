@@ -1,4 +1,4 @@
-"""The loop around the step: batches, the events outside the step, evaluation, checkpoints, and where to stop.
+"""The loop around the step: batches, events outside the step, evaluation, checkpoints, stopping.
 
 A run can be cut between any two batches, after all that belongs to the first one has happened: there checkpoints are
 taken, signals obeyed, and states handed out.
@@ -42,7 +42,7 @@ class Train(Protocol):
 
 
 class EpochData(Protocol):
-    """Data that bring their own order, so that a run goes on in the middle of an epoch without skipping."""
+    """Data that bring their own order, so that a run continues in the middle of an epoch without skipping."""
 
     def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
         """Return the batches of an epoch from batch `start` on, in an order that follows from the run's key only."""
@@ -69,7 +69,7 @@ class Run:
     """What earlier parts of the run have left in its checkpoint: `has_begun`, whether the algorithms have seen
     FIT_START, and `microbatches`, the number found by trying."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What has been measured of the state that the run goes on from."""
+    """What has been measured of the state that the run continues from."""
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
@@ -117,7 +117,7 @@ class Run:
                 yield cut
         self._save(state, is_last=True)  # here, where signals are noted: after the last look for one they act at once
         self._obey(state)
-        self._unsaved = None  # what FIT_END makes of it is not a checkpoint, from which a longer run could go on
+        self._unsaved = None  # what FIT_END makes of it is not a checkpoint, from which a longer run could continue
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
             self._save(state, is_last=True)  # once more, with what has been measured of it
@@ -207,7 +207,7 @@ class Run:
         self.keeper.close()
         path, now = self.keeper.written or (newest(self.keeper.folder), None)
         if now == state.timestamp:
-            self._interrupts.obey(f"the run is saved in {path}; resume='auto' goes on from there")
+            self._interrupts.obey(f"the run is saved in {path}; resume='auto' continues from there")
         left = f"the newest checkpoint is {path}" if path is not None else "there is no checkpoint of it"
         self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
 
@@ -216,7 +216,7 @@ class Run:
         if self.keeper is None or self._interrupts.received is None:
             return
         if self._unsaved is not None:
-            with suppress(SpentStateError):  # the batch at hand has written over it
+            with suppress(SpentStateError):  # the current batch has written over it
                 self._obey(self._unsaved)
         self.keeper.close()
         path = newest(self.keeper.folder)
@@ -226,7 +226,7 @@ class Run:
         if self.keeper is None:
             return
         for observer in self.observers:
-            # What is written down up to here must be on the disk before a run can go on from here.
+            # What is written down up to here must be on the disk before a run can continue from here.
             flush = getattr(observer, "flush", None)
             if callable(flush):
                 flush()

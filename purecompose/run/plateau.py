@@ -1,7 +1,7 @@
-"""Changes of a state by the metrics of its evaluations: a learning rate that falls when a metric stands still.
+"""Adjusters: change a scalar by an evaluation's metrics, such as a learning rate on a plateau.
 
 A schedule is a function of time; this depends on what has been measured. What it remembers is in the state's slots, and
-what it moves is an hparam, so a run that goes on from a checkpoint does what the uninterrupted one would have done.
+what it moves is an hparam, so a run resumed from a checkpoint does what the uninterrupted one would have done.
 """
 
 from collections.abc import Mapping

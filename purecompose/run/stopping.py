@@ -1,7 +1,7 @@
 """Reasons to stop a run before its end, by metrics. They are asked after each evaluation and, where the metric is one
 that the step's algorithms report ("train/accuracy", "gradient_norm"), after each epoch.
 
-What a reason remembers lies in the state, as an algorithm's memory does, so a run that goes on from a checkpoint stops
+What a reason remembers lies in the state, as an algorithm's memory does, so a run resumed from a checkpoint stops
 where the uninterrupted one would have.
 """
 
@@ -55,7 +55,7 @@ class Stopper(Protocol):
         ...
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Return whether the run should stop; by the memory only, so that it is the same after going on."""
+        """Return whether the run should stop; by the memory only, so that it is the same after continuing."""
         ...
 
 
@@ -198,7 +198,7 @@ def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
     )
 
 
-# Counted in all units, so that a run may go on with patience in another one.
+# Counted in all units, so that a run may continue with patience in another one.
 UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
 

@@ -1,4 +1,4 @@
-"""The time that a schedule sees, and lengths of time as numbers of one unit.
+"""The time axis of a schedule, and lengths of time as numbers in one unit.
 
 A schedule may stand in a part of a run (`sequence`), and it may be stretched (`Schedule.scaled`). How many batches that
 comes to is known only in a run, which tells how long its epochs and its duration are. Until then a length is a sum of

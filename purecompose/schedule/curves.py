@@ -1,4 +1,4 @@
-"""Schedules that go from one value to another: each is a curve up to `t_max`, after a linear warm-up."""
+"""Schedules with an end: a curve up to `t_max`, after a linear warm-up."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def from_torch(make: Callable[..., Any], *, every: TimeLike = "1ep", **settings:
     """Return the multiplier that a scheduler of torch gives an optimizer whose learning rate is 1.
 
     The scheduler runs ahead, on an optimizer of its own, and its values are kept: the schedule is a function of the
-    time, so runs go on exactly from any batch. Settings that torch takes as learning rates (`eta_min`, `max_lr`,
+    time, so runs continue exactly from any batch. Settings that torch takes as learning rates (`eta_min`, `max_lr`,
     `base_lr`) are multipliers here. Momentum that a scheduler moves stays as it is.
 
     Args:

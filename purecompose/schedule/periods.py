@@ -1,4 +1,4 @@
-"""Schedules that go by periods or milestones and have no end of their own, after a linear warm-up."""
+"""Schedules without an end, by periods or milestones, after a linear warm-up."""
 
 from __future__ import annotations
 

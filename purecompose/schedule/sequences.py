@@ -1,4 +1,4 @@
-"""Schedules one after the other, each of which starts again where its turn comes."""
+"""Sequences of schedules, each of which starts at its milestone."""
 
 from __future__ import annotations
 

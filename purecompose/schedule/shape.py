@@ -1,4 +1,4 @@
-"""What the library's own schedules wrap: shapes, which start again at any point of a run and can be stretched."""
+"""Shapes: the curves behind the schedules, which can start at any point of a run and be stretched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tree, such as an optimizer, holds of scalars: found, and stretched together."""
+"""Scalars inside a tree, such as an optimizer: found, and stretched together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Surgery: other modules in a network, which keep its weights, and an optimizer's memory that fits them.
+"""Surgery: replace modules in a network and keep weights and fitting optimizer state.
 
 `replace` goes through a network and hands each module to the rule for its type; what a rule returns takes its place. A
 rule is written as for any `nn.Module`:

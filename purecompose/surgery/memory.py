@@ -1,4 +1,4 @@
-"""An optimizer for a network after a surgery: its groups, and what it remembers."""
+"""The optimizer after a surgery: its groups and its state."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""A surgery as a whole: on architecture and tensors, and on a state."""
+"""A whole surgery: on architecture and tensors, and on a state."""
 
 from __future__ import annotations
 

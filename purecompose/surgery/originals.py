@@ -1,4 +1,4 @@
-"""A network before a surgery: what was there under which name, and whether it still is what it was.
+"""The network before a surgery: what had which name, and whether it is unchanged.
 
 All of it is held for as long as this is looked at. Python gives the `id` of what is freed to what is made next, so that
 a tensor that a rule takes out of its module could otherwise be taken for one that it has just made.

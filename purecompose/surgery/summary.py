@@ -1,4 +1,4 @@
-"""A network at a glance: its layers, what comes out of them, and how many parameters they have."""
+"""Summaries of networks: layers, output shapes, parameters."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

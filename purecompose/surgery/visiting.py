@@ -1,4 +1,4 @@
-"""A walk through a network, in which rules say what takes a module's place."""
+"""A walk through a network in which rules replace modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a state: the live ones, which train, and averages of them, which methods keep in their slots."""
+"""The weights of a state: the live ones, and averages that methods keep in slots."""
 
 import functools
 import sys
@@ -95,7 +95,7 @@ def with_statistics(state: State, data: Iterable[Any], *, weights: str) -> State
 
     Activations of averaged weights have other means and variances than those of the weights that the average is made
     of. Here the averaged network sees the data once, every module but BatchNorm in evaluation mode, and each batch
-    counts the same. The live weights and their statistics stay as they were. A method that goes on averaging
+    counts the same. The live weights and their statistics stay as they were. A method that continues averaging
     replaces what was found when it next takes weights. A network without BatchNorm comes back as it is.
 
     Args:

@@ -40,7 +40,7 @@ class CheckOptions(TypedDict, total=False):
     tasks: Iterable[Task | str] | None
     """The tasks, or their names in `TASKS`; by default all that the algorithm accepts."""
     laws: Iterable[Law | str] | None
-    """The laws, or their names in `LAWS`; by default all. A law of one's own is made with `testing.define_law`."""
+    """The laws, or their names in `LAWS`; by default all. Your own law is made with `testing.define_law`."""
     max_examples: int
     """Cases for each law, 25 by default."""
     seed: int

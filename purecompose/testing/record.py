@@ -69,7 +69,7 @@ def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
 
     Args:
         step: The step.
-        state: A state before `init`, or one that goes on.
+        state: A state before `init`, or one that continues.
         data: The batches.
         name: The algorithm under test; without it the steps are plain ones, which are a third of the work.
     """
@@ -232,7 +232,7 @@ def snapshot(state: State, fields: Sequence[str] = LASTING) -> State:
 
 
 def inserted(program: Sequence[Node], after: Callable[[Node], StateFn | None]) -> Program:
-    """Return the program with a stage of one's own after each node for which `after(node)` gives one, inside scopes
+    """Return the program with your own stage after each node for which `after(node)` gives one, inside scopes
     too.
     """
     nodes: list[Node] = []

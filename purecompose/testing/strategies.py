@@ -323,7 +323,7 @@ def cases(
             where it begins or ceases to, and the run is long enough for that. What a plain function decides is not
             known beforehand.
 
-    The run goes on for `2 * num_batches + 1` batches from the start at least: what laws do beyond the end of a run
+    The run continues for `2 * num_batches + 1` batches from the start at least: what laws do beyond the end of a run
     would say nothing. Only for an algorithm that acts nowhere but in the last batches of any run is that too much to
     ask; its cases have one batch.
     """

@@ -1,4 +1,4 @@
-"""Another process, in which a run goes on from a snapshot.
+"""Another process, in which a run continues from a snapshot.
 
 One worker is started when first asked, since importing torch takes seconds, and serves until this process ends. For
 each try it forks a child, before it has itself run a single operation of torch: so every try happens in a process that
@@ -69,7 +69,7 @@ _ERRORS = {b"C": Unportable, b"L": WorkerError, b"R": RemoteError}
 
 
 class Request(NamedTuple):
-    """What a worker needs to go on with a run."""
+    """What a worker needs to continue with a run."""
 
     source: str
     events: tuple[str, ...]

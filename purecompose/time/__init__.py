@@ -1,4 +1,4 @@
-"""Training time: spans such as "90ep" or "0.5dur", the length of a run, and the point that a run has reached.
+"""Training time: durations such as "90ep" or "0.5dur", run lengths and timestamps.
 
 All of it is host arithmetic on immutable values. The counters of a `Timestamp` are the only source of time in
 the library; whatever traced code sees of it (`state.clock`) is filled from here.

@@ -1,4 +1,4 @@
-"""When something that happens every so often is due: a multiple of the interval lies between two times."""
+"""When an interval is due: a multiple of it lies between two times."""
 
 import math
 from collections.abc import Callable

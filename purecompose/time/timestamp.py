@@ -205,7 +205,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
     def advance(self, samples: int = 0, tokens: int = 0) -> Timestamp:
         """Return the point after one more batch, into the next epoch and iteration where the run's lengths say so.
 
-        An iteration of tokens may end within an epoch. The data go on there, and so do the in-epoch counters.
+        An iteration of tokens may end within an epoch. The data continue there, and so do the in-epoch counters.
         """
         new = self.to_next_batch(samples, tokens)
         run = self.run
@@ -255,7 +255,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return getattr(self, _COUNTERS[unit])
 
     def elapsed(self) -> float | None:
-        """Return the fraction of the run gone by; above 1 when training goes on, None for a run without a duration.
+        """Return the fraction of the run gone by; above 1 when training continues, None for a run without a duration.
 
         It moves with every batch where the duration can be counted in batches, otherwise with the counter of
         the duration's unit (for epochs of unknown length, at their ends).

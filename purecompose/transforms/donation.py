@@ -1,4 +1,4 @@
-"""Donated buffers: states whose tensors the next compiled step may write over.
+"""Donated buffers: states whose memory the next compiled step may overwrite.
 
 A compiled step with donation writes the new parameters into the memory of the old ones, as an imperative loop does. A
 state that the step returned holds a lease on these buffers, which ends with the next step. Reading a field copies it
@@ -95,7 +95,7 @@ class BufferLease:
             if isinstance(reason, Timestamp):
                 reason = f"was given to a compiled step, which wrote the state after batch {reason.batch} into it"
             raise SpentStateError(
-                f"this state is spent: its memory {reason}. Go on from the state that the step returned. To step from "
+                f"this state is spent: its memory {reason}. Use the state that the step returned. To step from "
                 "one state more than once (a cell run again, a list of old states), give the step state.copy(), or use "
                 "compile(step, donate=False), which writes over nothing. loss, metrics and timestamp can still be read"
             )

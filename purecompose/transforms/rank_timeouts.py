@@ -1,4 +1,4 @@
-"""A process of a group that does not answer: an error that names it, in place of the transport's own."""
+"""Timeouts of ranks: an error that names the process that does not answer."""
 
 import re
 import threading
@@ -29,7 +29,7 @@ def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
 
     Args:
         ranks: The processes; without them nothing changes.
-        batch: The number of the batch at hand, for the message.
+        batch: The number of the current batch, for the message.
 
     Raises:
         RankTimeoutError: The process group gave up on a message; its `timeout` says when.

@@ -1,4 +1,4 @@
-"""What `torch.vmap` refuses while a population runs, with the layer, the line and a remedy."""
+"""Errors of `torch.vmap` in a population, reported with the layer, the line and a remedy."""
 
 import re
 from collections.abc import Iterator

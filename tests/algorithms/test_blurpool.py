@@ -283,7 +283,7 @@ def test_forwards_of_their_own_hooks_and_parametrized_tensors_stay():
     parametrized = parametrizations.weight_norm(nn.Conv2d(2, 2, 3, 2, 1))
     net = nn.Sequential(Fixed(2, 2, 3, 2, 1), hooked(convs[0]), patched(convs[1]), parametrized)
     check_leaves(net, wide, 4)
-    # Wrapped whole, they go on doing what they do.
+    # Wrapped whole, they continue doing what they do.
     state = make_state(net[:1])
     after, report = surgery.operate(state, blurpool_rules(min_channels=1), name="blur")
     assert report.replaced == ("0",)

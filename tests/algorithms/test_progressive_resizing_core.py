@@ -259,7 +259,7 @@ def test_bad_arguments_of_the_core_are_refused():
 def test_a_point_of_the_run_is_a_number_from_0(elapsed, error):
     with pytest.raises(error, match="progressive_scale: elapsed"):
         progressive_scale(elapsed)
-    assert progressive_scale(1.5) == progressive_scale(1)  # training may go on
+    assert progressive_scale(1.5) == progressive_scale(1)  # training may continue
 
 
 def test_whole_numbers_of_32_bits_keep_their_value_and_complex_ones_are_refused():

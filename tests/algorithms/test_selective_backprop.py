@@ -301,7 +301,7 @@ def test_a_loss_without_losses_per_example_is_refused_at_init(loss):
 
 
 def test_inputs_that_are_no_images_are_refused_in_the_first_batch():
-    # The selection itself would start half-way through the run.
+    # The selection itself would start halfway through the run.
     step = compose(loop_events, [selective_backprop(scale_factor=0.5)])
     with pytest.raises(ValueError, match=r"shape \(10, 6\); use scale_factor=1"):
         step(step.init(make_state()), make_batch())
@@ -335,7 +335,7 @@ def test_losses_that_do_not_take_the_made_up_shapes_pass_init(loss):
 
 @pytest.mark.parametrize("keys", [{"input_field": "image"}, {"target_field": 2}, {"target_field": "label"}])
 def test_keys_that_the_batch_lacks_are_refused_in_the_first_batch(keys):
-    # The selection itself would start half-way through the run.
+    # The selection itself would start halfway through the run.
     step = compose(loop_events, [selective_backprop(**keys)])
     with pytest.raises(KeyError, match=f"no member {next(iter(keys.values()))!r}"):
         step(step.init(make_state()), make_batch())

@@ -276,7 +276,7 @@ def test_a_models_own_loss_without_labels_is_refused_at_init():
     ],
 )
 def test_outputs_without_fitting_logits_are_refused_in_the_first_step(output, words):
-    # The selection itself would start half-way through the run.
+    # The selection itself would start halfway through the run.
     step = compose(loop_events, [selective_backprop(start=0.5)])
     with pytest.raises(ValueError, match=f"selective_backprop: the model's own loss is one number.*{words}"):
         step(step.init(own_loss_state(TinyGPT(output))), texts(make_batch()))

@@ -270,7 +270,7 @@ def test_bad_arguments_are_refused():
 def test_a_point_of_the_run_is_a_number_from_0(elapsed, error):
     with pytest.raises(error, match="warmup_length: elapsed"):
         warmup_length(elapsed)
-    assert warmup_length(1.5) == warmup_length(1)  # training may go on
+    assert warmup_length(1.5) == warmup_length(1)  # training may continue
 
 
 def test_a_mask_that_all_examples_share_is_cut_on_both_sides():

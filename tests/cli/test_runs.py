@@ -84,7 +84,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
         patch.setattr(RunFolder, "observer", property(stopping))
         found, _, err = run("train", *SMALL, "--out", "a")
     assert found == status
-    assert f"{word}: the run is saved in" in err and "the same command with --resume goes on from there" in err
+    assert f"{word}: the run is saved in" in err and "the same command with --resume continues from there" in err
     status, out, err = run("train", "--out", "a", "--resume", "--quiet")
     assert (status, checksum(out)) == (0, whole), err
 
@@ -93,7 +93,7 @@ def test_resume_starts_where_there_is_nothing_and_refuses_what_is_there_without(
     status, out, _ = run("train", *SMALL, "--out", "a", "--resume")
     assert status == 0
     status, _, err = run("train", *SMALL, "--out", "a")
-    assert status == 2 and "a holds a run already; go on with it by --resume" in err
+    assert status == 2 and "a holds a run already; continue with it by --resume" in err
     _, again, _ = run("train", "--out", "a", "--resume")
     assert checksum(again) == checksum(out)
     assert "was at its end already, 2ep" in again and " ba/s" not in again
@@ -120,8 +120,8 @@ def test_settings_that_may_change_are_told_and_not_blamed(run: Run) -> None:
     assert "--duration" not in err and "--keep" not in err
     assert "what does not fit, of " in err and "opt_state" in err
     status, out, err = run("train", "--out", "a", "--resume", *changes)
-    assert (status, err) == (0, "") and "  goes on with --duration 3ep (2ep before), --keep 5 (3 before)\n" in out
-    assert "  goes on with --" not in run("train", "--out", "a", "--resume")[1]
+    assert (status, err) == (0, "") and "  continues with --duration 3ep (2ep before), --keep 5 (3 before)\n" in out
+    assert "  continues with --" not in run("train", "--out", "a", "--resume")[1]
 
 
 def test_checkpoints_are_evaluated(run: Run) -> None:
@@ -288,12 +288,12 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(run: Run) -> None:
     assert status == 1 and "--optimizer: " in err and "choose another --out" in err
     assert {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")} == before
     status, _, err = run("train", "--out", "a", "--resume", "--seed", "7")
-    assert status == 2 and "--seed: the run goes on with 0" in err
+    assert status == 2 and "--seed: the run continues with 0" in err
     status, _, err = run("train", "--out", "a", "--resume", "--quiet", "--duration", "1ep")
     assert status == 1 and "--duration: 2ep in the run, 1ep here" in err
     assert {path.name: path.read_bytes() for path in pathlib.Path("a").glob("*.t*")} == before
     status, out, _ = run("train", "--out", "a", "--resume", "--quiet")
-    assert status == 0 and "was at its end already, 2ep; a longer --duration goes on" in out
+    assert status == 0 and "was at its end already, 2ep; a longer --duration continues" in out
 
 
 @pytest.mark.slow

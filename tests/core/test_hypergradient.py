@@ -251,7 +251,7 @@ def test_the_end_comes_out_of_a_transform_without_a_graph() -> None:
     plain = run_steps(step, start, BATCHES)
     for path, leaf in pc.tree.leaves_with_paths(plain).items():
         torch.testing.assert_close(pc.tree.leaves_with_paths(end)[path], leaf, msg=path)
-    # A run goes on from there: the online form, in which settings are learned while training.
+    # A run continues from there: the online form, in which settings are learned while training.
     assert graphs(step(end, BATCHES[0])) == []
 
 

@@ -345,7 +345,7 @@ def test_an_update_per_slice_is_a_step_per_slice():
     sliced = compose([Microbatches(PLAIN, update, microbatches=2)])(state, batch)
     halves = [tuple(member[part] for member in batch) for part in (slice(0, 4), slice(4, 8))]
     assert_same(sliced.params, run_steps(compose([PLAIN, update]), state, halves).params)
-    # And whole batches go on after it.
+    # And whole batches continue after it.
     after = compose([Microbatches(PLAIN, update, microbatches=2), PLAIN, update])(state, batch)
     assert_same(after.params, run_steps(compose([PLAIN, update]), state, [*halves, batch]).params)
 

@@ -1,4 +1,4 @@
-"""States and steps in pickle, `torch.save`, `copy.deepcopy` and other processes: the run goes on to the same bits."""
+"""States and steps in pickle, `torch.save`, `copy.deepcopy` and other processes: the run continues to the same bits."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""By their description a run that goes on finds out that the data are other ones."""
+"""By their description a resumed run finds out that the data are other ones."""
 
 import pathlib
 import warnings

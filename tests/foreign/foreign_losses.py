@@ -164,7 +164,7 @@ def log_softmax() -> nn.Module:
 
 
 class ClassWeights(nn.CrossEntropyLoss):
-    """torch's loss with weights of the dtype at hand."""
+    """torch's loss with weights of the dtype in use."""
 
     def __init__(self) -> None:
         super().__init__(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))

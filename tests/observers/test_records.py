@@ -1,4 +1,4 @@
-"""Files of records: what is in them, after every kind of end and when a run goes on."""
+"""Files of records: what is in them, after every kind of end and when a run continues."""
 
 import csv
 import errno
@@ -235,7 +235,7 @@ def test_a_full_disk_brings_one_warning_and_training_goes_on(
 ) -> None:
     path = tmp_path / f"run.{suffix}"
     disk["room"] = room
-    with pytest.warns(RuntimeWarning, match="No space left on device. Training goes on") as warned:
+    with pytest.warns(RuntimeWarning, match="No space left on device. Training continues") as warned:
         state = run(path, group=2)
     assert len(warned) == 1
     assert state.timestamp.batch == 12

@@ -68,7 +68,7 @@ def test_tensorboards_files_hold_the_run_and_hide_what_comes_again(tmp_path: Pat
 
     with TensorBoard(tmp_path) as board:
         run(board)
-    with TensorBoard(tmp_path) as board:  # goes on from a checkpoint after batch 8
+    with TensorBoard(tmp_path) as board:  # continues from a checkpoint after batch 8
         board(Event.FIT_START, at(make_state(), 8))
         board(Event.BATCH_END, at(make_state(), 9, loss=torch.tensor(7.0)))
     found = EventAccumulator(str(tmp_path)).Reload()

@@ -150,7 +150,7 @@ def test_errors_of_an_update_are_those_of_the_optimizer(tensors):
 
 @dataclasses.dataclass(frozen=True)
 class CountsSteps:
-    """An optimizer of one's own, whose state has another form."""
+    """Your own optimizer, whose state has another form."""
 
     def init(self, params: Params) -> Any:
         return torch.zeros(())

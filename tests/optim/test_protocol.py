@@ -1,4 +1,4 @@
-"""Optimizers of one's own: what works, and how those that do not keep the protocol are told."""
+"""Your own optimizers: what works, and how those that do not keep the protocol are told."""
 
 import dataclasses
 from typing import Any

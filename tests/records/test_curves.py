@@ -54,7 +54,19 @@ def test_a_suffix_gives_the_kind_of_picture(tmp_path: Path, suffix: str, start: 
         made_up("$\\frac{$ _<&> 日本 \x00"),
         made_up(starts=(at(0), at(12))),
     ],
-    ids=["one", "long", "population", "nan", "only nan", "nan members", "huge", "zero", "negative", "name", "went on"],
+    ids=[
+        "one",
+        "long",
+        "population",
+        "nan",
+        "only nan",
+        "nan members",
+        "huge",
+        "zero",
+        "negative",
+        "name",
+        "continued",
+    ],
 )
 def test_whatever_a_run_holds_is_drawn(run: RunRecords) -> None:
     for dark in (False, True):

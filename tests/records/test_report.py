@@ -61,7 +61,7 @@ def test_the_report_tells_everything(tmp_path: Path) -> None:
     for words in (
         *("made-up", "finished", "98.76%", "0.8255", "f00", "lr", "0.25", "model.width", "16", run.plan),
         *("python train.py --seed 3", "2.99", "mixup(alpha=0.2)", "Linear(4, 3)", "1 min 15 s", "seed: 0 → 1"),
-        *("went on at batch 20", "0.5405 batches / s", "killed"),
+        *("continued at batch 20", "0.5405 batches / s", "killed"),
     ):
         assert words in page.text
     assert [attrs["srcset"] for tag, attrs in page.tags if tag == "source"][0].startswith("data:image/png")  # pyright: ignore
@@ -128,7 +128,7 @@ def test_the_caption_tells_what_is_in_the_curves_and_nothing_else(
     plain, long, population = (" ".join(filter(None, lines)) for lines in captions)
     assert plain == ""
     assert (
-        long == "Faint: single batches; bold: means over about a thirtieth of the run. Dotted: where the run went on."
+        long == "Faint: single batches; bold: means over about a thirtieth of the run. Dotted: where the run continued."
     )
     assert population.startswith("Median of the population's members") and population.endswith("thirtieth of the run.")
 

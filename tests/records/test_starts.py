@@ -9,10 +9,10 @@ from tests.records.run_helpers import at
     [
         ([], "Not started."),
         ([0], "Started 2026-05-01 10:00 (UTC)."),
-        ([0, 1000], "Started 2026-05-01 10:00 (UTC), went on at batch 1,000."),
-        ([0, 10, 20, 30], "Started 2026-05-01 10:00 (UTC), went on at batch 10, 20 and 30 (3 times)."),
-        ([0, 10, 0, 20], "Started 2026-05-01 10:00 (UTC), went on at batch 20."),
-        ([7, 20], "Started 2026-05-01 10:00 (UTC) at batch 7, went on at batch 20."),
+        ([0, 1000], "Started 2026-05-01 10:00 (UTC), continued at batch 1,000."),
+        ([0, 10, 20, 30], "Started 2026-05-01 10:00 (UTC), continued at batch 10, 20 and 30 (3 times)."),
+        ([0, 10, 0, 20], "Started 2026-05-01 10:00 (UTC), continued at batch 20."),
+        ([7, 20], "Started 2026-05-01 10:00 (UTC) at batch 7, continued at batch 20."),
     ],
 )
 def test_a_run_tells_where_it_went_on(batches: list[int], words: str) -> None:

@@ -1,4 +1,4 @@
-"""fit against the loop by hand: how runs start, stop and go on."""
+"""fit against the loop by hand: how runs start, stop and continue."""
 
 import time
 from typing import Any

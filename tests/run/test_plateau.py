@@ -1,4 +1,4 @@
-"""ReduceOnPlateau is torch's ReduceLROnPlateau, goes on exactly from a checkpoint, and serves members apart."""
+"""ReduceOnPlateau is torch's ReduceLROnPlateau, continues exactly from a checkpoint, and serves members apart."""
 
 import math
 from typing import Any

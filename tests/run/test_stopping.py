@@ -1,4 +1,4 @@
-"""Early stopping and thresholds, and that they stop where they would have after going on."""
+"""Early stopping and thresholds, and that they stop where they would have after continuing."""
 
 import math
 import pathlib
@@ -81,7 +81,7 @@ def test_fit_stops_early_and_after_going_on_at_the_same_batch(tmp_path: pathlib.
 
 
 def test_two_evaluators_of_different_intervals_and_a_cut_within_the_patience(tmp_path: pathlib.Path) -> None:
-    """The verdict is that of the last evaluation, also where a run goes on between two of them."""
+    """The verdict is that of the last evaluation, also where a run is resumed between two of them."""
 
     def options() -> dict[str, Any]:
         inputs, targets = BATCHES[0]

@@ -145,7 +145,7 @@ def test_statistics_are_those_that_torch_finds_for_the_averaged_network(method):
     assert_same((found.params, found.buffers, found.opt_state), (state.params, state.buffers, state.opt_state))
     assert_same(state, before)
     step = compose(loop_events, [method])
-    step(found, IMAGES[0])  # and training goes on
+    step(found, IMAGES[0])  # and training continues
     if method.name != "doubled":
         with torch.no_grad():
             expected_outputs = [net.eval()(inputs) for inputs, _ in IMAGES]

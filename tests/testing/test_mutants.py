@@ -115,7 +115,7 @@ def test_a_mutant_is_found_out_by_its_law_where_it_is_wrong(wrong):
     violation = outcome.error
     assert isinstance(violation, LawViolation), outcome
     assert (violation.event, violation.path) == FOUND[wrong.name]
-    # Enough for its author to go on: whose algorithm, on which case, what the values were or why not, the way out.
+    # Enough for its author to continue: whose algorithm, on which case, what the values were or why not, the way out.
     assert violation.values or violation.what
     event = violation.event.name if violation.event else ""
     for part in (wrong.name, event, violation.path, repr(violation.case), LAW[wrong.breaks].remedy):

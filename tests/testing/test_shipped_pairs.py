@@ -1,4 +1,4 @@
-"""Every two shipped methods in one step: they train together, twice to the same bits, and go on exactly."""
+"""Every two shipped methods in one step: they train together, twice to the same bits, and continue exactly."""
 
 import itertools
 import warnings

@@ -118,7 +118,7 @@ def test_a_run_that_fails_elsewhere_breaks_the_law(name: str, found: str) -> Non
     with pytest.raises(LawViolation) as caught:
         resume_exact(ours(name), MIDDLE)
     assert found in caught.value.what and caught.value.event is Event.BATCH_END
-    assert resume_exact(ours("talks"), MIDDLE)  # and the worker goes on
+    assert resume_exact(ours("talks"), MIDDLE)  # and the worker continues
 
 
 def test_a_run_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

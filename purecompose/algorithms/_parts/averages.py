@@ -105,7 +105,7 @@ def counters(state: State) -> Tensor:
 class Measure:
     """A time by which traced code measures others: two numbers that the host tells in every step.
 
-    What a slot remembers are all `counters`, so that it stays true where another run goes on with another length, or
+    What a slot remembers are all `counters`, so that it stays true where another run continues with another length, or
     knows the length of its epochs where the first did not.
     """
 

@@ -1,1 +1,1 @@
-"""Modules that draw by a key: torch's random functions and layers within a scope."""
+"""Keyed modules: torch's random functions and layers draw by a key within a scope."""

@@ -1,4 +1,4 @@
-"""What torch's random functions fill tensors with: distributions from (rng, shape, dtype, parameters).
+"""Keyed fills: distributions of torch's random functions from (rng, shape, dtype, parameters).
 
 The parameters have torch's order, names and defaults (`low` and `high` for `from` and `to`, which is not a name
 in Python). Any dtype that torch fills is filled, integers and complex numbers too.

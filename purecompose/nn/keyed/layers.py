@@ -116,7 +116,7 @@ def _attention(
 ) -> Tensor:
     """softmax(q k^T * scale + mask) with dropout, then times v, in plain operations.
 
-    The fused kernels draw inside, from a generator; without dropout they run as ever. The memory is that of
+    The fused kernels draw inside, from a generator; without dropout they run as usual. The memory is that of
     the weights, (N, ..., H, L, S).
     """
     if not 0 < dropout_p <= 1:

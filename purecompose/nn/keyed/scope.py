@@ -1,4 +1,4 @@
-"""The scope that hands out keyed draws: which key, which place in the batch, which device.
+"""The scope of keyed draws: which key, which place in the batch, which device.
 
 One `Scope` lives for one forward pass. It counts the random calls, gives each its own draw of the run's key,
 and lays a draw out per example where the tensor leads with the batch.

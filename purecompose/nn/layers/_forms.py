@@ -1,4 +1,4 @@
-"""What layers that stand in the place of others share: which ones compute as their class does, and what they show."""
+"""Shared parts of layers that replace others: which modules compute as their class does, and what they expose."""
 
 from typing import Any, ClassVar, TypeVar
 

@@ -1,4 +1,4 @@
-"""How wide a layer between two others is, as settings of methods say it."""
+"""The width of a layer between two others, from a method's settings."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Layers that smooth before they skip places, so that nothing between two steps is lost.
+"""Layers that smooth before they subsample.
 
 References:
     Richard Zhang: Making Convolutional Networks Shift-Invariant Again. ICML 2019. https://arxiv.org/abs/1904.11486

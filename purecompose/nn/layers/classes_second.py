@@ -1,4 +1,4 @@
-"""A language model whose logits have the classes where losses look for them."""
+"""A wrapper for language models that moves the classes of the logits to dimension 1, where losses expect them."""
 
 from torch import Tensor, nn
 

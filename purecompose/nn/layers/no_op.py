@@ -1,4 +1,4 @@
-"""A network of one number, for timing all that is not the network."""
+"""A network with one parameter, for timing everything except the network."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Attention that knows distances: linear biases in place of position embeddings.
+"""Attention with linear biases in place of position embeddings.
 
     attention logits of head h:   q_i k_j / sqrt(d) - m_h |i - j|
 

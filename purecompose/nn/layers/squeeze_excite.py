@@ -1,4 +1,4 @@
-"""Channels weighted by what all of them have on average.
+"""Squeeze-and-excitation: channels weighted by their global averages.
 
     z = mean over H and W of U,   a = sigmoid(W2 relu(W1 z)),   U * a
 

@@ -1,4 +1,4 @@
-"""Residual blocks whose branch is left out at random in training.
+"""Stochastic depth: residual blocks whose branch is dropped at random in training.
 
 With a block act(F(x) + S(x)), F its branch and S its shortcut, and the rate p at which the branch is left out:
 

@@ -1,4 +1,4 @@
-"""A network's architecture without weights, and the places where its tensors go.
+"""Skeletons: architectures without weights, and the places of their tensors.
 
 The places are the containers that hold a tensor: a module's parameters and buffers, lists and dictionaries among
 its attributes. Tensors are put there for as long as a `with` block lasts; what a forward pass leaves in other

@@ -1,4 +1,4 @@
-"""A network's architecture without weights, and tensors put into it for as long as a `with` block lasts."""
+"""Binding: put tensors into a skeleton for the duration of a `with` block."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""What keeps a network from being taken apart, found when a state is created."""
+"""Checks for networks that cannot be taken apart, made when a state is created."""
 
 import dis
 import functools
@@ -144,7 +144,7 @@ def check_registered(skeleton: nn.Module, memo: Mapping[int, Any], names: Mappin
 def check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
     """Raise a `ValueError` for functions and weak references that a copy of the network would share with it.
 
-    They would go on computing with the original's weights.
+    They would continue computing with the original's weights.
     """
     parts = {id(child): f"the module {name or 'itself'!r}" for name, child in module.named_modules()}
     parts |= {key: f"the tensor {name!r}" for key, name in names.items()}
@@ -154,7 +154,7 @@ def check_functions(module: nn.Module, names: Mapping[int, str]) -> None:
                 if id(held) in parts:
                     where = f"{prefix}.{key}".lstrip(".")
                     raise ValueError(
-                        f"{where} has a {how} that keeps {parts[id(held)]}: it would go on computing with the network "
+                        f"{where} has a {how} that keeps {parts[id(held)]}: it would go on using the network "
                         f"that it was made for. {_REMEDIES[how]}"
                     )
 

@@ -1,4 +1,4 @@
-"""Watches what a forward pass writes into its modules beside parameters and buffers, and puts it back."""
+"""Guards: find what a forward pass writes into its modules beside parameters and buffers, and restore it."""
 
 import copy
 import operator

@@ -1,4 +1,4 @@
-"""Tensors on the same memory: those that are one parameter or buffer, and those that overlap in part."""
+"""Shared memory between tensors: ties, which are one parameter or buffer, and partial overlaps."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Checkpoints: states on disk, whole or not at all, verified when read, and the rules by which a run keeps them."""
+"""Checkpoints: states on disk, complete or absent, verified when read, and the rules that keep them."""
 
 from purecompose.run.saving.checkpoint import load, save
 from purecompose.run.saving.errors import CheckpointError, CheckpointWarning, DamagedError, MismatchError

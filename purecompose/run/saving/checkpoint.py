@@ -114,7 +114,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
         path: The folder.
         like: A state of the same model, optimizer and algorithms, such as the one that the run started from,
             `step.init(state)`. It gives the structure and the device; its numbers are not read.
-        step: The step that is to go on with it, for comparing settings. Its algorithms act at BEFORE_LOAD, on the
+        step: The step that is to continue with it, for comparing settings. Its algorithms act at BEFORE_LOAD, on the
             template, and at AFTER_LOAD, on the state.
         strict: Raise where something does not fit. Otherwise what fits is taken over, the rest stays as it is in
             `like`, and a warning says what it was.
@@ -132,7 +132,7 @@ def load(path: Path | str, like: State, *, step: Any = None, strict: bool = True
 
     Warns:
         CheckpointWarning: Settings differ (a learning rate, an algorithm without memory, the version of torch): the
-            state is the saved one, and goes on otherwise than it would have.
+            state is the saved one, and continues otherwise than it would have.
     """
     if not isinstance(like, State):
         raise TypeError(f"load(path, like): expected a State, got {type(like).__name__}")
@@ -215,7 +215,7 @@ def check_fits(
     if reported or misfits:
         warn(listed(f"{path} is taken over with differences", [*reported, *misfits]), CheckpointWarning)
     if moved:
-        warn(listed(f"{path} goes on, perhaps not to the same bits", moved), CheckpointWarning)
+        warn(listed(f"{path} continues, perhaps not to the same bits", moved), CheckpointWarning)
 
 
 _HINT = "give the state the same model, optimizer and algorithms, initialised (step.init), or load with strict=False"

@@ -1,4 +1,4 @@
-"""The static part of a run in words: what a checkpoint says it is of, and how that differs from what is there."""
+"""Descriptions of the static part of a run, for a checkpoint's index and for comparison."""
 
 import re
 import sys

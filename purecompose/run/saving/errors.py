@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 __all__ = ["CheckpointError", "CheckpointWarning", "DamagedError", "MismatchError"]
 
@@ -24,4 +24,4 @@ class MismatchError(CheckpointError):
 
 
 class CheckpointWarning(UserWarning):
-    """Training goes on, but not quite as before: a checkpoint was not written, passed over, or fits with changes."""
+    """Training continues, but not quite as before: a checkpoint was not written, passed over, or fits with changes."""

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: all that is not a tensor, as JSON that people can read.
+"""The index of a checkpoint: everything except tensors, as readable JSON.
 
 It holds a checksum of itself and of the file with the tensors, so that a flipped bit anywhere is found.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, how many are kept, and how a run goes on from them."""
+"""The checkpoints of a run: when they are written, which are kept, and how a run resumes from them."""
 
 import contextlib
 import errno
@@ -102,7 +102,7 @@ def newest(folder: Path | str) -> Path | None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from."""
+    """What a run continues from."""
 
     state: State
     index: Index
@@ -152,7 +152,7 @@ def resumed_from_newest(folder: Path | str, like: State, step: Any, *, is_adapti
             damaged[one.path] = error
             continue
         if damaged:
-            warn(f"{_joined(damaged.values())}; put aside, and going on from {one.path}", CheckpointWarning)
+            warn(f"{_joined(damaged.values())}; put aside, and continuing from {one.path}", CheckpointWarning)
         for path in damaged:
             disk.put_aside(path)
         return resumed
@@ -190,7 +190,7 @@ class Keeper:
 
         Args:
             state: Where the run starts.
-            from_here: The checkpoint in this folder that it goes on from, if it does.
+            from_here: The checkpoint in this folder that it continues from, if it does.
 
         Raises:
             TypeError: The state holds what no checkpoint can.
@@ -203,7 +203,7 @@ class Keeper:
         later = [one for one in found if one.index.batch > state.timestamp.batch]
         if later and from_here is None:
             raise FileExistsError(
-                f"{self.folder} holds checkpoints of a run that has come further ({later[0].path.name}): go on from "
+                f"{self.folder} holds checkpoints of a run that has come further ({later[0].path.name}): continue from "
                 "there with resume='auto', or give this run a folder of its own"
             )
         self._best = self._best_of(found)
@@ -325,7 +325,7 @@ class Keeper:
         self._failure = error
         self._failures[cause] += 1
         if self._failures[cause] == 1:  # `close` reports how often it came again
-            self._problems.append(f"{target} was not written, and training goes on without it: {_words(error)}")
+            self._problems.append(f"{target} was not written, and training continues without it: {_words(error)}")
         self._last = None  # the same state may be tried again
         with contextlib.suppress(OSError):
             self._best = self._best_of(disk.all_in(self.folder)[0])  # what was not written is not the best one

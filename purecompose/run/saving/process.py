@@ -1,4 +1,4 @@
-"""Which process something belongs to, and whether that one is still there.
+"""The identity of a process, and whether it still runs.
 
 A number only does not tell: in a container the process has the same one each time, and any number is given out again
 some day. So a token goes with it. On Linux it follows from when the process was started, so that others can compare;

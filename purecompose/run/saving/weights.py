@@ -1,4 +1,4 @@
-"""Weights for others: safetensors by qualified names, and ONNX."""
+"""Exported weights: safetensors by qualified names, and ONNX."""
 
 import json
 from collections.abc import Mapping

@@ -166,7 +166,7 @@ class _Witnesses:
         return after
 
     def _recording(self, name: str) -> Callable[[Event, State, Act], State]:
-        """Take down what a bystander draws."""
+        """Record what a bystander draws."""
 
         def around(event: Event, state: State, act: Act) -> State:
             after = act(state)

@@ -346,7 +346,7 @@ def init_once(subject: Subject, case: Case) -> bool:
 
 
 def _check_weights_kept(before: State, after: State, case: Case) -> None:
-    """Surgery may change weights that keep their names only if the network goes on to compute the same."""
+    """Surgery may change weights that keep their names only if the network continues to compute the same."""
     shared = [
         name
         for name, param in before.params.items()

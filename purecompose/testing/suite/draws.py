@@ -52,7 +52,7 @@ _Seen = dict[_Draw, Event]
     idle="it draws nothing at its events (what the network's own layers draw in a forward pass is not seen)",
 )
 def draws_keyed(subject: Subject, case: Case) -> bool:
-    """Take down from which words the algorithm draws: in runs with two keys, in several batches, beside others.
+    """Record from which words the algorithm draws: in runs with two keys, in several batches, beside others.
 
     No draw may recur in the run with another key, or in another batch of the same run; nor may it be one of a
     companion's, or stand in for the network's own, nor one of the same algorithm's under another name. Within a step
@@ -139,7 +139,7 @@ def _called_by(make: Callable[..., Any], original: type) -> type:
 
 
 class _Recorder:
-    """A step that takes down what each algorithm in it draws."""
+    """A step that records what each algorithm in it draws."""
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.subject, self.case = subject, case

@@ -28,11 +28,11 @@ _LABELS = ("without a break", "resumed")
     exempt=never_acts,
 )
 def resume_exact(subject: Subject, case: Case) -> bool:
-    """Save in the middle of a run, within an epoch if its length allows, and goes on in another process.
+    """Save in the middle of a run, within an epoch if its length allows, and continues in another process.
 
     There the algorithm is made from the subject's source text, in a process in which it has not run before, and the
     state is filled into one with other weights. A subject without such a text, or a case that cannot be pickled (a task
-    with a lambda), goes on in this process instead, with a step and a template made again: what was remembered at the
+    with a lambda), continues in this process instead, with a step and a template made again: what was remembered at the
     first call and never changed, or drawn by the process, is not seen then.
     """
     first, num = case.num_batches + _more(case), case.num_batches
@@ -49,7 +49,7 @@ def resume_exact(subject: Subject, case: Case) -> bool:
         except Unportable:
             resumed_end = resumed(subject.algorithm, case, snapshot, first, num)
     except RemoteError as error:
-        raise Broken(f"the run goes on here, but fails in a new process: {error}", event=only) from error
+        raise Broken(f"the run continues here, but fails in a new process: {error}", event=only) from error
     try:
         check_equal(vars(end.timestamp), vars(resumed_end.timestamp), _LABELS, "timestamp", event=only)
         compare(end, resumed_end, _LABELS, event=only)
@@ -70,7 +70,7 @@ def _cause(subject: Subject, case: Case, snapshot: bytes, end: State) -> str:
     except Exception:
         return "what it has kept outside of the state (a closure, an attribute, a counter), which a new one lacks"
     return (
-        "the process: the same algorithm, made again in this one, goes on alike. Look for hash(text), id(), the order "
+        "the process: the same algorithm, made again in this one, agrees. Look for hash(text), id(), the order "
         "of a set, a process number, a clock, or a global of the module that its first run fills"
     )
 

@@ -2,7 +2,7 @@
 
 A predicate is a plain function `(event, state) -> bool` that also knows two things about itself: what is left
 of it once the event is known (`at`), and what is left of it for the batches to come (`during`). "From
-half-way on" is then a constant for half a run, and a training step asks only what is still open. An ordinary
+halfway on" is then a constant for half a run, and a training step asks only what is still open. An ordinary
 function works in a predicate's place and is asked in every step.
 """
 

@@ -1,4 +1,4 @@
-"""Predicates and how they combine: `&`, `|`, `~`, constants, and plain functions in a predicate's place."""
+"""Predicates and their combination: `&`, `|`, `~`, constants, and plain functions."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Predicates about event and time: which events, from when on, every how many batches."""
+"""Predicates of event and time: which events, from when on, every how many batches."""
 
 import math
 from dataclasses import dataclass

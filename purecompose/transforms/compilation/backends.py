@@ -1,4 +1,4 @@
-"""From a flat graph to something fast: the only place that talks to Inductor.
+"""Backends: compile a flat graph; the only module that calls Inductor.
 
 Inductor's inner entry takes a graph of aten operations and gives a function of a list of tensors. It is private to
 torch but has had this signature for years, and it is where the speed is: what torch's public ways add around it costs

@@ -1,4 +1,4 @@
-"""What is known about the state between two parts of a compiled step, before any of its tensors exists."""
+"""Boundaries: what is known of the state between two compiled parts, before its tensors exist."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Capture: a part of a step as a flat graph of tensor operations.
+"""Capture: trace a part of a step to a flat graph of tensor operations.
 
 The part runs once on fake tensors, which have shapes and dtypes but no numbers. The fields of the state that it reads
 are recorded: these, and no others, decide later whether the graph may be used again.

@@ -1,4 +1,4 @@
-"""Execution of a plan: its parts one after the other, host algorithms between them, and the new state."""
+"""Execution of a plan: call its parts in order, with host algorithms between them, and make the new state."""
 
 from dataclasses import replace
 from typing import NamedTuple

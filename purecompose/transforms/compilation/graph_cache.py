@@ -1,4 +1,4 @@
-"""The compiled graphs of a step, and the plans made of them; what is missing is compiled here."""
+"""The graph cache: a step's compiled graphs and the plans made of them."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""CUDA graphs: a compiled part is recorded once for the memory that it works on, and replayed from then on.
+"""CUDA graphs: a compiled part is recorded once for its buffers, and replayed from then on.
 
 The step of a small network is a hundred short kernels, and launching them costs more than running them. Nothing in a
 step reads a host clock or a generator, and donated buffers stay where they are, so that the launches can be recorded.

@@ -1,4 +1,4 @@
-"""Segments: where a step may be cut, so that the variants of its segments add instead of multiplying."""
+"""Segments: where a step may be cut, so that the variants of its parts add up instead of multiplying."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

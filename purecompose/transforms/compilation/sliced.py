@@ -1,4 +1,4 @@
-"""Microbatches in a compiled step: the slice's graph is built once, and called slice after slice."""
+"""Microbatches in a compiled step: the graph of a slice is built once and called for each slice."""
 
 from collections.abc import Callable
 from typing import Any

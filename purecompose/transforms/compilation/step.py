@@ -1,4 +1,4 @@
-"""compile: a step in, a step out that runs compiled graphs."""
+"""compile: a step that runs as compiled graphs."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterator

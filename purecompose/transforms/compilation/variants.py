@@ -1,4 +1,4 @@
-"""Variants: what has been compiled, as a table, and the error for too many."""
+"""Variants: the table of what has been compiled, and the error for too many."""
 
 from collections import Counter
 from collections.abc import Sequence

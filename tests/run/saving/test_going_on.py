@@ -1,4 +1,4 @@
-"""What a run that goes on takes from its checkpoint, and what it says where it cannot."""
+"""What a resumed run takes from its checkpoint, and what it says where it cannot."""
 
 import json
 import pathlib

@@ -180,7 +180,8 @@ def test_a_damaged_one_is_passed_over_and_told(tmp_path: pathlib.Path) -> None:
     newest_ones = sorted(tmp_path.iterdir())
     (newest_ones[-1] / "state.safetensors").write_bytes(b"half")
     (newest_ones[-2] / "index.json").write_bytes(b"{")
-    with pytest.warns(pc.errors.CheckpointWarning, match=rf"not whole.*going on from .*{newest_ones[-3].name}|no JSON"):
+    found = rf"not whole.*continuing from .*{newest_ones[-3].name}|not valid JSON"
+    with pytest.warns(pc.errors.CheckpointWarning, match=found):
         assert_same(fit(step(), start(), BATCHES, checkpoints=settings, resume="auto"), whole)
     for path in tmp_path.iterdir():
         (path / "index.json").unlink()
@@ -213,7 +214,7 @@ def test_what_is_damaged_is_put_aside_and_new_ones_are_kept(tmp_path: pathlib.Pa
         if state.timestamp.batch == 7:
             break
     (tmp_path / "ep0001-ba00000007" / "state.safetensors").write_bytes(b"half")
-    with pytest.warns(pc.errors.CheckpointWarning, match="put aside, and going on from .*ba00000006"):
+    with pytest.warns(pc.errors.CheckpointWarning, match="put aside, and continuing from .*ba00000006"):
         fit(step(), start(), BATCHES, checkpoints=settings, resume="auto")
     kept = names(tmp_path)
     assert len(kept) == 2 and kept[0].startswith("ep0001-ba00000007.damaged-") and kept[1] == "ep0003-ba00000012"
@@ -299,7 +300,7 @@ def test_on_a_full_disk_training_goes_on_and_older_checkpoints_stay(
     assert_same(state, whole)
     assert names(tmp_path) == kept[1:] and len(kept) == 3  # the oldest made room for the last one
     told = [str(one.message) for one in caught]
-    assert sum("No space left on device" in text and "training goes on" in text for text in told) == 1
+    assert sum("No space left on device" in text and "training continues" in text for text in told) == 1
     assert sum("attempts to write a checkpoint failed: No space left" in text for text in told) == 1
     assert sum("the last state of the run is in no checkpoint" in text for text in told) == 1
     monkeypatch.undo()
@@ -366,7 +367,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
 def test_a_file_in_the_folders_place(tmp_path: pathlib.Path) -> None:
     (tmp_path / "run").write_text("a file")
     with (
-        pytest.warns(pc.errors.CheckpointWarning, match="training goes on without it"),
+        pytest.warns(pc.errors.CheckpointWarning, match="training continues without it"),
         pytest.warns(pc.errors.CheckpointWarning, match="attempts to write a checkpoint failed"),
         pytest.warns(pc.errors.CheckpointWarning, match="the last state of the run is in no checkpoint"),
     ):

@@ -17,7 +17,7 @@ def fades_by_a_number(state: State) -> State:
 
 @mutant("compiled_agrees", at=Event.BATCH_END, task="soft")
 def number_or_default(state: State) -> State:
-    """Reads the time as a number, and goes on with a default where that raises: compiled, another method."""
+    """Reads the time as a number, and continues with a default where that raises: compiled, another method."""
     assert state.clock is not None
     try:
         elapsed = float(state.clock.elapsed)

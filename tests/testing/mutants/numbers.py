@@ -20,7 +20,7 @@ def noise_drawn_per_slice(state: State) -> State:
 
 @mutant("microbatches_agree", at=Event.BEFORE_FORWARD)
 def inputs_centred_by_slice(state: State) -> State:
-    """Takes the mean over the examples at hand, which between BEFORE_FORWARD and AFTER_BACKWARD are a slice's."""
+    """Takes the mean over the current examples, which between BEFORE_FORWARD and AFTER_BACKWARD are a slice's."""
     return state.replace(inputs=state.inputs - state.inputs.mean(0))
 
 
@@ -98,7 +98,7 @@ def large_gradients_by_mask(state: State) -> State:
 
 @mutant("vmap_agrees", at=Event.AFTER_TRAIN_BATCH, task="soft")
 def value_or_default(state: State) -> State:
-    """Reads a value where that is possible, and goes on with a default where it raises, silently another method."""
+    """Reads a value where that is possible, and continues with a default where it raises, silently another method."""
     assert state.loss is not None
     try:
         factor = min(1.0, 0.5 / state.loss.item())

@@ -1,4 +1,4 @@
-"""Mutants that a run which goes on in a new process finds out."""
+"""Mutants that a run which continues in a new process finds out."""
 
 import itertools
 import os
