@@ -120,7 +120,7 @@ def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any
 
     Args:
         tree: The tree.
-        into_objects: Continue into leaves that hold tensors all the same, such as unregistered dataclasses.
+        into_objects: Continue into leaves that contain tensors, such as unregistered dataclasses.
 
     Example:
         >>> leaves_with_paths({"a": 1, "b": (2, 3)})

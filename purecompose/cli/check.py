@@ -75,7 +75,7 @@ def _prepared(text: str, neutral: str | None, options: argparse.Namespace) -> Tr
 
 
 def _reported(prepared: Trials, options: argparse.Namespace) -> Report:
-    """Try the laws on one algorithm and prints what came out."""
+    """Try the laws on one algorithm and print the outcome."""
     with _Progress(repr(prepared.subject.algorithm)) as progress, _each_warning_once():
         report = prepared.report(progress)
     if options.json == "-":

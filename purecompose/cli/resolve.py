@@ -37,7 +37,7 @@ def subject(text: str) -> Subject:
             raise UsageError(f"{text}: {one_line(error)}{_place(error)}") from error
         raise UsageError(f"{text}: there is no module {error.name!r} here;{_module_hint(module)}") from error
     except Exception as error:
-        raise UsageError(_told(text, module, error)) from error
+        raise UsageError(_explained(text, module, error)) from error
 
 
 def listed(text: str | None) -> list[str] | None:
@@ -83,8 +83,8 @@ def _see_folder() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _told(text: str, module: str | None, error: Exception) -> str:
-    """Why a text names no algorithm."""
+def _explained(text: str, module: str | None, error: Exception) -> str:
+    """Return why a text names no algorithm."""
     said = one_line(error)
     if module is None:
         hint = "" if text.partition("(")[0] in FACTORIES else "; one of your own is written my_module:my_algorithm"

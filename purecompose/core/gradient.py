@@ -72,7 +72,7 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "a step was called within torch.inference_mode, where torch records no gradients: call it outside, or use "
-            "torch.no_grad, under which a step takes its gradients all the same"
+            "torch.no_grad, under which a step still takes its gradients"
         )
     if not names:
         raise ValueError("there is nothing to train: the model has no trainable parameter (all are frozen)")

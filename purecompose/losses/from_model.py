@@ -64,7 +64,7 @@ class ModelLoss:
             raise ValueError(f"ModelLoss: shift={self.shift!r}: expected a number of labels, 0 or more")
 
     def of_network(self, net: nn.Module) -> ModelLoss:
-        """This loss with the `shift` of a network, where none was given."""
+        """Return the loss with the `shift` of a network, if none was given."""
         return self if self.shift is not None else replace(self, shift=int(_is_causal_language_model(net)))
 
     def __call__(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:

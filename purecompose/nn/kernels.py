@@ -89,7 +89,7 @@ def _affine(normed: Tensor, weight: Tensor | None, bias: Tensor | None, *, is_by
 class _GroupNormOfData(TorchFunctionMode):
     """Group normalisation of what has no gradient, an image or what frozen layers give, in the usual memory format.
 
-    With channels last torch's backward pass writes such a gradient all the same, to where there is no memory, and the
+    With channels last torch's backward pass still writes such a gradient, to where there is no memory, and the
     process ends (torch 2.13, CPU).
     """
 

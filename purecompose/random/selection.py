@@ -76,9 +76,8 @@ def choice(
         int64 of shape (k,), positions in [0, n).
 
     Raises:
-        TypeError: What came is not a key, or `n` or `k` is not an int.
-        ValueError: `n` or `k` is negative, more positions are asked than are there, or the weights do not
-        fit.
+        TypeError: Not a key, or `n` or `k` is not an int.
+        ValueError: `n` or `k` is negative, more positions are asked than are there, or the weights do not fit.
 
     Example:
         >>> from purecompose.random import key

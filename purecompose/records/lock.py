@@ -108,7 +108,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _holder(folder: Path) -> dict[str, Any] | None:
-    """The process that has the folder; `None` if there is none."""
+    """Return the process that has the folder; `None` if there is none."""
     with suppress(FileNotFoundError, ValueError):
         found = read_json(folder / LOCK)
         # One that was copied with its folder belongs to no process, and neither does a file that is not a lock.

@@ -29,7 +29,7 @@ def played(step: Step, size: int) -> Callable[[Callable[[Step], T]], list[T]]:
         size: How many processes.
 
     Returns:
-        A function that takes what each does with its step, and returns what came out, process by process. It raises
+        A function that takes what each does with its step, and returns the results, process by process. It raises
         a `RuntimeError` where they send messages of different forms, or different numbers of them.
 
     Example:

@@ -86,7 +86,7 @@ def turns(interval: TimeLike, start: Time, where: str, *, is_counted_anew: bool)
     time = checked_interval(interval, where, TimeUnit.BATCH)
     is_told = time.unit in _COUNTED
     match = every(time, since=(start or "0ba") if is_counted_anew else None) if is_told else ALWAYS
-    # "From the beginning" is no share of the run, whose length need not be known.
+    # "From the beginning" needs no length of the run, of which a share would be taken.
     match = match & after(start) if start else match
     return Turns(time, is_counted_anew, None if is_told else measure(time), match)
 

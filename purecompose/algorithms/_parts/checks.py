@@ -100,7 +100,7 @@ def check_per_example(loss_fn: Callable[..., Tensor]) -> None:
         if isinstance(result, Tensor) and result.ndim == 0:
             raise TypeError(
                 f'expected a loss that gives losses per example for reduction="none", got {loss_fn!r}, which takes '
-                "the argument and returns a scalar all the same; let it return one loss for each example"
+                "the argument and still returns a scalar; let it return one loss for each example"
             )
 
 
