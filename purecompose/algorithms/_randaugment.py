@@ -49,7 +49,7 @@ def randaugment_batch(
         Shape and dtype of `images`.
 
     Raises:
-        TypeError: Images that are not tensor of uint8 or floats, no key, or a setting of the wrong kind.
+        TypeError: Images that are not a tensor of uint8 or floats, no key, or a setting of the wrong kind.
         ValueError: A setting out of range, an unknown operation, or another number of dimensions.
 
     Example:

@@ -50,7 +50,7 @@ def from_bytes(data: bytes, like: State) -> State:
         The state, on the template's device.
 
     Raises:
-        SnapshotError: The bytes are not snapshot; or a leaf has no place in the template, is missing, or has another
+        SnapshotError: The bytes are not a snapshot; or a leaf has no place in the template, is missing, or has another
             shape or dtype: these are named.
     """
     package = library()
@@ -60,7 +60,7 @@ def from_bytes(data: bytes, like: State) -> State:
         tensors = package.torch.load(data[_LENGTH.size + length :])
         specs = {name: Spec.of_text(text) for name, text in index.tensors.items()}
     except (CheckpointError, package.SafetensorError, struct.error, ValueError) as error:
-        raise SnapshotError(f"these {len(data)} bytes are not snapshot: {error}") from error
+        raise SnapshotError(f"these {len(data)} bytes are not a snapshot: {error}") from error
     misfits = mismatches(like, specs, index.values)
     if misfits:
         raise SnapshotError("; ".join(misfits))

@@ -138,7 +138,7 @@ def test_checkpoints_are_evaluated(run: Run) -> None:
     table = run("evaluate", "a")[1]
     assert re.search(r"^accuracy +0\.\d+$", table, re.M)
     for arguments, said in [
-        (("evaluate", "nowhere"), "no run's folder"),
+        (("evaluate", "nowhere"), "not a run's folder"),
         (("evaluate", "a", "--checkpoint", "x"), "has no x; there are ep0001-ba00000022, ep0002-ba00000044"),
         (("evaluate", "a", "--data", "nowhere"), "--data"),
     ]:

@@ -465,7 +465,7 @@ def test_progress_is_told_each_law() -> None:
         ({"laws": [3]}, TypeError, r"3 \(int\): expected a Law"),
         ({"tasks": []}, ValueError, "no task given"),
         ({"max_examples": 0}, ValueError, "max_examples: expected an int >= 1, got 0"),
-        ({"neutral": 1}, TypeError, "1 is not an Algorithm"),
+        ({"neutral": 1}, TypeError, "1 is neither an Algorithm"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, error, message) -> None:

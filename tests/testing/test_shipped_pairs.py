@@ -86,7 +86,7 @@ def test_two_methods_train_together(first: Row, second: Row) -> None:
 def test_what_has_nothing_to_act_on_together_is_refused(names: set[str]) -> None:
     first, second = sorted(names)
     task = MIXED_TASKS["images"]
-    with pytest.raises((TypeError, ValueError), match="expected sequences|treats each example alone"):
+    with pytest.raises((TypeError, ValueError), match="expected sequences|treats each example separately"):
         step, state = start(SHIPPED[first], SHIPPED[second], task)
         run(step, state, task, range(NUM_STEPS))
 

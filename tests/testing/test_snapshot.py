@@ -106,7 +106,7 @@ class Spy:
 def test_nothing_is_executed_on_loading() -> None:
     buffer = io.BytesIO()
     torch.save({"leaves": Spy()}, buffer)
-    with pytest.raises(SnapshotError, match="are not snapshot"):
+    with pytest.raises(SnapshotError, match="are not a snapshot"):
         from_bytes(buffer.getvalue(), like=Case().state())
     assert not Spy.ran
 
@@ -115,5 +115,5 @@ def test_other_bytes_are_refused() -> None:
     buffer = io.BytesIO()
     torch.save({"leaves": {}}, buffer)
     for data in (b"", b"abc", buffer.getvalue(), to_bytes(Case().state())[:-300]):
-        with pytest.raises(SnapshotError, match="are not snapshot"):
+        with pytest.raises(SnapshotError, match="are not a snapshot"):
             from_bytes(data, like=Case().state())

@@ -48,7 +48,7 @@ def test_what_never_matches_is_nothing_to_be_absent() -> None:
 
 def test_what_acts_at_init_alone_is_exempt() -> None:
     orthogonal = Algorithm("orthogonal", on(Event.INIT), lambda event, state: state)
-    assert "INIT alone" in (absent_when_unmatched.exempt(orthogonal) or "")
+    assert "INIT only" in (absent_when_unmatched.exempt(orthogonal) or "")
     assert absent_when_unmatched.exempt(alg.mixup()) is None
 
 

@@ -220,5 +220,5 @@ def test_installed_modules_are_at_hand_for_the_next_try_and_own_ones_are_not(mon
 
 
 def test_errors_of_the_run_are_told_from_errors_of_the_setup() -> None:
-    with pytest.raises(RemoteError, match="no snapshot"):
+    with pytest.raises(RemoteError, match="not a snapshot"):
         resumed_elsewhere(Subject.of("mixup(0.2)"), MIDDLE, b"none", 0, 1)

@@ -112,7 +112,7 @@ def gyro_drop(
         Shape and dtype of `inputs`.
 
     Raises:
-        TypeError: Inputs that are not floating tensor, no key, or a setting of the wrong kind.
+        TypeError: Inputs that are not a floating tensor, no key, or a setting of the wrong kind.
         ValueError: Inputs without rows, or a setting out of range.
 
     Example:

@@ -53,7 +53,7 @@ def mixture_for(inputs: Tensor, targets: Tensor | Mixture, where: str) -> Mixtur
     """Return the targets of these inputs as a mixture.
 
     Raises:
-        TypeError: They are not tensor with a batch dim.
+        TypeError: They are not a tensor with a batch dim.
         ValueError: There are more or fewer of them than inputs.
     """
     mixture = Mixture.of(targets)

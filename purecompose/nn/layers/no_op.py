@@ -37,7 +37,7 @@ class NoOpModel(nn.Module):
         """Map any shape and dtype to the same shape, floating in training; scores are (N, C, ...), floating.
 
         Raises:
-            TypeError: Targets that are not tensor.
+            TypeError: Targets that are not a tensor.
         """
         if not isinstance(targets, Tensor):
             raise TypeError(

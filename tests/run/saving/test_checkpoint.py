@@ -227,7 +227,7 @@ def test_files_that_are_missing_cut_off_or_foreign(tmp_path: pathlib.Path) -> No
     with pytest.raises(pc.errors.DamagedError, match="index.json cannot be read"):
         pc.load(one, state)
     (one / "index.json").write_text('{"format": "another"}')
-    with pytest.raises(pc.errors.DamagedError, match="somebody else's"):
+    with pytest.raises(pc.errors.DamagedError, match="of another program"):
         pc.load(one, state)
     pc.save(state, one)
     content = (one / "state.safetensors").read_bytes()
