@@ -47,7 +47,7 @@ def check_seed(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 
 
 def check_model(settings: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
-    """Raise a `UsageError` where a run is to continue with another network, also with one that its tensors would fit."""
+    """Raise a `UsageError` where a run is resumed with another network, even one that its tensors fit."""
     if "model" in earlier and _options(earlier["model"]) != _options(settings["model"]):
         raise UsageError(
             f"--model: {earlier['model']} in the run, {settings['model']} here; another network needs another --out"
