@@ -132,7 +132,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
         ("evaluate", "show the metrics of a run's checkpoint", _of_results("show_evaluation"), _add_evaluate_options),
         (
             "predict",
-            "write the classes that a run's checkpoint predicts, or continue with a text",
+            "write the classes that a run's checkpoint predicts, or continue a text",
             _of_results("show_predictions"),
             _add_predict,
         ),
@@ -195,9 +195,7 @@ These are the shells that shtab writes for and that were tried.
 
 def _add_train_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=named, metavar="FOLDER", help="keep records, checkpoints and a report")
-    command.add_argument(
-        "--resume", action="store_true", help="with --out: continue with the run there, if there is one"
-    )
+    command.add_argument("--resume", action="store_true", help="with --out: continue the run there, if there is one")
     command.add_argument("--plan", action="store_true", help="print the plan and exit")
     command.add_argument("--summary", action="store_true", help="print the network's layers and exit")
     command.add_argument(
@@ -207,7 +205,7 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--quiet", action="store_true", help="print the final table only")
     command.add_argument(
-        "--traceback", action="store_true", help="show where in the code a step has failed, not one line only"
+        "--traceback", action="store_true", help="show where in the code a step has failed, not only one line"
     )
     add_settings(command)
 
@@ -245,7 +243,7 @@ def _add_predict(command: argparse.ArgumentParser) -> None:
     _add_checkpoint_options(command)
     command.add_argument("--out", type=named, metavar="FILE", help="a CSV file, or one of text (standard output)")
     command.add_argument(
-        "--prompt", metavar="TEXT", help="of a language model: what to continue with, in place of a CSV"
+        "--prompt", metavar="TEXT", help="of a language model: the text to continue, in place of a CSV"
     )
     command.add_argument("--length", type=whole, metavar="N", help="with --prompt: characters to add (200)")
     command.add_argument("--seed", type=whole, metavar="N", help="with --prompt: of the draws (0)")

@@ -27,13 +27,13 @@ def check_kept(law, prepared):
 @pytest.mark.parametrize(
     ("row", "source", "law"),
     [
-        # One law in eight of each method, and one method in eight of each law; all of them in the slow tests. The law
+        # One law in twelve of each method, and one method in twelve of each law; all of them in the slow tests. The law
         # that counts what grows over hundreds of steps takes as long as all others.
         pytest.param(row, source, law, marks=[] if is_quick else pytest.mark.slow, id=f"{law.name}-{source}")
         for number, row in enumerate(SHIPPED.values())
         for source in row.examples
         for place, law in enumerate(LAWS)
-        for rate in [24 if law.name == "memory_bounded" else 8]
+        for rate in [24 if law.name == "memory_bounded" else 12]
         for is_quick in [source == row.examples[0] and (number + place) % rate == 0]
     ],
 )
