@@ -209,6 +209,8 @@ class Step:
 
     def guarded(self, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any]:
         """Return the context in which the program's scopes want a step to run."""
+        if not self._guards:
+            return _UNGUARDED
         guards = [guard for make in self._guards if (guard := make(self, state, batch, is_first=is_first)) is not None]
         if not guards:
             return _UNGUARDED

@@ -10,7 +10,7 @@ weight decay, momentum and Adam move its parameter.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
     # Parameters stay in the skeleton for the whole scope: activation checkpointing runs forward again in it.
     with torch.enable_grad(), state.model.skeleton(train=True).held():
         try:
-            end, grads = engine(body, carry, names)
+            end, values, grads = engine(body, carry, names)
         except RuntimeError as error:
             if "nference tensor" not in str(error):
                 raise
@@ -93,7 +93,8 @@ def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str
             ) from error
     if state.grads:
         grads = {**state.grads, **grads}
-    return end._replace(state=end.state.replace(params=state.params, batch=state.batch, grads=grads))
+    values |= {"params": state.params, "batch": state.batch, "grads": grads}
+    return Carry(end.state.replace(**values), end.used, end.terms)
 
 
 def averaged_by_name(
@@ -163,20 +164,19 @@ def check_terms(state: State) -> None:
         state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)
 
 
-def _with_autograd(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]
-) -> tuple[Carry, dict[str, Tensor]]:
-    state = carry.state
+_Differentiated: TypeAlias = tuple[Carry, dict[str, Any], dict[str, Tensor]]
+"""The body's end, the fields that it set, cut off from the graph of an engine, and the gradients."""
+
+
+def _with_autograd(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> _Differentiated:
+    state, used, terms = carry
     leaves = {name: state.params[name].detach().requires_grad_() for name in names}
-    end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
+    end = body(Carry(state.replace(params={**state.params, **leaves}, loss=None), used, terms))
     grads = _grads(end.state.loss, leaves)
-    cut = {name: _detached(value) for name, value in _set_by_body(state, end.state).items()}
-    return end._replace(state=end.state.replace(**cut)), grads
+    return end, {name: _detached(value) for name, value in _set_by_body(state, end.state).items()}, grads
 
 
-def _with_functorch(
-    body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]
-) -> tuple[Carry, dict[str, Tensor]]:
+def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> _Differentiated:
     state, ends = carry.state, []
 
     def run(leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
@@ -193,8 +193,7 @@ def _with_functorch(
     leaves = {name: state.params[name] for name in names}
     grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
     (end,), fresh = ends, iter(tensors)
-    values = batches.map_tensors(lambda _: next(fresh), _set_by_body(state, end.state))
-    return end._replace(state=end.state.replace(**values)), grads
+    return end, batches.map_tensors(lambda _: next(fresh), _set_by_body(state, end.state)), grads
 
 
 def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:

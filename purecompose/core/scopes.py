@@ -196,12 +196,12 @@ class Grad(Scope):
         body = in_order(lowered.run for lowered in inner)
 
         def run(carry: Carry, purpose: Purpose) -> Carry:
-            state, used, terms = carry
+            state, used, _ = carry
             names = matching_params(state.context.trainable, self.wrt)
             if used and state.grads is not None:
-                state = state.replace(grads=_without(state.grads, used) or None)
-            after = differentiate(lambda inner: body(inner, purpose), Carry(state, used, terms), names)
-            return after._replace(used=after.used.difference(names))
+                carry = carry._replace(state=state.replace(grads=_without(state.grads, used) or None))
+            after = differentiate(lambda inner: body(inner, purpose), carry, names)
+            return Carry(after.state, after.used.difference(names), after.terms) if after.used else after
 
         return [Lowered(run if place.is_slice else repeatable(run), is_host=any(lowered.is_host for lowered in inner))]
 
@@ -316,12 +316,11 @@ def repeatable(run_once: Operation, ranks: Ranks | None = None) -> Operation:
     """
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
-        state = carry.state
-        if state.regrad is not None:  # the gradient of an earlier part is not available within this one
-            state = state.replace(regrad=None)
-        again = _Again(run_once, carry.used, ranks, state)
-        end = run_once(carry._replace(state=state), purpose)
-        return end._replace(state=end.state.replace(batch=state.batch, regrad=again))
+        if carry.state.regrad is not None:  # the gradient of an earlier part is not available within this one
+            carry = carry._replace(state=carry.state.replace(regrad=None))
+        end, used, terms = run_once(carry, purpose)
+        again = _Again(run_once, carry.used, ranks, carry.state)
+        return Carry(end.replace(batch=carry.state.batch, regrad=again), used, terms)
 
     return run
 

@@ -252,10 +252,7 @@ class State:
             >>> state.replace(frozen=["b*"]).context.trainable
             ('weight',)
         """
-        successor = object.__new__(State)
-        values = successor.__dict__
-        values.update(self.__dict__)
-        if not changes.keys() <= _FIELDS:
+        if not _FIELDS.issuperset(changes):
             is_freezing = "frozen" in changes
             changes = translated(changes, _FIELDS, self.static, self.batch)
             if is_freezing:
@@ -265,7 +262,11 @@ class State:
             check_params(params, self.params, is_other_model="static" in changes)
         if "hparams" in changes:
             changes["hparams"] = as_hparams(changes["hparams"], self.device)
-        values.update(changes)
+        # This is called ten times a step: `|=` copies faster than `update` or the constructor.
+        successor = object.__new__(State)
+        values = successor.__dict__
+        values |= self.__dict__
+        values |= changes
         return successor
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
