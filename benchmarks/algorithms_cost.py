@@ -125,7 +125,7 @@ def _seconds(
 def main() -> None:
     parser = arguments(__doc__, blocks=30)
     parser.add_argument("--algorithm", action="append", choices=list(testing.SHIPPED), help="only this; repeatable")
-    parser.add_argument("--all", action="store_true", help="every example of an algorithm, not its first only")
+    parser.add_argument("--all", action="store_true", help="every example of an algorithm, not only its first")
     args = parse(parser)
     torch.set_num_threads(1)
     rows: list[Row] = []

@@ -205,7 +205,7 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
 
 def main() -> None:
     parser = arguments(__doc__, blocks=20, calls=20)
-    parser.add_argument("--only", choices=list(TASKS), action="append", help="this task only; may be repeated")
+    parser.add_argument("--only", choices=list(TASKS), action="append", help="only this task; may be repeated")
     parser.add_argument("--tests", action="store_true", help="first run the tests that need a GPU")
     args = parse(parser)
     if args.tests:

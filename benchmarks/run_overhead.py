@@ -2,10 +2,10 @@
 
     python benchmarks/run_overhead.py [--data FOLDER] [--blocks 7]
 
-An epoch of the small CNN on MNIST (or random images of its form, where no folder is given): by `fit` only, with both
-an evaluation and a checkpoint, and with a run's folder, whose records have a line for each batch, too. The work of the
-two is timed apart, in the same blocks: one evaluation, one `save` that waits for the disk. What is left over is what
-this library adds.
+An epoch of the small CNN on MNIST (or random images of its form, where no folder is given): by `fit` by itself, with
+both an evaluation and a checkpoint, and with a run's folder, whose records have a line for each batch, too. The work of
+the two is timed apart, in the same blocks: one evaluation, one `save` that waits for the disk. What is left over is
+what this library adds.
 """
 
 import pathlib

@@ -62,7 +62,7 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[N
     An autocast around the scope has no effect in it: the state says how it computes.
 
     TensorFloat-32 keeps 10 bits of a float32's 23 in the factors of matrix products and convolutions. torch leaves it
-    on for convolutions and recurrent layers; here "tf32" only has it, for matrix products too. Afterwards the switches
+    on for convolutions and recurrent layers; here only "tf32" has it, for matrix products too. Afterwards the switches
     are as they were. They are the process's own: who trains in several threads sets them right before, and then they
     are left alone. On other devices there is no such switch.
 

@@ -203,7 +203,7 @@ def _add_train_options(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="one batch of training and one of evaluation, nothing kept; methods that start later do not act",
     )
-    command.add_argument("--quiet", action="store_true", help="print the final table only")
+    command.add_argument("--quiet", action="store_true", help="print only the final table")
     command.add_argument(
         "--traceback", action="store_true", help="show where in the code a step has failed, not only one line"
     )

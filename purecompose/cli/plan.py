@@ -32,7 +32,7 @@ def show_plan(options: argparse.Namespace) -> None:
 
 
 def _moved(setup: Setup, at: str) -> State:
-    """Return the state as if it stood at a point of its run; the counters only move."""
+    """Return the state as if it stood at a point of its run; only the counters move."""
     state = setup.state
     batches, length = _in_batches(setup, Time.of(at)), _in_batches(setup, state.timestamp.run.duration)
     if batches is None or batches < 0:

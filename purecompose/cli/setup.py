@@ -326,7 +326,7 @@ def _optimizer(settings: Mapping[str, Any]) -> Any:
         call = specs.parse_one(settings["optimizer"])
         if call.name == "muon":
             raise ValueError(
-                "muon moves matrices only, and which of them, with what for all else, is said in Python: "
+                "muon moves only matrices; which of them, and what moves the others, is said in Python: "
                 'optim.by_pattern({"blocks.*": optim.muon(0.02)}, optim.adamw(3e-4))'
             )
         plain = specs.build(call, OPTIMIZERS, "optimizer")

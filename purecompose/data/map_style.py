@@ -180,7 +180,7 @@ def _check_dataset(dataset: Any) -> int:
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if is_stream and hasattr(dataset, "__iter__"):
         raise TypeError(
-            f"{where}, got {came}, which can be iterated only: a stream has no order to permute. Give fit the "
+            f"{where}, got {came}, which can only be iterated: a stream has no order to permute. Give fit the "
             "stream of batches itself, or a DataLoader over it"
         )
     if is_stream or not hasattr(dataset, "__len__"):

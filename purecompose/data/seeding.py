@@ -56,7 +56,7 @@ class Stream:
     Args:
         words: Where it begins, as for `seed_globals`.
         torch_seed: The seed of torch's generator instead, 64 bits.
-        torch_only: Whether torch's generator only is exchanged, which is some fifty times cheaper.
+        torch_only: Whether only torch's generator is exchanged, which is some fifty times cheaper.
     """
 
     def __init__(self, words: Sequence[int], torch_seed: int, torch_only: bool) -> None:

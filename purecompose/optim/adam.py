@@ -97,7 +97,7 @@ def adamw(
 ) -> Adam:
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
-    The decay leaves the gradient only: p <- p - lr * weight_decay * p, then Adam's move. It follows the
+    The decay does not enter the gradient: p <- p - lr * weight_decay * p, then Adam's move. It follows the
     learning rate and its schedule. Arguments, state and errors are those of `adam`.
 
     Example:

@@ -12,7 +12,7 @@ __all__ = ["Shape", "Stretched", "stretched"]
 
 
 class Shape:
-    """A multiplier at a moment; a plain function of the timestamp, in its place, knows the whole run only.
+    """A multiplier at a moment; a plain function of the timestamp, in its place, knows only the whole run.
 
     The shapes are frozen dataclasses of numbers and times, so that schedules of equal settings are equal.
     """

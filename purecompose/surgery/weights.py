@@ -146,7 +146,7 @@ class Statistics(NamedTuple):
     """How to find the statistics of single batches that BatchNorm takes."""
 
     model: models.Model
-    """The network with BatchNorm only in training mode, where its buffers become the statistics of the batch."""
+    """Only the network's BatchNorm in training mode, where its buffers become the statistics of the batch."""
     names: frozenset[str]
     """The buffers that hold statistics."""
 

@@ -177,7 +177,7 @@ class Law:
             return broken
 
     def _guilty_event(self, subject: Subject, case: Case) -> Event | None:
-        """Return the first event at which the algorithm only breaks the law; `None` if it takes several."""
+        """Return the first event that suffices for the algorithm to break the law; `None` if it takes several."""
         for event in subject.algorithm.events:
             if event is Event.INIT:
                 continue

@@ -122,8 +122,8 @@ def commutes(
     """Decide by generated cases whether it matters which of two algorithms acts first.
 
     A case is run twice, with the one and with the other first at the event, and the states between steps are
-    compared. At all other events the pair keeps one order, the one of the default passes. What fails in one order
-    only is a difference too. The answer is the same whichever algorithm is named first, and in every process.
+    compared. At all other events the pair keeps one order, the one of the default passes. What fails in only
+    one order is a difference too. The answer is the same whichever algorithm is named first, and in every process.
 
     Args:
         a: An algorithm, or a text as for `Subject.of`.

@@ -16,8 +16,8 @@ class Event(enum.Enum):
     """A named point of the loop; the value is the name in lower case.
 
     `Event(text)` looks a member up by its name in any case. Members are plain: hashable, printed as
-    `Event.INIT`, and not to be compared with strings (convert first). INIT and the three checkpoint events stand
-    only; each of the others opens or closes something, and the two halves of a pair share a
+    `Event.INIT`, and not to be compared with strings (convert first). INIT and the three checkpoint events have
+    no partner; each of the others opens or closes something, and the two halves of a pair share a
     `canonical_name`.
 
     Raises:

@@ -216,7 +216,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
     def advance_by(self, batches: int, samples: int = 0, tokens: int = 0) -> Timestamp:
         """Return the point after so many more batches of so many samples and tokens each; see `advance`.
 
-        The time this takes grows with the number of batches in runs with iterations only.
+        The time this takes grows with the number of batches only in runs with iterations.
 
         Raises:
             TypeError: No whole number of batches.
@@ -239,7 +239,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return point
 
     def advance_epoch(self) -> Timestamp:
-        """Return the point after the end of an epoch, for loops where the loader only can tell that it is over."""
+        """Return the point after the end of an epoch, for loops where only the loader knows that it is over."""
         new = self.to_next_epoch()
         return new if self.run.iteration_length is None else new._roll_iteration(self.run.iteration_length)
 

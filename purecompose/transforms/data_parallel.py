@@ -206,7 +206,7 @@ def data_parallel(step: Step, mesh: Any = None) -> Step:
         mesh: A `torch.distributed.DeviceMesh` of one dimension, or a process group; by default all processes.
 
     Returns:
-        A `Step`. States of all processes stay the same bit for bit, so one of them only keeps checkpoints and
+        A `Step`. States of all processes stay the same bit for bit, so only one of them keeps checkpoints and
         reports. Metrics that are single floating numbers are means over the parts; others, and `outputs`, are those of
         the own part. What algorithms remember within a part (between BEFORE_FORWARD and AFTER_BACKWARD) is taken to be
         sums and flags: what each part adds is added up. `state.gradient` is the whole batch's. `evaluate` and whatever

@@ -144,7 +144,7 @@ def test_algorithms_are_listed_in_groups(capsys) -> None:
         (["train", "--model", "mlp(3)"], "options by name; it is mlp(hidden=(256, 128), dropout=0.0)"),
         (["train", "--optimizer", "sgd"], "--optimizer: sgd: missing a required argument: 'lr'"),
         (["train", "--optimizer", "adam(lr=-1)"], "--optimizer: adam: lr"),
-        (["train", "--optimizer", "muon(0.02)"], "--optimizer: muon moves matrices only, and which of them"),
+        (["train", "--optimizer", "muon(0.02)"], "--optimizer: muon moves only matrices; which of them"),
         (["train", "--algorithms", "mixup(1, 2)", "--set", "mixup.alpha=3"], "it is mixup(alpha=0.2, *, "),
         (["train", "--schedule", "cosine(warmup='90ep')"], "--schedule: warmup=90ep is longer"),
         (["train", "--duration", "10sec"], "--duration: 10sec"),

@@ -404,8 +404,8 @@ class Stream(IterableDataset):
     [
         ([], "empty"),
         (Unsized(), "no __len__"),
-        (Stream(), "Stream, which can be iterated only"),
-        (iter(range(3)), "iterated only"),
+        (Stream(), "Stream, which can only be iterated"),
+        (iter(range(3)), "only be iterated"),
         (DataLoader(Augmented()), "DataLoader"),
         ({"train": [1], "test": [2]}, r"'train', 'test'.*choose one"),
         (3, "int, which has no __getitem__"),

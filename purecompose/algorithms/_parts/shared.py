@@ -59,7 +59,8 @@ def share_of_batch(state: State) -> range:
 
 
 def sum_over_shares(state: State, share: range, own: T) -> T:
-    """Return the sums of what each process has found for its share: the same on all; only, what is given.
+    """Return the sums of what each process has found for its share: the same on all; without other processes, what is
+    given.
 
     Args:
         state: At an event after the gradient.

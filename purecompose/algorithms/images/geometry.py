@@ -66,7 +66,7 @@ def _sampled(levels: Tensor, from_x: Tensor, from_y: Tensor, amount: Tensor) -> 
     """Return the levels at positions (N, H, W); an amount of 0 leaves an image as it is."""
     height, width = levels.shape[2:]
     is_inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    # Up to half a pixel from the edge it counts only; what is outside looks where there is nothing.
+    # Up to half a pixel from the edge only the edge pixel counts; what is outside looks where there is nothing.
     x = torch.where(is_inside, from_x.clamp(0.5, width - 0.5) * (2 / width) - 1, _FAR)
     y = from_y.clamp(0.5, height - 0.5) * (2 / height) - 1
     # Two planes, not pairs: loops over planes use vector instructions.

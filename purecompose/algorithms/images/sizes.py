@@ -22,7 +22,7 @@ def whole_part(share: float, size: int) -> int: ...
 @overload
 def whole_part(share: Tensor, size: int) -> Tensor: ...
 def whole_part(share: float | Tensor, size: int) -> int | Tensor:
-    """Return the whole part of `share * size`, where rounding only does not take a whole pixel away.
+    """Return the whole part of `share * size`, without losing a pixel to rounding.
 
     Args:
         share: A number, or a floating tensor, which has been rounded to its dtype.

@@ -24,7 +24,7 @@ class SelfAttention(nn.Module):
     Args:
         width: d.
         num_heads: H, a divisor of the width.
-        is_causal: Whether a place sees itself and those before it only.
+        is_causal: Whether a place sees only itself and those before it.
         dropout: Probability of dropping a weight of the mean in training, [0, 1).
 
     Attributes:
@@ -149,7 +149,7 @@ class PositionEmbedding(nn.Module):
         """Return the vectors of the first L places.
 
         Args:
-            input: (N, L, ...), of which the length only counts, or L.
+            input: (N, L, ...), of which only the length counts, or L.
 
         Returns:
             (L, d).

@@ -30,7 +30,7 @@ class TransformerBlock(nn.Module):
     Args:
         width: d.
         num_heads: Of the attention, a divisor of the width.
-        is_causal: Whether a place sees itself and those before it only.
+        is_causal: Whether a place sees only itself and those before it.
         dropout: Probability of dropping a weight of the attention, or a value that is added to x, [0, 1).
     """
 

@@ -1,6 +1,6 @@
 """The identity of a process, and whether it still runs.
 
-A number only does not tell: in a container the process has the same one each time, and any number is given out again
+The number is not enough: in a container the process has the same one each time, and any number is given out again
 some day. So a token goes with it. On Linux it follows from when the process was started, so that others can compare;
 elsewhere it is drawn, and says of a process's own number only whether it means this process or an earlier one.
 """

@@ -43,7 +43,7 @@ def absent_when_unmatched(subject: Subject, case: Case) -> bool:
     The algorithm held back to INIT is compared at INIT and after a step, from a state of its own. The real one is
     compared in each batch in which it does not act, from the state it has come to. Its own slot, and hparams that its
     settings name, may be there. Where INIT made something static again (a network by surgery, an optimizer), runs from
-    two states part legitimately: then the others' slots and metrics, the hparams and the key are compared only,
+    two states part legitimately: then the others' slots and metrics, the hparams and the key are compared,
     while the comparison from one state stays whole.
 
     Returns:
@@ -97,7 +97,7 @@ def neutral_setting(subject: Subject, case: Case) -> bool:
 
 
 def _with_metrics_of(reference: State, state: State) -> State:
-    """Return the state with those of its metrics only that the reference has too."""
+    """Return the state with only those of its metrics that the reference has too."""
     return state.replace(metrics={name: value for name, value in state.metrics.items() if name in reference.metrics})
 
 

@@ -39,7 +39,7 @@ def compiled_agrees(subject: Subject, case: Case) -> bool:
     are, or cut into parts with variants, for which a companion acts in every third step. The algorithm is made again
     for the compiled run, if it has a source text: what earlier runs left in its closures is not there.
 
-    Integers agree exactly. Where rounding only tips a choice in the step itself, the comparison ends. Host algorithms
+    Integers agree exactly. Where only rounding tips a choice in the step itself, the comparison ends. Host algorithms
     run between the graphs.
     """
     return judged(_judge_compiled, subject, case)

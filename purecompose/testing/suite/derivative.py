@@ -45,7 +45,7 @@ def check_derivative(
         Whether the gradient is right; False where differences cannot tell.
 
     Raises:
-        Broken: It is wrong, in the first leaf by whose direction only that shows.
+        Broken: It is wrong, in the first leaf whose direction suffices to show it.
     """
     direction = _direction(point, seed)
     found = _slopes(loss, point, grads, direction)

@@ -46,7 +46,7 @@ def microbatches_agree(subject: Subject, case: Case) -> bool:
     Compared are gradients, loss, params, opt_state, hparams, the algorithm's slot, and metrics that are single
     numbers; these not where slices do not count as their examples do (the loss ignores some positions), since a
     mean over all positions then has another weight. BatchNorm, which mixes the examples of a slice, runs on its
-    running statistics. The comparison ends where rounding only tips a choice in the step itself.
+    running statistics. The comparison ends where only rounding tips a choice in the step itself.
     """
     return judged(_judge_microbatches, subject, case)
 
@@ -165,8 +165,8 @@ def _weighs_examples(whole: State, num: int) -> bool:
 def vmap_agrees(subject: Subject, case: Case) -> bool:
     """Map three steps over two or three states of other seeds and rates: two with one batch for all, one with own.
 
-    Integers agree exactly. What is raised under vmap only breaks the law, too. In half precision every step begins
-    with equal states. The comparison ends where rounding only tips a choice in the step itself, such as that of
+    Integers agree exactly. What is raised only under vmap breaks the law, too. In half precision every step begins
+    with equal states. The comparison ends where only rounding tips a choice in the step itself, such as that of
     examples, or the sign of a gradient.
     """
     return judged(_judge_vmap, subject, case)
@@ -226,8 +226,8 @@ def gradient_exact(subject: Subject, case: Case) -> bool:
     The derivatives are those along a random direction.
 
     Where the loss has a jump or a kink within the difference, or is not finite itself, nothing is judged; nor is
-    an algorithm that takes no float64, in which only differences are good enough. Running statistics of BatchNorm
-    carry no gradient from step to step: what breaks by them only is not broken.
+    an algorithm that takes no float64, the only dtype in which differences are precise enough. Running statistics of
+    BatchNorm carry no gradient from step to step: what breaks by them only is not broken.
     """
     return judged_in_double(_judge_gradient, subject, case)
 
