@@ -4,7 +4,7 @@
 
 200 small tensors under Adam are 600 leaves. What is added to the arithmetic is looking at the state and the batch, the
 schedule, the key, handing arguments over and making the new state; the target is 100 us. It is measured in two ways.
-"difference": the whole step less its compiled graphs by themselves, called with arguments that lie ready, block by block.
+"difference": the whole step less its compiled graphs, called with arguments that lie ready, block by block.
 "hollow": the step itself, with graphs that return at once what they returned before; without donation this leaves out
 that old tensors are given back, as the results stay the same.
 """

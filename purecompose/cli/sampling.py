@@ -56,7 +56,7 @@ def prompt_of(options: argparse.Namespace, settings: Mapping[str, Any]) -> Promp
     if "vocabulary" not in settings:
         raise UsageError("--prompt: the run trained a network for images; a prompt is for one of text")
     if options.data is not None:
-        raise UsageError("--data: a prompt is continued with without data; leave it out")
+        raise UsageError("--data: a prompt is continued without data; leave it out")
     length = _LENGTH if options.length is None else options.length
     if not options.prompt or length < 1:
         raise UsageError(f"--{'length' if options.prompt else 'prompt'}: expected at least one character")

@@ -365,7 +365,7 @@ def test_what_images_are_refused(run: Run) -> None:
         (["--length", "5"], "--length is for --prompt TEXT"),
         (["--seed", "5"], "--seed is for --prompt TEXT"),
         (["--prompt", "7", "--seed", "-1"], "error: --seed: key"),
-        (["--prompt", "7", "--data", "book.txt"], "--data: a prompt is continued with without data"),
+        (["--prompt", "7", "--data", "book.txt"], "--data: a prompt is continued without data"),
     ],
 )
 def test_prompts_that_cannot_be(run: Run, trained: pathlib.Path, arguments: list[str], said: str) -> None:
