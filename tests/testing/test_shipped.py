@@ -14,9 +14,8 @@ from purecompose.testing.strategies import cases
 from purecompose.testing.subject import Subject
 from purecompose.testing.tasks import KINDS, TASKS
 from purecompose.time.predicates import NEVER
+from tests.shipped_examples import examples
 
-
-EXAMPLES = [(row, source) for row in SHIPPED.values() for source in row.examples]
 
 # What comes of a task that an algorithm does not accept; methods on images all say the same.
 NO_MIXING = (TypeError, r"the inputs are int64\[4, 5\], as token ids are")
@@ -49,7 +48,7 @@ def test_a_row_is_complete(row):
     assert {name for name in row.accepted if not TASKS[name].is_half} <= set(row.tasks)
 
 
-@pytest.mark.parametrize(("row", "source"), EXAMPLES, ids=[source for _, source in EXAMPLES])
+@pytest.mark.parametrize(("row", "source"), examples())
 def test_examples_act_on_all_accepted_tasks(row, source):
     subject = Subject.of(source)
     assert subject.algorithm.predicate != NEVER

@@ -15,7 +15,7 @@ from tests.testing.mixed_tasks import MIXED_TASKS
 NUM_STEPS = 20
 
 # One pair in so many is among the quick tests.
-QUICK = 12
+QUICK = 20
 
 # On which task a pair is tried: the first that both accept; where there is none, one with layers for both.
 ORDER = ("images", "tokens", "vectors", "bf16_images", "bf16_tokens")

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,10 @@ def made(algorithms: Sequence[Algorithm] = (), *, microbatches: int = 1, **optio
 def readable(state: State) -> State:
     """The state with everything that it has on lease read out."""
     return state if state.lease is None else state.unleased()
+
+
+# Steps without donation share all but the last copy with those that donate: one of the two is quick.
+DONATE = pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["donate", "keep"])
 
 
 def assert_agree(eager: Any, other: Any, tolerance: float = 1e-5) -> None:

@@ -10,10 +10,17 @@ import purecompose as pc
 from purecompose import Event, State, compose, loop_events
 from purecompose.core.context import Static
 from tests.helpers import changing, counter, make_batch, make_batches, make_mlp, make_state
-from tests.transforms.compilation.compile_helpers import assert_runs_agree, average, compiled, made, scaling, sharpness
+from tests.transforms.compilation.compile_helpers import (
+    DONATE,
+    assert_runs_agree,
+    average,
+    compiled,
+    made,
+    scaling,
+    sharpness,
+)
 
 
-DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
 PLACES = [Event.AFTER_DATALOADER, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END]
 
 

@@ -9,10 +9,7 @@ import torch
 import purecompose as pc
 from purecompose import Event, State, compose, loop_events, losses
 from tests.helpers import changing, make_batch, make_batches, make_state
-from tests.transforms.compilation.compile_helpers import assert_agree, assert_runs_agree, compiled, made
-
-
-DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
+from tests.transforms.compilation.compile_helpers import DONATE, assert_agree, assert_runs_agree, compiled, made
 
 
 @DONATE

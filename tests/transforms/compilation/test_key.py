@@ -13,10 +13,7 @@ from purecompose import Event, State, hparam, optim
 from purecompose.core.context import Static
 from purecompose.schedule import cosine, linear
 from tests.helpers import changing, make_batch, make_batches, make_cnn, make_mlp, make_state
-from tests.transforms.compilation.compile_helpers import assert_agree, assert_runs_agree, average, made
-
-
-DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
+from tests.transforms.compilation.compile_helpers import DONATE, assert_agree, assert_runs_agree, average, made
 
 
 # The batch

@@ -20,6 +20,7 @@ from purecompose import (
 )
 from tests.helpers import changing, make_batches, make_cnn, make_mlp, make_state, noise, run_steps
 from tests.transforms.compilation.compile_helpers import (
+    DONATE,
     assert_agree,
     assert_runs_agree,
     average,
@@ -28,9 +29,6 @@ from tests.transforms.compilation.compile_helpers import (
     sharpness,
     swap,
 )
-
-
-DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
 
 
 def members(net: Any, num: int = 4) -> list[pc.State]:

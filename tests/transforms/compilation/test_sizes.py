@@ -16,10 +16,15 @@ from purecompose.transforms.signature import Signature
 from tests.helpers import changing, counter, make_batch, make_cnn, make_mlp, make_state, noise
 from tests.sampling import one_in
 from tests.shipped_examples import examples_on_tasks
-from tests.transforms.compilation.compile_helpers import assert_runs_agree, average, made, scaling, sharpness, swap
-
-
-DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
+from tests.transforms.compilation.compile_helpers import (
+    DONATE,
+    assert_runs_agree,
+    average,
+    made,
+    scaling,
+    sharpness,
+    swap,
+)
 
 
 def signature(value: Any) -> Signature:

@@ -32,6 +32,7 @@ from tests.helpers import (
 from tests.pages import ROOT
 from tests.shipped_examples import examples_on_tasks
 from tests.transforms.compilation.compile_helpers import (
+    DONATE,
     assert_agree,
     assert_runs_agree,
     average,
@@ -40,9 +41,6 @@ from tests.transforms.compilation.compile_helpers import (
     sharpness,
     swap,
 )
-
-
-DONATE = pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
 
 
 @pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.slow)])
