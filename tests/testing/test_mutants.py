@@ -102,6 +102,7 @@ FIRST = list({wrong.breaks: wrong for wrong in reversed(MUTANTS)}.values())
 """The first mutant of each law."""
 
 
+@pytest.mark.filterwarnings("ignore:forward changed:UserWarning")  # a mutant registers hooks on purpose
 @pytest.mark.parametrize(
     "wrong",
     [
