@@ -62,7 +62,7 @@ def in_words(starts: Sequence[Start]) -> str:
 
     Example:
         >>> in_words([Start(0, "2026-05-01T10:00:00+00:00"), Start(40, "2026-05-01T11:00:00+00:00")])
-        'Started 2026-05-01 10:00 (UTC), resumed at batch 40.'
+        'Started 2026-05-01 10:00 (UTC), continued at batch 40.'
     """
     if not starts:
         return "Not started."
