@@ -55,6 +55,22 @@ def test_unmatched_compares_sleeping_algorithms_with_none(run: Run) -> None:
     assert [row["algorithms"] for row in rows] == ["none", "five", "none again"]
 
 
+def test_mutants_change_one_place_each(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    mutation = runpy.run_path(str(FOLDER / "mutation.py"))
+    monkeypatch.setitem(mutation["mutants"].__globals__, "ROOT", tmp_path)
+    module = tmp_path / "module.py"
+    module.write_text("def f(x):\n    y = x + 1\n    return y if x < 0 else 2\n")
+    assert sorted(found.change for found in mutation["mutants"](module)) == [
+        "0 -> 1",
+        "1 -> 2",
+        "2 -> 3",
+        "x + 1 -> x - 1",
+        "x < 0 -> x <= 0",
+        "y = x + 1 -> pass",
+    ]
+
+
 @pytest.mark.slow
 def test_killed_runs_end_with_the_same_bits(run: Run) -> None:
     rows = run("kill_and_resume")

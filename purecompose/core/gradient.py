@@ -219,8 +219,7 @@ def _detached(value: Any) -> Any:
         return _cut_off(value)
     if type(value) is dict:  # buffers, slots and metrics; walking a tree costs more than a small network's layer
         return {name: _detached(member) for name, member in value.items()}
-    is_empty = type(value) is dict and not value
-    return value if is_empty else batches.map_tensors(_cut_off, value)
+    return batches.map_tensors(_cut_off, value)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

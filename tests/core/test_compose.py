@@ -1,5 +1,7 @@
 """compose: what it refuses, when it asks, what algorithms may do, and what a step keeps."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import purecompose as pc
 from purecompose import Algorithm, Event, State, Trait, compose, loop_events, on, optim, schedule
 from purecompose.core.loop import advance, update
 from purecompose.errors import MatchError
+from purecompose.time.predicates import Predicate
 from tests.helpers import (
     assert_close,
     assert_same,
@@ -402,3 +405,30 @@ def test_an_update_of_ones_own_is_no_lack_of_one() -> None:
 @pytest.mark.parametrize("program", [pc.loop.eval_events, pc.loop.predict_events])
 def test_training_methods_are_silently_absent_from_evaluation(program: tuple[pc.Event, ...]) -> None:
     compose(loop_events, [decay()]).replace(program=program)
+
+
+@pytest.mark.parametrize(
+    ("match", "duration", "is_warned"),
+    [
+        (pc.after("1ep"), "9ba", True),
+        (pc.after(0.5), "9ep", True),
+        (pc.after(0.5), "9ba", False),
+        (pc.after("1ba"), "9ep", False),
+    ],
+    ids=["epochs", "fraction of epochs", "fraction of batches", "batches"],
+)
+def test_standing_time_is_reported_where_it_decides(match: Predicate, duration: str, is_warned: bool) -> None:
+    step = compose(loop_events, [Algorithm("late", on(Event.BATCH_END) & match, lambda event, state: state)])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step(step.init(make_state(duration=duration)), make_batch())
+    assert any("epochs have no known length" in str(found.message) for found in warned) is is_warned
+
+
+def test_an_error_in_a_stage_names_what_it_was_given() -> None:
+    def fails(state: State) -> State:
+        raise ValueError("no reason")
+
+    with pytest.raises(ValueError) as caught:
+        compose([fails, advance])(make_state(), make_batch())
+    assert caught.value.__notes__ == ["in the stage fails, with batch tuple(float32[8, 4], int64[8])"]
