@@ -7,9 +7,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 
+# The quick tests try few cases; --slow and -m slow try more.
 settings.register_profile("dev", deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+PROFILE = "ci" if os.environ.get("CI") else "dev"
+settings.load_profile(PROFILE)
 
 # Bit-for-bit laws hold for a fixed number of threads, so the suite fixes one.
 torch.set_num_threads(1)
@@ -17,6 +19,12 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow") or "slow" in (config.getoption("-m") or ""):
+        settings.register_profile("slow", parent=settings.get_profile(PROFILE), max_examples=25)
+        settings.load_profile("slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

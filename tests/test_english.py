@@ -35,7 +35,7 @@ WORDS = {
 
 NOT_IMPERATIVE = re.compile(
     r"(The|An?|What|Whether|How|Who|Which|Where|Why|It|This|Returns|Raises|Gives|Makes|Takes|Computes|Adds|Reads|Writes|"
-    r"Checks|Builds|Sets|Runs|Says|Tells|Looks|Puts|Keeps|Holds|Lets|Applies|Compares|Finds|Calls)\b"
+    r"Bounds|Clips|Covers|Spreads|Reverses|Honours|Standardizes|Shrinks|Checks|Builds|Sets|Runs|Says|Tells|Looks|Puts|Keeps|Holds|Lets|Applies|Compares|Finds|Calls)\b"
 )
 
 

@@ -44,7 +44,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | No
 
 
 def terminal_width() -> int:
-    """Return the terminal's columns, at most 110: longer lines are hard to read. Where there is no terminal, 110."""
+    """Return the terminal's width in columns, at most 110; 110 without a terminal."""
     return min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
 
 

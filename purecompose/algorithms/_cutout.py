@@ -96,7 +96,7 @@ def cutout(
     name: str = "cutout",
     input_field: batches.Field | None = None,
 ) -> Algorithm:
-    """Covers square patches of the images.
+    """Cover square patches of the images.
 
     With H rows and W columns, a = floor(length min(H, W)) and h = a // 2, each of `num_holes` holes has a random middle
     (y, x) and covers

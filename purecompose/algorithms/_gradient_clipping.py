@@ -106,7 +106,7 @@ def gradient_clipping(
     exclude: Sequence[str] = (),
     name: str = "gradient_clipping",
 ) -> Algorithm:
-    """Bounds the gradients.
+    """Bound the gradients.
 
     With the threshold T, gradients g and weights W:
 

@@ -56,7 +56,7 @@ def smooth_labels(
 def label_smoothing(
     smoothing: Scalar = 0.1, *, name: str = "label_smoothing", target_field: batches.Field | None = None
 ) -> Algorithm:
-    """Spreads a share of each target over all classes.
+    """Spread a share of each target over all classes.
 
         y' = (1 - a) y + a / C
 

@@ -69,7 +69,7 @@ def per_example_clipping(
     chunk_size: int | None = None,
     name: str = "per_example_clipping",
 ) -> Algorithm:
-    """Clips the gradient of each example, and adds noise.
+    """Clip the gradient of each example, and add noise.
 
     DP-SGD's step.
 
@@ -155,7 +155,7 @@ def per_example_clipping(
 
 
 def _checked(max_norm: Scalar, noise_multiplier: Scalar) -> bool:
-    """Return whether the settings are neutral; raises where they are none."""
+    """Return whether the settings are neutral; raise where they are wrong."""
     where, hint = "per_example_clipping: max_norm", "infinity clips nothing"
     check_scalar(noise_multiplier, "per_example_clipping: noise_multiplier", 0, hint="0 adds no noise")
     if isinstance(max_norm, float) and max_norm == math.inf:

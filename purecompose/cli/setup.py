@@ -257,7 +257,7 @@ def reported_as(option: str) -> Iterator[None]:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Warnings as lines for people, without the place in the code."""
+    """Show warnings as lines, without the place in the code."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
         yield
@@ -265,7 +265,7 @@ def plain_warnings() -> Iterator[None]:
 
 @contextmanager
 def fixed_arithmetic(num_threads: int) -> Iterator[None]:
-    """Fix what the bits of a result depend on, threads and kernels, and sets it back afterwards.
+    """Fix what the bits of a result depend on, threads and kernels, and restore it afterwards.
 
     Raises:
         UsageError: Fewer than one thread.

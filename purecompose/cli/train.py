@@ -34,7 +34,7 @@ class RunError(Exception):
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train as the options say, shows how it goes and ends with a table.
+    """Train as the options say, show the progress, and end with a table.
 
     Raises:
         UsageError: An option that cannot be; or one of several processes of a launcher such as torchrun.

@@ -110,7 +110,7 @@ class Contract:
         )
 
     def note_stage(self, stage: Any) -> None:
-        """Record that a stage has run; raises as `note`."""
+        """Record that a stage has run; raise as `note` does."""
         self._check_input(f"the stage {stage!r} (a layer with inplace=True?)")
 
     def note_update(self, state: State, result: Any) -> None:

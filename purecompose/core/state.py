@@ -292,7 +292,7 @@ class State:
 
     @torch.inference_mode(False)
     def copy(self) -> "State":
-        """Return a state with tensors of its own, which no compiled step writes over."""
+        """Return a deep copy, whose tensors no compiled step overwrites."""
         return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self)
 
     @property

@@ -1,7 +1,7 @@
 """Losses, their targets, and metrics.
 
 A loss is any callable `(outputs, targets, reduction="mean")` with reduction "mean", "sum" or "none"; so
-`torch.nn.functional.cross_entropy` is one as it stands.
+`torch.nn.functional.cross_entropy` is one.
 
 A loss may say what its mean divides by, so that microbatches add up to the batch: by a method
 `counted(outputs, targets)`, a bool tensor of the shape that reduction "none" gives, true where a position enters the

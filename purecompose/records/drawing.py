@@ -168,7 +168,7 @@ def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room:
 def _draw_series(
     axes: Any, series: Series, style: dict[str, Any], *, is_noisy: bool, is_faint: bool
 ) -> tuple[list[float], list[float]]:
-    """Draw one line, with its band or with the numbers behind it; gives what decides on the limits of the axes."""
+    """Draw one line, with its band or with the numbers behind it; return what decides the limits of the axes."""
     parts = spread(series.y)
     window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
     # More points than pixels would only take time.

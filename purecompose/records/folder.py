@@ -280,7 +280,7 @@ class RunFolder:
         write_json(self.path / RESULT, {**found, **given})
 
     def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
-        """Write what is known before the run; gives what differs from the settings that were there."""
+        """Write what is known before the run; return what differs from the settings that were there."""
         changed: dict[str, Any] = {}
         self._when(self._at_start, self._tidy)
         if self.goes_on:

@@ -124,7 +124,7 @@ class Watch:
         self._records.flush()
 
     def end(self, outcome: str) -> None:
-        """Close the records, and notes how the run ended."""
+        """Close the records, and note how the run ended."""
         self._records.close()
         if self._start is not None:
             self._start.outcome = outcome

@@ -22,7 +22,7 @@ _WATCHED = (Event.AFTER_DATALOADER, Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Eve
 
 
 def bystander(name: str = "bystander") -> Algorithm:
-    """Draws, counts and reports, and changes nothing that others read.
+    """Return an algorithm that draws, counts and reports, and changes nothing that others read.
 
     Its slot has "draws", float32 (2,): what `state.rng(name)` gave last; "example_draw", the same of the first
     example; and of how often it acted "count", "sum" and "has_acted", 0-d int64, float64 and bool.

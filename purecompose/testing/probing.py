@@ -103,7 +103,7 @@ def _use(step: Step, case: Case, algorithm: Algorithm) -> None:
 
 
 def _watched(algorithm: Algorithm, touched: list[Event]) -> Algorithm:
-    """Return the algorithm; notes the events at which it changes what belongs to the process."""
+    """Return the algorithm, recording the events at which it changes what belongs to the process."""
 
     def around(event: Event, state: State, act: Callable[[State], State]) -> State:
         before = process_settings()

@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 
 def run(step: Step, state: State, data: Sequence[Any], name: str = "") -> Run:
-    """Initialise and takes a step with each batch, and fires the events outside steps as `fit` does.
+    """Initialise, take a step with each batch, and fire the events outside steps as `fit` does.
 
     Args:
         step: The step.

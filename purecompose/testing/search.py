@@ -94,7 +94,7 @@ class _Searching:
         self._tries_left, self._deadline = SHRINK_TRIES, 0.0
 
     def step(self, case: Case) -> None:
-        """Try a case; raises where it fails."""
+        """Try a case; raise where it fails."""
         is_shrinking = self.found.failure is not None
         if is_shrinking:
             self._tries_left -= 1

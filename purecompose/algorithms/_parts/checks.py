@@ -44,7 +44,7 @@ def check_one_of(value: Any, where: str, choices: Sequence[str]) -> None:
 
 
 def checked_patterns(patterns: Any, where: str) -> tuple[str, ...]:
-    """Patterns of parameters' names; raises a `TypeError` for what is none, a single one among them."""
+    """Require patterns of parameters' names: a collection of strings, not a single string."""
     is_several = isinstance(patterns, Sequence) and not isinstance(patterns, str)
     if not is_several or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{where}: expected patterns of names, such as ('head.*',), got {patterns!r}")
@@ -115,7 +115,7 @@ def check_reads_targets(name: str, loss_fn: Callable[..., Tensor]) -> None:
 
 
 def needed_rng(key: Tensor | random.Rng | None, core: str, when: str) -> random.Rng:
-    """Return the key as a place of draws; a `TypeError` where there is none, and says when there has to be one."""
+    """Return the key as a place of draws, or raise a `TypeError` that says when one is needed."""
     if key is None:
         raise TypeError(f"{core}: expected a key {when}, got None")
     return as_rng(key, core)

@@ -99,7 +99,7 @@ class Skeleton:
             return copy.deepcopy(self.module, memo)
 
     def blank_copy(self) -> nn.Module:
-        """Return a module of its own, on the same `meta` twins."""
+        """Return a new module that shares the `meta` tensors."""
         with self._lock:
             return copy.deepcopy(self.module, {id(place.tensor): place.tensor for place in places(self.module)})
 

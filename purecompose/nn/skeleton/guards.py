@@ -144,7 +144,7 @@ def _is_changed(guard: _Guard) -> bool:
 
 
 def _restored(guard: _Guard) -> list[str]:
-    """Put back what the container held, and says what had changed."""
+    """Put back what the container held, and return what had changed."""
     container, before, absent = guard.container, guard.before, object()
     names = [guard.name]
     if guard.is_attributes:

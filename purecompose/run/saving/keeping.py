@@ -279,7 +279,7 @@ class Keeper:
         self._tell()
 
     def close(self) -> None:
-        """Wait until everything is written, and ends the thread."""
+        """Wait until everything is written, and end the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         repeated = {cause: num for cause, num in self._failures.items() if num > 1}

@@ -281,7 +281,7 @@ def _nothing_frozen(task: Task) -> str | None:
     unsuited=_nothing_frozen,
 )
 def frozen_kept(subject: Subject, case: Case) -> bool:
-    """Compare frozen parameters before and after each step; looks for gradients of theirs after each application.
+    """Compare frozen parameters before and after each step; look for gradients of theirs after each application.
 
     INIT is left out. What is frozen or thawed in the middle of a step counts as not frozen.
     """
@@ -320,7 +320,7 @@ def _silent_at_init(algorithm: Algorithm) -> str | None:
     idle="it does not act at INIT",
 )
 def init_once(subject: Subject, case: Case) -> bool:
-    """Initialise twice, applies INIT to its own result, and lists the algorithm before and after its company."""
+    """Initialise twice, apply INIT to its own result, and list the algorithm before and after its company."""
 
     def around(event: Event, state: State, act: Act) -> State:
         before = snapshot(state, ["params", "buffers"])

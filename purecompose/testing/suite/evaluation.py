@@ -40,7 +40,7 @@ _EVALUATION_LABELS = ("the network's own", "through the step")
     exempt=never_acts,
 )
 def evaluation_blind(subject: Subject, case: Case) -> bool:
-    """Evaluate and predicts between the steps of one of two runs, and compares it with evaluations without algorithms.
+    """Evaluate and predict between the steps of one of two runs, and compare it with evaluations without algorithms.
 
     What an algorithm may do is exchange weights, params or buffers, at EVAL_STANDALONE_START, EVAL_START and
     PREDICT_START (averaged weights). From there on, batches, targets, outputs and metrics must be those that a step
@@ -68,7 +68,7 @@ class _Evaluation:
         self.evaluating, self.predicting = (step.replace(program=program) for program in (eval_events, predict_events))
 
     def check(self, state: State) -> None:
-        """Evaluate and predicts, and compares each with what a step without algorithms finds."""
+        """Evaluate and predict, and compare each with what a step without algorithms finds."""
         fields = ("params", "buffers", "slots")
         before = snapshot(state, fields)
         try:
@@ -209,7 +209,7 @@ class _Opened:
         return bool(self.replaced & self.owed)
 
     def around(self, event: Event, state: State, act: Act) -> State:
-        """Keep copies of what an application replaces at an opening event; notes what it touches at a closing one."""
+        """Keep copies of what an application replaces at an opening event; note what it touches at a closing one."""
         if event not in self.closing_of and event not in self.opening_of:
             return act(state)
         before, slot_before = copied(self._fields(state, event)), state.slots.get(self.name)

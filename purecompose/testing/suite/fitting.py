@@ -41,7 +41,7 @@ _MOST_BATCHES = 8
     most_cases=8,
 )
 def fit_repeats(subject: Subject, case: Case) -> bool:
-    """Train twice with `fit`, evaluation included, and compares the ends and all metrics that observers see.
+    """Train twice with `fit`, evaluation included, and compare the ends and all metrics that observers see.
 
     The second time the clocks, the global generators and the process's rank are others. A long run ends after a few
     batches.

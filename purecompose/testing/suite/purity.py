@@ -139,7 +139,7 @@ def deterministic(subject: Subject, case: Case) -> bool:
     exempt=never_acts,
 )
 def global_state_kept(subject: Subject, case: Case) -> bool:
-    """Look at the settings of the process around each application, INIT included, and sets them back at the end."""
+    """Look at the settings of the process around each application, INIT included, and restore them at the end."""
 
     def around(event: Event, state: State, act: Act) -> State:
         before = process_settings()

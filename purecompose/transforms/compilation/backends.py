@@ -64,7 +64,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
 
 @contextlib.contextmanager
 def _compiler_wanted() -> Iterator[None]:
-    """Say in our words that there is no C++ compiler."""
+    """Replace torch's error for a missing C++ compiler."""
     try:
         yield
     except Exception as error:
