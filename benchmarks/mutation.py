@@ -4,29 +4,34 @@
 
 Each mutant changes one place of a module in a copy of the repository: a comparison, a boolean or arithmetic operator, a
 number, a negated condition, or a statement that is left out. The tests run on each. Printed are the mutants that
-survive, how many the tests catch, and the test files by the mutants that only they catch. No timing.
+survive, how many the tests catch, and for each test function how many it catches and how many of them no other does.
+No timing.
 """
 
 import argparse
 import ast
 import collections
 import concurrent.futures
+import contextlib
 import copy
+import multiprocessing
 import os
 import pathlib
 import random
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import pytest
 from _timing import Row, save
 
 
 ROOT = pathlib.Path(__file__).parents[1]
+# Each run is a fork of a process that has imported torch, which takes longer than many tests.
+PROCESSES = multiprocessing.get_context("forkserver")
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -102,22 +107,44 @@ def _apply(node: Any, kind: str) -> None:
 
 
 def failing(mutant: Mutant, tests: list[str], timeout: float) -> set[str] | None:
-    """Return the tests that fail on a mutant; `None` where they do not end, or the module cannot be imported."""
+    """Return the test functions that fail on a mutant; `None` if they do not end or cannot be collected."""
     with tempfile.TemporaryDirectory() as folder:
         copied = pathlib.Path(folder) / "repository"
         ignored = shutil.ignore_patterns(".git", "__pycache__", ".venv*", "results")
         shutil.copytree(ROOT, copied, ignore=ignored)
         (copied / mutant.file).write_text(mutant.source)
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
-        environment = {**os.environ, "PYTHONPATH": str(copied), "CI": "1"}
+        receiver, sender = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=_run_tests, args=(copied, tests, sender))
+        process.start()
+        sender.close()
         try:
-            run = subprocess.run(
-                command, cwd=copied, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired:
+            return receiver.recv() if receiver.poll(timeout) else None
+        except EOFError:  # the process died
             return None
-    found = set(re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.M))
-    return found if found or run.returncode == 0 else None
+        finally:
+            process.kill()
+            process.join()
+
+
+def _run_tests(repository: pathlib.Path, tests: list[str], results: Connection) -> None:
+    os.chdir(repository)
+    os.environ.update(PYTHONPATH=str(repository), CI="1")
+    sys.path[:0] = [str(repository)]
+    failed = _Failed()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        status = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[failed])
+    results.send(failed.functions if failed.functions or status == 0 else None)
+
+
+class _Failed:
+    """A pytest plugin that collects the test functions that fail."""
+
+    def __init__(self) -> None:
+        self.functions: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.functions.add(report.nodeid.partition("[")[0])
 
 
 def main() -> None:
@@ -130,23 +157,28 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one run (default %(default)s)")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON")
     args = parser.parse_args()
+    PROCESSES.set_forkserver_preload(["torch"])
     every = [mutant for file in args.modules for mutant in mutants(file)]
     chosen = random.Random(args.seed).sample(every, min(args.num, len(every)))
+    for file in args.modules:  # an unchanged module: its tests pass, or the figures would mean nothing
+        whole = Mutant(file.resolve().relative_to(ROOT).as_posix(), 0, "", file.read_text())
+        if failing(whole, args.tests, args.timeout) != set():
+            raise SystemExit(f"the tests fail, or do not end in {args.timeout:g} s, on {file} as it is")
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         results = list(pool.map(lambda mutant: failing(mutant, args.tests, args.timeout), chosen))
     rows: list[Row] = []
+    catches: collections.Counter[str] = collections.Counter()
     only: collections.Counter[str] = collections.Counter()
     for mutant, found in zip(chosen, results, strict=True):
-        files = {test.partition("::")[0] for test in found or ()}
-        if len(files) == 1:
-            only[files.pop()] += 1
+        catches.update(found or ())
+        only.update(found if found and len(found) == 1 else ())
         caught = "no end or no import" if found is None else f"{len(found)} tests" if found else "SURVIVES"
         rows.append({"module": mutant.file, "line": mutant.line, "change": mutant.change, "caught by": caught})
     survivors = sum(row["caught by"] == "SURVIVES" for row in rows)
     save("mutation", rows, args.out)
     print(f"{len(rows) - survivors} of {len(rows)} caught; {len(every)} mutants in all")
-    for file, number in only.most_common():
-        print(f"only {file}: {number}")
+    for function, number in sorted(catches.items()):
+        print(f"{function}: {number}, of which {only[function]} by no other")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,10 @@ from purecompose import (
     Algorithm,
     State,
     Trait,
-    compile,
     compose,
     loop_events,
     losses,
     optim,
-    population,
-    stack_states,
     surgery,
     to_module,
     tree,
@@ -133,18 +130,3 @@ def check_at_init(method: Algorithm, net: nn.Module) -> State:
     again = step.init(once)
     assert again.model == once.model and not tree.diff(again, once)
     return once
-
-
-def check_in_steps_of_all_kinds(method: Algorithm, net: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """With a method, a population's step and a compiled one do what plain ones do, to parameters and buffers."""
-    step, batch = compose(loop_events, [method]), make_batch(3)
-    members = [step.init(make_state(net, key=key)) for key in (0, 1)]
-    alone = [step(member, batch) for member in members]
-    together = population(step, 2)(stack_states(members), batch)
-    compiled = compile(step, backend="aot_eager", donate=False)(members[0], batch)
-    for field in ("params", "buffers"):
-        for name, tensor in getattr(alone[0], field).items():
-            for index, state in enumerate(alone):
-                member = getattr(together, field)[name][index]
-                torch.testing.assert_close(member, getattr(state, field)[name], rtol=1e-4, atol=atol)
-            torch.testing.assert_close(getattr(compiled, field)[name], tensor, rtol=rtol, atol=atol)

@@ -316,17 +316,6 @@ def test_inputs_that_are_no_sequences_are_refused() -> None:
         seen_batch((torch.zeros(4, 8), torch.zeros(4, 8)), alibi())
 
 
-def test_members_of_a_population_have_it_each() -> None:
-    states = [make_state(key=key) for key in range(2)]
-    step = pc.compose(pc.loop_events, [alibi(0.5)])
-    members = [step.init(state) for state in states]
-    together = pc.population(step, 2)(pc.stack_states(members), make_batch())
-    for i, member in enumerate(members):
-        alone = step(member, make_batch())
-        for name, param in alone.params.items():
-            torch.testing.assert_close(together.params[name][i], param, rtol=1e-4, atol=1e-6)
-
-
 def test_it_trains_on_short_sequences_for_long_ones() -> None:
     """Repeats of one token after another, which any length can learn."""
     state = make_state(optimizer=optim.adam(0.02), duration="80ba")

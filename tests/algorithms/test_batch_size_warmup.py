@@ -154,24 +154,6 @@ def test_one_variant_is_compiled_for_each_size():
     torch.testing.assert_close(state.unleased().params, eager.params)
 
 
-def test_a_population_is_its_members():
-    starts = [helpers.make_state(duration="10ba").replace(key=pc.random.key(seed)) for seed in (1, 2)]
-    starts[1] = starts[1].replace(params={name: -param for name, param in starts[1].params.items()})
-    step = compose(loop_events, [batch_size_warmup(0.5, 0.2, 4)])
-    several = pc.population(step, 2)
-    states = several.init(pc.stack_states(starts))
-    for _ in range(6):
-        states = several(states, BATCH)
-    for ours, start in zip(pc.unstack_states(states), starts, strict=True):
-        torch.testing.assert_close(ours.params, run([batch_size_warmup(0.5, 0.2, 4)], 6, start)[1][-1].params)
-
-
-def test_a_run_goes_on_where_it_stood():
-    _, states = run([batch_size_warmup(0.8, 0.1, 2)], 8)
-    _, again = run([batch_size_warmup(0.8, 0.1, 2)], 4, states[4])
-    assert tree.equal(again[-1].params, states[-1].params)
-
-
 @pytest.mark.parametrize("settings", [{"duration": 0}, {"duration": 0.0}, {"initial_share": 1}, {"initial_share": 1.0}])
 def test_neutral_settings_are_the_plain_step(settings):
     assert batch_size_warmup(**settings).match == NEVER

@@ -19,7 +19,6 @@ from purecompose.nn.layers import BlurConv2d, BlurMaxPool2d, BlurPool2d
 from purecompose.testing.tasks import MakeBatch, Task
 from tests.algorithms.surgery_checks import (
     check_at_init,
-    check_in_steps_of_all_kinds,
     check_keeps_all,
     check_leaves,
     check_shows,
@@ -348,10 +347,6 @@ def test_max_poolings_keep_laws():
     laws = ["input_untouched", "init_once", "gradient_exact", "vmap_agrees"]
     report = testing.check("blurpool(replace_convs=False)", tasks=[POOLED], laws=laws, max_examples=2)
     assert report.ok, str(report)
-
-
-def test_a_population_and_compiled_steps_do_what_plain_ones_do():
-    check_in_steps_of_all_kinds(blurpool(min_channels=1), make_net())
 
 
 def test_the_method_is_the_surgery_at_init():

@@ -84,16 +84,6 @@ def test_maps_have_no_losses_to_mix():
     assert any("cutmix at" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("kind", ["index", "soft"])
-def test_microbatches_mix_like_the_whole_batch(kind):
-    state, batch = image_state(), image_batch(kind)
-    expected = one_step(cutmix(), state, batch)
-    for k in (2, 3, 8):
-        after = one_step(cutmix(), state, batch, microbatches=k)
-        torch.testing.assert_close(after.params, expected.params)
-        torch.testing.assert_close(after.loss, expected.loss)
-
-
 def test_images_of_bytes_stay_bytes():
     seen = []
     images, targets = image_batch()
@@ -107,27 +97,6 @@ def test_images_of_bytes_stay_bytes():
 class Bytes(nn.Module):
     def forward(self, images):
         return images / 255
-
-
-def test_step_leaves_its_input_and_repeats_itself():
-    step = compose(loop_events, [cutmix()])
-    state, batch = step.init(image_state()), image_batch()
-    kept = tree.map(torch.clone, (state.params, state.opt_state, batch))
-    first, second = step(state, batch), step(state, batch)
-    assert tree.equal((state.params, state.opt_state, batch), kept)
-    assert tree.equal((first.params, first.loss), (second.params, second.loss))
-    other = step(state.replace(key=random.key(8)), batch)
-    assert not tree.equal(first.loss, other.loss)
-
-
-def test_each_batch_and_each_name_draws_anew():
-    seen = []
-    batch = image_batch()
-    step = compose(loop_events, [cutmix(), spy(seen, "before_forward")])
-    step(step(step.init(image_state()), batch), batch)
-    other = compose(loop_events, [cutmix(name="another"), spy(seen, "before_forward")])
-    other(other.init(image_state()), batch)
-    assert len({tuple(mixture.targets[1].tolist()) for _, mixture in seen}) == 3
 
 
 def test_twice_in_a_run_it_mixes_twice():

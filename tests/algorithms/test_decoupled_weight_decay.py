@@ -12,7 +12,7 @@ from purecompose.algorithms._decoupled_weight_decay import decoupled_weight_deca
 from purecompose.algorithms._layer_freezing import frozen_layers
 from purecompose.optim.decaying import Decaying, DecayRule
 from purecompose.optim.guarded import Guarded
-from tests.algorithms.averaging_checks import BATCHES, check_compiled, check_resumes_exactly, cnn_state, states_after
+from tests.algorithms.averaging_checks import BATCHES, cnn_state, states_after
 from tests.helpers import assert_close, assert_same, make_cnn, make_state
 
 
@@ -195,14 +195,6 @@ def test_a_named_decay_is_a_number_of_the_state_and_has_a_gradient() -> None:
     quotient = (norm(decay + 1e-2) - norm(decay - 1e-2)) / 2e-2
     torch.testing.assert_close(slope, quotient, rtol=2e-2, atol=1e-3)
     assert slope < 0
-
-
-def test_it_resumes_exactly(tmp_path: Any) -> None:
-    check_resumes_exactly(lambda: decoupled_weight_decay(0.01), tmp_path, cnn_state(optimizer=PAIRS["adam"][0]))
-
-
-def test_compiled_it_is_the_same() -> None:
-    check_compiled(decoupled_weight_decay(0.01), cnn_state(optimizer=PAIRS["sgd"][0]))
 
 
 # Settings

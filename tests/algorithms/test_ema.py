@@ -242,11 +242,6 @@ def test_of_two_averages_the_later_one_is_seen():
     assert expected != pc.evaluate(pc.with_weights(state, "fast"), BATCHES[:1])
 
 
-@pytest.mark.parametrize("settings", [{"half_life": "3ba", "every": "2ba"}, {"smoothing": 0.8}])
-def test_a_run_resumes_to_the_same_bits_from_any_batch(settings, tmp_path):
-    check_resumes_exactly(lambda: ema(start="2ba", **settings), tmp_path)
-
-
 # Networks of all kinds, and other ways to run them
 
 
@@ -296,25 +291,6 @@ class Masked(nn.Module):
 def test_masks_of_infinities_stay_what_they_are():
     state = states_after(ema("2ba"), make_state(Masked()), make_batches(3))[-1]
     assert torch.equal(pc.with_weights(state, "ema").buffers["mask"], state.buffers["mask"])
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_microbatches_change_nothing_about_it(microbatches):
-    step = compose(loop_events, [ema(smoothing=0.5)], microbatches=microbatches)
-    states = [step.init(cnn_state())]
-    for batch in BATCHES[:3]:
-        states.append(step(states[-1], batch))
-    expected = expected_averages([weights_of(state) for state in states[1:]], [0.5, 0.5])
-    assert_near(averages_of(states[-1], "ema"), expected)
-
-
-def test_a_population_averages_each_member():
-    check_populations(ema("3ba", start="2ba"))
-
-
-@pytest.mark.parametrize("settings", [{"half_life": "3ba"}, {"smoothing": 0.9, "every": "1ep"}])
-def test_compiled_steps_average_too(settings):
-    check_compiled(ema(start="2ba", **settings))
 
 
 def test_graphs_that_torch_rewrites_average_too():

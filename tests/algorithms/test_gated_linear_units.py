@@ -296,17 +296,6 @@ def test_a_gpt_has_one_matrix_more_in_each_block() -> None:
     assert after.forward(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 7)
 
 
-def test_members_of_a_population_draw_their_own() -> None:
-    step = pc.compose(pc.loop_events, [gated_linear_units()])
-    members = [step.init(make_state(key=key)) for key in range(2)]
-    batch = make_inputs(0, 2, 3), make_inputs(1, 2, 3)
-    together = pc.population(step, 2)(pc.stack_states(members), batch)
-    for i, member in enumerate(members):
-        alone = step(member, batch)
-        for name, param in alone.params.items():
-            torch.testing.assert_close(together.params[name][i], param, rtol=1e-4, atol=1e-6)
-
-
 def test_a_network_without_blocks_is_told() -> None:
     with pytest.warns(
         UserWarning, match="looked for FeedForward or BertIntermediate or RobertaIntermediate or GPT2MLP"

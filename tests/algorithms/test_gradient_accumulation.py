@@ -230,22 +230,6 @@ def test_weight_decay_and_schedules_act_in_the_updates_alone_at_their_time():
         torch.testing.assert_close(state.params[name], expected, rtol=1e-6, atol=1e-9)
 
 
-@each_optimizer
-@pytest.mark.parametrize("stop", range(1, 7))
-def test_a_run_that_is_resumed_within_a_group_is_the_run_without_a_break(stop, optimizer, tmp_path):
-    step = compose(loop_events, [gradient_accumulation(3), alg.mixup(0.3)])
-    batches = [helpers.make_batch(num=num) for num in (10, 7, 9, 8, 10, 6, 11)]
-    state = start = started(step, helpers.make_state(), optimizer)
-    for number, batch in enumerate(batches):
-        if number == stop:
-            pc.save(state, tmp_path / "run", step=step)
-        state = step(state, batch)
-    resumed = pc.load(tmp_path / "run", like=start, step=step)
-    for batch in batches[stop:]:
-        resumed = step(resumed, batch)
-    assert tree.equal(resumed, state)
-
-
 def test_batch_statistics_count_every_batch():
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     step = compose(loop_events, [gradient_accumulation(3)])
@@ -404,18 +388,6 @@ def test_what_is_frozen_later_stays_and_what_is_thawed_later_is_an_error():
 # Ways to compute it
 
 
-def test_members_of_a_population_have_sums_of_their_own():
-    step = compose(loop_events, [gradient_accumulation(2)])
-    optimizer = optim.sgd(hparam("lr", 0.1), momentum=0.9)
-    states = [started(step, helpers.make_state(wide_net()), optimizer) for _ in range(2)]
-    states = [s.replace(hparams={**s.hparams, "lr": lr}) for s, lr in zip(states, (0.1, 0.5), strict=True)]
-    pop, together = pc.population(step, 2), pc.stack_states(states)
-    for batch in groups(4, 6):
-        together, states = pop(together, batch), [step(state, batch) for state in states]
-    for found, expected in zip(pc.unstack_states(together), states, strict=True):
-        assert_close(found.params, expected.params)
-
-
 def test_gradients_flow_through_a_group():
     step = compose(loop_events, [gradient_accumulation(2)])
     start = started(step, helpers.make_state(wide_net()), optim.sgd(hparam("lr", 0.1), momentum=0.9))
@@ -439,17 +411,6 @@ def test_a_program_with_two_gradients_to_collect_is_refused():
     with pytest.raises(ValueError, match=r"^gradient_accumulation adds up .*AFTER_TRAIN_BATCH 2 times: fire it once"):
         compose(program, [gradient_accumulation(2)])
     compose(program, [gradient_accumulation(1)])
-
-
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_compiled_steps_agree(microbatches):
-    step = compose(loop_events, [gradient_accumulation(2), alg.mixup(0.3)], microbatches=microbatches)
-    fast = pc.compile(step, backend="aot_eager", quiet=True)
-    first = second = started(step, helpers.make_state())
-    for seed in range(5):
-        inputs, targets = helpers.make_batch()
-        first, second = step(first, (inputs + seed, targets)), fast(second, (inputs + seed, targets))
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5))
 
 
 # Settings and programs

@@ -19,7 +19,7 @@ from purecompose.algorithms._gradient_noise_scale import (
 from purecompose.algorithms._loss_scaling import loss_scaling
 from purecompose.algorithms._per_example_clipping import per_example_clipping
 from purecompose.algorithms._sam import sam
-from purecompose.testing.tasks import TASKS, make_task
+from purecompose.testing.tasks import make_task
 from tests.algorithms import method_helpers as helpers
 
 
@@ -173,18 +173,6 @@ def test_the_mean_of_estimates_is_the_truth(cut):
 # Training, and what others do
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("task", ["soft", "images", "tokens", "frozen"])
-def test_training_is_the_same_bit_for_bit(task, microbatches):
-    plain = compose(loop_events, microbatches=microbatches)
-    step = compose(loop_events, [gradient_noise_scale()], microbatches=microbatches)
-    first, second = plain.init(TASKS[task].make_state(0)), step.init(TASKS[task].make_state(0))
-    for seed in range(3):
-        batch = TASKS[task].make_batch(seed, 7)
-        first, second = plain(first, batch), step(second, batch)
-    assert tree.diff(first, second.replace(slots={}, metrics={})) == []
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
     "other",
@@ -229,28 +217,6 @@ def test_a_slice_in_which_nothing_counts_has_no_part_in_it():
     # By the rest, whose batch has no weight on the slice: of two parts of three examples, half a share each.
     expected = stepped((inputs[kept], targets[kept]), microbatches=2)
     assert measured(found) == pytest.approx(measured(expected), rel=1e-9)
-
-
-@pytest.mark.parametrize("cut", [{}, {"microbatches": 3}], ids=str)
-def test_compiled_steps_report_the_same(cut):
-    step = compose(loop_events, [gradient_noise_scale()], **cut)
-    fast = pc.compile(step, backend="eager", quiet=True)
-    first = second = step.init(double(helpers.make_state()))
-    for seed in range(3):
-        batch = wide((BATCH[0] + seed, BATCH[1]))
-        first, second = step(first, batch), fast(second, batch)
-    assert measured(second) == pytest.approx(measured(first), rel=1e-6)
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-6))
-
-
-def test_each_member_of_a_population_has_its_own():
-    step = compose(loop_events, [gradient_noise_scale()], microbatches=2)
-    states = [step.init(double(helpers.make_state()).replace(key=pc.random.key(seed))) for seed in range(2)]
-    both = pc.population(step, 2, batches="each")
-    batches = [wide(BATCH), wide((BATCH[0] + 1, BATCH[1]))]
-    members = pc.unstack_states(both(pc.stack_states(states), tuple(map(torch.stack, zip(*batches, strict=True)))))
-    for member, state, batch in zip(members, states, batches, strict=True):
-        assert measured(member) == pytest.approx(measured(step(state, batch)), rel=1e-6)
 
 
 @pytest.mark.parametrize("decay", [1, -0.1, float("nan"), "0.9"])

@@ -180,17 +180,6 @@ def test_microbatches_have_the_rows_of_the_whole_batch(num, microbatches, tau):
     assert tree.equal(whole, sliced)
 
 
-def test_microbatches_end_in_the_same_state():
-    ends = []
-    for microbatches in (1, 3):
-        step, state = started(make_net(), gyro_dropout(0.5, 8, 4), microbatches=microbatches)
-        for size in (10, 7, 10):
-            state = step(state, make_batch(num=size))
-        ends.append(state)
-    torch.testing.assert_close(ends[0].params, ends[1].params)
-    assert tree.equal(ends[0].buffers, ends[1].buffers)
-
-
 def test_rows_of_one_example_stay_together_in_microbatches():
     class Tokens(nn.Module):
         """Each example is three rows in dropout."""
@@ -262,19 +251,6 @@ def test_resuming_is_exact_within_a_period(tmp_path, cut):
     assert tree.equal((state.params, state.buffers, state.slots), (resumed.params, resumed.buffers, resumed.slots))
     with pytest.raises(pc.errors.MismatchError, match="gyro_dropout"):
         pc.load(tmp_path / "middle", make_state(make_net()), step=compose(loop_events), strict=False)
-
-
-def test_members_of_a_population_have_masks_of_their_own():
-    step = compose(loop_events, [gyro_dropout(0.5, 8, 4)])
-    starts = [make_state(make_net()).replace(key=random.key(seed)) for seed in range(3)]
-    pop = pc.population(step, 3)
-    stacked, alone = pop.init(pc.stack_states(starts)), [step.init(start) for start in starts]
-    for size in (10, 6):
-        stacked, alone = pop(stacked, make_batch(num=size)), [step(one, make_batch(num=size)) for one in alone]
-    for member, one in zip(pc.unstack_states(stacked), alone, strict=True):
-        torch.testing.assert_close(member.params, one.params)
-        assert torch.equal(member.buffers[f"1.{PLACE}"], one.buffers[f"1.{PLACE}"])
-    assert not torch.equal(alone[0].params["0.weight"], alone[1].params["0.weight"])
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

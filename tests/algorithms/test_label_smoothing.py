@@ -196,16 +196,6 @@ def test_microbatches_add_up(kind):
         torch.testing.assert_close(after.loss, expected.loss)
 
 
-def test_step_leaves_its_input_and_repeats_itself():
-    step = compose(loop_events, [label_smoothing()])
-    state, batch = step.init(make_state()), make_batch()
-    kept = tree.map(torch.clone, (state.params, state.opt_state, batch))
-    first, second = step(state, batch), step(state, batch)
-    assert tree.equal((state.params, state.opt_state, batch), kept)
-    assert tree.equal((first.params, first.loss), (second.params, second.loss))
-    assert tree.structure(first.slots) == tree.structure(state.slots)
-
-
 def test_a_neutral_smoothing_is_absent():
     assert label_smoothing(0).match == NEVER and label_smoothing(0.0).events == ()
     state, batch = make_state(), make_batch()

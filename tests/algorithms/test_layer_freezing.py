@@ -382,20 +382,6 @@ def test_any_optimizer_leaves_frozen_layers_alone(optimizer):
     assert [constant_from(states)[layer[0]] for layer in LAYERS] == [7, 14, 20, 20]
 
 
-def test_a_population_is_its_members():
-    starts = [make_state(key=seed) for seed in (3, 4)]
-    starts[1] = starts[1].replace(params={name: -param for name, param in starts[1].params.items()})
-    step = compose(loop_events, [layer_freezing(0, num_stages=3)])
-    several, alone = pc.population(step, 2), [run([layer_freezing(0, num_stages=3)], start, 9)[-1] for start in starts]
-    states = several.init(pc.stack_states(starts))
-    for _ in range(9):
-        states = several(states, BATCH)
-    assert not states.context.paused
-    for ours, theirs in zip(pc.unstack_states(states), alone, strict=True):
-        torch.testing.assert_close(ours.params, theirs.params)
-        torch.testing.assert_close(ours.opt_state, theirs.opt_state)
-
-
 def test_a_gradient_through_steps_is_the_difference_quotient():
     step = compose(loop_events, [layer_freezing(0, num_stages=None)])
     start = step.init(make_state(four_layers().double(), "6ba", optimizer=optim.sgd(pc.hparam("lr", 0.1))))
@@ -426,18 +412,6 @@ def test_a_compiled_step_has_a_variant_for_each_depth(donate):
     # Depths 0, 1 and 2 of three, each with less to compute.
     sizes = [variant.nodes for variant in fast.variants()]
     assert len(sizes) == 3 and sizes[0] > sizes[1] > sizes[2]
-
-
-@pytest.mark.parametrize("at", [9, 13, 17])
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(at, tmp_path):
-    methods = [layer_freezing(0.2, num_stages=4)]
-    states = run(methods, make_state())
-    step = compose(loop_events, methods)
-    pc.save(states[at], tmp_path / "state", step=step)
-    state = pc.load(tmp_path / "state", like=step.init(make_state()), step=step)
-    for _ in range(20 - at):
-        state = step(state, BATCH)
-    assert tree.equal((state.params, state.opt_state), (states[-1].params, states[-1].opt_state))
 
 
 class OfUnknownLength:

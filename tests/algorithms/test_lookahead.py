@@ -93,20 +93,6 @@ def test_the_points_between_are_exact_at_both_ends():
         pull_back({"v": torch.ones(1)}, fast, 0.5)
 
 
-@pytest.mark.parametrize("stop", range(1, 7))
-def test_a_run_that_is_resumed_at_any_batch_is_the_run_without_a_break(stop, tmp_path):
-    step = compose(loop_events, [lookahead(0.5, 3), alg.mixup(0.3)])
-    state = start = started(step, helpers.make_state(), optim.adam(0.01))
-    for number, batch in enumerate(BATCHES):
-        if number == stop:
-            pc.save(state, tmp_path / "run", step=step)
-        state = step(state, batch)
-    resumed = pc.load(tmp_path / "run", like=start, step=step)
-    for batch in BATCHES[stop:]:
-        resumed = step(resumed, batch)
-    assert tree.equal(resumed, state)
-
-
 def test_frozen_parameters_and_statistics_are_left_alone():
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     net[0].weight.requires_grad_(False)  # pyright: ignore
@@ -196,19 +182,6 @@ def test_gradients_flow_to_alpha():
     found = torch.func.grad(loss_after)(alpha)
     assert found.abs() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_compiled_steps_agree(donate):
-    """With donation too, where weights and memory must not come to share what is written over."""
-    step = compose(loop_events, [lookahead(0.5, 2)])
-    fast = pc.compile(step, backend="aot_eager", quiet=True, donate=donate)
-    first = second = started(step, helpers.make_state())
-    for number in range(5):
-        batch = helpers.make_batch(num=10)
-        batch = (batch[0] + number, batch[1])
-        first, second = step(first, batch), fast(second, batch)
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5)) and len(fast.variants()) == 2
 
 
 @pytest.mark.parametrize(

@@ -187,50 +187,6 @@ def test_interpolated_losses_differ_from_soft_targets_where_the_loss_is_no_linea
         assert losses.evaluate_loss(losses.mse, outputs, mixture).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["index", "soft"])
-def test_microbatches_mix_like_the_whole_batch(kind):
-    algorithms = [mixup(1.0), label_smoothing(0.1)]
-    whole = compose(loop_events, algorithms)
-    state, batch = whole.init(make_state()), make_batch(kind)
-    expected = whole(state, batch)
-    for k in (2, 3, 10):
-        after = compose(loop_events, algorithms, microbatches=k)(state, batch)
-        torch.testing.assert_close(after.params, expected.params)
-        torch.testing.assert_close(after.loss, expected.loss)
-
-
-def test_step_leaves_its_input_and_repeats_itself():
-    step = compose(loop_events, [mixup()])
-    state, batch = step.init(make_state()), make_batch()
-    kept = tree.map(torch.clone, (state.params, state.opt_state, batch))
-    first, second = step(state, batch), step(state, batch)
-    assert tree.equal((state.params, state.opt_state, batch), kept)
-    assert tree.equal((first.params, first.loss), (second.params, second.loss))
-    other = step(state.replace(key=random.key(8)), batch)
-    assert not tree.equal(first.loss, other.loss)
-
-
-def test_each_batch_and_each_name_draws_anew():
-    seen = []
-    step = compose(loop_events, [mixup(1.0), spy(seen, "before_forward")])
-    state, batch = step.init(make_state()), make_batch()
-    step(step(state, batch), batch)
-    other = compose(loop_events, [mixup(1.0, name="another"), spy(seen, "before_forward")])
-    other(other.init(make_state()), batch)
-    assert len({float(mixed[0, 0]) for mixed, _ in seen}) == 3
-
-
-def test_adding_an_algorithm_leaves_the_draws_alone():
-    seen = []
-    for others in ([], [label_smoothing(), mixup(1.0, name="second")]):
-        step = compose(loop_events, [*others, mixup(1.0), spy(seen, "after_dataloader")], passes=())
-        step(step.init(make_state()), make_batch())
-    # Second mixing first: its partner's weight comes out beside the first one's, unchanged.
-    alone, among = seen[0][1], seen[1][1]
-    share = alone.weights[1][0]
-    torch.testing.assert_close(among.weights[2] + among.weights[3], torch.full((10,), share.item()))
-
-
 def test_a_neutral_alpha_is_absent():
     algorithm = mixup(0)
     assert algorithm.match == NEVER and algorithm.events == ()

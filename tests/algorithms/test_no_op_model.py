@@ -13,7 +13,6 @@ from purecompose.algorithms import loss_scaling, mixup, no_op_model
 from purecompose.algorithms._no_op_model import NoOpLoss
 from purecompose.algorithms.functional import no_op_model_rules
 from purecompose.cli import main
-from purecompose.nn.layers.no_op import NoOpModel
 from purecompose.optim.guarded import Guarded
 from tests.helpers import assert_same
 
@@ -159,14 +158,3 @@ def test_mixed_targets_are_refused_in_words():
     step, state = started(make_state(), mixup(0.2, input_field=0))
     with pytest.raises(TypeError, match="no_op_model: expected a tensor as target, got Mixture"):
         step(state, (torch.zeros(2, 4), torch.tensor([1, 2])))
-
-
-def test_compiled_and_in_a_population_it_is_the_same():
-    step, state = started(make_state())
-    batch = torch.zeros(2, 4), torch.tensor([1, 2])
-    expected = step(state, batch).params["weight"]
-    compiled = pc.compile(step, backend="eager", quiet=True)(state, batch).unleased()
-    mapped = pc.population(step, 2)(pc.stack_states([state, state]), batch)
-    torch.testing.assert_close(compiled.params["weight"], expected)
-    torch.testing.assert_close(mapped.params["weight"], expected.expand(2))
-    assert isinstance(pc.to_module(state), NoOpModel)

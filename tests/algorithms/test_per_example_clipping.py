@@ -403,17 +403,3 @@ def test_other_settings_are_refused(settings):
 
 
 # Other ways to run
-
-
-@pytest.mark.parametrize("settings", [{}, {"noise_multiplier": 0.5, "chunk_size": 4}], ids=str)
-@MICROBATCHES
-def test_compiled_steps_agree(microbatches, settings):
-    step = compose(
-        loop_events, [label_smoothing(0.1), per_example_clipping(0.3, **settings)], microbatches=microbatches
-    )
-    fast = pc.compile(step, backend="eager", quiet=True)
-    first = second = step.init(helpers.make_state(mlp(0.3)))
-    for seed in range(3):
-        inputs, targets = wide(helpers.make_batch())
-        first, second = step(first, (inputs + seed, targets)), fast(second, (inputs + seed, targets))
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-6))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import purecompose as pc
-from purecompose import random, tree
+from purecompose import tree
 from purecompose.algorithms import FACTORIES
 from purecompose.algorithms._colout import colout
 from purecompose.algorithms._progressive_resizing import progressive_resizing
@@ -145,17 +145,6 @@ def test_a_model_that_computes_its_own_loss_needs_no_target(method, named):
     step(step.init(state), {"x": images} if named else images)
     # No row of the images is taken for a mask.
     assert seen[0].shape == (4, 3, 4, 4) and all(torch.isin(seen[0][row], images[row]).all() for row in range(4))
-
-
-def test_members_of_a_population_cut_their_own_windows():
-    step = compose(loop_events, [progressive_resizing("crop")])
-    states = [step.init(make_state().replace(key=random.key(seed))) for seed in range(2)]
-    pop = pc.population(step, 2)
-    after = pop(pc.stack_states(states), make_batch())
-    alone = [step(state, make_batch()) for state in states]
-    together = pc.stack_states(alone)
-    torch.testing.assert_close((after.params, after.metrics), (together.params, together.metrics))
-    assert not tree.equal(alone[0].loss, alone[1].loss)
 
 
 # Settings

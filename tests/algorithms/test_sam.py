@@ -231,25 +231,6 @@ def test_every_kth_step_is_different_and_the_first_is_the_kth():
         assert ("sam/sharpness" in second.metrics) == is_sam
 
 
-@pytest.mark.parametrize("optimizer", [optim.sgd(0.1, momentum=0.9), optim.adam(0.01)], ids=["sgd", "adam"])
-@pytest.mark.parametrize("stop", range(1, 7))
-def test_a_run_that_is_resumed_at_any_batch_is_the_run_without_a_break(stop, optimizer, tmp_path):
-    """The every's phase, momentum and Adam's moments are in the checkpoint."""
-    step = compose(loop_events, [alg.mixup(0.3), sam(0.5, every=3)])
-    start = started(step, helpers.make_state(wide_net(dropout=0.3).float()), optimizer)
-    batches = [helpers.make_batch(num=8 + seed) for seed in range(7)]
-    state = start
-    for number, batch in enumerate(batches):
-        if number == stop:
-            pc.save(state, tmp_path / "run", step=step)
-        state = step(state, batch)
-    resumed = pc.load(tmp_path / "run", like=start, step=step)
-    assert any(leaf.any() for leaf in tree.leaves(resumed.opt_state))
-    for batch in batches[stop:]:
-        resumed = step(resumed, batch)
-    assert tree.equal(resumed, state)
-
-
 # The same batch, the same draws
 
 
@@ -309,18 +290,6 @@ def test_the_loss_is_that_at_the_weights_and_others_see_the_second_gradient():
     grads, loss, _ = two_gradients(plain_loss(net), dict(net.named_parameters()))
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
     torch.testing.assert_close((after.loss, after.metrics["gradient_norm"]), (loss, norm))
-
-
-@pytest.mark.parametrize("k", [2, 3, 10])
-def test_microbatches_are_the_whole_batch(k):
-    whole = compose(loop_events, [alg.mixup(0.3), sam(0.5)])
-    sliced = whole.replace(microbatches=k)
-    state = whole.init(helpers.make_state(wide_net(dropout=0.4)))
-    expected, found = whole(state, wide_batch()), sliced(state, wide_batch())
-    assert expected.params.keys() == found.params.keys()
-    for name, param in expected.params.items():
-        torch.testing.assert_close(found.params[name], param, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found.metrics, expected.metrics, rtol=1e-6, atol=1e-9)
 
 
 def test_memory_of_other_methods_counts_the_step_once():

@@ -16,7 +16,6 @@ from tests.algorithms.averaging_checks import (
     averages_of,
     check_compiled,
     check_init,
-    check_resumes_exactly,
     cnn_state,
     states_after,
 )
@@ -209,22 +208,6 @@ def test_evaluation_sees_the_average_and_leaves_training_alone():
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optim.sgd(0.1), optim.adamw(0.01 * schedule.cosine(warmup="3ba"), betas=(0.0, 0.99))]
-)
-def test_a_run_resumes_to_the_same_bits_from_any_batch(optimizer, tmp_path):
-    check_resumes_exactly(schedule_free, tmp_path, cnn_state(optimizer=optimizer))
-
-
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_microbatches_are_one_batch(microbatches):
-    whole = states_after(schedule_free(), double_state(optim.sgd(0.3)), DOUBLE)[-1]
-    step = compose(loop_events, [schedule_free()], microbatches=microbatches)
-    cut = run_steps(step, step.init(double_state(optim.sgd(0.3))), DOUBLE)
-    assert_close(cut.params, whole.params, rtol=1e-10, atol=1e-12)
-    assert_close(averages_of(cut, "schedule_free"), averages_of(whole, "schedule_free"), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
     "methods", [[schedule_free(), gradient_accumulation(2)], [gradient_accumulation(2), schedule_free()]]
 )
 def test_steps_whose_gradients_are_kept_for_later_count_for_nothing(methods):
@@ -256,10 +239,6 @@ def test_a_population_has_rates_of_its_own():
         alone = run_steps(step, step.init(start).replace(hparams={"lr": rate}), BATCHES)
         assert_close(member.params, alone.params, rtol=1e-4, atol=1e-5)
         assert_close(averages_of(member, "schedule_free"), averages_of(alone, "schedule_free"), rtol=1e-4, atol=1e-5)
-
-
-def test_compiled_steps_do_the_same():
-    check_compiled(schedule_free(), cnn_state(optimizer=optim.adamw(0.01, betas=(0.0, 0.99))))
 
 
 def test_graphs_that_torch_rewrites_do_the_same():

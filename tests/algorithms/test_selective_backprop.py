@@ -207,28 +207,6 @@ def test_outer_gradients_are_those_of_the_chosen_rows():
     torch.testing.assert_close(gradient(step, batch)(bias), gradient(plain, chosen)(bias))
 
 
-def test_members_of_a_population_choose_each_for_itself():
-    step, batch = compose(loop_events, [always()]), make_batch()
-    state = step.init(make_state())
-    keys = random.split(random.key(1), 3)
-    together = torch.func.vmap(lambda key: step(state.replace(key=key), batch).params)(keys)
-    for i, key in enumerate(keys):
-        alone = step(state.replace(key=key), batch).params
-        torch.testing.assert_close({name: p[i] for name, p in together.items()}, alone)
-
-
-def test_step_leaves_its_input_and_repeats_itself():
-    step = compose(loop_events, [always()])
-    state, batch = step.init(make_state(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))), make_batch()
-    kept = tree.map(torch.clone, (state.params, state.buffers, state.opt_state, batch))
-    first, second = step(state, batch), step(state, batch)
-    assert tree.equal((state.params, state.buffers, state.opt_state, batch), kept)
-    assert tree.equal((first.params, first.loss), (second.params, second.loss))
-    other = selected(always(), state.replace(key=random.key(8)), batch)
-    assert not tree.equal(other, selected(always(), state, batch))
-    assert not tree.equal(selected(always(name="b"), state, batch), selected(always(), state, batch))
-
-
 @pytest.mark.parametrize("settings", [{"keep": 1}, {"keep": 1.0}, {"full_every": 1}])
 def test_neutral_settings_are_absent(settings):
     algorithm = always(**settings)

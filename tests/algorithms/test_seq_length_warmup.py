@@ -171,13 +171,6 @@ def test_ends_are_preserved_in_a_step():
     assert torch.equal(seen[0]["input_ids"], expected)
 
 
-def test_a_run_goes_on_where_it_stood():
-    method = seq_length_warmup(0.8, 2, 16, 2)
-    _, states = run(method, make_state(), make_batch(), 6)
-    _, again = run(method, states[3], make_batch(), 3)
-    assert tree.equal(again[-1].params, states[-1].params)
-
-
 def test_no_warm_up_is_the_plain_step():
     assert seq_length_warmup(0).match == seq_length_warmup(0.0).match == NEVER
     step, plain = compose(loop_events, [seq_length_warmup(0, 2, 4)]), compose(loop_events)

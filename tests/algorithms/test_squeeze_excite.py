@@ -14,7 +14,6 @@ from purecompose.algorithms.functional import squeeze_excite_rules
 from purecompose.nn.layers import SqueezeExcite2d, SqueezeExciteConv2d
 from tests.algorithms.surgery_checks import (
     check_at_init,
-    check_in_steps_of_all_kinds,
     check_keeps_all,
     check_shows,
     hooked,
@@ -204,10 +203,6 @@ def test_convolutions_of_any_kind_are_wrapped_whole_and_can_be_read_where_they_w
 
 
 # The method
-
-
-def test_a_population_and_compiled_steps_do_what_plain_ones_do():
-    check_in_steps_of_all_kinds(squeeze_excite(2, 4), make_net())
 
 
 def test_the_method_is_the_surgery_at_init():

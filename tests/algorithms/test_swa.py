@@ -25,8 +25,6 @@ from tests.algorithms.averaging_checks import (
     check_compiled,
     check_evaluation_sees_averages,
     check_init,
-    check_populations,
-    check_resumes_exactly,
     check_training_is_the_plain_one,
     cnn_state,
     states_after,
@@ -186,35 +184,12 @@ def test_evaluation_sees_averages_and_leaves_training_alone(end):
     check_evaluation_sees_averages(swa("2ba", end, "1ba"))
 
 
-@pytest.mark.parametrize("rate", [None, 0.01])
-def test_a_run_resumes_to_the_same_bits_from_any_batch(rate, tmp_path):
-    check_resumes_exactly(lambda: swa("2ba", "9ba", "2ba", rate, "cosine", 2), tmp_path)
-
-
-def test_a_population_averages_each_member():
-    check_populations(swa("2ba", "9ba", "1ba"))
-
-
-def test_compiled_steps_average_too():
-    check_compiled(swa("2ba", "9ba", "1ba", swa_lr=0.02))
-
-
 def test_graphs_that_torch_rewrites_average_too():
     check_compiled(swa("2ba", "9ba", "1ba"), backend="aot_eager", donate=False)
 
 
 def test_it_averages_what_surgery_leaves():
     check_init(swa(), lambda: alg.squeeze_excite(min_channels=1), cnn_state())
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_microbatches_change_nothing_about_it(microbatches):
-    step = compose(loop_events, [swa(0, 1.0, "1ba")], microbatches=microbatches)
-    states = [step.init(cnn_state())]
-    for batch in BATCHES[:3]:
-        states.append(step(states[-1], batch))
-    expected = mean_of([parameters_of(state) for state in states[1:]])
-    assert_near({name: param.double() for name, param in states[-1].slots["swa"].averages.params.items()}, expected)
 
 
 def test_frozen_parameters_are_in_no_average():

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import purecompose as pc
-from purecompose import State, compose, loop_events, metrics, tree
+from purecompose import State, compose, loop_events, metrics
 from purecompose.algorithms import label_smoothing, mixup, training_metrics
 from purecompose.time.predicates import NEVER
 from tests.algorithms import method_helpers as helpers
@@ -146,21 +146,6 @@ def test_a_model_with_a_loss_of_its_own_shows_its_batch():
     before = step.init(start(Own(), loss=pc.losses.model_loss, target_field="labels"))
     found = step(before, {"x": x, "y": y}).metrics["train/accuracy"].item()
     assert found == pytest.approx((before.forward({"x": x, "y": y})["logits"].argmax(1) == y).float().mean().item())
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_compiled_steps_and_populations_count_the_same(microbatches):
-    batches = make_batches()
-    step = compose(loop_events, [training_metrics()], microbatches=microbatches)
-    fast = pc.compile(step, backend="eager", quiet=True)
-    both = pc.population(step, 2)
-    first = second = step.init(start())
-    stacked = pc.stack_states([first, first])
-    for batch in batches:
-        first, second, stacked = step(first, batch), fast(second, batch), both(stacked, batch)
-        assert not list(tree.differences(first.metrics, second.metrics))
-        assert stacked.metrics["train/accuracy"].tolist() == [first.metrics["train/accuracy"].item()] * 2
-    assert not list(tree.differences(first, second.unleased(), tolerance=1e-5))
 
 
 def test_no_metrics_never_match_and_names_are_checked():

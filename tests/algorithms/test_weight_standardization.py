@@ -30,7 +30,6 @@ from purecompose.nn.layers import (
 )
 from tests.algorithms.surgery_checks import (
     check_at_init,
-    check_in_steps_of_all_kinds,
     check_keeps_all,
     check_leaves,
     hooked,
@@ -387,11 +386,6 @@ def test_it_goes_with_blurpool_and_squeeze_excite_in_any_order():
 
 
 # The method
-
-
-def test_a_population_and_compiled_steps_do_what_plain_ones_do():
-    net = nn.Sequential(*list(make_net())[:3], nn.Flatten(), nn.Linear(36, 3))
-    check_in_steps_of_all_kinds(weight_standardization(1), net)
 
 
 def test_the_method_is_the_surgery_at_init():

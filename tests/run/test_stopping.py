@@ -49,10 +49,6 @@ def test_runs_stop_where_the_metric_says(stopper: Any, values: list[float], epoc
     assert stopped_after(stopper, values) == epochs
 
 
-def rising(state: State) -> float:
-    return float(state.timestamp.epoch)
-
-
 def evaluator() -> Evaluator:
     """Its metric is best after the first epoch: training leads away from targets that change sign."""
     inputs, _ = BATCHES[0]
