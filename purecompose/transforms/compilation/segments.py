@@ -6,7 +6,6 @@ from typing import NamedTuple
 from purecompose.core.compose import Step
 from purecompose.core.operation import Lowered, Node
 from purecompose.core.scopes import Scope, Update, events_in
-from purecompose.time.event import Event
 
 
 __all__ = ["Stretch", "Segments"]
@@ -46,13 +45,11 @@ class Segments:
                 segment, is_varying = segment + 1, False
             is_varying = is_varying or piece_varies
             self._of_node += [segment] * len(piece)
-        events: dict[Event, int] = {}
-        for node, segment in zip(step.program, self._of_node, strict=True):
-            events |= dict.fromkeys(events_in([node]), segment)
-        self._masks = [0] * (segment + 1 if self._of_node else 1)
-        for i, question in enumerate(step.matcher.questions):
-            if not question.algorithm.host:  # those run between the graphs
-                self._masks[events[question.event]] |= 1 << i
+        questions = step.matcher.questions
+        compiled = sum(1 << i for i, question in enumerate(questions) if not question.algorithm.host)
+        self._masks = [0] * (segment + 1)
+        for node, number in zip(step.program, self._of_node, strict=True):  # an event may be in several segments
+            self._masks[number] |= step.matcher.mask(events_in([node])) & compiled
 
     @property
     def num(self) -> int:

@@ -38,6 +38,7 @@ from tests.transforms.compilation.compile_helpers import (
     average,
     compiled,
     made,
+    scaling,
     sharpness,
     swap,
 )
@@ -189,6 +190,21 @@ def test_two_updates_with_a_varying_method_between_agree(donate: bool) -> None:
     )
     step = compose(program, [sharpness(when=pc.every(2)), decay(when=pc.every(3)), noise(when=pc.every(5))])
     assert_runs_agree(step, compiled(step, donate=donate), make_state(duration="12ba"), make_batches(12))
+
+
+@DONATE
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_an_event_in_two_segments_varies_both(microbatches: int, donate: bool) -> None:
+    parts = [
+        (Grad(Event.BEFORE_FORWARD, pc.loop.forward, pc.loop.loss, wrt=part), update(wrt=part))
+        for part in ("0.*", "3.*")
+    ]
+    if microbatches > 1:
+        parts = [(pc.loop.Microbatches(gradient), step) for gradient, step in parts]
+    step = compose(
+        [*parts[0], *parts[1], advance], [scaling("scale", Event.BEFORE_FORWARD, 3.0, 2)], microbatches=microbatches
+    )
+    assert_runs_agree(step, compiled(step, donate=donate), make_state(duration="6ba"), make_batches(6))
 
 
 @DONATE
