@@ -21,19 +21,19 @@ _P = ParamSpec("_P")
 
 
 class Match(Protocol):
-    """Decides on the host, from static facts and shapes only, whether the algorithm acts."""
+    """A function that decides on the host, from static facts and shapes only, whether the algorithm acts."""
 
     def __call__(self, event: Event, state: State, /) -> bool: ...
 
 
 class Apply(Protocol):
-    """Makes the new state; may add an exit code for the trace."""
+    """A function that returns the new state, optionally with an exit code for the trace."""
 
     def __call__(self, event: Event, state: State, /) -> State | tuple[State, int]: ...
 
 
 class Trait(enum.Enum):
-    """What an algorithm says about itself, for passes and transforms that know no algorithm by name."""
+    """A property that an algorithm declares for passes and transforms, which do not know algorithms by name."""
 
     SELECTS_EXAMPLES = "picks examples of the raw batch: comes first"
     LIMITS_BATCHES = "trains on a part of each batch, of a size that it sets: comes before what picks examples"
@@ -73,19 +73,20 @@ class Algorithm:
     """A training method as data.
 
     Args:
-        name: Names its slot in the state, its draws and its rows in plans and traces; unique in a step.
+        name: Name of its slot in the state, its draws and its rows in plans and traces; unique in a step.
         match: A predicate, or a function `(event, state) -> bool` of time and shapes.
         apply: A function `(event, state) -> state`, or `-> (state, exit code)`. It must be pure; inside a
             step it reads time from `state.clock` only.
-        traits: What passes and transforms should know.
-        runs_before: Names or traits of algorithms that must come later at every event both act on.
-        runs_after: The same, the other way round.
-        host: Runs outside compiled code, may read tensors' values and the timestamp, may change shapes.
+        traits: Properties that passes and transforms use.
+        runs_before: Names or traits of algorithms that must come later at every event where both act.
+        runs_after: Names or traits of algorithms that must come earlier at every event where both act.
+        host: True if it runs outside compiled code, where it may read tensors' values and the timestamp, and
+            change shapes.
         config: The settings, for printing and for comparing with a checkpoint.
 
     Raises:
-        TypeError, ValueError: A name that is not a non-empty string, a `match` or `apply` that cannot be
-            called, constraints that are neither names nor traits.
+        TypeError, ValueError: `name` is not a non-empty string, `match` or `apply` cannot be called, or a
+            constraint is neither a name nor a trait.
 
     Example:
         >>> from purecompose import on
@@ -151,15 +152,15 @@ class Algorithm:
         return self  # immutable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the call of the factory; without one, the fields.
+        """Pickle the call of the factory, or the fields if there is no such call.
 
         Raises:
-            pickle.PicklingError: `match` or `apply` is a local function, and no `factory` can make it again.
+            pickle.PicklingError: `match` or `apply` is a local function, and the algorithm was not made by a `factory`.
         """
         if self._made_by is not None:
             return _Call.again, (self._made_by,)
         for role, function in (("match", self.match), ("apply", self.apply)):
-            function = getattr(function, "fn", function)  # of the predicate around a plain function
+            function = getattr(function, "fn", function)  # a predicate may wrap a plain function
             qualname = getattr(function, "__qualname__", "")
             if "<locals>" in qualname or "<lambda>" in qualname:
                 raise pickle.PicklingError(

@@ -1,4 +1,4 @@
-"""Changes of a state under convenient names, translated to its fields."""
+"""Translation of changes under convenient names to changes of a state's fields."""
 
 import dataclasses
 import numbers
@@ -24,10 +24,10 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
     """Translate changes under convenient names to changes of fields.
 
     Args:
-        changes: What is asked for: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
+        changes: New values by name: fields, names of `Context`, `inputs`, `targets`, `timestamp`.
         fields: The names of the state's fields.
         static: The state's static part.
-        batch: Its batch.
+        batch: The state's batch.
 
     Raises:
         TypeError: No field has that name; `frozen` or `paused` is not a collection of names.
@@ -36,7 +36,7 @@ def translated(changes: Mapping[str, Any], fields: Collection[str], static: Stat
     found = {name: value for name, value in changes.items() if name in fields}
     new_batch, new_static = found.get("batch", batch), found.get("static", static)
     context = new_static.context
-    # The model comes first: names of parameters are those of the new one.
+    # The model comes first, because names of parameters refer to the new model.
     for name, value in sorted(changes.items(), key=lambda change: change[0] != "model"):
         if name in fields:
             continue
@@ -60,7 +60,7 @@ def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, 
     """Return named scalars as tensors: numbers become 0-d float32.
 
     Raises:
-        TypeError: Something is neither a number nor a tensor.
+        TypeError: A value is neither a number nor a tensor.
     """
     if all(isinstance(value, Tensor) for value in values.values()):
         return values
@@ -68,7 +68,7 @@ def as_hparams(values: Mapping[str, Any], device: torch.device) -> Mapping[str, 
 
 
 def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
-    """Raise a `ValueError` where parameters that are not floating point are not frozen."""
+    """Raise a `ValueError` if a parameter that is not floating point is not frozen."""
     whole = [name for name in names if not (params[name].is_floating_point() or params[name].is_complex())]
     if whole:
         raise ValueError(
@@ -78,7 +78,7 @@ def check_trainable(names: Iterable[str], params: Mapping[str, Tensor]) -> None:
 
 
 def check_params(given: Any, own: Mapping[str, Tensor], *, is_other_model: bool) -> None:
-    """Raise where parameters are not mapping, or have other names than the model's."""
+    """Raise if parameters are not a mapping, or have other names than the model's."""
     if not isinstance(given, Mapping):
         raise TypeError(f"replace(params=...): expected tensors by name, got {shown(given)}")
     if is_other_model or given.keys() == own.keys():
@@ -112,7 +112,7 @@ def _with(context: Context, name: str, value: Any) -> Context:
 
 
 def _parameter_names(which: str, given: Any, known: tuple[str, ...]) -> frozenset[str]:
-    """Return the parameters that names and patterns (as in `fnmatch`) stand for."""
+    """Return the parameters that match the given names and patterns (as in `fnmatch`)."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{which}: expected a collection of names or patterns, as in ['0.*'], got {shown(given)}")
     given = frozenset(given)

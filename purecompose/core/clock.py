@@ -1,7 +1,7 @@
 """The clock: the time of a step for traced code, as one small tensor.
 
-The host's counters are the only source. They are written into the tensor, with the values that every schedule
-takes then, so that traced code holds no changing Python number.
+The host's counters are the only source. They are written into the tensor together with the value of every schedule
+at that time, so that traced code contains no changing Python number.
 """
 
 import math
@@ -27,13 +27,13 @@ class Clock:
 
     Attributes:
         schedules: The schedules whose values follow the counters.
-        domain: What draws are for: "" in a training step, otherwise the name of the program or event.
+        domain: Purpose of the draws: "" in a training step, otherwise the name of the program or event.
     """
 
     __slots__ = ("schedules", "domain", "_source", "_row", "_values")
 
     def __init__(self, source: "_Source", schedules: tuple[Schedule, ...], domain: str, row: int = 0) -> None:
-        """Take where the numbers come from; `Clock.of` is the usual way."""
+        """Store the source of the numbers; `Clock.of` is the usual way to create a clock."""
         self._source, self.schedules, self.domain, self._row = source, schedules, domain, row
         self._values: Tensor | None = None
 
@@ -48,7 +48,7 @@ class Clock:
         domain: str = "",
         draw: int | None = None,
     ) -> "Clock":
-        """Return the clock of a step from `now` to `later`; `draw` numbers its draws, by default the batch."""
+        """Return the clock of a step from `now` to `later`; `draw` (default: the batch's number) identifies its draws."""
         draw = now.batch if draw is None else draw
         return cls(_Source(now, later, schedules, draw, device), schedules, domain)
 
@@ -96,15 +96,15 @@ class Clock:
 
     @property
     def draw(self) -> Tensor:
-        """What numbers this step's draws, 0-d int64: one number before and after `advance`, so that none repeats."""
+        """The number of this step's draws, 0-d int64: the same before and after `advance`, so that no draw repeats."""
         return self.values[6].to(torch.int64)
 
     def scheduled(self, schedule: Schedule) -> Tensor:
         """Return the schedule's multiplier now, 0-d float64.
 
         Raises:
-            KeyError: The schedule is none of those that the step evaluates.
-            Exception: What the schedule raised for the time after `advance`.
+            KeyError: The step does not evaluate this schedule.
+            Exception: The schedule raised this error for the time after `advance`.
         """
         if schedule not in self.schedules:
             raise KeyError(
@@ -122,13 +122,14 @@ class Clock:
 
 
 class _Source:
-    """Where a clock's numbers come from: a table, or the host's counters that it can be made of."""
+    """The source of a clock's numbers: a table, or the host's counters from which the table is made when first read."""
 
     __slots__ = ("failed_later", "_counters", "_table")
 
     def __init__(self, *counters: Any, table: Tensor | None = None) -> None:
         self._counters, self._table = counters, table
-        # A list of rates may end where the run does, and few ask for what comes after `advance`; traced code sees NaN.
+        # Errors are raised only when a value after `advance` is read, which is rare: a list of rates may end with the
+        # run. Traced code sees NaN.
         self.failed_later: dict[Schedule, Exception] = {}
 
     @property
@@ -143,8 +144,9 @@ class _Source:
 def _read(
     timestamp: Timestamp, draw: int, schedules: tuple[Schedule, ...], failed: dict[Schedule, Exception] | None = None
 ) -> list[float]:
-    """Return the numbers at a time. What schedules raise is noted in `failed`, if there is one, and their numbers are
-    NaN.
+    """Return the numbers at a time.
+
+    If `failed` is given, errors of schedules are recorded there, and their numbers are NaN.
     """
     elapsed = timestamp.elapsed()
     row = [

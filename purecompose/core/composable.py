@@ -31,8 +31,8 @@ def as_algorithms(given: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     """Return the algorithms.
 
     Raises:
-        TypeError: Something that is not an algorithm.
-        ValueError: A name used twice.
+        TypeError: An element is not an algorithm.
+        ValueError: A name is used twice.
     """
     chosen = _as_tuple(given, "algorithms")
     for algorithm in chosen:
@@ -48,7 +48,7 @@ def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
     """Return the passes.
 
     Raises:
-        TypeError: Something that cannot be called.
+        TypeError: An element cannot be called.
     """
     ordering = _as_tuple(given, "passes")
     for one_pass in ordering:
@@ -58,11 +58,11 @@ def as_passes(given: Iterable[Pass]) -> tuple[Pass, ...]:
 
 
 def as_program(given: Iterable[Node | StateFn | str]) -> Program:
-    """Return the program, with events by their names made events.
+    """Return the program, with names of events replaced by the events.
 
     Raises:
-        TypeError: Something that is not a node.
-        ValueError: More than one `advance`, or an event on the wrong side of it.
+        TypeError: An element is not a node.
+        ValueError: There is more than one `advance`, or an event is on the wrong side of it.
     """
     if isinstance(given, Event) or not isinstance(given, Iterable):
         raise TypeError(f"{given!r} is not a program: a tuple of events, stages and scopes, such as loop_events")
@@ -80,12 +80,12 @@ def as_program(given: Iterable[Node | StateFn | str]) -> Program:
 
 
 def events_in_grad(program: Iterable[Node]) -> Iterator[Event]:
-    """Return the events inside scopes of Grad."""
+    """Return the events inside `Grad` scopes."""
     return (event for node in walk(program) if isinstance(node, Grad) for event in events_in(node.body))
 
 
 def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
-    """Raise a `ValueError` for a host algorithm at an event inside a Grad."""
+    """Raise a `ValueError` for a host algorithm at an event inside a `Grad`."""
     for algorithm in algorithms:
         if algorithm.host:
             raise ValueError(
@@ -95,9 +95,9 @@ def check_no_host(event: Event, algorithms: Iterable[Algorithm]) -> None:
 
 
 def check_updates(program: Program, trainable: Iterable[str]) -> None:
-    """Raise a `ValueError` for an `update(wrt=...)` of parameters in which no `Grad` before it differentiates.
+    """Raise a `ValueError` for an `update(wrt=...)` if no `Grad` before it differentiates any of its parameters.
 
-    A program with functions of the user's own passes: these may set gradients.
+    An `update` after one of the user's own functions passes, because the function may set gradients.
 
     Args:
         program: The loop program.
@@ -120,7 +120,7 @@ def check_updates(program: Program, trainable: Iterable[str]) -> None:
 
 
 def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
-    """Raise a `ValueError` for methods that take rows for examples, where the examples lie otherwise."""
+    """Raise a `ValueError` for methods that need the examples as rows, if the batch has another layout."""
     acting = [algorithm for algorithm in algorithms if algorithm.predicate != NEVER]
     names = [algorithm.name for algorithm in acting if not _TAKES_ROWS.isdisjoint(algorithm.traits)]
     if layout.is_rows or not names:
@@ -133,7 +133,7 @@ def check_layout(layout: Layout, algorithms: Iterable[Algorithm]) -> None:
 
 
 def check_collects_once(program: Program, algorithms: Iterable[Algorithm]) -> None:
-    """Raise a `ValueError` where a step has several gradients for a method that adds up one of each."""
+    """Raise a `ValueError` if a method adds up one gradient of each step and a step has several."""
     event = Event.AFTER_TRAIN_BATCH
     count = sum(node is event for node in walk(program))
     for algorithm in algorithms:

@@ -1,7 +1,7 @@
-"""compose: a loop program and algorithms in, a training step out.
+"""`compose`: a training step from a loop program and algorithms.
 
-The step is a fold. For each schedule (which algorithms act at which events) the program becomes one function
-once, with the algorithms in the order that the passes give them; a step looks its schedule up and runs it.
+The step is a fold. For each schedule (which algorithms act at which events) the program is turned into one function
+once, with the algorithms in the order determined by the passes; a step looks up this function and runs it.
 """
 
 import warnings
@@ -55,32 +55,32 @@ _UNGUARDED: AbstractContextManager[None] = nullcontext()
 
 
 class Prepared(NamedTuple):
-    """What the host has decided about a step that is about to run."""
+    """The host's decisions about a step that is about to run."""
 
     bits: int
-    """Its schedule: which algorithms act, as `Matcher.schedule` gives it."""
+    """Schedule of the step: the algorithms that act, as returned by `Matcher.schedule`."""
     num_examples: int
-    """In the batch of a single state."""
+    """Number of examples in the batch of a single state."""
     later: Timestamp
     """The time after the step."""
     start: Callable[[], State]
-    """Makes the state that the fold starts from: with its batch and its clock, the timestamp sealed."""
+    """Function that makes the state at the start of the fold, with batch and clock, and the timestamp sealed."""
 
 
 @dataclass
 class _Cache:
-    """What a step has computed before; nothing in it changes a result."""
+    """Values that a step has computed before; none of them changes a result."""
 
     lowered: dict[tuple[int, int], list[Lowered]] = field(default_factory=dict)
-    """The operations of a node, by its index and its own part of the schedule."""
+    """The operations of a node, by its index and its part of the schedule."""
     operations: dict[int, Operation] = field(default_factory=dict)
     """The whole program as one operation, by schedule."""
     checked: dict[tuple[int, int], Context] = field(default_factory=dict)
-    """The context in which a schedule was last checked with batches of a size."""
+    """The context in which a schedule was last checked, by schedule and number of examples."""
     ready: Context | None = None
     """The last context that is known to be initialised and to fit the program."""
     outer_matchers: dict[Event, Matcher] = field(default_factory=dict)
-    """For events outside the program."""
+    """The matchers of events outside the program."""
 
 
 class Step:
@@ -93,8 +93,8 @@ class Step:
         program: The loop program.
         algorithms: The algorithms, in the order given.
         passes: The passes that order them at each event.
-        cut: How `Microbatches` cuts batches.
-        members: Which states the step is for: single ones, or those of a population.
+        cut: The number or size of the slices into which `Microbatches` cuts batches.
+        members: The kind of states that the step accepts: single ones, or those of a population.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Step:
         self.has_advance = any(node == advance for node in walk(program))
         self.matcher = Matcher(algorithms, self.events)
         kinds = {type(node) for node in walk(program)}
-        # Without `advance` too, algorithms may be there to look at the gradients.
+        # A program without `advance` may exist only for its algorithms, which look at the gradients.
         is_for_training = self.has_advance or not algorithms
         self._lacks_update = is_for_training and Grad in kinds and Update not in kinds
         self._matches_values = any(not question.predicate.is_timed for question in self.matcher.questions)
@@ -131,21 +131,21 @@ class Step:
 
     @property
     def microbatches(self) -> int | None:
-        """Into how many slices a batch is cut; `None` where their size is given."""
+        """The number of slices into which a batch is cut; `None` if their size is given."""
         return self.cut.microbatches
 
     @property
     def microbatch_size(self) -> int | None:
-        """The most examples in a slice; `None` where their number is given."""
+        """The largest number of examples in a slice; `None` if the number of slices is given."""
         return self.cut.microbatch_size
 
     def __call__(self, state: State, batch: Any) -> State:
-        """Return the state after one batch; `state` and `batch` stay bit for bit as they were.
+        """Return the state after one batch; `state` and `batch` are not modified.
 
         Raises:
             RuntimeError: `init` has not been called for algorithms that need it.
-            MatchError: An algorithm's `match` asked for what is not known before the step.
-            ContractError: An algorithm changed a structure, shape or dtype that must last.
+            MatchError: An algorithm's `match` read something that is not known before the step.
+            ContractError: An algorithm changed a structure, shape or dtype that must stay the same.
         """
         end = self.finish(self.fold(state, batch))
         return end if end.lease is None else end.unleased()
@@ -153,14 +153,14 @@ class Step:
     def fold(
         self, state: State, batch: Any, observe: Observe | None = None, *, domain: str = "", draw: int | None = None
     ) -> State:
-        """Return the end of the fold over the program, before the clean-up: outputs and batch are still there.
+        """Return the state at the end of the fold, before the clean-up: outputs and batch are still there.
 
         Args:
             state: The state.
             batch: The batch.
             observe: Called with each application of an algorithm.
-            domain: What draws are for; draws of two domains are unrelated.
-            draw: Numbers the draws of this call; by default the batch's number in the run does.
+            domain: Purpose of the draws; draws of two domains are unrelated.
+            draw: Number that identifies the draws of this call; by default the batch's number in the run.
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
@@ -208,7 +208,7 @@ class Step:
         return Prepared(bits, num_examples, later, start)
 
     def guarded(self, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any]:
-        """Return the context in which the program's scopes want a step to run."""
+        """Return the context manager in which the program's scopes require a step to run."""
         if not self._guards:
             return _UNGUARDED
         guards = [guard for make in self._guards if (guard := make(self, state, batch, is_first=is_first)) is not None]
@@ -224,10 +224,10 @@ class Step:
         return state.context.layout.num_examples(self.members.example(batch))
 
     def lowered(self, bits: int) -> tuple[Lowered, ...]:
-        """Return the operations of a schedule, with the algorithms that act in their order.
+        """Return the operations of a schedule, with the acting algorithms in their order.
 
-        Those of a node depend only on its own part of the schedule, and where that is the same they are the same
-        objects: the `state.gradient` of one schedule has the signature of another's.
+        The operations of a node depend only on its part of the schedule. Schedules that agree in this part share the
+        same objects, so that `state.gradient` has the same signature in both.
         """
 
         def at(event: Event) -> list[Lowered]:
@@ -252,7 +252,7 @@ class Step:
         return self._cache.operations[bits]
 
     def run_checked(self, bits: int, start: State, observe: Observe | None = None) -> State:
-        """Run a schedule and check what every step must keep, as in the first run of each."""
+        """Run a schedule and check the contract of a step, as in the first run of each schedule."""
         contract = Contract(start, observe)
         self._warn_of_standing_time(start)
         with looking_for_draws(), detect():
@@ -271,7 +271,7 @@ class Step:
 
     @torch.inference_mode(False)  # as in State.create
     def init(self, state: State) -> State:
-        """Fire `Event.INIT`: surgery and slots. An algorithm that is initialised already is left out.
+        """Fire `Event.INIT`, for surgery and slots, at the algorithms that are not initialised yet.
 
         Raises:
             ValueError: Two algorithms have different defaults for one hparam.
@@ -329,8 +329,8 @@ class Step:
         """Return which algorithms act at which events for this state, in what order and why; it prints as a table.
 
         Args:
-            state: The state; its time decides.
-            batch: A batch, where a `match` asks for shapes.
+            state: The state, whose time decides.
+            batch: A batch; needed if a `match` reads shapes.
         """
         self.members.check(state)
         one, example = self.members.one(state), None if batch is None else self.members.example(batch)
@@ -346,14 +346,14 @@ class Step:
         return make_plan(self, matched, describe_moment(now))
 
     def order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-        """Return the order in which the passes let these algorithms act at an event."""
+        """Return these algorithms in the order in which the passes let them act at an event."""
         return self._order(matched, event)
 
     def replace(self, **changes: Any) -> "Step":
         """Return the step with another program, other algorithms, passes, microbatches or members."""
         members = changes.pop("members", self.members)
         given = {"program": self.program, "algorithms": self.algorithms, "passes": self.passes}
-        if changes.keys().isdisjoint(("microbatches", "microbatch_size")):  # either replaces the other
+        if changes.keys().isdisjoint(("microbatches", "microbatch_size")):  # either one replaces the other
             given |= {"microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
         step = compose(**{**given, **changes})
         return Step(step.program, step.algorithms, step.passes, step.cut, members)
@@ -367,7 +367,7 @@ class Step:
         return matcher.matched(matcher.schedule(state, None, now, now), event, tuple(among))
 
     def _warn_of_standing_time(self, start: State) -> None:
-        """Warn if time stands still: epochs of unknown length must be ended by the caller."""
+        """Warn if time stands still within an epoch: epochs of unknown length must be ended by the caller."""
         run = _opened(start, later=False).run
         if run.batches_per_epoch is not None:
             return
@@ -414,21 +414,22 @@ def compose(
     """Return a training step from a loop program and algorithms.
 
     Args:
-        program: The loop, such as `loop_events`; a plain list of events is one too.
-        algorithms: The methods; their order is their order of application, as far as the passes leave it so.
-        passes: What orders them at each event, applied from left to right.
-        microbatches: Into how many slices `Microbatches` cuts a batch; by default 1.
-        microbatch_size: The most examples in a slice, in place of their number: each batch is cut into as few slices
-            of (nearly) equal size as that takes, a short batch into fewer.
+        program: The loop, such as `loop_events`, or a plain list of events.
+        algorithms: The methods, in their order of application unless the passes change it.
+        passes: Functions that order the algorithms at each event, applied from left to right.
+        microbatches: Number of slices into which `Microbatches` cuts a batch; by default 1.
+        microbatch_size: Largest number of examples in a slice, instead of the number of slices: each batch is cut into
+            as few slices of (nearly) equal size as possible, a short batch into fewer.
 
     Returns:
         A function `(state, batch) -> state` with `init`, `fire` and `plan`. On request,
-        `purecompose.testing.warn_of_conflicts(step)` warns of algorithms whose order matters and only the list decides.
+        `purecompose.testing.warn_of_conflicts(step)` warns of algorithms whose order matters but only the list fixes.
 
     Raises:
-        TypeError: Something in the program, among the algorithms or the passes is not of its kind.
-        ValueError: A name used twice, an event on the wrong side of `advance`, fewer than one microbatch, or both a
-            number of microbatches and their size; several AFTER_TRAIN_BATCH for a method that collects gradients.
+        TypeError: An element of the program, the algorithms or the passes has the wrong type.
+        ValueError: A name is used twice, an event is on the wrong side of `advance`, there are fewer than one
+            microbatch, both a number of microbatches and their size are given, or the program has several
+            AFTER_TRAIN_BATCH and a method that collects gradients.
 
     Warns:
         UserWarning: An algorithm acts at an event of a training step which the program lacks. In the first step: the
@@ -445,7 +446,7 @@ def compose(
     if cut == (None, None):
         cut = _WHOLE
     if order_by_constraints in ordering:
-        for event in Event:  # an impossible set is reported now, not when its members first meet
+        for event in Event:  # contradictory constraints are reported now, not at the first step
             order_by_constraints([a for a in chosen if a.predicate.at(event) != NEVER], event)
     for event in events_in_grad(nodes):
         check_no_host(event, (a for a in chosen if a.predicate.at(event) != NEVER and a.predicate.is_timed))

@@ -1,7 +1,7 @@
 """The static part of a state: its context, which is constant in a run, and the host's counters.
 
-Its equality is that of structure and configuration and leaves the counters out, so that states of different times
-and seeds map, stack and subtract.
+Equality compares structure and configuration and ignores the counters, so that states of different times and seeds
+can be mapped, stacked and subtracted.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ __all__ = ["Context", "SealedTime", "SealedTimeError", "Static"]
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What stays the same all through a run; equal to another by structure and configuration."""
+    """The part of a state that is constant in a run; contexts are compared by structure and configuration."""
 
     model: Model
     loss: Callable[..., Tensor]
@@ -39,21 +39,21 @@ class Context:
     batch_dim: int = 0
     """The dimension of the examples in the batch's tensors."""
     splitter: Splitter | None = None
-    """Counts and cuts batches whose examples lie along no dimension."""
+    """Functions that count and cut batches whose examples do not lie along a dimension."""
     num_tokens: Callable[[Any], int] | None = None
-    """Counts the tokens of a batch; by default the size of `input_ids`."""
+    """Function that counts the tokens of a batch; by default the size of `input_ids`."""
     initialised: tuple[str, ...] = ()
     """The algorithms whose INIT event is over."""
     required: tuple[str, ...] = ()
-    """Those among them that a checkpoint cannot be loaded without."""
+    """The initialised algorithms without which a checkpoint cannot be loaded."""
     schedules: tuple[Schedule, ...] = ()
-    """Everything that the clock evaluates."""
+    """The schedules that the clock evaluates."""
     paused: frozenset[str] = frozenset()
     """Parameters without gradient and update in the running step only; empty between steps."""
     trainable: tuple[str, ...] = field(init=False)
     """The parameters that have a gradient."""
     layout: Layout = field(init=False)
-    """Where the examples of a batch lie."""
+    """The arrangement of the examples in a batch."""
 
     def __post_init__(self) -> None:
         idle = self.frozen | self.paused
@@ -97,7 +97,7 @@ class SealedTimeError(RuntimeError):
 
 
 class SealedTime:
-    """Stands for the timestamp while a step runs, because a number read there would be baked into compiled code."""
+    """A placeholder for the timestamp inside a step, where a number read from it would be baked into compiled code."""
 
     __slots__ = ("_now", "_later")
 
@@ -110,7 +110,7 @@ class SealedTime:
         return self._later if later else self._now
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy, pickle and the like ask whether there is such a thing
+        if name.startswith("__"):  # copy and pickle look for special methods
             raise AttributeError(name)
         raise SealedTimeError(
             f"timestamp.{name} was read inside a step, where it would be compiled in as a constant: read "
@@ -124,7 +124,7 @@ class SealedTime:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """The static part of a state; the timestamp plays no part in its equality."""
+    """The static part of a state; equality ignores the timestamp."""
 
     context: Context
     timestamp: Timestamp | SealedTime = field(compare=False)

@@ -22,10 +22,10 @@ _KEEP_FORM = fields_where(keeps_form=True)
 
 
 class ContractError(RuntimeError):
-    """An algorithm broke what every step keeps; the subclasses say what.
+    """An algorithm violated the contract of a step; the subclasses say how.
 
     Attributes:
-        event: Where, as far as that is known.
+        event: The event at which it happened, if known.
     """
 
     def __init__(self, message: str, event: Event | None = None) -> None:
@@ -34,7 +34,7 @@ class ContractError(RuntimeError):
 
 
 class InPlaceError(ContractError):
-    """Code wrote into what a step was given, which belongs to the caller."""
+    """Code wrote into the state or batch given to a step, which belong to the caller."""
 
 
 class GlobalDrawError(ContractError, UnkeyedRandomError):
@@ -42,11 +42,11 @@ class GlobalDrawError(ContractError, UnkeyedRandomError):
 
 
 class FormError(ContractError):
-    """What outlives a step changed its structure, shape or dtype, or is not what it has to be."""
+    """A value that outlives a step changed its structure, shape or dtype, or has the wrong type."""
 
 
 class Observe(Protocol):
-    """Called with each application of an algorithm: the state before, the state after, the exit code."""
+    """A function called with each application of an algorithm: the state before, the state after, the exit code."""
 
     def __call__(
         self, algorithm: Algorithm, event: Event, before: State, after: State, exit_code: int | None, /
@@ -54,7 +54,7 @@ class Observe(Protocol):
 
 
 class Contract:
-    """Checks of one step: its input is not written into, and what outlives the step keeps its form."""
+    """Checks of one step: its input is not modified, and values that outlive the step keep their form."""
 
     def __init__(self, start: State, observe: Observe | None = None) -> None:
         """Record the form of the state, and the version and memory of each tensor.
@@ -73,7 +73,7 @@ class Contract:
         """Record one application of an algorithm.
 
         Raises:
-            InPlaceError, GlobalDrawError: It wrote into what the step was given, or drew without a key.
+            InPlaceError, GlobalDrawError: The algorithm wrote into the step's input, or drew without a key.
         """
         where = f"{algorithm.name} at {event}"
         self._history.append(_Application(where, event, _changed_forms(before, after), _new_metrics(before, after)))
@@ -82,7 +82,7 @@ class Contract:
             self._observe(algorithm, event, before, after, exit_code)
 
     def refuse_observer(self, reason: str) -> None:
-        """Raise a `TypeError` where the run is observed."""
+        """Raise a `TypeError` if the run is observed."""
         if self._observe is not None:
             raise TypeError(reason)
 
@@ -118,7 +118,7 @@ class Contract:
 
         Raises:
             InPlaceError, GlobalDrawError: As `note`.
-            FormError: It is not a pair of parameters and optimizer state, each of the form that it had.
+            FormError: The result is not a pair of parameters and optimizer state, each in the form that it had.
         """
         culprit = f"the update of the optimizer {state.optimizer!r}"
         self._check_input(culprit, remedy="return new tensors (mul instead of mul_) by the same names")
@@ -182,7 +182,7 @@ class Contract:
 
 
 class _Application(NamedTuple):
-    """What the contract remembers of one application of an algorithm: no tensors, which may be those of a `vmap`."""
+    """The record of one application of an algorithm, without tensors because these may belong to a `vmap`."""
 
     where: str
     event: Event
@@ -191,7 +191,7 @@ class _Application(NamedTuple):
 
 
 def _changed_forms(before: State, after: State) -> frozenset[str]:
-    """Return the key paths of what has another structure, shape or dtype."""
+    """Return the key paths at which structure, shape or dtype has changed."""
     found: set[str] = set()
     for name in _KEEP_FORM:
         old, new = getattr(before, name), getattr(after, name)
@@ -212,7 +212,7 @@ def _remedy(path: str, where: Event | None) -> str:
 
 
 def check_slots(state: State) -> None:
-    """Raise a `FormError` for what an algorithm remembers in another form than tensors."""
+    """Raise a `FormError` if a slot contains anything but tensors."""
     for path, leaf in tree.leaves_with_paths(state.slots).items():
         if not isinstance(leaf, Tensor):
             raise FormError(
@@ -232,7 +232,7 @@ def _incoming(state: State) -> list[tuple[str, Tensor]]:
 
 
 def _global_generators() -> tuple[Any, ...]:
-    """Return the states of the generators that torch's modes do not see."""
+    """Return the states of the generators whose draws torch's modes do not intercept."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (python_random.getstate(),)
@@ -257,7 +257,7 @@ def _specs_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def _told(result: Any) -> str:
-    """Describe a value in few words."""
+    """Describe a value in a few words."""
     if isinstance(result, Mapping):
         return f"a {type(result).__name__} of {', '.join(map(repr, list(result)[:3])) or 'nothing'}"
     return f"{len(result)} things" if isinstance(result, tuple | list) else shown(result)

@@ -9,18 +9,18 @@ __all__ = ["Cut"]
 
 
 class Cut(NamedTuple):
-    """Into how many slices a batch is cut: a fixed number, or as few as hold `microbatch_size` examples at most."""
+    """The number of slices of a batch: fixed, or as few as possible with at most `microbatch_size` examples each."""
 
     microbatches: int | None = None
     microbatch_size: int | None = None
 
     @classmethod
     def checked(cls, microbatches: Any, microbatch_size: Any, where: str) -> "Cut":
-        """Return the cut that two arguments of a function named `where` ask for.
+        """Return the cut described by two arguments of a function named `where`.
 
         Raises:
-            TypeError: An argument that is neither an int nor `None`.
-            ValueError: An int below 1, or both arguments.
+            TypeError: An argument is neither an int nor `None`.
+            ValueError: An int is below 1, or both arguments are given.
         """
         if microbatches is not None and microbatch_size is not None:
             raise ValueError(
@@ -36,11 +36,11 @@ class Cut(NamedTuple):
 
     @property
     def may_slice(self) -> bool:
-        """Whether there may be several slices."""
+        """True if there may be several slices."""
         return self.microbatch_size is not None or (self.microbatches or 1) > 1
 
     def num_slices(self, num_examples: int) -> int:
-        """Return into how many slices a batch of this many examples is cut, at most one for each example."""
+        """Return the number of slices for a batch of this many examples, at most one for each example."""
         if self.microbatch_size is not None:
             return max(1, -(-num_examples // self.microbatch_size))
         return min(self.microbatches or 1, num_examples)

@@ -1,8 +1,8 @@
-"""Gradients, taken in one place, by two engines with one meaning.
+"""Gradients, computed in one place by two equivalent engines.
 
-`torch.autograd.grad` over the functional call costs what an imperative loop costs, and is used when
-the step itself is not differentiated. Under a transform of `torch.func`, or when a leaf asks for an outer gradient,
-`torch.func.vjp` is used: there the first engine would be silently wrong for gradients of gradients.
+`torch.autograd.grad` over the functional call costs as much as an imperative loop, and is used when
+the step itself is not differentiated. Under a transform of `torch.func`, or when a leaf requires an outer gradient,
+`torch.func.vjp` is used, because the first engine would silently return wrong gradients of gradients.
 
 A parameter that the loss does not reach has no gradient, as in PyTorch, where its `grad` is `None`: it is absent from
 `state.grads`, and the update leaves it and its optimizer state as they are. A gradient of zeros is something else:
@@ -46,7 +46,7 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
         return True
     if state.slots and _requires_grad(state.slots):
         return True
-    # Loops in place of any(...), which costs more than all the rest here, in every step.
+    # Loops instead of any(...), which would cost more than the rest of this function, in every step.
     for member in batch if type(batch) is tuple else (batch,):
         if member.requires_grad if type(member) is Tensor else _is_any_required(member):
             return True
@@ -54,20 +54,20 @@ def wants_outer_gradient(state: State, batch: Any) -> bool:
 
 
 def differentiate(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> Carry:
-    """Run the body and add the gradients of its loss in the named parameters; those it does not reach have none.
+    """Run the body and add the gradients of its loss with respect to those named parameters that it reaches.
 
     Args:
-        body: Sets `loss`, a 0-d tensor.
-        carry: Where the body starts; the parameters and batch of its state are those of the result.
-        names: The parameters to differentiate in, at least one.
+        body: Function that sets `loss`, a 0-d tensor.
+        carry: Start of the body; the parameters and batch of its state are kept in the result.
+        names: Names of the parameters to differentiate with respect to, at least one.
 
     Returns:
-        The body's end with `grads`. What the body set (loss, outputs, buffers, slots, ...) is cut off from the
-        graph unless the caller differentiates through the step.
+        The body's end with `grads`. Fields that the body set (loss, outputs, buffers, slots, ...) are detached from
+        the graph unless the caller differentiates through the step.
 
     Raises:
-        ValueError: No parameter to differentiate in, or the loss is not a scalar, or it reaches none of the parameters.
-        RuntimeError: Within `torch.inference_mode`, or of tensors made there.
+        ValueError: `names` is empty, the loss is not a scalar, or it reaches none of the parameters.
+        RuntimeError: The call is within `torch.inference_mode`, or uses tensors made there.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -116,7 +116,7 @@ def averaged_by_name(
 def averaged_grads(
     means: dict[str, Tensor] | None, grads: dict[str, Tensor], weight: int | Tensor, total: int | Tensor
 ) -> dict[str, Tensor]:
-    """Return the mean gradients with one slice's; a parameter that only some slices reach has zeros in the others."""
+    """Return the means updated with one slice's gradients; a parameter that only some slices reach has zeros elsewhere."""
     if means is not None and means.keys() != grads.keys():
         means = {**{name: torch.zeros_like(grad) for name, grad in grads.items()}, **means}
         grads = {name: grads[name] if name in grads else torch.zeros_like(mean) for name, mean in means.items()}
@@ -124,16 +124,16 @@ def averaged_grads(
 
 
 def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: int | Tensor) -> Tensor:
-    """Return the weighted mean with one more value; one without weight (its own mean is NaN) changes nothing.
+    """Return the weighted mean updated with one more value; a value of weight 0 (a mean of nothing, NaN) is ignored.
 
-    A running mean, so that one set of gradients is alive besides the slice's own, whatever the number of slices.
-    Where no value has weight, the first stands: that is what the whole batch gives too.
+    It is a running mean, so that only one set of gradients is alive besides the slice's own, whatever the number of
+    slices. If no value has weight, the result is the first value, as for the whole batch.
     """
     if mean is None:
         return value
     if not isinstance(weight, Tensor) and not isinstance(total, Tensor):
         return torch.lerp(mean, value, weight / total)
-    # Filled, not copied from the host, which on a GPU would wait.
+    # Fill on the device: a copy from the host would wait for the GPU.
     weight = weight if isinstance(weight, Tensor) else torch.full((), weight, device=value.device)
     total = total if isinstance(total, Tensor) else torch.full((), total, device=value.device)
     share = weight.to(value.dtype) / torch.where(total > 0, total, 1)
@@ -146,10 +146,10 @@ def averaged(mean: Tensor | None, value: Tensor, weight: int | Tensor, total: in
 def num_terms(state: State) -> int | Tensor:
     """Return how many terms the loss is a mean of, from the outputs and targets that it was given.
 
-    It is what the gradient of a microbatch weighs beside those of others.
+    It is the weight of a microbatch's gradient in the mean over microbatches.
     """
     loss_fn = state.context.loss
-    # A model that computes its loss finds its targets in the batch, by a way of its own.
+    # A model that computes its own loss looks up its targets in the batch itself.
     targets = state.batch if isinstance(loss_fn, losses.ModelLoss) else state.targets
     if not state.context.layout.is_rows and not losses.counts_terms(loss_fn):
         return state.num_examples
@@ -158,14 +158,14 @@ def num_terms(state: State) -> int | Tensor:
 
 @torch.no_grad()
 def check_terms(state: State) -> None:
-    """Raise, right after the loss, where `num_terms` would count what a model's own loss is not the mean of."""
+    """Raise, right after the loss, if `num_terms` would miscount the terms of a model's own loss."""
     if isinstance(state.context.loss, losses.ModelLoss):
         reads_values = not is_transforming() and not is_fake(state.key)
         state.context.loss.check(state.outputs, state.batch, reads_values=reads_values)
 
 
 _Differentiated: TypeAlias = tuple[Carry, dict[str, Any], dict[str, Tensor]]
-"""The body's end, the fields that it set, cut off from the graph of an engine, and the gradients."""
+"""The body's end, the fields that it set (detached from the engine's graph), and the gradients."""
 
 
 def _with_autograd(body: Callable[[Carry], Carry], carry: Carry, names: tuple[str, ...]) -> _Differentiated:
@@ -183,13 +183,13 @@ def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[s
         end = body(carry._replace(state=state.replace(params={**state.params, **leaves}, loss=None)))
         grads = _grads(end.state.loss, leaves, create_graph=True)
         ends.append(end)
-        # What a transform returns must come out through its result, which takes tensors only.
+        # Values may leave the transform only through its result, which must consist of tensors.
         return grads, tuple(batches.tensors(_set_by_body(state, end.state)))
 
     if state.clock is not None:
-        _ = state.clock.values  # made when first read: within the transform it would outlive that as a dead wrapper
-    # vjp makes the leaves differentiable at a level of their own. The gradient is taken inside, where torch.autograd
-    # tells apart what the loss does not reach; torch.func.grad would fill in zeros.
+        _ = state.clock.values  # read now: if made within the transform, it would outlive it as a dead wrapper
+    # vjp makes the leaves differentiable at a separate level. The gradient is taken inside, where torch.autograd
+    # returns None for leaves that the loss does not reach; torch.func.grad would return zeros.
     leaves = {name: state.params[name] for name in names}
     grads, _, tensors = torch.func.vjp(run, leaves, has_aux=True)  # pyright: ignore[reportAssignmentType]
     (end,), fresh = ends, iter(tensors)
@@ -197,7 +197,7 @@ def _with_functorch(body: Callable[[Carry], Carry], carry: Carry, names: tuple[s
 
 
 def _grads(loss: Any, leaves: dict[str, Tensor], *, create_graph: bool = False) -> dict[str, Tensor]:
-    """Return the gradients of the loss in the leaves that it reaches."""
+    """Return the gradients of the loss with respect to the leaves that it reaches."""
     _check_loss(loss)
     found = torch.autograd.grad(loss, list(leaves.values()), create_graph=create_graph, allow_unused=True)
     return {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
@@ -207,9 +207,9 @@ _LEAVE_GRAD = fields_where(leaves_grad=True)
 
 
 def _set_by_body(before: State, after: State) -> dict[str, Any]:
-    """Return the fields that the body replaced: only these can hang on its graph."""
+    """Return the fields that the body replaced: only these can be attached to its graph."""
     new = after.__dict__
-    # What neither has looked up yet (see `State.__getattr__`) was not replaced.
+    # A field that neither state has looked up yet (see `State.__getattr__`) was not replaced.
     found = {name: new[name] for name in _LEAVE_GRAD if name in new and new[name] is not getattr(before, name)}
     return {**found, "loss": after.loss}
 
@@ -217,7 +217,7 @@ def _set_by_body(before: State, after: State) -> dict[str, Any]:
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _cut_off(value)
-    if type(value) is dict:  # buffers, slots and metrics; walking a tree costs more than a small network's layer
+    if type(value) is dict:  # buffers, slots and metrics: map_tensors costs more than a layer of a small network
         return {name: _detached(member) for name, member in value.items()}
     return batches.map_tensors(_cut_off, value)
 

@@ -14,14 +14,14 @@ __all__ = ["Layout", "Splitter"]
 
 @dataclass(frozen=True)
 class Splitter:
-    """Counts and cuts batches whose examples lie along no dimension, such as images of different sizes.
+    """Functions that count and cut batches whose examples do not lie along a dimension, such as images of any size.
 
     Args:
         num_examples: `batch -> int`, the number of examples.
         part: `(batch, start, stop) -> batch`, the batch of the examples from `start` to `stop`, `stop` excluded.
 
     Raises:
-        TypeError: One of them is not a function.
+        TypeError: An argument is not a function.
 
     Example:
         >>> lists = Splitter(len, lambda batch, start, stop: batch[start:stop])
@@ -40,16 +40,16 @@ class Splitter:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a batch holds its examples.
+    """The arrangement of the examples in a batch.
 
     Args:
-        field: Names the input, for batches whose tensors disagree; see `batch.num_examples`.
+        field: Field of the input, for batches whose tensors disagree; see `batch.num_examples`.
         dim: The dimension of the examples in the batch's tensors.
-        splitter: Takes the place of both.
+        splitter: Functions used instead of `field` and `dim`.
         token_counter: `batch -> int`, the number of tokens; by default the size of `input_ids`.
 
     Raises:
-        TypeError, ValueError: A value of the wrong kind, or both a splitter and a dimension.
+        TypeError, ValueError: A value is of the wrong kind, or both a splitter and a dimension are given.
     """
 
     field: batches.Field | None = None
@@ -68,21 +68,21 @@ class Layout:
 
     @property
     def is_rows(self) -> bool:
-        """Whether the examples are the rows of the batch's tensors."""
+        """True if the examples are the rows of the batch's tensors."""
         return self.dim == 0 and self.splitter is None
 
     def num_examples(self, batch: Any) -> int:
-        """Return how many examples a batch holds.
+        """Return the number of examples in a batch.
 
         Raises:
-            TypeError, ValueError: As `batch.num_examples`; a splitter that gives no number.
+            TypeError, ValueError: As `batch.num_examples`; the splitter did not return a whole number.
         """
         if self.splitter is None:
             return batches.num_examples(batch, self.field, self.dim)
         return check_whole(self.splitter.num_examples(batch), "Splitter.num_examples(batch)", 0)
 
     def num_tokens(self, batch: Any) -> int:
-        """Return how many tokens a batch holds, for the timestamp.
+        """Return the number of tokens in a batch, for the timestamp.
 
         Raises:
             TypeError, ValueError: The given function returned something other than a whole number.
@@ -95,7 +95,7 @@ class Layout:
         """Split the batch into consecutive parts of nearly equal size, larger ones first.
 
         Raises:
-            ValueError: As `batch.split`; a splitter's part of another size than was asked for.
+            ValueError: As `batch.split`; a part from the splitter does not have the expected size.
         """
         if self.splitter is None:
             return batches.split(batch, num_parts, self.field, self.dim)

@@ -54,19 +54,19 @@ def _advance(state: State) -> State:
 
 
 forward = Stage("forward", _forward)
-"""Runs the network in training mode on the batch's input; sets `outputs` and `buffers`."""
+"""Stage that runs the network in training mode on the batch's input and sets `outputs` and `buffers`."""
 
 eval_forward = Stage("eval_forward", _eval_forward)
-"""Runs the network in evaluation mode on the batch's input; sets `outputs`."""
+"""Stage that runs the network in evaluation mode on the batch's input and sets `outputs`."""
 
 loss = Stage("loss", _loss, sets_loss=True)
-"""Sets `loss`, 0-d, from `outputs` and the batch's target; mixtures are resolved here."""
+"""Stage that sets `loss`, 0-d, from `outputs` and the batch's target; mixtures are resolved here."""
 
 update = Update()
-"""Moves the parameters by the optimizer."""
+"""Node that updates the parameters with the optimizer."""
 
 advance = Stage("advance", _advance)
-"""Moves the time by one batch: what follows sees the new time."""
+"""Stage that advances the time by one batch: later nodes see the new time."""
 
 loop_events: Program = (
     Event.AFTER_DATALOADER,

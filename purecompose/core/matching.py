@@ -1,8 +1,8 @@
 """Matching: which algorithms act at which events of a step, decided on the host before it runs.
 
 The answers for all events form the step's schedule, one integer with a bit for each question that time or the
-batch's shapes decide. Predicates say what of them is settled for a stretch of batches, so a step asks only
-what changes from batch to batch.
+batch's shapes decide. Predicates report which answers are fixed for a stretch of batches, so that a step evaluates
+only those that change from batch to batch.
 """
 
 import copy
@@ -27,10 +27,10 @@ __all__ = ["Matcher", "MatchError", "Question", "SealedTensor"]
 
 
 class MatchError(RuntimeError):
-    """A `match` failed, or wanted what is not known before the step.
+    """A `match` failed, or read something that is not known before the step.
 
     Attributes:
-        event: The event that it was asked about.
+        event: The event for which it was evaluated.
     """
 
     def __init__(self, message: str, event: Event) -> None:
@@ -39,7 +39,7 @@ class MatchError(RuntimeError):
 
 
 class SealedTensor:
-    """Stands for a tensor while matching: shape, dtype and device can be read, values cannot."""
+    """A placeholder for a tensor during matching: shape, dtype and device can be read, values cannot."""
 
     def __init__(self, path: str, tensor: Tensor) -> None:
         self._path, self._tensor = path, tensor
@@ -74,13 +74,13 @@ class SealedTensor:
         return len(self._tensor)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that numpy, copy and others ask for before they read
+        if name.startswith("__"):  # protocols that numpy, copy and others look up before they read
             raise AttributeError(name)
         raise _ValueRead(self._path, name)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`torch.any(sealed)` and the like."""
+        """Raise for torch functions of a sealed tensor, such as `torch.any(sealed)`."""
         del types
         found = (leaf for leaf in tree.leaves((args, kwargs or {})) if isinstance(leaf, cls))
         raise _ValueRead(next(found)._path, f"torch's {func.__name__}")
@@ -98,11 +98,11 @@ class SealedTensor:
 
 
 class _ValueRead(Exception):
-    """Raised by `SealedTensor`: (path, what was asked)."""
+    """Raised by `SealedTensor`, with the tensor's path and a description of what was read."""
 
 
 class _View:
-    """What a `match` may see: the time at the event, static facts, and shapes in place of tensors."""
+    """The part of a state that a `match` may see: the time at the event, static facts, and shapes instead of tensors."""
 
     def __init__(self, state: State, batch: Any, timestamp: Timestamp) -> None:
         self._state, self._batch, self.timestamp = state, batch, timestamp
@@ -118,7 +118,7 @@ _STATIC = frozenset({"static", "context", "model", "optimizer", "device"})
 
 
 def _sealed(path: str, value: Any) -> Any:
-    """Return the value with its tensors sealed, in dataclasses too; the value itself where it holds none."""
+    """Return the value with its tensors sealed, also those in dataclasses."""
 
     def seal(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -135,7 +135,7 @@ def _sealed(path: str, value: Any) -> Any:
 
 
 class Question(NamedTuple):
-    """One answer that is not known when the step is composed."""
+    """An algorithm's predicate at an event, if its answer is not known when the step is composed."""
 
     event: Event
     algorithm: Algorithm
@@ -143,7 +143,7 @@ class Question(NamedTuple):
 
 
 class Matcher:
-    """Answers for a fixed set of events and algorithms; what it remembers follows from its input."""
+    """Decides which algorithms act at a fixed set of events; its cache does not change its answers."""
 
     def __init__(self, algorithms: Sequence[Algorithm], events: Iterable[Event]) -> None:
         self.always: set[tuple[Event, str]] = set()
@@ -214,7 +214,7 @@ class Matcher:
 
 
 class _Stretch:
-    """A stretch of batches, and what is settled and what is open in it; see `Predicate.during`."""
+    """A stretch of batches, with the answers fixed in it and the open questions; see `Predicate.during`."""
 
     __slots__ = (
         "run", "epoch", "iteration", "start", "end", "later_epoch", "later_iteration", "later_start",
@@ -244,7 +244,7 @@ class _Stretch:
 
 
 class _Moment:
-    """All that a predicate about time reads."""
+    """The part of a state that a predicate about time reads."""
 
     __slots__ = ("timestamp",)
 
@@ -253,7 +253,7 @@ class _Moment:
 
 
 def _answers(timed: list[tuple[int, Predicate, Event, bool, Question]], now: _Moment, later: _Moment) -> int:
-    """Return the bits of open questions about time. In every step, so without a call for each."""
+    """Return the bits of open questions about time, in one loop because it runs in every step."""
     bits, question = 0, timed[0][-1]
     try:
         for bit, predicate, event, is_later, question in timed:  # noqa: B007

@@ -1,4 +1,4 @@
-"""The states that a step is for: single ones, or the stacked members of a population."""
+"""The kinds of states that a step accepts: single ones, or the stacked members of a population."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,14 +11,14 @@ __all__ = ["SINGLE", "Members"]
 
 
 class Members(Protocol):
-    """How a step treats the states that it is given."""
+    """The treatment of the states that are given to a step."""
 
     def check(self, state: State) -> None:
         """Raise a `ValueError` for a state of another kind."""
         ...
 
     def one(self, state: State) -> State:
-        """Return a single state, of which `match` is asked."""
+        """Return a single state, on which `match` is evaluated."""
         ...
 
     def example(self, batch: Any) -> Any:
@@ -34,7 +34,7 @@ class Members(Protocol):
         ...
 
     def in_order(self, operations: Sequence[Lowered]) -> Operation:
-        """Return one operation that runs adapted ones one after the other."""
+        """Return one operation that runs adapted operations one after the other."""
         ...
 
     def each(self, fn: Callable[[State], State], state: State, where: str) -> State:
@@ -42,11 +42,11 @@ class Members(Protocol):
         ...
 
     def settle(self, state: State) -> State:
-        """Return the end of a fold as observers see it."""
+        """Return the state at the end of a fold as observers see it."""
         ...
 
     def describe(self, step: str) -> str:
-        """Return the text that prints a step."""
+        """Return the printed form of a step of such states, given that of a step of single ones."""
         ...
 
 

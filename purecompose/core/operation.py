@@ -1,7 +1,7 @@
-"""Operations: what a program is lowered to, and how they are folded.
+"""Operations, to which a program is lowered, and their fold.
 
-An operation is a function `(carry, purpose) -> carry`. The carry is what changes along the fold; the purpose says what
-the run is for and is the same for all of it. Events, stages and scopes lower themselves to operations.
+An operation is a function `(carry, purpose) -> carry`. The carry changes along the fold; the purpose describes the
+run and is the same for all of it. Events, stages and scopes lower themselves to operations.
 """
 
 import functools
@@ -22,72 +22,72 @@ __all__ = ["NO_PURPOSE", "Carry", "Lowered", "Node", "Operation", "Place", "Purp
 
 
 class Carry(NamedTuple):
-    """What an operation receives and returns."""
+    """The value that an operation receives and returns."""
 
     state: State
     used: frozenset[str] = frozenset()
     """The parameters whose gradients an update has applied: no later update applies them again.
 
-    Used gradients stay in the state, for algorithms that look at them, until the next `Grad`. A `Grad` makes new
-    ones, and so may a stage; a used gradient that an algorithm has edited is still a used one.
+    Used gradients stay in the state, for algorithms that look at them, until the next `Grad`. A `Grad` computes new
+    ones, and a stage may do so too; a used gradient that an algorithm edits is still a used one.
     """
     terms: int | Tensor | None = None
-    """In a microbatch, after the loss: the number of terms that the loss is the mean of."""
+    """Number of terms that the loss is the mean of; set in a microbatch, after the loss."""
 
 
 class Purpose(NamedTuple):
-    """What a run is for."""
+    """The purpose of a run."""
 
     sharing: Sharing = "all"
-    """What gradients are of, where several processes share the batch."""
+    """Part of the batch whose gradients are computed, if several processes share it."""
     is_again: bool = False
-    """Whether this is `state.gradient`, which needs only gradients and loss."""
+    """True for `state.gradient`, which needs only gradients and loss."""
     watch: Contract | None = None
-    """Checks each operation, in the first run of a schedule."""
+    """Contract that checks each operation, in the first run of a schedule."""
 
 
 NO_PURPOSE = Purpose()
-"""An ordinary step."""
+"""The purpose of an ordinary step."""
 
 Operation: TypeAlias = Callable[[Carry, Purpose], Carry]
 
 
 class Lowered(NamedTuple):
-    """An operation and what compiled steps and populations need to know about it."""
+    """An operation with the facts that compiled steps and populations need."""
 
     run: Operation
     algorithm: Algorithm | None = None
-    """The algorithm that acts, if it is an event's."""
+    """Algorithm that acts, if the operation belongs to an event."""
     is_host: bool = False
-    """Whether a host algorithm acts in it: it runs outside compiled code."""
+    """True if a host algorithm acts in it, so that it runs outside compiled code."""
     with_slices: Callable[[Callable[[Operation], Operation]], Operation] | None = None
-    """For a scope that runs its body on slices of the batch: the scope with its body transformed by a function, such as
-    one that compiles it."""
+    """Function that returns the scope with its body transformed, for example compiled; only for scopes that run their
+    body on slices of the batch."""
     node: int = 0
-    """The index of the program's node that it comes from."""
+    """Index of the program's node that it comes from."""
 
 
 class Node(Protocol):
     """A part of a program: an event, a stage or a scope."""
 
     def lower(self, place: "Place", /) -> Sequence[Lowered]:
-        """Return the operations that the node stands for in this place."""
+        """Return the operations of the node in this place."""
         ...
 
 
 class Place(NamedTuple):
-    """Where a node stands, and what it may ask about the step."""
+    """The place of a node in the program, with the facts about the step that it may use."""
 
     at: Callable[[Event], Sequence[Lowered]]
-    """Return the operations of the algorithms that act at an event, in their order."""
+    """Function that returns the operations of the algorithms that act at an event, in their order."""
     cut: Cut
-    """How `Microbatches` cuts batches where it does not say itself."""
+    """Number or size of slices for a `Microbatches` without its own."""
     is_shared: bool = False
-    """Whether each of several processes runs a part of the batch."""
+    """True if each of several processes runs a part of the batch."""
     is_slice: bool = False
-    """Whether the node runs on slices of the batch, whose gradient is not the step's."""
+    """True if the node runs on slices of the batch, whose gradient is not the step's."""
     is_weighted: bool = False
-    """Whether slices are weighted, so that the terms of their losses must be counted."""
+    """True if slices are weighted, so that the terms of their losses must be counted."""
 
     def lower(self, program: Iterable[Node]) -> list[Lowered]:
         """Return the operations of several nodes, in order."""
@@ -108,8 +108,8 @@ def lift(fn: Callable[[State, Contract | None], State], *, may_set_gradients: bo
     """Lift a stage or an application of an algorithm to an operation.
 
     Args:
-        fn: A function of the state and of the contract that watches the run, if one does.
-        may_set_gradients: Gradients that it replaces are new ones, which an update may apply.
+        fn: A function of the state and of the contract that watches the run, if any.
+        may_set_gradients: If true, gradients that it replaces count as new ones, which an update may apply.
     """
 
     def run(carry: Carry, purpose: Purpose) -> Carry:

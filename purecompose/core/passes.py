@@ -1,8 +1,8 @@
 """Passes: pure functions `(algorithms, event) -> algorithms` that order what acts at an event.
 
-A pass sees the algorithms that matched at one event, in the order they were listed, and may reorder, drop or
-add. Passes know algorithms by traits and names, never by import. The default order first reverses on the
-AFTER events, and then sets pins and constraints, which therefore always hold.
+A pass receives the algorithms that matched at one event, in the order they were listed, and may reorder, drop or
+add algorithms. Passes know algorithms by traits and names, never by import. The default passes first reverse the
+order at AFTER events and then apply pins and constraints, which therefore are always satisfied.
 """
 
 import functools
@@ -35,18 +35,18 @@ Pass: TypeAlias = Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]
 
 
 class OrderError(ValueError):
-    """Constraints that contradict each other."""
+    """Constraints contradict each other."""
 
 
 class MixedLossWarning(UserWarning):
-    """Two algorithms that each replace the loss, so that the second undoes the first."""
+    """Two algorithms each replace the loss, so that the second undoes the first."""
 
 
 def compose_passes(*passes: Pass) -> Pass:
     """Return one pass that applies these from left to right; without any, it is the identity.
 
     Raises (when the composed pass runs):
-        TypeError: A pass returned something else than a sequence of algorithms.
+        TypeError: A pass did not return a sequence of algorithms.
     """
     return lambda algorithms, event: functools.reduce(
         lambda current, one_pass: run_pass(one_pass, current, event), passes, tuple(algorithms)
@@ -54,7 +54,7 @@ def compose_passes(*passes: Pass) -> Pass:
 
 
 def run_pass(one_pass: Pass, algorithms: Sequence[Algorithm], event: Event) -> tuple[Algorithm, ...]:
-    """Apply one pass and checks what it returned."""
+    """Apply one pass and check its result."""
     result: Any = one_pass(algorithms, event)
     if not isinstance(result, Sequence) or not all(isinstance(member, Algorithm) for member in result):
         raise TypeError(
@@ -88,36 +88,36 @@ def sort_to_back(items: Iterable[T], chosen: type | tuple[type, ...] | Callable[
 def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
     """Reverse the order on AFTER events, so that the first algorithm in is the last one out.
 
-    Evaluation's and prediction's AFTER events count; `*_END` events keep the order of the list.
+    AFTER events of evaluation and prediction are included; `*_END` events keep the order of the list.
     """
     return tuple(reversed(algorithms)) if event.is_reversed else tuple(algorithms)
 
 
 def sort_selective_backprop_first(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Put what selects examples of the raw batch first: it must see them before others change them."""
+    """Put algorithms that select examples of the raw batch first, before others change the examples."""
     del event
     return sort_to_front(algorithms, lambda algorithm: Trait.SELECTS_EXAMPLES in algorithm.traits)
 
 
 def sort_fused_layernorm_last(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Put what fuses layer norms last: it must see those that others put in."""
+    """Put algorithms that fuse layer norms last, so that they also fuse those that others insert."""
     del event
     return sort_to_back(algorithms, lambda algorithm: Trait.FUSES_LAYERNORM in algorithm.traits)
 
 
 def sort_loss_scaling_innermost(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Put what scales the loss last, and first on AFTER events: others see true losses and gradients."""
+    """Put algorithms that scale the loss last, and first at AFTER events: others see unscaled losses and gradients."""
     sort = sort_to_front if event.is_reversed else sort_to_back
     return sort(algorithms, lambda algorithm: Trait.SCALES_LOSS in algorithm.traits)
 
 
 def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Honour `runs_before` and `runs_after`; otherwise the order stays as near as possible to what it was.
+    """Apply `runs_before` and `runs_after`; otherwise keep the given order as far as possible.
 
     Raises:
         OrderError: The constraints form a cycle, which the message prints.
     """
-    remaining = list(algorithms)  # distinguished by identity: what a pass adds may equal what is there
+    remaining = list(algorithms)  # compared by identity: an algorithm that a pass adds may equal another one
     earlier = {
         id(late): [early for early in algorithms if early is not late and precedes(early, late)] for late in algorithms
     }
@@ -134,9 +134,9 @@ def order_by_constraints(algorithms: Sequence[Algorithm], event: Event) -> Seque
 
 
 def warn_if_multiple_loss_interpolation(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Warn of algorithms that cannot be mixed: several that each put a loss value of their own in place.
+    """Warn if several algorithms each replace the loss value, which cannot be combined.
 
-    MixUp, CutMix and label smoothing are not among them: they act on the targets and compose exactly.
+    MixUp, CutMix and label smoothing do not: they act on the targets and compose exactly.
     """
     editors = [algorithm.name for algorithm in algorithms if Trait.EDITS_LOSS in algorithm.traits]
     if len(editors) > 1:
@@ -159,7 +159,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
 
 
 def precedes(early: Algorithm, late: Algorithm) -> bool:
-    """Return whether a constraint says that the one must come before the other."""
+    """Return whether a constraint requires `early` to come before `late`."""
     return _refers(early.runs_before, late) or _refers(late.runs_after, early)
 
 

@@ -23,14 +23,14 @@ class PlanRow(NamedTuple):
 
     event: Event
     order: int | None
-    """The position at the event, from 0; `None` where it does not act now."""
+    """Position at the event, from 0; `None` if it does not act now."""
     algorithm: str
     reason: str
-    """Why it stands in this place, or why it is absent."""
+    """Reason for its position or absence."""
 
 
 class Plan(NamedTuple):
-    """The answer of `step.plan`; `str` gives a table."""
+    """The result of `step.plan`; `str` returns a table."""
 
     rows: tuple[PlanRow, ...]
     warnings: tuple[str, ...]
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 class _Planned(Protocol):
-    """What a plan needs of a step."""
+    """The attributes of a step that a plan needs."""
 
     events: tuple[Event, ...]
     algorithms: tuple[Algorithm, ...]
@@ -68,8 +68,8 @@ def make_plan(step: _Planned, matched: Callable[[Event], Sequence[Algorithm]], m
 
     Args:
         step: The step.
-        matched: The algorithms that act at an event now, as listed.
-        moment: "now" in words.
+        matched: Function that returns the algorithms that act at an event now, in their listed order.
+        moment: The current time in words.
     """
     outer = [event for event in Event if event not in step.events]
     before = [event for event in outer if event in (Event.INIT, Event.FIT_START, Event.EPOCH_START)]
@@ -98,7 +98,7 @@ def _rows_at(event: Event, step: _Planned, matched: Sequence[Algorithm], moment:
 
 
 def _is_pinned(algorithm: Algorithm, one_pass: Pass, given: Sequence[Algorithm], event: Event) -> bool:
-    """Return whether a pass puts an algorithm in its place wherever it stood before."""
+    """Return whether a pass puts an algorithm in the same place, whatever its place before."""
     orders = [tuple(given), tuple(reversed(given)), (*given[1:], *given[:1])]
     return len({tuple(run_pass(one_pass, order, event)).index(algorithm) for order in orders}) == 1
 
@@ -121,7 +121,7 @@ def _warnings(step: _Planned) -> list[str]:
     for algorithm in step.algorithms:
         events = algorithm.events
         references = (*algorithm.runs_before, *algorithm.runs_after)
-        # A method may name others that need not be there; a name close to one that is there is a typing error.
+        # A method may name others that are not in the step, but a name close to one in the step is a typing error.
         for absent in (name for name in references if isinstance(name, str) and name not in names):
             if near := difflib.get_close_matches(absent, names, 1, cutoff=0.75):
                 found.append(
@@ -135,7 +135,7 @@ def _warnings(step: _Planned) -> list[str]:
 def lacking_events(algorithms: Iterable[Algorithm], present: Collection[Event]) -> list[str]:
     """Return the algorithms that act at events of a training step which a program lacks, one line each.
 
-    A plain `match` function may act anywhere, so nothing is said about it.
+    Algorithms with a plain `match` function are left out, because they may act at any event.
 
     Args:
         algorithms: The algorithms.

@@ -1,6 +1,6 @@
 """Ranks: processes that each compute a part of the batch and reduce the results.
 
-Messages between them are those of `torch.distributed`, in the form that traced code can hold.
+Messages between them use `torch.distributed`, in the functional form that traced code can contain.
 """
 
 import zlib
@@ -20,8 +20,8 @@ from purecompose.core.layout import Layout
 __all__ = ["WATCHES", "Ranks", "Regrad", "Share", "Sharing"]
 
 Sharing: TypeAlias = Literal["all", "own", "none"]
-"""What a gradient is of: the means over all ranks' parts of the batch; this rank's part only; or the batch undivided,
-which every rank computes for itself."""
+"""Part of the batch that a gradient is of: the mean over all ranks' parts; this rank's part only; or the whole batch,
+computed by every rank for itself."""
 
 
 class Share(NamedTuple):
@@ -29,19 +29,19 @@ class Share(NamedTuple):
 
     batch: Any
     first_example: int
-    """Where it begins in the batch."""
+    """Index of its first example in the batch."""
     num_examples: int
-    """0 for a rank to which nothing falls: it computes the first example, for the form, and that counts nothing."""
+    """Number of its examples; 0 for a rank without a part, which computes the first example with weight 0."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a group, and which of them this is.
+    """The processes of a group, and this process's rank among them.
 
     Attributes:
         group: The name of the process group, by which traced code finds it.
         rank: This process, from 0.
-        size: How many they are.
+        size: The number of processes.
     """
 
     group: str
@@ -49,7 +49,7 @@ class Ranks:
     size: int
 
     def share(self, batch: Any, layout: Layout) -> Share:
-        """Return this rank's part: consecutive examples, as many as the others have, or one more."""
+        """Return this rank's part: consecutive examples; the sizes of parts differ by one at most."""
         num_examples = layout.num_examples(batch)
         num_parts = min(self.size, num_examples)
         if self.rank >= num_parts:
@@ -68,10 +68,10 @@ class Ranks:
         """Return the means over ranks, element by element, and on how many ranks each flag is set.
 
         Args:
-            tensors: Floating; the same forms on all ranks.
-            weight: What this rank counts, a number or 0-d. What one with 0 has is not looked at, be it NaN, unless all
-                have: then all count the same.
-            flags: Bool, of any shape; they count on ranks of every weight, and cost no message of their own.
+            tensors: Floating; the same shapes and dtypes on all ranks.
+            weight: The weight of this rank, a number or 0-d. Values of a rank with weight 0 are ignored, even NaN, unless
+                all weights are 0: then all ranks have the same weight.
+            flags: Bool, of any shape; they count on ranks of every weight, and need no separate message.
         """
         if not tensors:
             return [], None if flags is None else self.sums([flags.double()])[0]
@@ -83,14 +83,14 @@ class Ranks:
         return self.sums(parts), count[0] if count else None
 
     def with_slots(self, before: Mapping[str, Any], after: Mapping[str, Any], *, counts: bool) -> dict[str, Any]:
-        """Return slots with the changes of all ranks: numbers by the sum of what was added to them.
+        """Return slots with the changes of all ranks: each number changes by the sum of what the ranks added to it.
 
-        A bool that has changed on any of them is changed.
+        A bool changes if it has changed on any rank.
 
         Args:
-            before: The same on all ranks.
-            after: This rank's.
-            counts: Whether this rank's changes do.
+            before: The slots before the changes, the same on all ranks.
+            after: This rank's slots.
+            counts: True if this rank's changes count.
 
         Raises:
             RuntimeError: A slot has another form than before.
@@ -112,9 +112,10 @@ class Ranks:
         return tree.unflatten(spec, new)
 
     def with_buffers(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
-        """Return buffers changed by the mean of what each rank has added, weighted by its `num` examples.
+        """Return buffers changed by the mean of what the ranks have added, each weighted by its `num` examples.
 
-        Those that are not floating numbers are the greatest of all ranks. What no rank has changed stays as it was.
+        Buffers that are not floating numbers are the maximum over all ranks. Values that no rank has changed stay as
+        they were.
         """
         changed = {name: buffer for name, buffer in after.items() if buffer is not before.get(name)}
         floating = [name for name, buffer in changed.items() if buffer.dtype in _FLOATING]
@@ -127,12 +128,13 @@ class Ranks:
         return {**after, **changed}
 
     def sums(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"] = "sum") -> list[Tensor]:
-        """Return the sums over all ranks, element by element, the same bits on each; a message for each dtype and
-        device.
+        """Return the sums over all ranks, element by element and bit for bit the same on each.
+
+        One message is sent for each dtype and device.
 
         Raises:
-            RuntimeError: It is differentiated through, or mapped; or, in a step that is watched, other ranks
-                have tensors of other forms.
+            RuntimeError: The call is differentiated through or mapped; or, in a step that is watched, other ranks have
+                tensors of other shapes or dtypes.
         """
         if WATCHES.get() and tensors and not is_fake(tensors[0]):
             self._check_alike(tensors)
@@ -145,7 +147,7 @@ class Ranks:
         return (least == most).tolist()
 
     def exchange(self, tensors: Sequence[Tensor], how: Literal["sum", "min", "max"]) -> list[Tensor]:
-        """`sums`, of tensors that are known to have the same forms on all ranks."""
+        """Return `sums` of tensors that are known to have the same shapes and dtypes on all ranks."""
         if is_transforming() or any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
                 "data_parallel: a step of several processes can be neither differentiated nor mapped, since no "
@@ -166,7 +168,7 @@ class Ranks:
     def _sum(self, flat: Tensor, how: str) -> Tensor:
         if flat.is_complex():
             return torch.view_as_complex(self._sum(torch.view_as_real(flat.resolve_conj()), how))
-        # torch.distributed.all_reduce writes into what it is given, which no graph of pure functions can hold.
+        # torch.distributed.all_reduce writes into its argument, which a graph of pure functions cannot contain.
         sent = torch.ops._c10d_functional.all_reduce(flat, how, self.group)
         return torch.ops._c10d_functional.wait_tensor(sent)
 
@@ -182,7 +184,7 @@ class Ranks:
 
 
 class Regrad(Protocol):
-    """The gradient's part of the running step: see `State.gradient`."""
+    """The part of the running step that computes the gradient; see `State.gradient`."""
 
     ranks: Ranks | None
     """The processes that share its batch, if there are several."""
@@ -194,10 +196,10 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 _SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.int32} | {
     dtype: dtype for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64)
 }
-"""The dtypes that can be sent, for those that are not floating numbers. What has another stays as it is."""
+"""Dtypes in which tensors that are not floating are sent, by their own dtype; buffers of other dtypes are not sent."""
 
 WATCHES: ContextVar[bool] = ContextVar("watches", default=False)
-"""Whether messages are compared before they are sent: in the first step of its kind."""
+"""True while messages are compared before they are sent, in the first step of its kind."""
 
 
 def _added(old: Tensor, new: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Stage:
     name: str
     fn: StateFn
     sets_loss: bool = False
-    """Whether it sets `state.loss` from the outputs and the batch, so that slices are weighted by its terms."""
+    """True if it sets `state.loss` from the outputs and the batch, so that slices are weighted by its terms."""
 
     def __call__(self, state: State) -> State:
         return self.fn(state)
@@ -89,7 +89,7 @@ def _count_terms(carry: Carry, purpose: Purpose) -> Carry:
 
 @dataclass(frozen=True)
 class Update:
-    """The stage that moves the parameters by the optimizer; `update(wrt=pattern)` moves only those that match."""
+    """The node that updates the parameters with the optimizer; `update(wrt=pattern)` updates only those that match."""
 
     wrt: str | None = None
 
@@ -105,12 +105,12 @@ class Update:
         state, used, terms = carry
         if state.grads is None:
             raise RuntimeError("the program's update comes before any Grad: there are no gradients")
-        if not state.grads:  # a method has taken them all, for a later step
+        if not state.grads:  # a method has removed them all, for a later step
             return carry
         if self.wrt is None:
             chosen = state.grads
         else:
-            # By all trainable names: gradients that an earlier update has used are gone after the next Grad.
+            # Match all trainable names, because gradients that an earlier update has used are gone after the next Grad.
             chosen = matching_params(tuple(dict.fromkeys([*state.context.trainable, *state.grads])), self.wrt)
         grads = {name: state.grads[name] for name in chosen if name in state.grads and name not in used}
         if not grads:
@@ -135,7 +135,7 @@ class Update:
 
 
 class Scope:
-    """The shared part of scopes: a body of events, stages and further scopes."""
+    """The base class of scopes, with a body of events, stages and further scopes."""
 
     body: Program
     ranks: Ranks | None = None
@@ -147,23 +147,23 @@ class Scope:
             object.__setattr__(self, name, value)
 
     def lower(self, place: Place) -> Sequence[Lowered]:
-        """Return the operations that the scope stands for."""
+        """Return the operations of the scope."""
         raise NotImplementedError(f"{type(self).__name__} must define lower(place), which returns operations")
 
     def guard(self, step: Any, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
-        """Return a context to run each step in, on the host, or `None`.
+        """Return a context manager in which each step runs on the host, or `None`.
 
         Args:
-            step: The step whose program holds the scope.
-            state: The state that the step is given.
+            step: The step whose program contains the scope.
+            state: The state given to the step.
             batch: The batch.
-            is_first: Whether this is the first run of its schedule, which is watched.
+            is_first: True in the first run of a schedule, which is watched.
         """
         del step, state, batch, is_first
         return None
 
     def describe(self, step: str) -> str:
-        """Return the text that prints a step whose program holds the scope."""
+        """Return the printed form of a step whose program contains the scope, given the form without it."""
         return step
 
     def __repr__(self) -> str:
@@ -175,9 +175,9 @@ class Scope:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Grad(Scope):
-    """Differentiate the loss that the body sets, in the trainable parameters.
+    """Differentiate the loss that the body sets with respect to the trainable parameters.
 
-    Changes of parameters and of the batch inside the body stay inside.
+    Changes of parameters and of the batch inside the body end with it.
 
     Args:
         body: Events and stages, one of which sets `state.loss`.
@@ -211,19 +211,19 @@ class Microbatches(Scope):
     """Run the body on slices of the batch, so that k slices give the gradient of the whole batch.
 
     Loss, gradients and metrics that are single numbers (0-d, floating) become means over the slices, weighted by the
-    terms in each slice's loss. `outputs` and other metrics stay those of the last slice; buffers and slots pass from
-    slice to slice.
+    terms in each slice's loss. `outputs` and other metrics are those of the last slice; buffers and slots are passed
+    from slice to slice.
 
     Args:
         body: Events, stages and a `Grad`.
         microbatches: The number of slices. A batch of fewer examples is cut into single ones.
-        microbatch_size: The most examples in a slice, in place of their number: each batch is cut into as few slices
-            of (nearly) equal size as that takes, a short batch into fewer. Without either, the settings of `compose`
-            hold.
+        microbatch_size: The largest number of examples in a slice, instead of the number of slices: each batch is cut
+            into as few slices of (nearly) equal size as possible, a short batch into fewer. Without either argument,
+            the settings of `compose` are used.
 
     Raises:
-        TypeError: A number that is not an int.
-        ValueError: A number below 1, or both numbers.
+        TypeError: A number is not an int.
+        ValueError: A number is below 1, or both are given.
     """
 
     body: Program
@@ -235,14 +235,14 @@ class Microbatches(Scope):
 
     @property
     def cut(self) -> Cut | None:
-        """How batches are cut; `None` where the step decides."""
+        """The number or size of the slices; `None` if the step decides."""
         cut = Cut(self.microbatches, self.microbatch_size)
         return None if cut == (None, None) else cut
 
     def lower(self, place: Place) -> list[Lowered]:
         """Return the scope as one operation."""
         cut = self.cut or place.cut
-        # A single slice is the whole batch of the scope around it, where its loss has the weight that it has here.
+        # A single slice is the whole batch of the enclosing scope, and its loss has the same weight in both.
         is_cut = cut.may_slice or place.is_shared
         inner = place._replace(is_shared=False, is_slice=True, is_weighted=place.is_weighted or is_cut)
         lowered = inner.lower(self.body)
@@ -266,7 +266,7 @@ class Microbatches(Scope):
 
 
 def with_own_gradients(run_inner: Operation) -> Operation:
-    """Return the operation on a state without earlier gradients, which it neither sees nor edits for each slice."""
+    """Return the operation with earlier gradients hidden from it, so that slices neither see nor edit them."""
 
     def run(carry: Carry, purpose: Purpose) -> Carry:
         state, used, _ = carry
@@ -283,10 +283,10 @@ def with_own_gradients(run_inner: Operation) -> Operation:
 
 
 class _Again:
-    """`state.gradient`: the gradient's part of a step, run again at other parameters.
+    """`state.gradient`: the part of a step that computes the gradient, to be run again at other parameters.
 
-    A node of the tree with the state that the part began with, so that it can pass from one compiled part to the next,
-    and through `vmap`.
+    It is a pytree node containing the state at the start of that part, so that it can pass from one compiled part to the
+    next, and through `vmap`.
     """
 
     def __init__(self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, state: State) -> None:
@@ -308,10 +308,10 @@ tree.register_node(
 
 
 def repeatable(run_once: Operation, ranks: Ranks | None = None) -> Operation:
-    """Return the operation so that it leaves `state.gradient`, which runs it again at other parameters.
+    """Return an operation that also provides `state.gradient`, which runs it again at other parameters.
 
     Args:
-        run_once: The part of a step that takes its gradient.
+        run_once: The part of a step that computes its gradient.
         ranks: The processes that share the batch, if there are several.
     """
 
@@ -326,10 +326,10 @@ def repeatable(run_once: Operation, ranks: Ranks | None = None) -> Operation:
 
 
 def matching_params(names: tuple[str, ...], wrt: str | None) -> tuple[str, ...]:
-    """Return the names that match a pattern; all of them without one.
+    """Return the names that match a pattern, or all names if it is `None`.
 
     Raises:
-        ValueError: None matches.
+        ValueError: No name matches.
     """
     if wrt is None:
         return names
@@ -344,10 +344,10 @@ def _without(grads: dict[str, Tensor], used: frozenset[str]) -> dict[str, Tensor
 
 
 def as_nodes(given: Iterable[Any]) -> Program:
-    """Return the nodes of a program: names of events as events, plain functions as stages.
+    """Return the nodes of a program, with names of events replaced by events and plain functions by stages.
 
     Raises:
-        TypeError: Something that is not an event, a stage, a function or a scope.
+        TypeError: An element is not an event, a stage, a function or a scope.
     """
     return tuple(map(_as_node, given))
 
@@ -363,14 +363,14 @@ def _as_node(given: Any) -> Node:
 
 
 def walk(program: Iterable[Node]) -> Iterator[Node]:
-    """Yield every node of a program in order, those inside scopes included."""
+    """Yield every node of a program in order, including those inside scopes."""
     for node in program:
         yield node
         yield from walk(getattr(node, "body", ()))
 
 
 def events_in(program: Iterable[Node]) -> tuple[Event, ...]:
-    """Return the events of a program in order, those inside scopes included, each once.
+    """Return the events of a program in order, including those inside scopes, each once.
 
     Example:
         >>> from purecompose.core.loop import predict_events

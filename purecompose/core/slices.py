@@ -33,7 +33,7 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Car
     for part in layout.split(state.batch, cut.num_slices(state.num_examples)):
         size = layout.num_examples(part)
         first = offset if state.first_example is None else state.first_example + offset
-        # What each slice computes for itself it does not receive from the slice before.
+        # Each slice computes these itself, and does not receive them from the slice before.
         own = {"loss": None, "outputs": state.outputs, "grads": None, "metrics": state.metrics}
         start = current.state.replace(batch=part, first_example=first, **own)
         current = body(Carry(start, current.used), purpose)
@@ -48,12 +48,12 @@ def run_slices(body: Operation, carry: Carry, purpose: Purpose, cut: Cut) -> Car
             mean_metrics = averaged_by_name(mean_metrics, numbers, state.metrics, weight, total)
     means = {"loss": mean_loss, "grads": mean_grads, "metrics": {**current.state.metrics, **mean_metrics}}
     end = current.state.replace(batch=state.batch, first_example=state.first_example, **means)
-    # The total is for a slice around these.
+    # The total is used if this batch is itself a slice.
     return Carry(end, current.used, carry.terms if current.terms is None else total)
 
 
 def check_rows(state: State) -> None:
-    """Raise a `ValueError` where inputs and targets of a batch that is to be cut differ in their number of examples."""
+    """Raise a `ValueError` if inputs and targets of a batch to be cut differ in their number of examples."""
     if state.context.layout.splitter is not None:
         return
     dim = state.context.layout.dim

@@ -1,8 +1,8 @@
-"""The state: an immutable pytree that holds all that training knows.
+"""The state: an immutable pytree with all values of a training run.
 
-Between steps the state is the checkpoint: nothing else carries anything over. Its tensors are leaves; the
-model, the loss, the optimizer and the host's counters form one static part, whose equality leaves the counters
-out, so that states of different times and seeds map, stack and subtract.
+Between steps the state is the checkpoint: nothing is kept outside it. Its tensors are leaves; the
+model, the loss, the optimizer and the host's counters form one static part, whose equality ignores the counters,
+so that states of different times and seeds can be mapped, stacked and subtracted.
 """
 
 import dataclasses
@@ -34,22 +34,22 @@ __all__ = ["NO_TEMPORARY", "FieldInfo", "State", "check_single", "fields_where"]
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """What holds for one field of `State`; the only place where it is declared."""
+    """The properties of one field of `State`, declared only here."""
 
     persists: bool = False
-    """It is part of the state between steps and of checkpoints; otherwise it is `None` there."""
+    """True if the field is part of the state between steps and of checkpoints; otherwise it is `None` there."""
     keeps_form: bool = False
-    """No step changes its structure, shapes or dtypes, so compiled steps may write new values into its memory."""
+    """True if no step changes its structure, shapes or dtypes, so that compiled steps may write into its memory."""
     leaves_grad: bool = False
-    """What the body of a `Grad` sets in it stays; otherwise it has its earlier value after the scope."""
+    """True if a value set in the body of a `Grad` is kept; otherwise the field has its earlier value after the scope."""
     holds_values: bool = True
-    """It holds what algorithms read and write, and is compared when they are traced and tested."""
+    """True if algorithms read and write its value, which is compared when they are traced and tested."""
 
 
 def _field(info: FieldInfo, default_factory: Callable[[], Any] | None = None) -> Any:
-    """Return a dataclass field that carries its properties; a default comes from a function.
+    """Return a dataclass field with its properties as metadata; a default is given by a function.
 
-    The default is not an attribute of the class, so that `State.__getattr__` is asked for absent fields.
+    A default factory leaves no attribute on the class, so that absent fields are looked up by `State.__getattr__`.
     """
     metadata = {"info": info}
     return (
@@ -71,7 +71,7 @@ _HIDDEN = FieldInfo(holds_values=False)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class State:
-    """All that training knows, as an immutable pytree.
+    """All values of a training run, as an immutable pytree.
 
     Make one with `State.create`, a changed copy with `replace`. Fields that are `None` are not leaves.
     """
@@ -82,9 +82,9 @@ class State:
     buffers: dict[str, Tensor] = _field(_DONATED)
     """Buffers by qualified name."""
     opt_state: Any = _field(_DONATED)
-    """The optimizer's pytree."""
+    """The optimizer's state, any pytree."""
     slots: dict[str, Any] = _field(_DONATED)
-    """What each algorithm remembers, by its name."""
+    """The memory of each algorithm, by its name."""
     hparams: dict[str, Tensor] = _field(_DONATED)
     """Named scalars, 0-d float32."""
     key: Tensor = _field(_REPORT)
@@ -92,11 +92,11 @@ class State:
     loss: Tensor | None = _field(_REPORT, _none)
     """The last step's loss, 0-d, NaN before the first; reading its value waits for the device."""
     metrics: dict[str, Tensor] = _field(_REPORT, dict)
-    """What algorithms report of the last step; nothing reads it back."""
+    """Values that algorithms report about the last step; nothing reads them back."""
     batch: Any = _field(_TEMPORARY, _none)
     """Inside a step: the batch, or the microbatch between BEFORE_FORWARD and AFTER_BACKWARD."""
     outputs: Any = _field(FieldInfo(leaves_grad=True), _none)
-    """Inside a step: what the model returned; after `Microbatches` the last slice's."""
+    """Inside a step: the model's outputs; after `Microbatches` those of the last slice."""
     grads: dict[str, Tensor] | None = _field(_TEMPORARY, _none)
     """Inside a step: the gradients of the trainable parameters that the loss reaches; the others are absent."""
     clock: Clock | None = _field(_HIDDEN, _none)
@@ -104,7 +104,7 @@ class State:
     first_example: Any = _field(_HIDDEN, _none)
     """Inside a step: the index in the whole batch of the microbatch's first example; `None` for 0."""
     regrad: Regrad | None = _field(_HIDDEN, _none)
-    """Inside a step, after its gradients: see `gradient`. A pytree node."""
+    """Inside a step, after its gradients: a pytree node that runs them again; see `gradient`."""
 
     @classmethod
     @torch.inference_mode(False)  # tensors made in inference mode can never be differentiated
@@ -137,26 +137,26 @@ class State:
                 `update`; see `optim.Optimizer`.
             key: The run's seed, or its key (int64 of shape (2,)).
             duration: The run's length, such as `"20ep"`; fractions of a run need one.
-            batches_per_epoch: The epoch's length in batches; without it nothing can be given in fractions of
+            batches_per_epoch: The epoch's length in batches; without it, times cannot be given in fractions of
                 an epoch.
             iteration_length: The length of an iteration, a group of epochs or tokens.
-            input_field: Names the model's input in a batch; by default the first member, or the whole batch for
+            input_field: The field of a batch with the model's input; by default the first member, or the whole batch for
                 `losses.model_loss`. See `purecompose.batch`.
-            target_field: Names the target.
+            target_field: The field of a batch with the target.
             batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
-            splitter: A `purecompose.core.layout.Splitter`, in place of `batch_dim`: it counts and cuts batches whose
-                examples lie along no dimension, such as lists of images of different sizes.
+            splitter: A `purecompose.core.layout.Splitter`, instead of `batch_dim`: it counts and cuts batches whose
+                examples do not lie along a dimension, such as lists of images of different sizes.
             num_tokens: `batch -> int`, the number of tokens that the run's time counts; by default the size of
-                `input_ids`, padding included. Values of a tensor on a GPU would be waited for in each step.
+                `input_ids`, padding included. A function that reads values on a GPU waits for the device in each step.
             precision: `"fp32"`; `"tf32"`, the same with products rounded on NVIDIA's GPUs, which is off otherwise;
                 or `"bf16"` or `"fp16"` for a forward pass under autocast, with parameters and loss in float32;
-                `"fp16"` wants `algorithms.loss_scaling`.
-            device: Where the state lives; by default where the network is.
+                `"fp16"` needs `algorithms.loss_scaling`.
+            device: The device of the state; by default the network's.
 
         Raises:
-            TypeError, ValueError: An argument of the wrong kind; the message names it and the remedy.
+            TypeError, ValueError: An argument is of the wrong kind; the message names it and the remedy.
         """
         parts = from_module(net)
         losses.check_loss(loss)
@@ -184,7 +184,7 @@ class State:
             hparams={},
             key=as_rng(key, "State.create").key if isinstance(key, Tensor) else random.key(key),
             static=Static(context, Timestamp(run=run)),
-            # There is no loss yet; the leaf is there, so that states before and after a step have one structure.
+            # There is no loss yet; NaN keeps the structure the same before and after the first step.
             loss=torch.full((), torch.nan, dtype=_loss_dtype(parts.params)),
         )
         return state.with_hparams(collect(optimizer, Hparam)).to(where)
@@ -213,7 +213,7 @@ class State:
 
     @property
     def device(self) -> torch.device:
-        """Where the state lives."""
+        """The device of the state's tensors."""
         return self.key.device
 
     @property
@@ -234,17 +234,17 @@ class State:
     # Changing
 
     def replace(self, **changes: Any) -> "State":
-        """Return a copy with other values in these fields; everything else is shared.
+        """Return a copy with new values in these fields; everything else is shared.
 
         Besides the fields, `inputs` and `targets` replace members of the batch, `timestamp` the time, and
         `model`, `optimizer`, `frozen` and other names of `Context` the static part. Numbers among `hparams`
-        become 0-d float32 tensors. `frozen` takes names of parameters and patterns of them (`fnmatch`, on the whole
-        name), all that are to be frozen: an empty one thaws everything.
+        become 0-d float32 tensors. `frozen` lists all parameters to be frozen, by names and patterns (`fnmatch`, on the
+        whole name): an empty list makes all trainable.
 
         Raises:
-            TypeError: No field has that name; an hparam is neither a number nor a tensor.
-            ValueError: A name or pattern in `frozen` matches no parameter; `frozen` leaves out a parameter that is not
-                a floating number; `params` has other names than the model's.
+            TypeError: No field has that name, or an hparam is neither a number nor a tensor.
+            ValueError: A name or pattern in `frozen` matches no parameter, `frozen` leaves out a parameter that is not
+                floating point, or `params` has other names than the model's.
 
         Example:
             >>> from purecompose import losses, optim
@@ -270,10 +270,10 @@ class State:
         return successor
 
     def with_hparams(self, wanted: Iterable[Hparam]) -> "State":
-        """Add named scalars that the state lacks, with their defaults; those it has keep their values.
+        """Add the named scalars that the state lacks, with their defaults; existing ones keep their values.
 
         Raises:
-            ValueError: Two defaults for one name.
+            ValueError: A name has two defaults.
         """
         known: dict[str, float] = {}
         for hparam in wanted:
@@ -297,7 +297,7 @@ class State:
 
     @property
     def lease(self) -> Any:
-        """What a compiled step's buffers are read through; `None` in a state that holds its fields itself."""
+        """The lease through which a compiled step's buffers are read; `None` if the state holds its fields itself."""
         return self.__dict__.get("_lease")
 
     def unleased(self) -> "State":
@@ -307,7 +307,7 @@ class State:
         return state
 
     def __getattr__(self, name: str) -> Any:
-        # A field that is not here lies where the state's lease says; see `purecompose.transforms.donation`.
+        # A field that is absent here is read through the state's lease; see `purecompose.transforms.donation`.
         lease = self.lease
         if lease is None or name not in _FIELDS:
             raise AttributeError(f"a state has no attribute {name!r}; its fields are {', '.join(_TENSOR_FIELDS)}")
@@ -324,21 +324,21 @@ class State:
     # Using
 
     def scalar(self, scalar: Scalar) -> float | Tensor:
-        """Return the value of a setting now: a number as it is, hparams and schedules as 0-d tensors.
+        """Return the current value of a setting: a number unchanged, an hparam or a schedule as a 0-d tensor.
 
         Raises:
-            KeyError: An hparam that the state lacks, or a schedule that the step does not evaluate.
-            RuntimeError: A schedule outside a step.
+            KeyError: The state lacks the hparam, or the step does not evaluate the schedule.
+            RuntimeError: A schedule is read outside a step.
         """
         if isinstance(scalar, (int, float)):
             return scalar
         return resolve(scalar, hparams=self.hparams, scheduled=self._scheduled)
 
     def rng(self, name: str) -> random.Rng:
-        """Return the generator of draws called `name`: from the run's key, the batch and the name.
+        """Return the generator of the draws called `name`, derived from the run's key, the batch and the name.
 
-        The same name in the same step gives the same draws, at whichever event; other names and other steps give
-        unrelated ones, as do evaluation (whose batches are numbered from 0) and each event outside the step.
+        The same name in the same step yields the same draws, at any event. Other names and other steps yield unrelated
+        draws, and so do evaluation (whose batches are numbered from 0) and each event outside the step.
         """
         if self.clock is None:
             return random.Rng(self.key, draw=random.salt(name), example=0, batch=self.timestamp.batch)
@@ -346,8 +346,9 @@ class State:
         return random.Rng(self.key, draw=random.salt(*names), example=0, batch=self.clock.draw)
 
     def example_rng(self, name: str) -> random.Rng:
-        """Return a generator like `rng`'s for draws about single examples: a microbatch draws what the whole batch
-        would have.
+        """Return a generator like `rng` for draws about single examples.
+
+        Each example gets the same draws in a microbatch as in the whole batch.
         """
         indices = torch.arange(self.num_examples, dtype=torch.int64, device=self.device)
         if self.first_example is not None:
@@ -357,21 +358,21 @@ class State:
     def gradient(self, params: dict[str, Tensor], sharing: Sharing = "all") -> tuple[dict[str, Tensor], Tensor]:
         """Return the running step's gradient at other parameters: same batch, microbatches, algorithms and draws.
 
-        Its buffers, slots and metrics do not leak. For algorithms that need a second gradient, at
+        Its buffers, slots and metrics are discarded. It is meant for algorithms that need a second gradient, at
         AFTER_TRAIN_BATCH.
 
         Args:
             params: All parameters by name.
-            sharing: Where several processes share the batch (`data_parallel`): "all" for the mean over their parts,
-                "own" for this process's part only, "none" for the whole batch, computed here. Alone these are the
-                same.
+            sharing: If several processes share the batch (`data_parallel`): "all" for the mean over their parts,
+                "own" for this process's part only, "none" for the whole batch, computed here. In a single process
+                these are the same.
 
         Returns:
             The gradients of the trainable parameters that the loss reaches, and the loss (0-d).
 
         Raises:
             RuntimeError: No gradient has been taken yet in this step.
-            ValueError: Another `sharing`.
+            ValueError: `sharing` has another value.
         """
         if self.regrad is None:
             raise RuntimeError("state.gradient(params) works inside a step, at events after its gradient")
@@ -384,9 +385,9 @@ class State:
 
         Args:
             inputs: One argument, a list of arguments, or a mapping of keyword arguments.
-            train: Run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
+            train: True to run modules in training mode: with dropout, drawn by the state's key, and batch statistics.
                 Buffers that the pass changes (running statistics) are dropped either way.
-            name: Names the network's draws: two passes under one name in one step draw the same.
+            name: The name of the network's draws: two passes with the same name in one step have the same draws.
 
         Raises:
             ValueError: The state is a population's.
@@ -395,13 +396,13 @@ class State:
         return self.run_model(inputs, train=train, rng_name=name)[0]
 
     def run_model(self, inputs: Any, *, train: bool, rng_name: str = ".forward") -> tuple[Any, dict[str, Tensor]]:
-        """Return the network's outputs, and the buffers as the pass leaves them. `rng_name` names its draws."""
+        """Return the network's outputs, and the buffers after the pass. `rng_name` is the name of its draws."""
         context = self.context
         first = 0 if self.first_example is None else self.first_example
 
         def rng() -> random.Rng:
             own = self.rng(rng_name)
-            # Rows are not examples: a slice draws as a whole, and apart from the others.
+            # If rows are not examples, a slice draws as a whole, with a different draw for each slice.
             return own if context.layout.is_rows else dataclasses.replace(own, example=first)
 
         return call_model(
@@ -452,11 +453,11 @@ def fields_where(**properties: bool) -> tuple[str, ...]:
 
 
 NO_TEMPORARY: dict[str, None] = dict.fromkeys(fields_where(persists=False))
-"""The temporary fields as they are between steps."""
+"""Values of the temporary fields between steps."""
 
 
 def check_single(state: State, where: str, remedy: str) -> None:
-    """Raise a `ValueError` where a state is a population's."""
+    """Raise a `ValueError` if a state is a population's."""
     if state.key.ndim > 1:
         raise ValueError(f"{where}: expected a single state, got a stacked one of {len(state.key)} members: {remedy}")
 

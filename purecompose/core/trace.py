@@ -1,4 +1,4 @@
-"""traced: a step that also reports what every algorithm did."""
+"""`traced`: a step that also reports what every algorithm did."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ _COMPARED = fields_where(holds_values=True)
 
 
 class TraceEntry(NamedTuple):
-    """What one algorithm did at one event of a step."""
+    """The record of one algorithm at one event of a step."""
 
     algorithm: str
     event: Event
     order: int | None
-    """Its position at the event, from 0; `None` if it did not run."""
+    """Position at the event, from 0; `None` if it did not run."""
     ran: bool
     runs: int
-    """How often it ran: once a microbatch for events inside `Microbatches`."""
+    """Number of times it ran: once per microbatch for events inside `Microbatches`."""
     exit_code: int | None
-    """What its last `apply` left."""
+    """Exit code of its last `apply`."""
     changed: tuple[str, ...]
-    """Key paths of the leaves that differ in a bit after it, such as `batch[0]`."""
+    """Key paths of the leaves of which it changed at least one bit, such as `batch[0]`."""
 
 
 class _Record(NamedTuple):
@@ -40,9 +40,9 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One entry per algorithm and event of the program, those that did not run included.
+    """One entry per algorithm and event of the program, including algorithms that did not run.
 
-    The algorithms are the step's own, and those that a pass has put in and that ran.
+    The algorithms are those of the step, and those that a pass has added and that ran.
     """
 
     entries: tuple[TraceEntry, ...]
@@ -75,7 +75,7 @@ class Trace:
 def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:
     """Return a step that returns `(state, trace)`; the state is the same bit for bit.
 
-    It compares every leaf before and after every algorithm, so it is for looking, not for training.
+    It compares every leaf before and after every algorithm, so it is meant for inspection, not for training.
 
     Example:
         >>> from purecompose import compose, loop_events
@@ -92,7 +92,7 @@ def traced(step: Step) -> Callable[[State, Any], tuple[State, Trace]]:
         orders: dict[Event, list[str]] = {}
         for name, event in seen:
             orders.setdefault(event, []).append(name)
-        # A pass may have put in algorithms that the step does not list.
+        # A pass may have added algorithms that the step does not list.
         names = dict.fromkeys([*[algorithm.name for algorithm in step.algorithms], *[name for name, _ in seen]])
         entries = [
             _entry(name, event, seen.get((name, event), []), orders.get(event, []))
