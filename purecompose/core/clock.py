@@ -48,7 +48,8 @@ class Clock:
         domain: str = "",
         draw: int | None = None,
     ) -> "Clock":
-        """Return the clock of a step from `now` to `later`; `draw` (default: the batch's number) identifies its draws."""
+        """Return the clock of a step from `now` to `later`; `draw` identifies its draws, by default the batch's number.
+        """
         draw = now.batch if draw is None else draw
         return cls(_Source(now, later, schedules, draw, device), schedules, domain)
 

@@ -116,7 +116,7 @@ def averaged_by_name(
 def averaged_grads(
     means: dict[str, Tensor] | None, grads: dict[str, Tensor], weight: int | Tensor, total: int | Tensor
 ) -> dict[str, Tensor]:
-    """Return the means updated with one slice's gradients; a parameter that only some slices reach has zeros elsewhere."""
+    """Return the means updated with one slice's gradients; they are zero for parameters that a slice does not reach."""
     if means is not None and means.keys() != grads.keys():
         means = {**{name: torch.zeros_like(grad) for name, grad in grads.items()}, **means}
         grads = {name: grads[name] if name in grads else torch.zeros_like(mean) for name, mean in means.items()}

@@ -102,7 +102,7 @@ class _ValueRead(Exception):
 
 
 class _View:
-    """The part of a state that a `match` may see: the time at the event, static facts, and shapes instead of tensors."""
+    """The part of a state that a `match` may see: time at the event, static facts, and shapes instead of tensors."""
 
     def __init__(self, state: State, batch: Any, timestamp: Timestamp) -> None:
         self._state, self._batch, self.timestamp = state, batch, timestamp

@@ -69,8 +69,8 @@ class Ranks:
 
         Args:
             tensors: Floating; the same shapes and dtypes on all ranks.
-            weight: The weight of this rank, a number or 0-d. Values of a rank with weight 0 are ignored, even NaN, unless
-                all weights are 0: then all ranks have the same weight.
+            weight: The weight of this rank, a number or 0-d. Values of a rank with weight 0 are ignored, even NaN,
+                unless all weights are 0: then all ranks have the same weight.
             flags: Bool, of any shape; they count on ranks of every weight, and need no separate message.
         """
         if not tensors:

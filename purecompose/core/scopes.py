@@ -285,8 +285,8 @@ def with_own_gradients(run_inner: Operation) -> Operation:
 class _Again:
     """`state.gradient`: the part of a step that computes the gradient, to be run again at other parameters.
 
-    It is a pytree node containing the state at the start of that part, so that it can pass from one compiled part to the
-    next, and through `vmap`.
+    It is a pytree node containing the state at the start of that part, so that it can pass from one compiled part to
+    the next, and through `vmap`.
     """
 
     def __init__(self, run_once: Operation, used: frozenset[str], ranks: Ranks | None, state: State) -> None:

@@ -41,7 +41,7 @@ class FieldInfo:
     keeps_form: bool = False
     """True if no step changes its structure, shapes or dtypes, so that compiled steps may write into its memory."""
     leaves_grad: bool = False
-    """True if a value set in the body of a `Grad` is kept; otherwise the field has its earlier value after the scope."""
+    """True if a value set in the body of a `Grad` is kept; otherwise the earlier value is restored after the scope."""
     holds_values: bool = True
     """True if algorithms read and write its value, which is compared when they are traced and tested."""
 
@@ -140,8 +140,8 @@ class State:
             batches_per_epoch: The epoch's length in batches; without it, times cannot be given in fractions of
                 an epoch.
             iteration_length: The length of an iteration, a group of epochs or tokens.
-            input_field: The field of a batch with the model's input; by default the first member, or the whole batch for
-                `losses.model_loss`. See `purecompose.batch`.
+            input_field: The field of a batch with the model's input; by default the first member, or the whole batch
+                for `losses.model_loss`. See `purecompose.batch`.
             target_field: The field of a batch with the target.
             batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples

@@ -1,9 +1,9 @@
-"""data_parallel: a step that several processes compute together, each a part of the batch.
+"""`data_parallel`: a step that several processes compute together, each on a part of the batch.
 
-All processes hold the whole state and are given the whole batch. What is around the gradient (augmentation, the
-update, averages) each computes for itself, to the same bits; forward, loss and gradient each computes for its own
-part. So a batch may be drawn, mixed and chosen from as if there were one process, and the result is the same for any
-number of them, as for any number of microbatches.
+All processes hold the whole state and are given the whole batch. Each computes everything around the gradient
+(augmentation, the update, averages) for the whole batch, to the same bits, but forward, loss and gradient only for its
+part. So examples may be drawn, mixed and selected as if there were one process, and the result is the same for any
+number of processes, as for any number of microbatches.
 """
 
 import pickle
@@ -45,12 +45,12 @@ __all__ = ["Shared", "data_parallel", "shared_program"]
 
 @dataclass(frozen=True, init=False, repr=False)
 class Shared(Scope):
-    """Run the body, a `Microbatches`, on this process's part of the batch, and average what all processes have found.
+    """Run the body, a `Microbatches`, on this process's part of the batch, and average the results of all processes.
 
     Args:
         body: The `Microbatches` whose batch is divided.
-        ranks: The processes; `None` where there is one.
-        is_checked: Whether they are known to have the same states and batches, and to send messages of one form.
+        ranks: The processes; `None` if there is only one.
+        is_checked: True if they are known to have the same states and batches, and to send messages of one form.
     """
 
     body: Program
@@ -82,11 +82,11 @@ class Shared(Scope):
         return [inner._replace(run=with_slices(lambda body: body), with_slices=with_slices)]
 
     def guard(self, step: Step, state: State, batch: Any, *, is_first: bool) -> AbstractContextManager[Any] | None:
-        """Return a context that names ranks that do not answer; compare what all have, once an epoch.
+        """Return a context manager that reports ranks that do not answer and, once per epoch, compares all ranks.
 
         Raises:
-            ValueError: In the first step, and in the first of each epoch: the processes have different states, batches
-                or settings.
+            ValueError: The processes have different states, batches or settings; raised in the first step and in the
+                first of each epoch.
         """
         if self.ranks is None:
             return None
@@ -106,7 +106,7 @@ class Shared(Scope):
                 WATCHES.reset(token)
 
     def describe(self, step: str) -> str:
-        """Return the text that prints a step whose program holds the scope."""
+        """Return the printed form of a step whose program contains the scope."""
         return f"data_parallel({step}, size={1 if self.ranks is None else self.ranks.size})"
 
     def __repr__(self) -> str:
@@ -120,14 +120,14 @@ class Shared(Scope):
 
 
 def _run_shared(operation: Operation, carry: Carry, purpose: Purpose, ranks: Ranks, wrt: Sequence[str | None]) -> Carry:
-    """Run the operation on this rank's part of the batch, and put together what all ranks have found.
+    """Run the operation on this rank's part of the batch, and combine the results of all ranks.
 
     Args:
-        operation: Runs on a part of the batch.
-        carry: The same on all ranks.
-        purpose: What the run is for.
+        operation: Operation to run on a part of the batch.
+        carry: Input of the operation, the same on all ranks.
+        purpose: The purpose of the run.
         ranks: The processes.
-        wrt: The patterns of the gradients that the operation takes.
+        wrt: The patterns of the gradients that the operation computes.
     """
     if purpose.sharing == "none":
         return operation(carry, purpose)
@@ -166,8 +166,8 @@ def _averaged_over_ranks(
     Args:
         before: The state before the ranks' parts.
         after: The state after this rank's part.
-        names: The parameters that the part differentiates in, the same on all ranks.
-        weight: What this rank's part counts.
+        names: The parameters with respect to which the part differentiates, the same on all ranks.
+        weight: The weight of this rank's part.
         ranks: The processes.
     """
     new = {name: value for name, value in after.metrics.items() if value is not before.metrics.get(name)}
@@ -175,8 +175,8 @@ def _averaged_over_ranks(
     if after.loss is not None:
         found["loss"] = after.loss
     own = after.grads or {}
-    # A part may reach parameters that others do not, and all ranks must send the same. Traced steps cannot tell the
-    # difference, and need not: all ranks have one graph.
+    # A part may reach parameters that others do not, and all ranks must send the same tensors. Traced steps have no
+    # values for these flags and do not need them: all ranks have the same graph.
     flags = None
     if own and not is_fake(before.key):
         found["grads"] = {**{name: torch.zeros_like(before.params[name]) for name in names}, **own}
@@ -187,7 +187,7 @@ def _averaged_over_ranks(
     leaves, spec = tree.flatten(found)
     averages, count = ranks.means_and_count(leaves, weight, flags)
     means = tree.unflatten(spec, averages)
-    # Where this rank's part reaches all of them, there is no need to wait for the device to read the flags.
+    # If this rank's part reaches all of them, skip reading the flags, which would wait for the device.
     if count is not None and len(own) < len(count):
         reached = zip(means["grads"].items(), count.tolist(), strict=True)
         means["grads"] = {name: grad for (name, grad), num_ranks in reached if num_ranks}
@@ -197,29 +197,29 @@ def _averaged_over_ranks(
 def data_parallel(step: Step, mesh: Any = None) -> Step:
     """Return a step that several processes compute together, each calling `step(state, batch)` with the same arguments.
 
-    Each process computes the part of the batch that falls to it, and gets the state that one process would have got
-    from all of it, but for rounding. Batches need not divide evenly. What is drawn for an example does not depend on
-    the process that computes it. Statistics of BatchNorm are those of the parts, and their means are kept.
+    Each process computes its part of the batch, and returns the state that a single process would return for the whole
+    batch, up to rounding. Batches need not divide evenly. Draws for an example do not depend on the process that
+    computes it. BatchNorm uses the statistics of each part, and its buffers keep the means over the parts.
 
     Args:
-        step: What `compose` gave; `compile(data_parallel(step))` compiles it.
+        step: A step made by `compose`; `compile(data_parallel(step))` compiles it.
         mesh: A `torch.distributed.DeviceMesh` of one dimension, or a process group; by default all processes.
 
     Returns:
-        A `Step`. States of all processes stay the same bit for bit, so only one of them keeps checkpoints and
-        reports. Metrics that are single floating numbers are means over the parts; others, and `outputs`, are those of
-        the own part. What algorithms remember within a part (between BEFORE_FORWARD and AFTER_BACKWARD) is taken to be
-        sums and flags: what each part adds is added up. `state.gradient` is the whole batch's. `evaluate` and whatever
-        is outside of the step run on each process.
+        A `Step`. States of all processes stay the same bit for bit, so only one of them has to save checkpoints and
+        reports. Metrics that are single floating numbers are means over the parts; other metrics, and `outputs`, are
+        those of this process's part. Slots that algorithms change within a part (between BEFORE_FORWARD and
+        AFTER_BACKWARD) are treated as sums and flags: the changes of all parts are added up. `state.gradient` is the
+        gradient of the whole batch. `evaluate` and everything outside the step run on each process.
 
     Raises:
-        TypeError: It is not a composed step, or no mesh.
-        RuntimeError: There is no process group: `torch.distributed.init_process_group` comes first. In a step: a part
+        TypeError: `step` is not a composed step, or `mesh` is neither a mesh nor a process group.
+        RuntimeError: There is no process group: call `torch.distributed.init_process_group` first. In a step: a part
             of the batch has changed params, optimizer, hparams or key, or the form of a slot; or messages differ.
             RankTimeoutError, a RuntimeError, names the ranks that have not answered within the process group's timeout.
-        ValueError: A mesh of several dimensions; a process that is not in it; or a gradient in the program that no
-            `Microbatches` is around, so that nothing would be divided. In the first step, and the first of each epoch:
-            processes with different states, batches or settings.
+        ValueError: The mesh has several dimensions, this process is not in it, or a gradient in the program is not
+            inside a `Microbatches`, so that nothing would be divided. In the first step, and the first of each epoch:
+            processes have different states, batches or settings.
 
     Example:
         >>> from purecompose import compose, loop_events
@@ -246,8 +246,7 @@ def shared_program(program: Program, ranks: Ranks | None, *, is_checked: bool = 
         is_checked: As for `Shared`.
 
     Raises:
-        ValueError: The program is shared already, or there is a gradient outside of `Microbatches`, or nothing to
-            divide.
+        ValueError: The program is shared already, a gradient is outside of `Microbatches`, or there is nothing to divide.
     """
     if any(isinstance(node, Shared) for node in program):
         raise ValueError("data_parallel: the step's batch is divided among processes already")
@@ -290,7 +289,7 @@ def _check_alike(ranks: Ranks, step: Step, state: State, batch: Any) -> None:
         *(step.microbatches, step.microbatch_size, state.optimizer, context.trainable, context.precision),
         *(state.timestamp.run, state.timestamp.batch),
     )
-    # Functions print with their addresses.
+    # Functions are printed with their addresses, which differ between processes.
     words = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))
     parts = {
         "batch": batches.tensors(batch),
@@ -318,7 +317,7 @@ _REMEDIES = {
 
 
 def _digest(leaves: list[Any], device: torch.device) -> Tensor:
-    """Return a number that hardly two lists of tensors have in common: 0-d int64."""
+    """Return a checksum of a list of tensors, 0-d int64."""
     total = torch.full((), len(leaves), dtype=torch.int64, device=device)
     for leaf in leaves:
         bits = (leaf if leaf.layout is torch.strided else leaf.to_dense()).detach().resolve_conj().resolve_neg()

@@ -1,8 +1,8 @@
 """Donated buffers: states whose memory the next compiled step may overwrite.
 
 A compiled step with donation writes the new parameters into the memory of the old ones, as an imperative loop does. A
-state that the step returned holds a lease on these buffers, which ends with the next step. Reading a field copies it
-out, so that a tensor that was read never changes; reading it after the next step raises an error.
+state returned by the step holds a lease on these buffers, which ends with the next step. Reading a field returns a
+copy, so that a tensor that was read never changes; reading it after the next step raises an error.
 """
 
 import operator
@@ -20,20 +20,20 @@ from purecompose.transforms.signature import Signature
 __all__ = ["LASTING", "DonatedBuffers", "BufferLease", "SpentStateError"]
 
 LASTING = fields_where(keeps_form=True)
-"""The fields that are kept in donated buffers."""
+"""Names of the fields that are kept in donated buffers."""
 
 
 class SpentStateError(RuntimeError):
-    """A later step has written over the memory of the state that was read."""
+    """A later step has overwritten the memory of the state that was read."""
 
 
 class DonatedBuffers:
-    """The memory that one state after the other is kept in, and the number of the present one.
+    """The memory in which successive states are stored, and the number of the current one.
 
     Attributes:
         signatures: The signature of each lasting field.
         values: Each lasting field's tensors.
-        is_donated: Whether steps write into these tensors; if not, they may be handed out as they are.
+        is_donated: True if steps write into these tensors; if not, they may be returned without a copy.
         bound: For each compiled part that starts a step here, the arguments that it takes from the buffers.
     """
 
@@ -50,7 +50,7 @@ class DonatedBuffers:
         """End all leases.
 
         Args:
-            reason: The time of the state that is there now, or the rest of a sentence that begins with "its memory".
+            reason: The time of the state that is there now, or the end of a sentence that begins with "its memory".
         """
         self.generation += 1
         self.reason = reason
@@ -68,7 +68,7 @@ class BufferLease:
 
     @property
     def is_live(self) -> bool:
-        """Whether the buffers still hold the state of this lease."""
+        """True if the buffers still contain the state of this lease."""
         return self.generation == self.buffers.generation
 
     def read(self, name: str) -> Any:
@@ -102,11 +102,11 @@ class BufferLease:
 
     @property
     def is_read(self) -> bool:
-        """Whether a field has been read: the caller may have written into it since."""
+        """True if a field has been read: the caller may have written into it since."""
         return bool(self._issued)
 
     def has_kept(self, name: str, fields: Mapping[str, Any]) -> bool:
-        """Return whether a state with these fields still has the value of one: not replaced, and not written into."""
+        """Return whether the field `name`, in a state with these fields, is neither replaced nor written into."""
         if name not in self._issued:
             return name not in fields
         return self.untouched(name, fields.get(name, self._issued[name][0])) is not None

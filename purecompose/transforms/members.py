@@ -1,7 +1,7 @@
 """Trees of members: every tensor has one more dimension in front, with a row for each member of a population.
 
-What all members have in common stays as it is: the time, everything that is not a tensor, and what is `Shared`, such as
-one batch for all.
+Values that all members have in common have no such dimension: the time, everything that is not a tensor, and `Shared`
+leaves, such as one batch for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ __all__ = ["Shared", "expanded", "mapped", "member", "shared", "stacked"]
 
 
 class Shared:
-    """A leaf that all members have in common; a node, so that it stays one where a step is cut into parts."""
+    """A leaf that all members have in common; a pytree node, so that it is kept when a step is cut into parts."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        """Wrap a tensor, or an object that holds some."""
+        """Wrap a tensor, or an object that contains tensors."""
         self.value = value
 
 
@@ -38,7 +38,7 @@ def shared(given: Any) -> Any:
 
 
 def expanded(given: Any, num: int) -> Any:
-    """Return the tree with so many rows of what was common to all members, without copies."""
+    """Return the tree with values common to all members expanded to `num` rows, without copies."""
 
     def rows(leaf: Any) -> Any:
         return batches.map_tensors(lambda t: t.expand(num, *t.shape), leaf.value) if isinstance(leaf, Shared) else leaf
@@ -47,7 +47,7 @@ def expanded(given: Any, num: int) -> Any:
 
 
 def member(given: Any, index: int) -> Any:
-    """Return one member's tree, of views."""
+    """Return one member's tree; its tensors are views."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -60,11 +60,11 @@ def member(given: Any, index: int) -> Any:
 
 
 def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
-    """Return the inverse of `member`, for trees of one signature; what is not a tensor is the first one's.
+    """Stack members' trees of one signature, the inverse of `member`; leaves without tensors are taken from the first.
 
     Args:
         members: The trees.
-        with_shared: Mark what is one and the same object in all as common, instead of stacking it.
+        with_shared: Mark leaves that are the same object in all members as common, instead of stacking them.
     """
 
     def together(*leaves: Any) -> Any:
@@ -82,12 +82,12 @@ def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
 def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..., Any]:
     """Map `fn` of single members' trees over all members' trees by `torch.vmap`.
 
-    Trees may hold what vmap refuses: constants, and objects that only `purecompose.batch` sees into. What `fn`
-    returns as it was given comes out as it went in, also where it is common to all members.
+    Trees may contain leaves that vmap refuses: constants, and objects that only `purecompose.batch` can traverse. Leaves
+    that `fn` returns unchanged are returned as they were given, also if they are common to all members.
 
     Args:
-        fn: Trees to a tree.
-        chunk_size: How many members are computed at a time; by default all.
+        fn: Function from trees to a tree.
+        chunk_size: Number of members computed at a time; by default all.
     """
 
     def run(*given: Any) -> Any:
@@ -99,13 +99,13 @@ def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..
 
 
 class _Inside:
-    """What `torch.vmap` is given: tensors of one member to new tensors; it keeps what surrounds them."""
+    """The function for `torch.vmap`, from tensors of one member to new tensors; it keeps the trees around them."""
 
     def __init__(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> None:
         self.fn, self.given = fn, given
         self._result: Any = None
-        # What went in unchanged, by the identity that it has inside. The last tree is kept with it, since identities
-        # hold only as long as their objects live.
+        # The given leaves, by the id of the corresponding object inside. The last tree is kept with them, since ids are
+        # valid only as long as their objects live.
         self._known: dict[int, Any] = {}
         self._entered: Any = None
 
@@ -132,7 +132,7 @@ class _Inside:
 
 
 def _own_tensors(given: Any, known: dict[int, Any]) -> list[Tensor]:
-    """Return the tensors with a row for each member, less those of known leaves."""
+    """Return the tensors with a row for each member, without those of known leaves."""
     found: list[Tensor] = []
 
     def collect(leaf: Any) -> Any:

@@ -1,8 +1,8 @@
-"""population: a step of many states at once, by `torch.vmap` over their stacked tensors.
+"""`population`: a step of many states simultaneously, by `torch.vmap` over their stacked tensors.
 
 Members differ in their tensors: seeds, weights, memory, and hyper-parameters in `hparams`. They share architecture,
-loss, optimizer and time, and so the schedule of each step. On the same batches each does what its own single run would
-do, with the same draws.
+loss, optimizer and time, and so the schedule of each step. On the same batches, each member computes the same as in a
+single run, with the same draws.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ _BATCHES = ("shared", "each")
 
 @dataclass(frozen=True)
 class Stacked:
-    """The members of a population, stacked: what makes a step one of n states at once.
+    """The stacked members of a population, which make a step one of n states.
 
     Attributes:
         n: The number of members.
-        chunk_size: How many are computed at a time; `None` for all.
+        chunk_size: The number of members computed at a time; `None` for all.
         batches: "shared" for one batch for all, "each" for batches with a leading member dimension.
     """
 
@@ -48,7 +48,7 @@ class Stacked:
     batches: str = "shared"
 
     def check(self, state: State) -> None:
-        """Raise a `ValueError` for a state that is not that of `n` members."""
+        """Raise a `ValueError` if a state is not stacked of `n` members."""
         if state.key.shape == (self.n, 2):
             return
         came = f"one of {state.key.shape[0]}" if state.key.ndim == 2 else "a single one"
@@ -56,14 +56,14 @@ class Stacked:
         raise ValueError(f"population: expected a stacked state of {self.n} members, got {came}; {hint}")
 
     def one(self, state: State) -> State:
-        """Return the first member: schedules are decided by what all members have in common."""
+        """Return the first member: schedules depend only on what all members have in common."""
         return member(state, 0)
 
     def example(self, batch: Any) -> Any:
         """Return the first member's batch.
 
         Raises:
-            ValueError: With `batches="each"`, a tensor without a leading dimension of `n`.
+            ValueError: With `batches="each"`, a tensor has no leading dimension of `n`.
         """
         if self.batches == "shared":
             return batch
@@ -76,17 +76,17 @@ class Stacked:
         return member(batch, 0)
 
     def spread(self, batch: Any) -> Any:
-        """Return the batch with a leading member dimension, which is a view where all members share it."""
+        """Return the batch as it enters the state: with a leading member dimension, or marked as shared by all members."""
         return batch if self.batches == "each" else shared(batch)
 
     def adapt(self, lowered: Lowered) -> Lowered:
-        """Return a host operation that takes stacked states and runs member after member; others as they are."""
+        """Return a host operation that runs member after member of a stacked state; other operations are unchanged."""
         if lowered.is_host:
             return lowered._replace(run=self._one_by_one(lowered), with_slices=None)
         return lowered._replace(with_slices=None)
 
     def in_order(self, operations: Sequence[Lowered]) -> Operation:
-        """Return one operation that runs for all members at once, except for host operations."""
+        """Return one operation that computes all members together, except for host operations."""
         parts: list[Operation] = []
         for is_host, group in groupby(operations, lambda lowered: lowered.is_host):
             runs = [lowered.run for lowered in group]
@@ -97,16 +97,16 @@ class Stacked:
         """Return the state after a host function of each member.
 
         Raises:
-            ValueError: The members differ afterwards in structure, shapes or dtypes.
+            ValueError: Afterwards the members differ in structure, shapes or dtypes.
         """
         return _joined([fn(one) for one in self._members(state)], where)
 
     def settle(self, state: State) -> State:
-        """Return the end of a fold, whose batch and outputs also have a row for each member."""
+        """Return the state at the end of a fold, with a row for each member in batch and outputs too."""
         return state.replace(batch=expanded(state.batch, self.n), outputs=expanded(state.outputs, self.n))
 
     def describe(self, step: str) -> str:
-        """Return the text that prints a step."""
+        """Return the printed form of a step."""
         return f"population({step}, {self.n})"
 
     def _together(self, operation: Operation) -> Operation:
@@ -119,7 +119,7 @@ class Stacked:
             ends: list[Carry] = []
 
             def one(state: State) -> dict[str, Any]:
-                # Each chunk starts from the same carry: otherwise the first would have used the gradients of all.
+                # Each chunk starts from the same carry; otherwise the first would mark the gradients of all as used.
                 ends.append(operation(Carry(state, carry.used), purpose))
                 new_state = ends[-1].state
                 return {name: new for name in _FIELDS if (new := getattr(new_state, name)) is not getattr(state, name)}
@@ -141,10 +141,10 @@ class Stacked:
         return run
 
     def _with_rows(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields; those that persist have a row of their own for each member."""
+        """Return the fields; those that persist get a separate row for each member."""
 
         def rows(leaf: Any) -> Any:
-            # A leaf that is the same for all members has one row, read n times, which cannot be written into.
+            # A leaf that is the same for all members is one row expanded to n, which cannot be written into.
             is_one = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.stride(0) == 0
             return leaf.contiguous() if is_one else leaf
 
@@ -158,25 +158,26 @@ class Stacked:
 
 
 def population(step: Step, n: int, chunk_size: int | None = None, batches: str = "shared") -> Step:
-    """Return a step of n states at once: `pop(states, batch) -> states`.
+    """Return a step of n stacked states: `pop(states, batch) -> states`.
 
     Args:
         step: The step of one member, as `compose` makes it.
         n: The number of members.
-        chunk_size: How many members are computed at a time, which bounds the memory for activations; by default
+        chunk_size: Number of members computed at a time, which bounds the memory for activations; by default
             all.
-        batches: "shared": all members train on the batch that is given. "each": every tensor of the batch has a
-            leading dimension of n, with a batch for each.
+        batches: "shared": all members train on the given batch. "each": every tensor of the batch has a
+            leading dimension of n, with a batch for each member.
 
     Returns:
-        A `Step` over stacked states, in whose tensors the members come first (see `stack_states`); static part and
-        time are one for all. `loss` has shape (n,). Members draw by their own keys. Host algorithms act on member
-        after member.
+        A `Step` over stacked states, whose tensors have a leading member dimension (see `stack_states`); static part and
+        time are the same for all. `loss` has shape (n,). Members draw by their own keys. Host algorithms act on one
+        member after the other.
 
     Raises:
-        TypeError: It is not a step.
-        ValueError: n or chunk_size below 1, other batches, a step of a population or of several processes, or a host
-            algorithm that acts inside a scope of the program or whose `match` reads more than the time.
+        TypeError: `step` is not a step.
+        ValueError: `n` or `chunk_size` is below 1, `batches` has another value, the step is of a population or of several
+            processes, or a host algorithm acts inside a scope of the program or has a `match` that reads more than the
+            time.
 
     Example:
         >>> import torch, purecompose as pc
@@ -208,14 +209,14 @@ def stack_states(states: Sequence[State]) -> State:
     """Return the state of a population: every tensor has a leading dimension, with a row for each state.
 
     Args:
-        states: States of one architecture, loss and optimizer, at one time. They may differ in every number.
+        states: States of one architecture, loss and optimizer, at the same time. They may differ in every number.
 
     Returns:
-        A state whose static part is the first one's.
+        A state with the static part of the first state.
 
     Raises:
-        TypeError: Something that is not a state.
-        ValueError: No state, or two that differ in more than numbers; the message names member and key path.
+        TypeError: An element is not a state.
+        ValueError: There is no state, or two differ in more than numbers; the message names member and key path.
     """
     given = list(states)
     for state in given:
@@ -227,11 +228,11 @@ def stack_states(states: Sequence[State]) -> State:
 
 
 def unstack_states(state: State) -> list[State]:
-    """Return the members of a stacked state, with tensors of their own; the inverse of `stack_states`.
+    """Return the members of a stacked state, as copies; the inverse of `stack_states`.
 
     Raises:
-        TypeError: It is not a state.
-        ValueError: It is not stacked, or a tensor has another number of rows; the message names the key path.
+        TypeError: `state` is not a state.
+        ValueError: The state is not stacked, or a tensor has another number of rows; the message names the key path.
     """
     if not isinstance(state, State):
         raise TypeError(f"unstack_states: expected a State, got {type(state).__name__}")
@@ -248,9 +249,7 @@ def unstack_states(state: State) -> list[State]:
 
 
 def _joined(members: list[State], role: str, *, with_shared: bool = False) -> State:
-    """Return the members stacked, if they have one structure and the same shapes and dtypes; errors begin with the
-    role.
-    """
+    """Return the members stacked, if they agree in structure, shapes and dtypes; errors begin with `role`."""
     first = members[0]
     described = _described(first)
     for index, other in enumerate(members[1:], 1):
@@ -267,7 +266,7 @@ def _joined(members: list[State], role: str, *, with_shared: bool = False) -> St
 
 
 def _described(state: State) -> dict[str, str]:
-    """Return what is equal in all members, by key path."""
+    """Return a description of each leaf, equal in all members, by key path."""
     return {
         path: tree.describe(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
         for path, leaf in tree.leaves_with_paths(state).items()
@@ -291,7 +290,7 @@ def _check_static(first: State, other: State, index: int, role: str) -> None:
 
 
 def _differing_field(first: Context, other: Context) -> str | None:
-    """Return the first field in which two contexts differ; schedules, which follow from the others, as well."""
+    """Return the first field in which two contexts differ, including schedules, which `==` ignores."""
     if first.schedules == other.schedules and first == other:
         return None
     for name in _CONTEXT_FIELDS:
@@ -301,7 +300,7 @@ def _differing_field(first: Context, other: Context) -> str | None:
 
 
 def _check_host(step: Step) -> None:
-    """Raise a `ValueError` for host algorithms that cannot take member by member."""
+    """Raise a `ValueError` for host algorithms that cannot act on one member after the other."""
     outermost = {node for node in step.program if isinstance(node, Event)}
     for algorithm in step.algorithms:
         if not algorithm.host:

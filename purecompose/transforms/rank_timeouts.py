@@ -1,4 +1,4 @@
-"""Timeouts of ranks: an error that names the process that does not answer."""
+"""Timeouts of ranks: an error that names the processes that do not answer."""
 
 import re
 import threading
@@ -16,7 +16,7 @@ __all__ = ["RankTimeoutError", "naming_late_ranks"]
 
 _GIVEN_UP = re.compile(r"[Tt]imed? ?out|[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe")
 _ROLL_CALL = 5.0
-"""How many seconds processes have to say that they are there, once one has given up."""
+"""Seconds in which processes must report that they are running, once one has given up."""
 
 
 class RankTimeoutError(RuntimeError):
@@ -25,14 +25,14 @@ class RankTimeoutError(RuntimeError):
 
 @contextmanager
 def naming_late_ranks(ranks: Ranks | None, batch: int) -> Iterator[None]:
-    """Return a scope in which unanswered messages raise an error with the ranks that are missing.
+    """Return a context manager in which unanswered messages raise an error with the ranks that are missing.
 
     Args:
         ranks: The processes; without them nothing changes.
         batch: The number of the current batch, for the message.
 
     Raises:
-        RankTimeoutError: The process group gave up on a message; its `timeout` says when.
+        RankTimeoutError: The process group gave up on a message, after its `timeout`.
     """
     start = time.monotonic()
     try:
@@ -64,7 +64,7 @@ def _late(ranks: Ranks, batch: int) -> list[int]:
             time.sleep(0.1)
         missing.extend(others)
 
-    # In a thread, since the process that holds the store may be the one that does not answer.
+    # In a thread, since the process that hosts the store may be the one that does not answer.
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
     caller.join(2 * _ROLL_CALL)

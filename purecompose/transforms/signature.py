@@ -1,6 +1,6 @@
 """The signature of a value: everything about it except the numbers in its tensors.
 
-Compiled code runs without guards, so what it was built for must be known in full: the containers, the constants
+Compiled code runs without guards, so everything it was built for must be known: the containers, the constants
 among the leaves, and each tensor's shape, strides, dtype and device.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["ABSENT", "Signature", "Spec", "spec_of"]
 
 
 class Spec(NamedTuple):
-    """What compiled code relies on in a tensor."""
+    """The properties of a tensor on which compiled code relies."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -26,7 +26,7 @@ class Spec(NamedTuple):
     device: torch.device
 
     def empty(self) -> Tensor:
-        """Return a tensor of this kind with arbitrary numbers."""
+        """Return an uninitialised tensor with these properties."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
@@ -34,7 +34,7 @@ def spec_of(tensor: Tensor) -> Spec:
     """Return the spec of a tensor.
 
     Raises:
-        TypeError: It is sparse or of a subclass: compiled code reads plain, strided memory.
+        TypeError: The tensor is sparse or quantized: compiled code reads plain, strided memory.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"expected a dense tensor, got one with layout {tensor.layout}; to_dense() makes it one")
@@ -42,7 +42,7 @@ def spec_of(tensor: Tensor) -> Spec:
 
 
 def as_it_lies(tensor: Tensor) -> Tensor:
-    """Return the tensor without a lazy sign or conjugation, as its numbers are in memory."""
+    """Return the tensor with a lazy sign or conjugation applied, so that its memory contains its numbers."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_neg() or tensor.is_conj() else tensor
 
 
@@ -58,7 +58,7 @@ class Signature:
     def __init__(self, specs: tuple[Spec, ...], structure: Hashable, build: Callable[[list[Tensor]], Any]) -> None:
         """Use `Signature.of` instead."""
         self.specs, self._structure, self._build = specs, structure, build
-        self._hash: int | None = None  # made when asked for: sizes that are still open have none
+        self._hash: int | None = None  # computed on demand: symbolic sizes cannot be hashed
 
     @classmethod
     def of(cls, value: Any) -> tuple["Signature", list[Tensor]]:
@@ -110,7 +110,7 @@ class Signature:
 
 
 class _Hole:
-    """Takes the place of a tensor."""
+    """A placeholder for a tensor."""
 
 
 _HOLE = _Hole()

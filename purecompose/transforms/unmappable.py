@@ -61,12 +61,12 @@ _REFUSED = (
         "Replace the layer or the operation",
     ),
 )
-"""Words of torch's messages (regular expressions), what they mean, and what to do."""
+"""Regular expressions for torch's messages, their meanings, and the remedies."""
 
 
 @contextmanager
 def explained(state: State, num: int) -> Iterator[None]:
-    """Return a scope in which what vmap refuses is reported with the layer, the line and a remedy.
+    """Return a context manager in which errors of vmap are reported with the layer, the line and a remedy.
 
     Args:
         state: The stacked state.
@@ -74,7 +74,7 @@ def explained(state: State, num: int) -> Iterator[None]:
 
     Raises:
         ValueError: A leaf lacks a row for each member.
-        UnkeyedRandomError: Something drew from a global generator.
+        UnkeyedRandomError: Code drew from a global generator.
         RuntimeError: An operation cannot be mapped.
     """
     try:
