@@ -3,10 +3,11 @@
 A loss is any callable `(outputs, targets, reduction="mean")` with reduction "mean", "sum" or "none"; so
 `torch.nn.functional.cross_entropy` is one.
 
-A loss may say what its mean divides by, so that microbatches add up to the batch: by a method
-`counted(outputs, targets)`, a bool tensor of the shape that reduction "none" gives, true where a position enters the
-mean (padding does not); or by a method `num_terms(outputs, targets)`, the number itself, which may be a sum of weights.
-A loss with neither is taken for a mean over all elements. Nothing here reads a value back from the device.
+A loss may report what its mean divides by, so that microbatches add up to the batch. It does so with a method
+`counted(outputs, targets)`, which returns a bool tensor of the shape of the losses with reduction "none", true where a
+position enters the mean (padding does not); or with a method `num_terms(outputs, targets)`, which returns the number
+itself, possibly a sum of weights. A loss with neither is taken as a mean over all elements. Nothing here reads a value
+back from the device.
 """
 
 from purecompose.losses.evaluation import check_loss, evaluate_loss, per_example

@@ -1,6 +1,6 @@
 """The loss stage: a loss of plain or mixed targets, as a mean or per example.
 
-A `Mixture` is resolved in one of two ways, which for cross entropy agree, since that is linear in its targets:
+A `Mixture` is resolved in one of two ways, which agree for cross entropy, since it is linear in its targets:
 
     soft targets          loss(outputs, sum_k w_k onehot(t_k))
     interpolated losses   sum_k w_k loss(outputs, t_k)
@@ -22,7 +22,7 @@ __all__ = ["check_loss", "evaluate_loss", "per_example"]
 
 
 def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
-    """Raise early if this is not a loss or, with `per_example`, one that cannot give losses per example.
+    """Raise early if this is not a loss or, with `per_example`, if it cannot return losses per example.
 
     Raises:
         TypeError: Not callable, a class in place of an instance, or no `reduction` parameter.
@@ -42,14 +42,14 @@ def check_loss(loss_fn: object, *, per_example: bool = False) -> None:
 
 
 def evaluate_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
-    """Return the loss of plain or mixed targets: what the loss stage differentiates and logs.
+    """Return the loss of plain or mixed targets, which the loss stage differentiates and logs.
 
-    A mixture of one term is its plain target. Others become soft targets or, with `interpolate_loss`, a sum
-    of the terms' losses per example; the mean of that is over the positions the loss counts (see `purecompose.losses`).
-    For "mean" the loss is called without `reduction`, so that a plain function of (outputs, targets) will do.
+    A mixture of one term is used as its plain target. Other mixtures become soft targets or, with `interpolate_loss`,
+    a sum of the terms' losses per example, whose mean is over the positions the loss counts (see `purecompose.losses`).
+    For "mean" the loss is called without `reduction`, so a plain function of (outputs, targets) suffices.
 
     Raises:
-        TypeError: The loss cannot do what is asked (see `check_loss`); a mixture for a `ModelLoss`.
+        TypeError: The loss does not support the reduction (see `check_loss`), or a mixture is given to a `ModelLoss`.
     """
     if not isinstance(targets, Mixture):
         return _call_loss(loss_fn, outputs, targets, reduction)
@@ -76,7 +76,7 @@ def per_example(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> T
 
     Raises:
         TypeError: The loss has no `reduction` parameter.
-        ValueError: What it gives for "none" has no leading dim of N.
+        ValueError: The losses it returns for "none" have no leading dim of N.
     """
     losses = evaluate_loss(loss_fn, outputs, targets, "none")
     _check_rows(loss_fn, losses, outputs, targets)
@@ -94,7 +94,7 @@ def _call_loss(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, reduc
     try:
         return loss_fn(outputs, targets, reduction=reduction)
     except TypeError:
-        # Signatures are read only now: that costs as much as a small loss does.
+        # The signature is read only after a failure, because reading it costs as much as a small loss.
         check_loss(loss_fn, per_example=True)
         raise
 
@@ -120,10 +120,10 @@ def _check_rows(loss_fn: object, losses: Tensor, outputs: Any, targets: Any) -> 
 
 
 def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:
-    # A module's __call__ takes anything; its forward tells.
+    # A module's __call__ accepts any arguments, so the signature of its forward is read.
     inner = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = inspect.signature(inner).parameters
-    except (TypeError, ValueError):  # some built-in functions have no signature: let them try
+    except (TypeError, ValueError):  # some built-in functions have no signature: assume that they take it
         return True
     return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

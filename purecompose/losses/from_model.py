@@ -1,4 +1,4 @@
-"""The loss of a model that computes its own, such as those of transformers."""
+"""The loss of a model that computes its own, as the models of transformers do."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["ModelLoss", "model_loss"]
 class ModelLoss:
     """The loss that the model computed itself: the outputs' entry or attribute `key`. Targets are not read.
 
-    A scalar is taken for a mean, and is all there is; losses per example, (N, ...), reduce in every way.
-    A scalar does not say how many terms it is the mean of. Where the batch has labels, microbatches are weighted by
-    those that are not `ignore_index`, as a language model's loss over padded sentences is, so that k microbatches give
-    the gradient of the whole batch; elsewhere by examples. The first eager step compares the count with `logits` among
-    the outputs, if there are any.
+    A scalar is taken as a mean and supports no other reduction; losses per example, (N, ...), support all of them.
+    A scalar does not reveal how many terms it is the mean of. If the batch has labels, microbatches are weighted by the
+    number of labels that are not `ignore_index`, like a language model's loss over padded sentences, so that k
+    microbatches give the gradient of the whole batch; otherwise by their number of examples. The first eager step
+    checks the count against the `logits` among the outputs, if there are any.
 
     Args:
         key: The outputs' entry or attribute.
         labels: The batch's member (a key of `purecompose.batch`) that holds class indices; by default "labels", if the
             batch has it.
         ignore_index: The label that does not count.
-        shift: How many labels at the start of the last dim the model leaves out: 1 for causal language models, which
-            predict each label from those before it. By default 1 for those of transformers, which `State.create`
-            recognizes, and 0 for other networks.
+        shift: Number of labels at the start of the last dim that the model leaves out: 1 for causal language models,
+            which predict each label from the preceding ones. By default 1 for the causal language models of
+            transformers, which `State.create` recognizes, and 0 for other networks.
 
     Raises:
-        ValueError: The outputs carry no such tensor; "sum" or "none" of a scalar.
+        ValueError: The outputs contain no such tensor, or reduction "sum" or "none" is requested of a scalar.
 
     Example:
         >>> model_loss({"loss": torch.tensor(2.0), "logits": torch.zeros(4, 3)}, None).item()
@@ -64,7 +64,7 @@ class ModelLoss:
             raise ValueError(f"ModelLoss: shift={self.shift!r}: expected a number of labels, 0 or more")
 
     def of_network(self, net: nn.Module) -> ModelLoss:
-        """Return the loss with the `shift` of a network, if none was given."""
+        """Return the loss with the `shift` for a network, unless one was given."""
         return self if self.shift is not None else replace(self, shift=int(_is_causal_language_model(net)))
 
     def __call__(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
@@ -86,17 +86,17 @@ class ModelLoss:
         return loss
 
     def num_terms(self, outputs: Any, batch: Any) -> int | Tensor:
-        """Return how many labels of the batch count, 0-d int64; without labels the number of examples."""
+        """Return the number of labels in the batch that count, 0-d int64; without labels, the number of examples."""
         labels = self.labels_of(batch)
         if labels is None:
             return num_examples(outputs, None) if batch is None else batches.num_examples(batch)
         return (labels[..., self.shift or 0 :] != self.ignore_index).sum()
 
     def labels_of(self, batch: Any) -> Tensor | None:
-        """Return the labels in a batch; `None` where they are not named and the batch has no class indices as "labels".
+        """Return the labels in a batch; `None` if `labels` is not set and the batch has no class indices as "labels".
 
         Raises:
-            KeyError, TypeError: The batch has no member of the name that was given, or one that is not a tensor.
+            KeyError, TypeError: The batch has no member with the given name, or the member is not a tensor.
         """
         if self.labels is None:
             labels = _member(batch, "labels")
@@ -112,7 +112,7 @@ class ModelLoss:
         metrics.
 
         Args:
-            outputs: What the model returned, with logits (N, ..., C).
+            outputs: The model's outputs, with logits (N, ..., C).
             batch: The batch, or the labels themselves.
 
         Raises:
@@ -133,17 +133,18 @@ class ModelLoss:
         return logits[..., : labels.shape[-1] - shift, :].movedim(-1, 1), labels[..., shift:]
 
     def check(self, outputs: Any, batch: Any, *, reads_values: bool = True) -> None:
-        """Raise where the labels that `num_terms` counts are not those that the model's loss is the mean over.
+        """Raise if the labels that `num_terms` counts are not the ones that the model's loss averages over.
 
         Args:
-            outputs: What the model returned.
+            outputs: The model's outputs.
             batch: The batch.
-            reads_values: Compare numbers as well, which waits for the device: the loss with the cross entropy of the
-                outputs' "logits" (N, ..., C) and the labels (N, ...), if there are such, with and without a shift.
+            reads_values: Compare numbers as well, which waits for the device: the loss is compared with the cross
+                entropy of the outputs' "logits" (N, ..., C) and the labels (N, ...), if both exist, with and without a
+                shift.
 
         Raises:
-            KeyError, TypeError: As `labels_of`.
-            ValueError: The loss leaves out another number of labels at the start.
+            KeyError, TypeError: As for `labels_of`.
+            ValueError: The loss leaves out a different number of labels at the start.
         """
         labels, loss = self.labels_of(batch), self(outputs, None)
         logits = _member(outputs, "logits")
@@ -169,7 +170,7 @@ def _member(outputs: Any, key: str) -> Any:
 
 
 def _shifted_cross_entropy(logits: Tensor, labels: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Return the mean cross entropy of labels and of the logits `shift` positions before them."""
+    """Return the mean cross entropy between the labels and the logits `shift` positions before them."""
     length = labels.shape[-1] - shift
     rows = logits[..., :length, :].flatten(0, -2).double()
     return F.cross_entropy(rows, labels[..., shift:].flatten().long(), ignore_index=ignore_index)

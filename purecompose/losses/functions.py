@@ -1,4 +1,4 @@
-"""Losses of outputs and targets: frozen dataclasses, so that two of one configuration are equal and hash alike."""
+"""Losses of outputs and targets: frozen dataclasses, so that two with the same settings are equal and hash alike."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ __all__ = [
 class CrossEntropy:
     """Softmax cross entropy, -sum_c weight_c t_c log softmax(outputs)_c, of index and dense targets.
 
-    Called with outputs (N, C, ...), logits with classes in dim 1, and targets as indices (N, ...) or dense
-    (N, C, ...). The mean is over the positions that count: left out are indices equal to `ignore_index` and
-    dense rows of zeros, their dense form. Where nothing counts it is NaN, as torch's, and its gradient 0.
+    Outputs are logits (N, C, ...) with classes in dim 1; targets are indices (N, ...) or dense (N, C, ...). The mean
+    is over the positions that count: indices equal to `ignore_index` and their dense form, rows of zeros, are left
+    out. If nothing counts, the mean is NaN, as in torch, and its gradient is 0.
 
-    With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions. For indices that is torch's; for
-    dense targets torch divides by the number of positions, which would give one-hot targets another mean than indices.
+    With `weight` the mean divides by the sum of sum_c weight_c t_c over all positions. For indices torch does the same;
+    for dense targets it divides by the number of positions, so one-hot targets would have another mean than indices.
 
     Args:
         ignore_index: The index that stands for no class.
-        weight: One weight per class, C numbers of 0 or more (a sequence or a tensor), kept as a tuple of floats; by
-            default 1 for each.
+        weight: One weight per class, C numbers >= 0 (a sequence or a tensor), stored as a tuple of floats; by default
+            1 for each class.
 
     Raises:
-        TypeError, ValueError: As `has_index_targets`; weights that are negative or not finite, or not C of them. An
-            index of C or more raises torch's own error.
+        TypeError, ValueError: As for `has_index_targets`; weights that are negative, not finite, or not C in number.
+            An index of C or more raises torch's own error.
 
     Example:
         >>> outputs, targets = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([0, -100])
@@ -67,7 +67,7 @@ class CrossEntropy:
         if self.weight is None:
             return
         weight: Any = self.weight.tolist() if isinstance(self.weight, Tensor) else self.weight
-        weight = weight.tolist() if hasattr(weight, "tolist") else weight  # an array of NumPy
+        weight = weight.tolist() if hasattr(weight, "tolist") else weight  # a NumPy array
         if not isinstance(weight, list | tuple):
             raise TypeError(f"losses.CrossEntropy: weight={self.weight!r}: expected a sequence of numbers or a tensor")
         checked = (check_number(value, f"losses.CrossEntropy: weight[{i}]", 0) for i, value in enumerate(weight))
@@ -82,13 +82,13 @@ class CrossEntropy:
         weight = self._class_weights(outputs, outputs.dtype)
         if reduction != "mean":
             return F.cross_entropy(outputs, targets, weight=weight, reduction=reduction, **options)
-        # torch divides dense targets by all rows, where the index form, which they have to equal, divides by those that
-        # count; and of weights that add up to 0 its gradient is NaN.
+        # For dense targets torch divides by the number of all rows, but the result has to equal that for indices, where
+        # only rows that count are included. For weights that add up to 0 torch's gradient is NaN.
         total = F.cross_entropy(outputs, targets, weight=weight, reduction="sum", **options)
         return mean_of(total, self.num_terms(outputs, targets))
 
     def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
-        """0-d: how many positions enter the mean, int64; or the sum of their weights, float32 or wider."""
+        """Return the number of positions in the mean, 0-d int64, or the sum of their weights, 0-d float32 or wider."""
         weight = self._class_weights(outputs, wide_dtype(outputs))
         if weight is None:
             return self.counted(outputs, targets).sum()
@@ -100,7 +100,7 @@ class CrossEntropy:
         return (targets.to(weight.dtype).movedim(1, -1) * weight).sum()
 
     def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
-        """Bool, (N, ...): the positions that enter the mean; of a mixture, those where any term does."""
+        """Return the mask of the positions in the mean, bool (N, ...); for a mixture, those where any term counts."""
         if not isinstance(targets, Mixture):
             is_index = has_index_targets(outputs, targets)
             return targets != self.ignore_index if is_index else targets.any(dim=1)
@@ -120,7 +120,7 @@ class CrossEntropy:
         return targets if targets.dtype.is_floating_point else targets.to(wide_dtype(outputs))
 
     def _class_weights(self, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """(C,), on the outputs' device; `None` without weights."""
+        """Return the weights, (C,), on the outputs' device; `None` without weights."""
         if self.weight is None:
             return None
         weight = cast(tuple[float, ...], self.weight)
@@ -137,7 +137,7 @@ class MeanSquaredError:
     """(outputs - targets)^2, averaged over all elements. Shapes must be equal: nothing broadcasts.
 
     Raises:
-        ValueError: Shapes differ.
+        ValueError: The shapes differ.
 
     Example:
         >>> mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [0.0]])).item()
@@ -162,17 +162,17 @@ class BinaryCrossEntropy:
         mean over examples   1 / N sum_nc l(x_nc, t_nc),   C times as large
 
     with l(x, t) = -t log sigmoid(x) - (1 - t) log(1 - sigmoid(x)). torch averages over elements; the published recipes
-    (`purecompose.recipe`) and their learning rates were found with the mean over examples.
+    (`purecompose.recipe`) and their learning rates assume the mean over examples.
 
     Targets have the outputs' shape, with values in [0, 1]; or they are class indices (N, ...) for outputs
-    (N, C, ...), C > 1, taken as one-hot. A negative index is an example of no class: it is not left out.
+    (N, C, ...), C > 1, and are converted to one-hot. A negative index marks an example of no class, which still counts.
 
     Args:
-        mean_over: "elements", or "examples" for sums over all outputs of an example; what reduction "none" gives is of
-            the outputs' shape, or (N,).
+        mean_over: "elements", or "examples" for sums over all outputs of an example. With reduction "none" the losses
+            have the outputs' shape for "elements" and shape (N,) for "examples".
 
     Raises:
-        TypeError, ValueError: As `has_index_targets` and `one_hot`; another `mean_over`.
+        TypeError, ValueError: As for `has_index_targets` and `one_hot`; any other `mean_over`.
 
     Example:
         >>> outputs, targets = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
@@ -201,21 +201,21 @@ class BinaryCrossEntropy:
 
 @dataclass(frozen=True)
 class Dice:
-    """1 - the Dice coefficient of softmax probabilities p and targets t, for segmentation; a mean over examples.
+    """1 minus the Dice coefficient of softmax probabilities p and targets t, for segmentation; a mean over examples.
 
         1 - mean_c (2 sum p_c t_c + smooth) / (sum p_c + sum t_c + smooth)
 
-    The sums are over the positions of one example, so the loss of a batch is the mean of its examples', and does not
-    depend on how they are cut into batches. Called with outputs (N, C, ...), logits with classes in dim 1, and targets
-    as indices (N, ...) or dense (N, C, ...). Positions of index `ignore_index`, or of a dense row of zeros, are left
+    The sums are over the positions of one example, so the loss of a batch is the mean of its examples' losses and does
+    not depend on how they are cut into batches. Outputs are logits (N, C, ...) with classes in dim 1; targets are
+    indices (N, ...) or dense (N, C, ...). Positions with index `ignore_index`, or with a dense row of zeros, are left
     out.
 
     Args:
-        smooth: Gives classes that neither p nor t has a coefficient of 1; above 0.
+        smooth: Number added to both parts of the fraction, above 0; a class absent from both p and t has coefficient 1.
         ignore_index: The index that stands for no class.
 
     Raises:
-        TypeError, ValueError: As `has_index_targets` and `one_hot`; a `smooth` that is not above 0.
+        TypeError, ValueError: As for `has_index_targets` and `one_hot`; a `smooth` that is not above 0.
 
     Example:
         >>> round(dice(torch.zeros(1, 2, 4), torch.tensor([[0, 0, 1, 1]])).item(), 4)

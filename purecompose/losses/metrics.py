@@ -1,6 +1,6 @@
-"""Metrics as three pure functions: `init` an accumulator, `update` it by a batch, `compute` the value.
+"""Metrics as three pure functions: `init` an accumulator, `update` it with a batch, `compute` the value.
 
-Accumulators are sums over examples and their number, so that a metric does not depend on how the examples
+Accumulators hold a sum over examples and their number, so that a metric does not depend on how the examples
 were cut into batches. They stay on the device: nothing is read back before the caller reads the value.
 """
 
@@ -49,7 +49,7 @@ Device = torch.device | str | None
 
 
 class InitFn(Protocol):
-    """`init(device=None) -> acc`: the accumulator of no examples."""
+    """`init(device=None) -> acc`: an empty accumulator."""
 
     def __call__(self, device: Device = None) -> Any: ...
 
@@ -61,7 +61,7 @@ class UpdateFn(Protocol):
 
 
 class ComputeFn(Protocol):
-    """`compute(acc) -> value`, 0-d; NaN of no examples."""
+    """`compute(acc) -> value`, 0-d; NaN without examples."""
 
     def __call__(self, acc: Any, /) -> Tensor: ...
 
@@ -80,40 +80,40 @@ class Metric(NamedTuple):
     update: UpdateFn
     compute: ComputeFn
     reads_batch: bool = False
-    """Whether `update` takes the whole batch in the targets' place, as a model's own loss does."""
+    """True if `update` takes the whole batch in place of the targets, as a model's own loss does."""
     takes_logits: bool = False
-    """Whether `update` takes logits (N, C, ...) and class indices, so that it can be given those of a model with a loss
-    of its own; see `of_model`."""
+    """True if `update` takes logits (N, C, ...) and class indices, so that it also works for a model that computes its
+    own loss; see `of_model`."""
     takes_count: bool = False
-    """Whether `update` takes a further `num_examples`, the batch's number of examples where they are not its rows."""
+    """True if `update` also takes `num_examples`, the batch's number of examples where it differs from its rows."""
 
 
 class Mean(NamedTuple):
-    """The accumulator of the metrics here."""
+    """Accumulator of a mean, used by most metrics of this module."""
 
     total: Tensor
-    """0-d, the sum so far: int64, exact, for accuracies; else float64, or float32 on devices without it."""
+    """Sum so far, 0-d: int64 (exact) for accuracies, else float64, or float32 on devices without it."""
     number: Tensor
-    """0-d, int64: how many examples or positions counted so far; floating where a loss weighs them."""
+    """Number of examples or positions that counted so far, 0-d int64; floating if a loss weights them."""
 
     def value(self) -> Tensor:
-        """0-d, float: total / number; NaN where nothing counted."""
+        """Return total / number, 0-d float; NaN if nothing counted."""
         return self.total / self.number
 
 
 def top_k(k: int, *, ignore_index: int = -100) -> Metric:
-    """Return the share of positions whose class is among the k with the highest outputs.
+    """Return a metric for the share of positions whose class is among the k with the highest outputs.
 
-    Outputs are (N, C, ...), targets indices (N, ...), dense (N, C, ...) or a `Mixture`; of the last two the
-    class is the heaviest. Positions with a negative index, with `ignore_index`, or with a dense row of zeros
-    do not count. Which of equal outputs ranks first is torch's choice.
+    Outputs are (N, C, ...); targets are indices (N, ...), dense (N, C, ...) or a `Mixture`, and in the last two cases
+    the class with the largest weight is used. Positions with a negative index, with `ignore_index`, or with a dense
+    row of zeros do not count. The order of equal outputs is torch's.
 
     Args:
-        k: How many guesses are allowed, at least 1.
+        k: Number of guesses allowed, at least 1.
         ignore_index: The index that stands for no class.
 
     Raises:
-        ValueError: k below 1, at once; fewer than max(2, k) classes, at the first update.
+        ValueError: k is below 1 (raised immediately), or there are fewer than max(2, k) classes (at the first update).
 
     Example:
         >>> metric, outputs = top_k(2), torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])
@@ -147,17 +147,18 @@ accuracy = top_k(1)
 
 
 def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
-    """Return the Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), a mean over the classes that
-    occur.
+    """Return a metric for the Dice coefficient of the predicted classes, 2 |P and T| / (|P| + |T|), averaged over the
+    classes that occur.
 
-    Sizes are counted over all examples together. Outputs and targets as for `top_k`.
+    Sizes are counted over all examples together. Outputs and targets are as for `top_k`.
 
     Args:
         num_classes: C, the number of classes.
         ignore_index: The index that stands for no class.
 
     Raises:
-        TypeError, ValueError: No whole number from 1 on, at once; outputs of other classes, at the first update.
+        TypeError, ValueError: `num_classes` is not an integer of at least 1 (raised immediately), or the outputs have
+            another number of classes (at the first update).
 
     Example:
         >>> metric, outputs = dice(2), torch.tensor([[[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]])
@@ -188,12 +189,13 @@ def dice(num_classes: int, *, ignore_index: int = -100) -> Metric:
 
 
 def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
-    """Return the loss of all batches as if they were one: each batch's mean weighted by its `losses.num_terms`.
+    """Return a metric for the loss of all batches as if they were one: batch means weighted by `losses.num_terms`.
 
-    That is by examples or, for a loss that tells what it counts, by those positions: tokens, not padding.
+    The weights are numbers of examples or, for a loss that reports what it counts, numbers of those positions: tokens,
+    not padding.
 
     Raises:
-        TypeError: Not a loss.
+        TypeError: `loss_fn` is not a loss.
 
     Example:
         >>> metric = mean_loss(torch.nn.functional.mse_loss)
@@ -209,22 +211,22 @@ def mean_loss(loss_fn: Callable[..., Tensor]) -> Metric:
             terms = num_terms(loss_fn, outputs, targets)
         else:
             terms = num_examples
-        # Over a total of one the share is loss * terms, and zero where the batch has none to count.
+        # With a total of 1 the share is loss * terms, or zero if nothing in the batch counts.
         return Mean(acc.total + share_of_mean(loss, terms, 1), acc.number + terms)
 
-    # A model's own loss does not read targets, but counts its labels in the batch.
+    # A model's own loss does not read targets, but it counts the labels in the batch.
     reads_batch, takes_logits = isinstance(loss_fn, ModelLoss), isinstance(loss_fn, CrossEntropy)
     return Metric(_init_mean, update, Mean.value, reads_batch, takes_logits, takes_count=True)
 
 
 def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
-    """exp(loss), of `mean_loss`: out of how many equally likely classes a language model chooses on average.
+    """Return a metric for exp(`mean_loss`): how many equally likely classes a language model chooses from on average.
 
     Args:
         loss_fn: A mean of -log p over positions, in nats.
 
     Raises:
-        TypeError: Not a loss.
+        TypeError: `loss_fn` is not a loss.
 
     Example:
         >>> metric = perplexity()
@@ -236,14 +238,14 @@ def perplexity(loss_fn: Callable[..., Tensor] = cross_entropy) -> Metric:
 
 
 def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
-    """Return the mean over examples of a plain function of (outputs, targets).
+    """Return a metric for the mean over examples of a plain function of (outputs, targets).
 
-    The function gives a value for each example, (N,) or (N, ...), averaged over the other dims; or a 0-d mean
-    of the batch, weighted by its number of examples. A `Mixture` reaches it as dense targets.
+    The function returns a value for each example, (N,) or (N, ...), averaged over the other dims; or a 0-d mean
+    of the batch, weighted by its number of examples. A `Mixture` is passed to it as dense targets.
 
     Raises:
-        TypeError: Not callable, or it returns no tensor.
-        ValueError: What it returns is neither 0-d nor one row per example.
+        TypeError: `fn` is not callable, or it does not return a tensor.
+        ValueError: The tensor it returns is neither 0-d nor has one row per example.
 
     Example:
         >>> metric = from_function(lambda outputs, targets: (outputs - targets).abs())
@@ -267,11 +269,11 @@ def from_function(fn: Callable[[Any, Any], Tensor]) -> Metric:
 
 
 def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
-    """Return a metric as it is; one of torchmetrics by `from_torchmetrics`; a loss that tells its number of terms as
-    `mean_loss`; a function by `from_function`.
+    """Return a metric unchanged; convert one of torchmetrics by `from_torchmetrics`, a loss that reports its number of
+    terms by `mean_loss`, and any other function by `from_function`.
 
     Raises:
-        TypeError: None of these, or another object that accumulates by itself.
+        TypeError: The value is none of these, or is another object that accumulates internally.
     """
     if isinstance(value, Metric):
         return value
@@ -293,16 +295,16 @@ def as_metric(value: Metric | Callable[..., Tensor]) -> Metric:
 def from_torchmetrics(metric: Any) -> Metric:
     """Return a metric of torchmetrics as three pure functions; the object itself is copied and stays as it was.
 
-    Its states (`metric_state`) are the accumulator. It sees `(outputs, targets)`, as `update(preds, target)`; a
-    `Mixture` as dense targets. What it computes should be a single number, to appear in records. For a population it
-    must not look at values: `validate_args=False`.
+    Its states (`metric_state`) are the accumulator. Its `update(preds, target)` is called with `(outputs, targets)`; a
+    `Mixture` is passed as dense targets. The result should be a single number, to appear in records. For a population
+    it must not inspect values: use `validate_args=False`.
 
     Args:
-        metric: Such as `torchmetrics.classification.MulticlassF1Score(num_classes=10)`.
+        metric: A metric such as `torchmetrics.classification.MulticlassF1Score(num_classes=10)`.
 
     Raises:
-        TypeError: It is none: a `MetricCollection`, for one, whose members
-            are given one by one.
+        TypeError: The object is not a metric, or contains other metrics, as a `MetricCollection` does; pass its
+            members one by one.
     """
     if isinstance(metric, type) or not all(
         hasattr(metric, name) for name in ("metric_state", "higher_is_better", "compute")
@@ -317,7 +319,7 @@ def from_torchmetrics(metric: Any) -> Metric:
     blank.reset()
 
     def filled(acc: dict[str, Any]) -> Any:
-        # A copy for each call: what torchmetrics adds up in place, or remembers, belongs to this call.
+        # Each call works on its own copy, because torchmetrics adds up in place and caches results.
         worker = copy.deepcopy(blank)
         for name, value in acc.items():
             setattr(worker, name, list(value) if isinstance(value, list) else value.clone())
@@ -334,19 +336,19 @@ def from_torchmetrics(metric: Any) -> Metric:
 
     def compute(acc: dict[str, Any]) -> Tensor:
         worker = filled(acc)
-        worker._update_count = 1  # else it warns that it has seen nothing
+        worker._update_count = 1  # otherwise it warns that `update` was not called
         return worker.compute()
 
     return Metric(init, update, compute)
 
 
 def of_model(metric: Metric, loss_fn: Any) -> Metric:
-    """Return the metric for outputs with a loss of their own: of these the `logits`, beside the labels that the loss
-    names.
+    """Return the metric for a model that computes its own loss: it reads the outputs' `logits` and the labels named by
+    the loss.
 
     Args:
-        metric: A metric; one that does not take logits stays as it is.
-        loss_fn: The state's loss; only for a `ModelLoss` something changes.
+        metric: A metric; one that does not take logits is returned unchanged.
+        loss_fn: The state's loss; unless it is a `ModelLoss`, the metric is returned unchanged.
 
     Example:
         >>> metric, batch = of_model(accuracy, ModelLoss(shift=1)), {"labels": torch.tensor([[0, 1, 1]])}
@@ -366,7 +368,7 @@ def of_model(metric: Metric, loss_fn: Any) -> Metric:
 
 
 def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
-    """Return a metric's `update` for a batch of so many examples; `None` where its rows are its examples."""
+    """Return a metric's `update` for a batch of `num_examples` examples; `None` if each row is an example."""
     if num_examples is None or not metric.takes_count:
         return metric.update
     update: Callable[..., Any] = metric.update
@@ -374,8 +376,8 @@ def counting(metric: Metric, num_examples: int | None) -> Callable[..., Any]:
 
 
 def read_by(metric: Metric, state: Any) -> Any:
-    """Return a metric's second argument: the batch's target, or the whole batch for a model with its own
-    loss, whose batches may name no target.
+    """Return the second argument of a metric's `update`: the batch's target, or the whole batch for a model with its
+    own loss, whose batches may have no target.
     """
     if metric.reads_batch:
         return state.batch
@@ -389,7 +391,7 @@ def read_by(metric: Metric, state: Any) -> Any:
 
 
 def is_lower_better(name: str) -> bool:
-    """Return whether a metric is one of those that training makes smaller, by its name.
+    """Return whether lower values of a metric are better, judged by its name.
 
     Example:
         >>> is_lower_better("eval/loss"), is_lower_better("eval/accuracy")
@@ -403,7 +405,7 @@ def _zero(dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def _init_mean(device: Device = None) -> Mean:
-    # Single precision forgets examples after some millions; Apple's GPUs have nothing wider.
+    # In float32, further examples are rounded away after some millions; Apple's GPUs have no wider dtype.
     is_mps = device is not None and torch.device(device).type == "mps"
     return Mean(_zero(torch.float32 if is_mps else torch.float64, device), _zero(torch.int64, device))
 

@@ -8,7 +8,7 @@ __all__ = ["mean_of", "reduced"]
 
 
 def mean_of(total: Tensor, count: int | Tensor) -> Tensor:
-    """total / count; where the count is zero, NaN with a gradient of zero (that of 0 / 0 is NaN)."""
+    """Return total / count; for a count of zero, NaN with a gradient of zero (the gradient of 0 / 0 would be NaN)."""
     count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
     return torch.where(count > 0, total / torch.where(count > 0, count, 1), torch.nan)
 

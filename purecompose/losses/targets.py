@@ -1,9 +1,9 @@
-"""The forms targets come in, and `Mixture`: several weighted targets per example.
+"""Forms of targets, and `Mixture`: several weighted targets per example.
 
 Class targets are indices (N, ...) or dense (N, C, ...), distinguished by shape. Mixing methods (MixUp, CutMix)
-give each example more than one target: a `Mixture` keeps them as terms, example i having target t_k[i] with
-weight w_k[i], where sum_k w_k[i] = 1. It becomes soft targets, sum_k w_k onehot(t_k), only if and when a loss
-wants those. No function here reads a value back from the device.
+give each example more than one target: a `Mixture` keeps them as terms, where example i has target t_k[i] with
+weight w_k[i], and sum_k w_k[i] = 1. It is converted to soft targets, sum_k w_k onehot(t_k), only if and when a loss
+needs them. No function here reads a value back from the device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def has_index_targets(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """Dense form of class indices, shaped like the outputs.
+    """Return the dense form of class indices, shaped like the outputs.
 
     Negative indices, and `ignore_index`, become rows of zeros, which `losses.CrossEntropy` leaves out. An
     index of C or more raises torch's own error on a CPU and trips torch's assertion on a GPU.
@@ -60,13 +60,13 @@ def one_hot(targets: Tensor, outputs: Tensor, *, ignore_index: int | None = None
     Args:
         targets: (N, ...), integer dtype.
         outputs: (N, C, ...), C at least 2; only shape, dtype and device are used.
-        ignore_index: One more index to leave out, such as 255 in segmentation.
+        ignore_index: Another index to leave out, such as 255 in segmentation.
 
     Returns:
         (N, C, ...), float32, or float64 if the outputs are: half precision would round the weights.
 
     Raises:
-        TypeError, ValueError: As `has_index_targets`; targets are dense already; a single class.
+        TypeError, ValueError: As for `has_index_targets`; the targets are already dense; there is a single class.
 
     Example:
         >>> one_hot(torch.tensor([2, -100]), torch.zeros(2, 3)).tolist()
@@ -84,7 +84,7 @@ def num_examples(outputs: Any, targets: Any) -> int:
     """Return the leading dim of the first tensor in the targets, else in the outputs (pytrees allowed).
 
     Raises:
-        ValueError: No tensor with a batch dim in either.
+        ValueError: Neither contains a tensor with a batch dim.
     """
     if isinstance(targets, Tensor) and targets.ndim:
         return targets.shape[0]
@@ -98,12 +98,12 @@ def num_examples(outputs: Any, targets: Any) -> int:
 
 
 def per_row(weight: Tensor, like: Tensor) -> Tensor:
-    """Return a weight per example, (N,), given the dims that let it multiply `like`, (N, ...), row by row."""
+    """Return a weight per example, (N,), reshaped so that it multiplies `like`, (N, ...), row by row."""
     return weight[(...,) + (None,) * (like.ndim - 1)]
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for a float64 tensor, else float32: weights and soft targets suffer in half precision."""
+    """Return float64 for a float64 tensor, else float32, because half precision is too coarse for weights."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -112,10 +112,10 @@ class Mixture:
     """Targets in several terms, with a weight per example. An immutable pytree that splits with the batch.
 
     Attributes:
-        targets: One tensor (N, ...) a term: class indices, or dense targets of the outputs' shape.
-        weights: One tensor (N,) a term, float; over the terms they sum to 1.
-        interpolate_loss: Mix the losses of the terms, not their targets. Static. Where mixings of one batch
-            differ in it, losses are interpolated: that is right for every loss, soft targets are not.
+        targets: One tensor (N, ...) per term: class indices, or dense targets of the outputs' shape.
+        weights: One float tensor (N,) per term; over the terms they sum to 1.
+        interpolate_loss: True to mix the losses of the terms instead of their targets. Static. If several mixings of
+            one batch differ in it, losses are interpolated, which is correct for every loss; soft targets are not.
 
     Example:
         >>> mixture = Mixture.of(torch.tensor([0, 1])).mixed_with(torch.tensor([1, 0]), 0.25)
@@ -129,10 +129,12 @@ class Mixture:
 
     @classmethod
     def of(cls, targets: Tensor | Mixture) -> Mixture:
-        """Return targets as a mixture of one term with weight 1 (float32, or float64 if they are); a mixture as it is.
+        """Return targets as a mixture of one term with weight 1 (float64 for float64 targets, else float32).
+
+        A mixture is returned unchanged.
 
         Raises:
-            TypeError: Not a tensor with a batch dim.
+            TypeError: The targets are not a tensor with a batch dim.
         """
         if isinstance(targets, Mixture):
             return targets
@@ -156,11 +158,11 @@ class Mixture:
 
         Args:
             permutation: (N,), int64: the partner of example i is example permutation[i].
-            weight: Of the partner, in [0, 1] (not checked); 0-d, or (N,) to differ by example.
+            weight: Weight of the partner, in [0, 1] (not checked); 0-d, or (N,) to differ by example.
             interpolate_loss: See the class.
 
         Raises:
-            ValueError: Permutation or weight have the wrong shape.
+            ValueError: The permutation or the weight has the wrong shape.
         """
         self._check_partners(permutation, weight.shape if isinstance(weight, Tensor) else ())
         return Mixture(
@@ -173,8 +175,8 @@ class Mixture:
     def pasted(self, permutation: Tensor, inside: Tensor) -> Mixture:
         """Give each example its partner's targets within a region, where targets are maps such as masks.
 
-        A position has one origin, so nothing is mixed: one term stays one. Of K terms each is pasted into each, with
-        weights w_k[i] w_l[permutation[i]], which at every position keeps the weights of the example it comes from.
+        Each position comes from one example, so nothing is mixed: one term stays one. With K terms, each is pasted into
+        each, with weights w_k[i] w_l[permutation[i]], so every position keeps the weights of the example it comes from.
 
         Args:
             permutation: (N,), int64: the partner of example i is example permutation[i].
@@ -200,12 +202,12 @@ class Mixture:
         return replace(self, targets=targets, weights=weights)
 
     def soft(self, outputs: Tensor, *, ignore_index: int | None = None) -> Tensor:
-        """Dense targets sum_k w_k onehot(t_k), shaped like the outputs, float32 or float64.
+        """Return dense targets sum_k w_k onehot(t_k), shaped like the outputs, float32 or float64.
 
         An index that is negative or `ignore_index` adds nothing to its row.
 
         Raises:
-            TypeError, ValueError: As `has_index_targets` and `one_hot`.
+            TypeError, ValueError: As for `has_index_targets` and `one_hot`.
         """
         dtype = wide_dtype(outputs)
         total = None
@@ -232,7 +234,7 @@ class Mixture:
             )
 
 
-# Nothing is checked on the way back: transforms put placeholders, not tensors, where the leaves were.
+# Unflattening checks nothing, because transforms replace the leaves by placeholders that are not tensors.
 tree.register_node(
     Mixture,
     lambda mixture: (("targets", "weights"), (mixture.targets, mixture.weights), mixture.interpolate_loss),
@@ -241,14 +243,14 @@ tree.register_node(
 
 
 def _per_position(inside: Tensor, targets: Tensor) -> Tensor:
-    """Return a region (n, H, W) with the dims that spread it over `targets`, (N, ..., H, W)."""
+    """Return a region (n, H, W) reshaped to broadcast against `targets`, (N, ..., H, W)."""
     return inside[(slice(None),) + (None,) * (targets.ndim - 3)]
 
 
 def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_index: int | None) -> Tensor:
     """Return zeros of the outputs' shape with `values` at the classes `targets`; both of shape (N, ...)."""
     if outputs.shape[1] < 2:
-        # With one logit per example, class 0 would become the target 1 and nothing would say so.
+        # With one logit per example, class 0 would silently become the target 1.
         raise ValueError(
             f"class indices need at least two classes, got outputs of shape {tuple(outputs.shape)}; for one "
             "logit per example give targets of the outputs' shape (`targets.unsqueeze(1).float()`)"
@@ -256,7 +258,7 @@ def _scatter_classes(targets: Tensor, values: Tensor, outputs: Tensor, ignore_in
     ignored = targets < 0
     if ignore_index is not None and ignore_index >= 0:
         ignored = ignored | (targets == ignore_index)
-    # Scatter, not a comparison with arange: an index that is too large has to raise, not to give zeros.
+    # Scatter rather than a comparison with arange, so that an index that is too large raises instead of giving zeros.
     # Each element is written at most once, so the result does not depend on the order of threads.
     index = targets.long().masked_fill(ignored, 0).unsqueeze(1)
     zeros = torch.zeros_like(outputs, dtype=values.dtype, requires_grad=False)

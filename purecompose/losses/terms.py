@@ -1,4 +1,4 @@
-"""How many terms a loss's mean divides by, which weighs microbatches, processes and evaluation batches."""
+"""The number of terms that a loss's mean divides by, which weights microbatches, processes and evaluation batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["counter_of", "counts_terms", "num_terms", "share_of_mean"]
 
 
 def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int | Tensor:
-    """Return how many terms the loss's mean divides by: the weight of one microbatch among others.
+    """Return the number of terms that the loss's mean divides by, the weight of one microbatch among others.
 
-    The loss's own `num_terms(outputs, targets)` if it has one (0-d, whole or not), else the number of positions it
-    counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood, as functions
-    (also under functools.partial) and as modules, count as torch does, with `ignore_index` and `weight`. Not free:
-    meant for steps of several microbatches.
+    This is the loss's own `num_terms(outputs, targets)` if it has one (0-d, integer or float), else the number of
+    positions it counts (0-d, int64), else the number of examples. torch's cross entropy and negative log likelihood, as
+    functions (also under functools.partial) and as modules, count as torch does, with `ignore_index` and `weight`.
+    The count has a cost; it is meant for steps of several microbatches.
     """
     counting = counter_of(loss_fn)
     if hasattr(counting, "num_terms"):
@@ -35,7 +35,7 @@ def num_terms(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any) -> int
 
 
 def counts_terms(loss_fn: Callable[..., Tensor]) -> bool:
-    """Return whether a loss says itself how many terms its mean divides by."""
+    """Return whether a loss itself reports how many terms its mean divides by."""
     counting = counter_of(loss_fn)
     return hasattr(counting, "num_terms") or hasattr(counting, "counted")
 
@@ -45,11 +45,11 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
 
     A microbatch in which nothing counts (its mean is NaN) adds zero, to the loss and to the gradients.
 
-    Counts given as tensors make the result float32 or wider, whatever the loss is.
+    Counts given as tensors make the result float32 or wider, whatever the dtype of the loss.
 
     Args:
-        loss: 0-d, the microbatch's mean.
-        terms: Its `num_terms`.
+        loss: The microbatch's mean, 0-d.
+        terms: The microbatch's `num_terms`.
         total: The sum of `num_terms` over the microbatches.
 
     Example:
@@ -65,19 +65,19 @@ def share_of_mean(loss: Tensor, terms: int | Tensor, total: int | Tensor) -> Ten
 
 @dataclass(frozen=True)
 class _TorchTerms:
-    """What the mean of torch's cross entropy or negative log likelihood divides by."""
+    """Terms that the mean of torch's cross entropy or negative log likelihood divides by."""
 
     ignore_index: int = -100
     weight: Tensor | None = None
 
     def counted(self, outputs: Tensor, targets: Tensor | Mixture) -> Tensor:
-        """Bool, (N, ...): the positions that enter the mean, which for dense targets are all."""
+        """Return the mask of the positions that enter the mean, bool (N, ...): all of them for dense targets."""
         if isinstance(targets, Mixture) or targets.is_floating_point():
             return torch.ones_like(outputs[:, 0], dtype=torch.bool)
         return targets != self.ignore_index
 
     def num_terms(self, outputs: Tensor, targets: Tensor | Mixture) -> int | Tensor:
-        """Return how many positions enter the mean, or the sum of their weights."""
+        """Return the number of positions that enter the mean, or the sum of their weights."""
         if isinstance(targets, Mixture) or targets.is_floating_point():
             return outputs[:, 0].numel()
         is_counted = self.counted(outputs, targets)
