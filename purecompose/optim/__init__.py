@@ -4,8 +4,9 @@
     opt_state = optimizer.init(params)
     params, opt_state = optimizer.update(grads, opt_state, params)
 
-Several of them for different parameters are one by `by_pattern`; what torch.optim has and this room has not comes
-`from_torch`. Own ones need no base class: a frozen dataclass that keeps the `Optimizer` protocol serves.
+`by_pattern` combines several optimizers for different parameters into one; `from_torch` wraps optimizers of torch.optim
+that this package lacks. Your own optimizer needs no base class: a frozen dataclass that follows the `Optimizer`
+protocol suffices.
 """
 
 from purecompose.optim.adafactor import adafactor

@@ -29,7 +29,7 @@ def adafactor(
     weight_decay: Scalar = 0.0,
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Adafactor:
-    """Adafactor, equal to `torch.optim.Adafactor`: nearly no memory, and moves in proportion to the parameters.
+    """Adafactor, equal to `torch.optim.Adafactor`: little memory, and moves in proportion to the parameters.
 
     With t the number of the parameter's update, counted from 1, RMS the root mean square, and w = t^beta2_decay::
 
@@ -39,17 +39,17 @@ def adafactor(
         a = max(eps[1], RMS(p)) * min(lr, 1 / sqrt(t))
         p <- p - lr * weight_decay * p - a * u
 
-    Of a parameter of two dimensions or more, v is not remembered but its means over columns and over rows, R and C
-    (over the last dimension and the one before, further ones side by side); v is then R C / max(mean(R), eps[0]).
+    For a parameter of two dimensions or more, the state holds not v but its means over columns and over rows, R and C
+    (over the last dimension and the one before; leading dimensions are batched); v is then R C / max(mean(R), eps[0]).
 
     Gradients flow through `update`.
 
     Args:
-        lr: The relative learning rate, >= 0, which 1 / sqrt(t) takes over once that is less.
-        beta2_decay: The exponent by which new squares weigh less and less; a number <= 0.
-        eps: The smallest root (None for the resolution of the parameter's dtype), and the RMS that a parameter counts
-            as having at least; numbers >= 0.
-        d: How large the RMS of an update may be before it is clipped; a number >= 1.
+        lr: The relative learning rate, >= 0, replaced by 1 / sqrt(t) once that is smaller.
+        beta2_decay: The exponent by which the weight of new squares decreases; a number <= 0.
+        eps: The smallest root (None for the resolution of the parameter's dtype), and the smallest RMS assumed of a
+            parameter; numbers >= 0.
+        d: The largest RMS of an update that is not clipped; a number >= 1.
         weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
@@ -58,7 +58,7 @@ def adafactor(
         A frozen, hashable optimizer. Its state is `{"step": {name: 0-d float32}}` for all parameters, `"row_var"` of
         shape (..., rows, 1) and `"col_var"` of shape (..., 1, columns) for those of two dimensions or more, and
         `"variance"`, of the parameter's shape, for the others; all but the step in the parameters' dtypes. The
-        parameters of one group lie on one device.
+        parameters of one group have to be on one device.
 
     Raises:
         TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
@@ -80,7 +80,7 @@ def adafactor(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adafactor(ByGroup):
-    """What `adafactor` makes; see there."""
+    """Optimizer returned by `adafactor`; see there."""
 
     lr: Scalar = 1e-2
     beta2_decay: float = -0.8
@@ -89,7 +89,7 @@ class Adafactor(ByGroup):
     weight_decay: Scalar = 0.0
     groups: Groups = ()
     is_factored: bool = dataclasses.field(default=False, repr=False)
-    """Whether this is the rule for parameters of two dimensions or more."""
+    """True if this is the rule for parameters of two dimensions or more."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay"):
@@ -133,7 +133,7 @@ class Adafactor(ByGroup):
         lr = read(self.lr, value)
         rates = count.rsqrt()
         rates = torch.minimum(rates, lr.to(dtype)) if isinstance(lr, Tensor) else rates.clamp(max=lr)
-        # Squares are clamped, not roots: a bias is often 0 at first, where the root has no slope.
+        # Squares are clamped instead of roots: a bias is often 0 at first, where the root's derivative is infinite.
         rates = rates * mean_squares(params, dtype).clamp(min=self.eps[1] ** 2).sqrt()
         _, params = decayed("by rate", grads, params, self.weight_decay, self.lr, value)
 
@@ -154,7 +154,7 @@ class Adafactor(ByGroup):
     def _by_factors(
         self, grads: list[Tensor], slots: dict[str, list[Tensor]], weights: Tensor
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """As `_whole`, from the means of the rows and those of the columns."""
+        """Return the same as `_whole`, from the means of the rows and of the columns."""
         squares = multiply(grads, grads)
         rows = _averaged(slots["row_var"], [square.mean(-1, keepdim=True) for square in squares], weights)
         columns = _averaged(slots["col_var"], [square.mean(-2, keepdim=True) for square in squares], weights)
@@ -170,8 +170,8 @@ class Adafactor(ByGroup):
 
 
 def _averaged(averages: list[Tensor], news: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """Average moved towards what is new, each by its own weight.
+    """Move each average towards its new value, by its own weight.
 
-    Not a + w (b - a): the weights begin at 1, where that leaves of b what a large a has not swallowed.
+    Not computed as a + w (b - a): the weights start at 1, where a large a would round away digits of b.
     """
     return add(multiply(averages, unbound(1 - weights)), multiply(news, unbound(weights)), 1.0)

@@ -46,16 +46,16 @@ def adam(
         p <- p - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
     Each parameter counts its own updates, so that two players who share an optimizer, and parameters that are
-    thawed late, get the bias correction of a separate optimizer.
+    thawed late, get the same bias correction as with separate optimizers.
 
     Gradients flow through `update`, and stay finite where a gradient has been zero from the start (the
     derivative of sqrt(v) is taken as 0 at v = 0).
 
     Args:
         lr: The learning rate, >= 0.
-        betas: Decay of the two averages, each in [0, 1).
+        betas: Decay rates of the two averages, each in [0, 1).
         eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0
-            there, and 0 / 0 follows where a gradient is 0 (as in torch).
+            there, which results in 0 / 0 where a gradient is 0 (as in torch).
         weight_decay: The L2 penalty's factor, >= 0, added to the gradient.
         amsgrad: Divide by the root of the largest v so far.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
@@ -64,7 +64,7 @@ def adam(
     Returns:
         A frozen, hashable optimizer. Its state is `{"step": {name: 0-d float32}, "exp_avg": {name: tensor},
         "exp_avg_sq": {name: tensor}}`, with amsgrad also `"max_exp_avg_sq"`; the tensors have the parameters'
-        shapes and dtypes. The parameters of one group lie on one device.
+        shapes and dtypes. The parameters of one group have to be on one device.
 
     Raises:
         TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
@@ -98,7 +98,7 @@ def adamw(
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
     The decay does not enter the gradient: p <- p - lr * weight_decay * p, then Adam's move. It follows the
-    learning rate and its schedule. Arguments, state and errors are those of `adam`.
+    learning rate and its schedule. Arguments, state and errors are the same as for `adam`.
 
     Example:
         >>> params = {"w": torch.tensor([1.0])}
@@ -124,16 +124,16 @@ def decoupled_adamw(
 ) -> Adam:
     """Adam with weight decay that is decoupled from the learning rate as well, as in Composer's DecoupledAdamW.
 
-    p <- p - s * weight_decay * p, then Adam's move. The multiplier s is what the schedules in `lr` have made of it:
-    with lr = 0.1 * cosine() it is the cosine's value, whatever the 0.1 and whatever the value of an hparam in its
-    place, and 1 where `lr` has no schedule. So another learning rate leaves the decay alone; a recipe for `adamw`
-    is converted by weight_decay * lr: `adamw(1e-3, weight_decay=1e-2)` is `decoupled_adamw(1e-3,
-    weight_decay=1e-5)`. Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
+    p <- p - s * weight_decay * p, then Adam's move. The multiplier s is the product of the schedules in `lr`: with
+    lr = 0.1 * cosine() it is the cosine's value, independent of the 0.1 or of the value of an hparam in its place, and
+    1 if `lr` has no schedule. So changing the learning rate does not affect the decay; a recipe for `adamw` is
+    converted by weight_decay * lr: `adamw(1e-3, weight_decay=1e-2)` is `decoupled_adamw(1e-3, weight_decay=1e-5)`.
+    Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
 
-    Arguments, state and errors are those of `adam`.
+    Arguments, state and errors are the same as for `adam`.
 
     Warns:
-        UserWarning: The decay is one of more than 1 in `adamw`'s terms: likely a number from a recipe for `adamw`.
+        UserWarning: The equivalent decay of `adamw` is above 1: likely a number from a recipe for `adamw`.
 
     Example:
         >>> params = {"w": torch.tensor([1.0])}
@@ -152,7 +152,7 @@ def decoupled_adamw(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adam(ByGroup):
-    """What `adam`, `adamw` and `decoupled_adamw` make; see there."""
+    """Optimizer returned by `adam`, `adamw` and `decoupled_adamw`; see there."""
 
     lr: Scalar = 1e-3
     betas: tuple[Scalar, Scalar] = (0.9, 0.999)
@@ -197,7 +197,7 @@ class Adam(ByGroup):
             squares = new_slots["max_exp_avg_sq"] = maximum(slots["max_exp_avg_sq"], squares)
 
         count = torch.stack(steps).to(wide_dtype(params))
-        # lr * (m / c1) / (sqrt(v / c2) + eps) with both corrections pulled out of the large tensors:
+        # lr * (m / c1) / (sqrt(v / c2) + eps), rewritten so that both corrections are computed on scalars:
         # (lr * root / c1) * m / (sqrt(v) + eps * root), where root = sqrt(c2).
         root = _correction(beta2, count).sqrt()
         rates = unbound(root * lr / _correction(beta1, count))
@@ -206,7 +206,7 @@ class Adam(ByGroup):
 
 
 def _correction(beta: float | Tensor, count: Tensor) -> Tensor:
-    """1 - beta^count. By expm1, since 1 - 0.999 in float32 has lost half of its digits."""
+    """Return 1 - beta^count, computed by expm1, since 1 - 0.999 in float32 loses half of its digits."""
     if isinstance(beta, Tensor):
         return -torch.expm1(count * beta.to(count.dtype).log())
     return -torch.expm1(count * (math.log(beta) if beta > 0 else -math.inf))

@@ -1,9 +1,9 @@
 """The optimizer protocol and parameter groups.
 
-An optimizer of this room is a `Rule`: it says what it remembers of one parameter (`slots`, `fresh`) and how a
-list of parameters moves (`move`). `ByGroup` makes `init` and `update` of it: it splits the parameters by group,
-gathers the lists, and puts the results back under their names. A rule that moves matrices in another way than
-vectors tells their forms apart and has a rule for each (`form`, `formed`).
+An optimizer of this package is a `Rule`: it defines the tensors kept for each parameter (`slots`, `fresh`) and how a
+list of parameters moves (`move`). `ByGroup` derives `init` and `update` from it: it splits the parameters by group,
+gathers the lists, and puts the results back under their names. A rule that moves matrices differently from vectors
+distinguishes their forms and has a rule for each (`form`, `formed`).
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ __all__ = [
     "wide_dtype",
 ]
 
-# What an optimizer remembers: slot -> parameter name -> tensor.
+# The optimizer's state: slot -> parameter name -> tensor.
 OptState: TypeAlias = dict[str, dict[str, Tensor]]
-# Reads a setting: plain numbers stay floats, what moves or is learned comes as a 0-d tensor.
+# Reads a setting: plain numbers stay floats; schedules and hparams are returned as 0-d tensors.
 Value: TypeAlias = Callable[[Scalar], float | Tensor]
 
 
 class Optimizer(Protocol):
     """The pair of pure functions that the step calls; hashable, and equal by value: a frozen dataclass.
 
-    Its settings are fields, so that schedules and hparams among them are found; `update` reads those by `value`.
+    Its settings are fields, so that schedules and hparams among them are found; `update` reads these by `value`.
     """
 
     def init(self, params: Mapping[str, Tensor]) -> Any:
-        """Return the state before the first update: a pytree of tensors; structure, shapes and dtypes last."""
+        """Return the state before the first update: a pytree of tensors with fixed structure, shapes and dtypes."""
         ...
 
     def update(
         self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
     ) -> tuple[dict[str, Tensor], Any]:
-        """New parameters and new state; the arguments stay as they are.
+        """Return new parameters and a new state; the arguments are not modified.
 
         Args:
             grads: Gradients by parameter name. A parameter without one keeps its tensor and its state.
-            opt_state: What `init` or the last `update` returned.
+            opt_state: The state returned by `init` or the last `update`.
             params: All parameters by name; the result has their order.
-            value: Gives the numbers, or 0-d tensors, that scalar settings stand for.
+            value: Function from a scalar setting to its current value, a number or a 0-d tensor.
         """
         ...
 
 
 class Rule(Protocol):
-    """An optimizer seen from inside one group: settings that hold for all the tensors it is handed."""
+    """An optimizer within one group: its settings apply to all the tensors passed to it."""
 
     @property
     def groups(self) -> Groups: ...
@@ -76,12 +76,12 @@ class Rule(Protocol):
     def called(self) -> str: ...
 
     def overridden(self, options: Mapping[str, Any]) -> Rule:
-        """Return the rule inside of a group: with the group's options, and without groups."""
+        """Return the rule inside a group: with the group's options, and without groups."""
         ...
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of what it remembers of each parameter."""
+        """Names of the tensors kept for each parameter."""
         ...
 
     def fresh(self, slot: str, param: Tensor) -> Tensor:
@@ -89,13 +89,13 @@ class Rule(Protocol):
         ...
 
     def formed(self, form: Hashable) -> Rule:
-        """Return the rule for parameters of a form; nearly always itself."""
+        """Return the rule for parameters of a form; in most cases the rule itself."""
         ...
 
     def move(
         self, grads: list[Tensor], params: list[Tensor], slots: dict[str, list[Tensor]], value: Value
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """New parameters and new slots, in the order of the lists; all of them new tensors."""
+        """Return new parameters and new slots, in the order of the lists; all of them are new tensors."""
         ...
 
 
@@ -108,12 +108,12 @@ class Cell(NamedTuple):
 
 
 class ByGroup:
-    """What the library's optimizers share: a rule (`slots`, `move`) applied group by group, starting from zeros."""
+    """Base class of the library's optimizers: a rule (`slots`, `move`) applied group by group, starting from zeros."""
 
     groups: Groups
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without settings that are that function's defaults."""
+        """Return the call that creates it, without settings that are equal to the defaults."""
         factory = vars(sys.modules[type(self).__module__]).get(self.called, type(self))
         defaults = inspect.signature(factory).parameters
         given = {**self.settings_by_name, "groups": self.groups}
@@ -124,7 +124,7 @@ class ByGroup:
 
     @property
     def called(self) -> str:
-        """The name of the function that makes it."""
+        """The name of the function that creates it."""
         return type(self).__name__.lower()
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
@@ -171,20 +171,20 @@ class ByGroup:
 
     @property
     def settings_by_name(self) -> dict[str, Any]:
-        """What the factory was given or has for defaults, less the groups: what a group may override."""
+        """The factory's arguments, with defaults and without the groups: the options that a group may override."""
         fields = dataclasses.fields(cast(Any, self))
         reported = [field.name for field in fields if field.init and field.repr and field.name != "groups"]
         return {name: getattr(self, name) for name in reported}
 
     def overridden(self, options: Mapping[str, Any]) -> Any:
-        """Return the rule inside of a group: with the group's options, and without groups."""
+        """Return the rule inside a group: with the group's options, and without groups."""
         return dataclasses.replace(cast(Any, self), **options, groups=())
 
     def _cells(self, names: Iterable[str], params: Mapping[str, Tensor]) -> tuple[Cell, ...]:
         names = tuple(names)
         if type(self).form is ByGroup.form:
             return cells(cast(Rule, self), names)
-        # A name without a parameter is found, and reported, where the lists are gathered.
+        # A name without a parameter is reported later, when the lists are gathered.
         forms = tuple(self.form(params[name]) if name in params else None for name in names)
         return cells(cast(Rule, self), names, forms)
 
@@ -194,22 +194,22 @@ class ByGroup:
         return None
 
     def formed(self, form: Hashable) -> Any:
-        """Return the rule for parameters of a form: itself, since all move alike."""
+        """Return the rule for parameters of a form: itself, since all parameters move alike."""
         del form
         return self
 
 
 @functools.lru_cache(maxsize=256)
 def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None = None) -> tuple[Cell, ...]:
-    """Split parameter names by the first group whose pattern they match; the rest keeps the rule's options.
+    """Split parameter names by the first group whose pattern they match; the rest keep the rule's options.
 
-    A cell's rule is the optimizer itself with the group's options in place, and without groups. Groups of
+    A cell's rule is the optimizer itself with the group's options applied, and without groups. Groups with
     equal options share a cell, and empty cells are left out.
 
     Args:
         rule: The optimizer.
-        names: The names.
-        forms: The form of each parameter, where the optimizer moves forms in different ways.
+        names: The parameters' names.
+        forms: The form of each parameter, if the optimizer treats forms differently.
     """
     members: dict[Rule, list[str]] = {}
     rules = [(pattern, rule.overridden(dict(options))) for pattern, options in rule.groups]
@@ -220,22 +220,22 @@ def cells(rule: Rule, names: tuple[str, ...], forms: tuple[Hashable, ...] | None
     return tuple(Cell(own, tuple(found), own.slots) for own, found in members.items())
 
 
-# Helpers of the rules.
+# Helpers for the rules.
 
 
 def read(scalar: Scalar, value: Value) -> float | Tensor:
-    """Return a setting's value now; plain numbers, floats since their check, need no reading."""
+    """Return a setting's current value; a plain number, a float since its check, is returned as it is."""
     return scalar if type(scalar) is float else value(scalar)
 
 
 def can_move(optimizer: Any, param: Tensor) -> bool:
-    """Return whether an optimizer moves parameters of this form; nearly all move any, and have no such method."""
+    """Return whether an optimizer moves parameters of this form; one without a method `can_move` moves all."""
     own = getattr(optimizer, "can_move", None)
     return own is None or own(param)
 
 
 def wide_dtype(params: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype for factors derived from a step count: float64 beside float64 parameters, else float32."""
+    """Return the dtype for factors derived from a step count: float64 for float64 parameters, else float32."""
     return torch.float64 if any(param.dtype is torch.float64 for param in params) else torch.float32
 
 
@@ -253,7 +253,7 @@ def _gathered(
     except KeyError:
         raise KeyError(_missing(cell, opt_state, params)) from None
     cell_grads = [grads[name] for name in names]
-    # Gradients accumulated in another precision must not promote what they move.
+    # Gradients accumulated in another precision must not promote the parameters.
     cell_grads = [
         grad if grad.dtype is param.dtype else grad.to(param.dtype)
         for grad, param in zip(cell_grads, cell_params, strict=True)

@@ -26,28 +26,28 @@ Patterns: TypeAlias = tuple[tuple[str, Any], ...]
 def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> ByPattern:
     """Different optimizers for different parameters, as one optimizer.
 
-    A parameter goes to the first pattern that matches its name (`fnmatch`, on the whole name) and whose optimizer
-    moves parameters of its form, as `muon` moves matrices only; what is left goes to `rest`. Here all matrices in
-    the blocks go to `muon`, their biases and norms and everything outside to `adamw`::
+    A parameter is assigned to the first pattern that matches its name (`fnmatch`, on the whole name) and whose
+    optimizer moves parameters of its form, as `muon` moves only matrices; all others are assigned to `rest`. Here
+    `muon` gets all matrices in the blocks, and `adamw` their biases and norms and everything outside::
 
         by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
 
-    Each optimizer sees its own parameters only, and the patterns of its `groups` are matched against those. An
-    hparam that several of them name is one number. Your own optimizer that leaves some parameters to others
-    has a method `can_move(param) -> bool`.
+    Each optimizer sees only its own parameters, and the patterns of its `groups` are matched against these. An
+    hparam that several of them name is one number. If your own optimizer leaves some parameters to others, it needs a
+    method `can_move(param) -> bool`.
 
     Args:
         groups: Pattern -> optimizer, in the order in which patterns are tried; a mapping or pairs.
-        rest: The optimizer for what no pattern takes.
+        rest: The optimizer for all other parameters.
 
     Returns:
-        A frozen, hashable optimizer. Its state is `{slot: {parameter name: tensor}}`, the states of all of them in
-        one: a slot that two of them have, such as "step", holds the parameters of both.
+        A frozen, hashable optimizer. Its state is `{slot: {parameter name: tensor}}`, the union of the optimizers'
+        states: a slot that two of them have, such as "step", contains the parameters of both.
 
     Raises:
         TypeError: No patterns, or something that is not an optimizer; from `init`, an optimizer whose state has another
             form.
-        ValueError: From `init`, a pattern that matches nothing, or nothing that its optimizer moves.
+        ValueError: From `init`, a pattern that matches no parameter, or none that its optimizer moves.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def by_pattern(groups: Mapping[str, Optimizer] | Patterns, rest: Optimizer) -> B
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ByPattern:
-    """What `by_pattern` makes; see there."""
+    """Optimizer returned by `by_pattern`; see there."""
 
     groups: Patterns
     rest: Any
@@ -93,11 +93,11 @@ class ByPattern:
         object.__setattr__(self, "groups", tuple(pairs.items()))
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return the states of all optimizers, each of its own parameters; see `Optimizer.init`.
+        """Return the states of all optimizers, each for its own parameters; see `Optimizer.init`.
 
         Raises:
-            TypeError: An optimizer whose state is not of the form {slot: {parameter name: tensor}}.
-            ValueError: A pattern that matches nothing, or nothing that its optimizer moves; and as its optimizers.
+            TypeError: An optimizer's state is not of the form {slot: {parameter name: tensor}}.
+            ValueError: A pattern matches no parameter, or none that its optimizer moves; or an optimizer raises it.
         """
         parts = self.parts(params, params)
         for i, (pattern, optimizer) in enumerate(self.groups):
@@ -147,7 +147,7 @@ class ByPattern:
         return new_params, new_opt_state
 
     def parts(self, names: Iterable[str], params: Mapping[str, Tensor]) -> dict[int, list[str]]:
-        """Name by the number of their optimizer, in the order of the patterns; the last number is the rest's."""
+        """Return the names by their optimizer's number, in the order of the patterns; the last number is for `rest`."""
         names, parts = tuple(names), dict[int, list[str]]()
         for name, matching in zip(names, _matching(self.groups, names), strict=True):
             own = next(

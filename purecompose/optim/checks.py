@@ -46,7 +46,7 @@ def match_or_raise(pattern: str, names: Iterable[str], where: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def matched(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[str]:
-    """Return the names that one of the patterns matches (`fnmatch`, on the whole name); remembered, for every step.
+    """Return the names that one of the patterns matches (`fnmatch`, on the whole name); cached, as each step needs it.
 
     Example:
         >>> matched(("*.bias",), ("0.weight", "0.bias"))
@@ -66,15 +66,15 @@ def check_real(params: Mapping[str, Tensor], where: str) -> None:
 
 
 def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) -> Groups:
-    """Group as sorted tuples, with every option checked as the optimizer's own would be.
+    """Return groups as sorted tuples, with every option checked like the optimizer's own settings.
 
     Args:
-        rule: The optimizer under construction, its own settings checked already.
+        rule: The optimizer under construction, its own settings already checked.
         groups: Pattern -> options, in the order in which patterns are tried; a mapping or pairs.
 
     Raises:
-        TypeError: No mapping of mappings, or an option that the optimizer does not have.
-        TypeError, ValueError: An option's value is wrong, alone or beside the optimizer's other settings.
+        TypeError: `groups` is not a mapping of mappings, or an option is one that the optimizer does not have.
+        TypeError, ValueError: An option's value is wrong, by itself or together with the optimizer's other settings.
     """
     valid = list(rule.settings_by_name)
     checked = []
@@ -95,13 +95,13 @@ def checked_groups(rule: Any, groups: Mapping[str, Mapping[str, Any]] | Groups) 
 
 
 def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Scalar:
-    """Return a scalar whose value, as far as it is known now, lies in [0, below); plain numbers become floats.
+    """Return a scalar whose value, as far as it is known now, is in [0, below); plain numbers become floats.
 
-    Of a product, the numbers and the hparams' defaults are known. What a schedule brings is not checked.
+    In a product, the numbers and the hparams' defaults are known. The values of schedules are not checked.
 
     Raises:
-        TypeError: No scalar, tensors included.
-        ValueError: A known value out of range, or not finite.
+        TypeError: The value is not a scalar; a tensor is not one.
+        ValueError: The known value is out of range or not finite.
     """
     if isinstance(scalar, Tensor):
         raise TypeError(
@@ -112,18 +112,18 @@ def checked_scalar(scalar: Scalar, where: str, *, below: float = math.inf) -> Sc
         raise TypeError(f"{where}: expected a number, an hparam, a schedule or a product of them, got {shown(scalar)}")
     known = known_part(scalar)
     bound = math.inf if any(isinstance(factor, Schedule) for factor in factors_of(scalar)) else below
-    if not 0 <= known < bound:  # also refuses nan, and inf, as no bound exceeds it
+    if not 0 <= known < bound:  # also rejects NaN, and infinity, which is below no bound
         upper = "" if below == math.inf else f" and < {below:g}"
         raise ValueError(f"{where}: expected a finite number >= 0{upper}, got {shown(scalar)}")
     return float(scalar) if isinstance(scalar, numbers.Real) else scalar
 
 
 def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
-    """Require two decays, each in [0, 1) as far as it is known.
+    """Return two decay rates, each in [0, 1) as far as it is known.
 
     Raises:
-        TypeError: Not two, or no scalars.
-        ValueError: Out of range.
+        TypeError: There are not two, or they are not scalars.
+        ValueError: One is out of range.
     """
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{where}: betas: expected two numbers, got {betas!r} ({type(betas).__name__})")
@@ -132,11 +132,11 @@ def checked_betas(betas: Any, where: str) -> tuple[Scalar, Scalar]:
 
 
 def checked_constant(scalar: Scalar, where: str) -> float:
-    """Return a plain finite number >= 0, as a float: a setting that neither moves nor is learned.
+    """Return a plain finite number >= 0 as a float, for a setting that is neither scheduled nor learned.
 
     Raises:
-        TypeError: No number; hparams and schedules included.
-        ValueError: Out of range, or not finite.
+        TypeError: The value is not a number; hparams and schedules are not.
+        ValueError: The number is out of range or not finite.
     """
     checked = checked_scalar(scalar, where)
     if not isinstance(checked, float):
@@ -145,7 +145,7 @@ def checked_constant(scalar: Scalar, where: str) -> float:
 
 
 def known_part(scalar: Scalar) -> float:
-    """Return a scalar as far as it is known without a state: schedules as if they were 1, hparams by their defaults.
+    """Return a scalar as far as it is known without a state: schedules count as 1, hparams as their defaults.
 
     Example:
         >>> from purecompose.schedule import cosine, hparam

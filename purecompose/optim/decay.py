@@ -18,7 +18,8 @@ from purecompose.schedule.scalar import factors_of
 __all__ = ["Decay", "decayed", "progress", "warn_if_strong"]
 
 Decay: TypeAlias = Literal["coupled", "by rate", "by schedule"]
-"""Into the gradient; off the parameter, times the learning rate; off the parameter, times the schedule only."""
+"""How the decay is applied: "coupled" adds it to the gradient; "by rate" subtracts it from the parameter, times the
+learning rate; "by schedule" does so times only the learning rate's schedule."""
 
 
 def decayed(
@@ -29,10 +30,10 @@ def decayed(
     lr: Scalar,
     value: Value,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients and parameters with the decay in them; a decay that is the number 0 costs nothing.
+    """Return gradients and parameters with the decay applied; a decay that is the number 0 costs nothing.
 
-    A decay off the parameter is p - factor * p rather than (1 - factor) * p: in float32, 1 - 1e-5 has lost two of
-    the factor's digits.
+    A parameter's decay is computed as p - factor * p rather than (1 - factor) * p: in float32, 1 - 1e-5 loses two
+    of the factor's digits.
 
     Example:
         >>> import torch
@@ -49,7 +50,7 @@ def decayed(
 
 
 def progress(scalar: Scalar, value: Value) -> float | Tensor:
-    """Return the product of a scalar's schedules: 1 without schedules.
+    """Return the product of a scalar's schedules, or 1 without schedules.
 
     Example:
         >>> from purecompose.schedule import cosine, hparam
@@ -60,16 +61,16 @@ def progress(scalar: Scalar, value: Value) -> float | Tensor:
 
 
 def warn_if_strong(name: str, coupled: str, weight_decay: Scalar, lr: Scalar) -> None:
-    """Warn where a decay by schedule is beyond all use, as a recipe's number is that was meant for another optimizer.
+    """Warn if a decay by schedule is far too strong, such as a number from a recipe for another optimizer.
 
-    Composer warns from 1e-3 on, which is right for a learning rate of 2 and far too much for one of 1e-3; what tells
-    the slip is the ratio.
+    Composer warns from 1e-3 on, which is right for a learning rate of 2 and far too much for one of 1e-3; the ratio
+    of decay and learning rate reveals the mistake.
 
     Args:
-        name: The optimizer.
-        coupled: The optimizer whose decay is multiplied by the learning rate.
-        weight_decay: Its decay.
-        lr: Its learning rate.
+        name: The optimizer's name.
+        coupled: The name of its counterpart whose decay is multiplied by the learning rate.
+        weight_decay: The optimizer's decay.
+        lr: The optimizer's learning rate.
     """
     decay, rate = known_part(weight_decay), known_part(lr)
     if decay > rate > 0:

@@ -19,19 +19,19 @@ __all__ = ["DecayRule", "Decaying"]
 
 
 class DecayRule(NamedTuple):
-    """What decays, and by how much."""
+    """Rule for which parameters decay, and by how much."""
 
     name: str
-    """Whose rule it is."""
+    """Name of the algorithm that added the rule."""
     weight_decay: Scalar
-    """The share that goes in a step, times the learning rate's schedule."""
+    """Fraction of a weight removed per step, before multiplication by the learning rate's schedule."""
     min_dims: int = 0
-    """The fewest dimensions of what decays."""
+    """Smallest number of dimensions of a parameter that decays."""
     exclude: tuple[str, ...] = ()
-    """Patterns of names (`fnmatch`) of what does not."""
+    """Patterns (`fnmatch`) for the names of parameters that do not decay."""
 
     def held(self, names: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
-        """Return the parameters that decay."""
+        """Return the names of the parameters that decay."""
         excluded = matched(self.exclude, names)
         return [
             name for name in names if name in params and params[name].ndim >= self.min_dims and name not in excluded
@@ -40,17 +40,17 @@ class DecayRule(NamedTuple):
 
 @dataclass(frozen=True)
 class Decaying:
-    """Updates as another optimizer does, after a part of each weight has been taken off: p <- p - s weight_decay p.
+    """Optimizer that first decays each weight, p <- p - s weight_decay p, and then updates as the inner optimizer does.
 
-    s is what the schedules of the inner optimizer's learning rate stand at, 1 without any. Only parameters with a
+    s is the product of the schedules of the inner optimizer's learning rate, 1 without any. Only parameters with a
     gradient decay.
 
     Args:
         inner: The optimizer.
-        rules: What decays; one rule after the other.
+        rules: The decay rules, applied one after the other.
 
     Raises:
-        ValueError: An inner optimizer with several in it, each with a learning rate of its own.
+        ValueError: The inner optimizer consists of several, each with its own learning rate.
 
     Example:
         >>> import torch
@@ -78,7 +78,7 @@ class Decaying:
     def update(
         self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
     ) -> tuple[dict[str, Tensor], Any]:
-        """Return the inner optimizer's update of the parameters less their decay; see `Optimizer.update`."""
+        """Return the inner optimizer's update of the decayed parameters; see `Optimizer.update`."""
         smaller = dict(params)
         for rule in self.rules:
             for rate, names in self._rates(tuple(grads)):

@@ -1,8 +1,8 @@
-"""Any optimizer of `torch.optim`, or of its kind, behind the pure pair of functions.
+"""Any optimizer class of `torch.optim`, or subclass of `torch.optim.Optimizer`, as a pair of pure functions.
 
-A torch optimizer holds parameters and state and writes into both. Here it gets copies in every update: an instance is
-made, what it remembers is put in, `step()` runs, and the new parameters and memory are taken out again. What its
-`step` does to a Python number, such as a counter, is kept as a 0-d tensor.
+A torch optimizer holds parameters and state and writes into both. Here it works on copies: each update creates an
+instance, puts the memory in, runs `step()`, and takes the new parameters and memory out again. Python numbers that
+`step` changes, such as counters, are kept as 0-d tensors.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ def from_torch(
 ) -> FromTorch:
     """Return an optimizer class of torch as a pure optimizer, for those that `purecompose.optim` does not have.
 
-    It computes what the class computes, bit for bit, and a run that is cut and resumed continues to the same bits: all
-    that the class remembers is in the optimizer's state. It is slower than your own optimizer, since every
-    update copies parameters, gradients and memory, and on a GPU a counter that the class keeps on the host is read
-    back once a step.
+    It computes the same results as the class, bit for bit, and an interrupted run resumes with the same bits, because
+    the optimizer's state contains all that the class remembers. It is slower than an optimizer of this library, since
+    every update copies parameters, gradients and memory, and on a GPU a counter that the class keeps on the host is
+    read back once a step.
 
-    What the class does cannot be traced: a step with it runs as composed, and neither `compile` nor `population` nor
-    a gradient through the update works. Each of them raises an error that says so.
+    The class cannot be traced: a step with it runs as composed, and neither `compile` nor `population` nor a gradient
+    through the update works. Each of them raises an error that explains this.
 
     Args:
         optimizer: A subclass of `torch.optim.Optimizer`. It keeps its memory in `state[param]`, as tensors, numbers,
-            bools or None that are there from the first step on.
+            bools or None that exist from the first step on.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of the
             settings: `{"*.bias": {"weight_decay": 0.0}}`.
-        settings: What the class takes, by name. Wherever a number stands, an hparam, a schedule or a product of them
-            may stand, in a tuple as well; the class sees its value as a float.
+        settings: The arguments of the class, by name. In place of a number, also inside a tuple, an hparam, a schedule
+            or a product of them is allowed; the class receives its value as a float.
 
     Returns:
         A frozen, hashable optimizer. Its state is `{slot: {parameter name: tensor}}`, with the names, shapes and
-        dtypes of the class; numbers are 0-d tensors. `"started"`, 0-d bool, tells which parameters have been updated
-        before; until then the class makes its own first memory, and what stands in the slots is not read.
+        dtypes of the class; numbers are 0-d tensors. `"started"`, 0-d bool, is true for parameters that have been
+        updated before; until then the class initializes its own memory, and the slots are not read.
 
     Raises:
-        TypeError: No optimizer class, or settings that it does not take; tensors among them; a class that needs a
-            closure (LBFGS) or sparse gradients (SparseAdam), or that keeps memory elsewhere than in `state[param]`.
-        ValueError: A setting that the class refuses; from `init`, parameters that it refuses.
-        RuntimeError: From `update`, where it is traced, mapped or differentiated.
+        TypeError: The argument is not an optimizer class, or it does not take the settings, or one is a tensor; or the
+            class needs a closure (LBFGS) or sparse gradients (SparseAdam), or keeps memory outside of `state[param]`.
+        ValueError: The class rejects a setting or, in `init`, a parameter.
+        RuntimeError: From `update`, if it is traced, mapped or differentiated.
 
     Example:
         >>> optimizer = from_torch(torch.optim.Adamax, lr=0.5)
@@ -86,7 +86,7 @@ def from_torch(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FromTorch(ByGroup):
-    """What `from_torch` makes; see there."""
+    """Optimizer returned by `from_torch`; see there."""
 
     optimizer: type[torch.optim.Optimizer]
     settings: Settings = ()
@@ -118,7 +118,7 @@ class FromTorch(ByGroup):
         object.__setattr__(self, "groups", checked_groups(self, self.groups))
 
     def _try_out(self) -> None:
-        """Try one step on a small matrix, which finds most mistakes when the optimizer is built."""
+        """Run one step on a small matrix, which finds most mistakes when the optimizer is built."""
         try:
             instance(self.optimizer, [([nn.Parameter(torch.ones(2, 2))], read(self.settings, known_part))])
         except (TypeError, ValueError, RuntimeError) as error:
@@ -128,7 +128,7 @@ class FromTorch(ByGroup):
         except Refused as error:
             raise TypeError(f"{self.called}: {error}") from error
         except Exception:  # noqa: BLE001
-            return  # Settings may need a GPU, or parameters of another form: `init` sees the real ones.
+            return  # The settings may need a GPU, or parameters of another form: `init` tries the real ones.
 
     @property
     def settings_by_name(self) -> dict[str, Any]:
@@ -144,10 +144,10 @@ class FromTorch(ByGroup):
         return ()  # Each parameter has its own.
 
     def init(self, params: Mapping[str, Tensor]) -> OptState:
-        """Return zeros for all that the class will remember, of every parameter; see `Optimizer.init`.
+        """Return zeros for all that the class will remember of every parameter; see `Optimizer.init`.
 
         Raises:
-            ValueError: The class refuses a parameter, or a group's pattern matches nothing.
+            ValueError: The class rejects a parameter, or a group's pattern matches nothing.
         """
         for pattern, _ in self.groups:
             match_or_raise(pattern, params, f"{self.called}: groups[{pattern!r}]")
@@ -170,8 +170,8 @@ class FromTorch(ByGroup):
 
         Raises:
             KeyError: A gradient without a parameter, or a parameter that `opt_state` does not know.
-            RuntimeError: The update is traced, mapped or differentiated; or the class remembers other things than
-                in its first step.
+            RuntimeError: The update is traced, mapped or differentiated; or the form of the memory differs from that
+                after the first step.
         """
         new_params = dict(params)
         new_opt_state = {slot: dict(leaves) for slot, leaves in opt_state.items()}
@@ -211,7 +211,7 @@ class FromTorch(ByGroup):
     def _memory_of(
         self, rule: Any, name: str, param: Tensor, opt_state: Mapping[str, Mapping[str, Tensor]] | None = None
     ) -> Memory:
-        """Return what the class remembers of a parameter; if a state is given, all of it is there."""
+        """Return the memory that the class keeps for a parameter; if a state is given, check that it contains all."""
         device = torch.device("cpu") if param.is_meta else param.device
         if device.type == "cpu" and dict(rule.settings).get("capturable"):
             raise ValueError(
@@ -239,7 +239,7 @@ class FromTorch(ByGroup):
                 )
 
     def _untraced(self, value: Value) -> Value:
-        """Return the reader of settings, for numbers only."""
+        """Return a reader of settings that returns floats and rejects traced tensors."""
 
         def number_of(scalar: Any) -> float:
             found = value(scalar)
@@ -250,7 +250,7 @@ class FromTorch(ByGroup):
         return number_of
 
     def _check_untraced(self, tensors: Sequence[Tensor]) -> None:
-        """Raise where the update is more than numbers, since what the class does would be left out or be wrong."""
+        """Raise if the update is transformed, traced or differentiated; its result would be missing or wrong there."""
         own = "take an optimizer that purecompose.optim has itself, such as adamw"
         if is_transforming():
             raise RuntimeError(
@@ -273,7 +273,7 @@ class FromTorch(ByGroup):
 
 
 def _name(optimizer: Any) -> str:
-    """Return the class as one writes it."""
+    """Return the class's name as it is written in code."""
     is_torchs = getattr(torch.optim, optimizer.__name__, None) is optimizer
     return f"torch.optim.{optimizer.__name__}" if is_torchs else f"{optimizer.__module__}.{optimizer.__qualname__}"
 

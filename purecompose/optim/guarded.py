@@ -22,10 +22,10 @@ __all__ = ["Guarded", "all_finite", "check_guarded", "chosen", "guarded"]
 
 @dataclass(frozen=True)
 class Guarded:
-    """Updates as another optimizer does, or not at all: one element that is inf or NaN, and everything stays.
+    """Optimizer that updates as the inner one does, or not at all if any element of a gradient is inf or NaN.
 
-    Both outcomes are computed and one is chosen on the device, so that nothing waits for it, and the choice can be
-    traced and mapped.
+    Both outcomes are computed and one is chosen on the device, so that nothing waits for the device, and the choice
+    can be traced and mapped.
 
     Args:
         inner: The optimizer.
@@ -48,7 +48,7 @@ class Guarded:
     def update(
         self, grads: Mapping[str, Tensor], opt_state: Any, params: Mapping[str, Tensor], value: Value = number
     ) -> tuple[dict[str, Tensor], Any]:
-        """Return the inner optimizer's update where all of `grads` is finite, else what was there; see
+        """Return the inner optimizer's update if all of `grads` is finite, else the old values; see
         `Optimizer.update`.
         """
         moved, new_opt_state = self.inner.update(grads, opt_state, params, value)
@@ -61,12 +61,12 @@ class Guarded:
 
 
 def guarded(optimizer: Any) -> Guarded:
-    """Return the optimizer with a guard around it, of which one is enough."""
+    """Return the optimizer with a guard around it; one that has a guard is returned unchanged."""
     return optimizer if isinstance(optimizer, Guarded) else Guarded(optimizer)
 
 
 def check_guarded(optimizer: Any, where: str) -> None:
-    """Raise a `RuntimeError` where an optimizer has lost the guard that a method gave it."""
+    """Raise a `RuntimeError` if an optimizer has lost the guard that a method put around it."""
     if not isinstance(optimizer, Guarded):
         raise RuntimeError(
             f"{where}: expected the optimizer that INIT has put in place, which skips steps that are not finite, got "
@@ -80,10 +80,10 @@ def chosen(is_good: Tensor, new: Any, old: Any) -> Any:
     Args:
         is_good: 0-d, bool.
         new: A tree of tensors.
-        old: One of the same structure, shapes and dtypes.
+        old: A tree of the same structure, shapes and dtypes.
 
     Returns:
-        `new` where `is_good` is true, else `old`, bit for bit; what is not finite in the other has no part in it.
+        `new` if `is_good` is true, else `old`, bit for bit; non-finite elements of the other have no effect.
 
     Example:
         >>> chosen(torch.tensor(False), {"w": torch.tensor([torch.nan])}, {"w": torch.tensor([1.0])})
@@ -103,6 +103,6 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     if not found:
         return torch.ones((), dtype=torch.bool)
     if is_plain() and not torch._C._len_torch_dispatch_stack():
-        # The largest magnitudes in one call; a graph, whose kernels are fused anyway, is better off without it.
+        # One call computes the largest magnitudes. Not used in a traced graph, whose kernels are fused anyway.
         return torch.stack(list(torch._foreach_norm(found, math.inf))).isfinite().all()
     return torch.stack([tensor.isfinite().all() for tensor in found]).all()

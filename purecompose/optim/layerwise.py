@@ -13,24 +13,24 @@ __all__ = ["layerwise"]
 
 
 def layerwise(net: nn.Module, lr: Scalar, decay: float, *, blocks: str | None = None) -> dict[str, dict[str, Any]]:
-    """Group whose learning rates fall by a factor with every block, from the head to the input, for fine-tuning.
+    """Return groups for fine-tuning, whose learning rates fall by a factor with every block from the head to the input.
 
-    Of L blocks, block i from 0 has lr * decay^(L - i), parameters that are defined before the blocks (embeddings) have
-    lr * decay^(L + 1), and those defined after them (the head) have no group: they train with the optimizer's own
-    learning rate, which should be `lr`.
+    With L blocks, block i (from 0) has the learning rate lr * decay^(L - i). Parameters defined before the blocks
+    (embeddings) have lr * decay^(L + 1). Those defined after them (the head) have no group: they train with the
+    optimizer's own learning rate, which should be `lr`.
 
     Args:
-        net: The network, of which names are read.
-        lr: The learning rate of the head; a schedule or an hparam as well.
+        net: The network; only its names are read.
+        lr: The learning rate of the head; it may be a schedule or an hparam.
         decay: The factor, in (0, 1]; 0.65 to 0.9 are common.
-        blocks: The name of the module that holds the blocks, one after the other, such as "encoder.layer"; by default
-            the `nn.ModuleList` or `nn.Sequential` with the most members.
+        blocks: The name of the module that contains the blocks, in order, such as "encoder.layer"; by default the
+            `nn.ModuleList` or `nn.Sequential` with the most members.
 
     Returns:
         Groups for an optimizer, to which others may be added: `optim.adamw(lr, groups=layerwise(net, lr, 0.75))`.
 
     Raises:
-        TypeError, ValueError: A setting of the wrong kind or out of range; a network without such a list.
+        TypeError, ValueError: A setting is of the wrong kind or out of range, or the network has no such list.
 
     Example:
         >>> blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

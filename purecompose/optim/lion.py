@@ -1,4 +1,4 @@
-"""Lion: steps of one size, by the sign of an averaged gradient."""
+"""Lion: steps of equal size, by the sign of an averaged gradient."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def lion(
         p <- p - lr * sign(beta1 * m + (1 - beta1) * g)
         m <- beta2 * m + (1 - beta2) * g
 
-    Beside AdamW the paper takes a learning rate that is 3 to 10 times smaller and a weight decay that is as much
-    larger. An element whose average is exactly 0 stays where it is.
+    Compared with AdamW the paper uses a learning rate that is 3 to 10 times smaller and a weight decay that is larger
+    by the same factor. An element whose average is exactly 0 moves only by its decay.
 
-    Gradients flow through `update` to learning rate, decay and parameters. The sign has derivative 0: neither
-    the betas nor past gradients get one by way of it.
+    Gradients flow through `update` to learning rate, decay and parameters. The sign has derivative 0, so neither
+    the betas nor past gradients receive a gradient through it.
 
     Args:
         lr: The learning rate, >= 0.
-        betas: What of the average enters the sign, and what of it stays; each in [0, 1).
+        betas: Weight of the average in the sign's argument, and decay rate of the average; each in [0, 1).
         weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
@@ -70,7 +70,7 @@ def lion(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Lion(ByGroup):
-    """What `lion` makes; see there."""
+    """Optimizer returned by `lion`; see there."""
 
     lr: Scalar = 1e-4
     betas: tuple[Scalar, Scalar] = (0.9, 0.99)

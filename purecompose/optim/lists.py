@@ -1,13 +1,13 @@
 """Arithmetic on lists of tensors, in which the optimizers' rules are written.
 
-Each function has two forms. One is torch's `_foreach` kernels: one call for all tensors, which is one launch
-on a GPU and about half the overhead on a CPU. The other is a plain loop, taken wherever something watches the
-operations: `_foreach` has no batching rules (under vmap it raises, torch 2.13), and its in-place kernels
-would spoil what autograd has saved. Tensors of one pair have one shape, except where a 0-d partner is named.
+Each function has two forms. One uses torch's `_foreach` kernels: one call for all tensors, which is one launch
+on a GPU and about half the overhead on a CPU. The other is a plain loop, used under autograd and function transforms:
+`_foreach` has no batching rules (under vmap it raises, torch 2.13), and its in-place kernels would overwrite tensors
+that autograd has saved. Tensors of a pair have the same shape, except where a 0-d partner is mentioned.
 
-Results have the dtypes of the xs. torch sees to that where x has dimensions: a 0-d partner of a longer dtype, such as
-a schedule's value, does not promote it. Where x is 0-d itself, it would: there the result is computed in the longer
-dtype and brought back.
+Results have the dtypes of the xs. If x has dimensions, torch ensures this: a 0-d partner of a wider dtype, such as a
+schedule's value, does not promote it. If x is 0-d itself, the partner does: then the result is computed in the wider
+dtype and converted back.
 """
 
 # torch.optim itself is built on the `_foreach` functions, but torch exports them under private names.
@@ -40,12 +40,12 @@ __all__ = [
 
 
 def is_plain() -> bool:
-    """Return whether nothing differentiates or maps the operations that run now."""
+    """Return whether the current operations are neither differentiated nor mapped."""
     return not torch.is_grad_enabled() and not is_transforming()
 
 
 def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tensor]:
-    """x + scale * y; `scale` is a number or a 0-d tensor.
+    """Return x + scale * y; `scale` is a number or a 0-d tensor.
 
     Example:
         >>> add([torch.ones(2)], [torch.tensor([1.0, 2.0])], -0.5)
@@ -63,23 +63,23 @@ def add(xs: list[Tensor], ys: list[Tensor], scale: float | Tensor) -> list[Tenso
 
 
 def multiply(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """x * y; y may be 0-d, of any dtype."""
+    """Return x * y; y may be 0-d, of any dtype."""
     if not is_plain():
         return _kept([x * y for x, y in zip(xs, ys, strict=True)], xs)
     return _kept(torch._foreach_mul(xs, ys), xs)
 
 
 def divide(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
-    """x / y; y may be 0-d, of any dtype."""
+    """Return x / y; y may be 0-d, of any dtype."""
     if not is_plain():
         return _kept([x / y for x, y in zip(xs, ys, strict=True)], xs)
     return _kept(torch._foreach_div(xs, ys), xs)
 
 
 def lerp(xs: list[Tensor], ys: list[Tensor], weight: float | Tensor) -> list[Tensor]:
-    """x + weight * (y - x); `weight` is a number or a 0-d tensor."""
+    """Return x + weight * (y - x); `weight` is a number or a 0-d tensor."""
     if isinstance(weight, Tensor):
-        # torch.lerp with a tensor weight asks for one dtype, and so leaves out half-precision parameters.
+        # torch.lerp requires a tensor weight of the same dtype, which rules out half-precision parameters.
         return add(xs, add(ys, xs, -1.0), weight)
     if not is_plain():
         return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
@@ -94,21 +94,21 @@ def maximum(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
 
 
 def clamp_min(xs: list[Tensor], floor: float) -> list[Tensor]:
-    """x, or the floor where that is larger."""
+    """Return x, or the floor where the floor is larger."""
     if not is_plain():
         return [x.clamp(min=floor) for x in xs]
     return list(torch._foreach_clamp_min(xs, floor))
 
 
 def sign(xs: list[Tensor]) -> list[Tensor]:
-    """-1, 0 or 1 for each element; its derivative is 0."""
+    """Return -1, 0 or 1 for each element, with derivative 0."""
     if not is_plain():
         return [torch.sign(x) for x in xs]
     return list(torch._foreach_sign(xs))
 
 
 def mean_squares(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the mean of x^2 of each tensor, as a vector of the dtype; NaN for a tensor without elements.
+    """Return the mean of x^2 of each tensor, as a vector of `dtype`; NaN for a tensor without elements.
 
     Example:
         >>> mean_squares([torch.tensor([1.0, 3.0])], torch.float32)
@@ -121,10 +121,10 @@ def mean_squares(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def root_plus(xs: list[Tensor], ys: list[Tensor] | float) -> list[Tensor]:
-    """sqrt(x) + y, where y is 0-d, or one number for all; the derivative of the root is taken as 0 at x = 0.
+    """Return sqrt(x) + y, where y is 0-d, or one number for all; the derivative of the root is taken as 0 at x = 0.
 
-    A pixel that is always black has a zero gradient in every step; the infinite slope of sqrt there, times
-    that zero, would make every hyper-gradient NaN.
+    For example, weights of a pixel that is always black have a zero gradient in every step; the infinite slope of sqrt
+    at 0, times that zero, would make every hyper-gradient NaN.
     """
     if not is_plain():
         zeros = [x == 0 for x in xs]
@@ -137,7 +137,7 @@ def root_plus(xs: list[Tensor], ys: list[Tensor] | float) -> list[Tensor]:
 
 
 def subtract_ratio(xs: list[Tensor], numerators: list[Tensor], denominators: list[Tensor]) -> list[Tensor]:
-    """x - numerator / denominator."""
+    """Return x - numerator / denominator."""
     if not is_plain():
         return [x - a / b for x, a, b in zip(xs, numerators, denominators, strict=True)]
     return list(torch._foreach_addcdiv(xs, numerators, denominators, value=-1))
@@ -149,5 +149,5 @@ def unbound(x: Tensor) -> list[Tensor]:
 
 
 def _kept(results: Sequence[Tensor], xs: list[Tensor]) -> list[Tensor]:
-    """Return the results in the dtypes of the xs; only of 0-d ones is it another."""
+    """Return the results in the dtypes of the xs; only the dtypes of 0-d ones may differ."""
     return [new if new.dtype is x.dtype else new.to(x.dtype) for new, x in zip(results, xs, strict=True)]

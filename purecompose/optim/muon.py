@@ -20,7 +20,7 @@ from purecompose.schedule import Scalar
 
 __all__ = ["Muon", "muon", "orthogonalized"]
 
-# Chosen by Jordan for the steepest slope at 0: singular values come out between about 0.7 and 1.2, not at 1.
+# Chosen by Jordan for the steepest slope at 0: singular values end up between about 0.7 and 1.2, not at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -37,7 +37,7 @@ def muon(
     ns_precision: Literal["bf16", "full"] = "bf16",
     groups: Mapping[str, Mapping[str, Any]] | Groups = (),
 ) -> Muon:
-    """Muon, equal to `torch.optim.Muon`: it moves matrices, all in all directions by about the same length.
+    """Muon, equal to `torch.optim.Muon`: it moves matrices by about the same length in all directions.
 
     With g the gradient of a matrix p of shape (rows, columns)::
 
@@ -46,28 +46,27 @@ def muon(
         p <- p - lr * weight_decay * p
         p <- p - lr * ratio * orthogonalized(d)
 
-    Parameters of other dimensions than two are another optimizer's, and so are, by the author's advice, embeddings
-    and the last layer. `by_pattern` divides them; what a pattern of `muon` matches and `muon` does not move is
-    left to the next one that does::
+    Parameters that are not 2-dimensional need another optimizer, and so do, by the author's advice, embeddings and the
+    last layer. `by_pattern` divides them; parameters that a pattern of `muon` matches but `muon` does not move are
+    assigned to the next match that moves them::
 
         by_pattern({"blocks.*": muon(0.02)}, adamw(3e-4))
         by_pattern({"embedding.*": adamw(3e-4), "head.*": adamw(3e-4), "*": muon(0.02)}, adamw(3e-4))
 
-    Gradients flow through `update`; in bfloat16 they are as coarse as its numbers.
+    Gradients flow through `update`; with "bf16" they have only bfloat16's precision.
 
     Args:
         lr: The learning rate, >= 0; 0.02 is common with "original", AdamW's with "match_rms_adamw".
-        momentum: How much of the last buffer stays, >= 0.
+        momentum: The factor of the previous buffer, >= 0.
         nesterov: Look ahead along the new buffer.
         weight_decay: The factor of the decoupled decay, >= 0; it follows the learning rate and its schedule.
-        ns_coefficients: Of the Newton-Schulz iteration, x <- a x + b (x x') x + c (x x')^2 x.
-        ns_steps: How many iterations, in [1, 99].
+        ns_coefficients: Coefficients (a, b, c) of the Newton-Schulz iteration, x <- a x + b (x x') x + c (x x')^2 x.
+        ns_steps: The number of iterations, in [1, 99].
         eps: The smallest norm that a matrix is divided by; a number, >= 0.
         adjust_lr: The ratio: "original" for sqrt(max(1, rows / columns)), "match_rms_adamw" for
-            0.2 * sqrt(max(rows, columns)), by which moves are as large as AdamW's.
-        ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or in float32 where
-            that is a shorter one: the bits of one device are then nearly those of another, and gradients through
-            `update` are exact.
+            0.2 * sqrt(max(rows, columns)), which makes moves as large as AdamW's.
+        ns_precision: "bf16" iterates in bfloat16, as torch does; "full" in the parameter's dtype, or float32 if that is
+            wider: results are then nearly the same on different devices, and gradients through `update` are exact.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above.
 
@@ -114,16 +113,16 @@ def orthogonalized(
 ) -> Tensor:
     """Return a matrix with its singular values brought near to 1 and its singular vectors kept: near to U V' of U S V'.
 
-    Newton and Schulz's iteration with an odd polynomial of degree 5, on the matrix divided by its Frobenius norm.
+    Uses the Newton-Schulz iteration with an odd polynomial of degree 5, on the matrix divided by its Frobenius norm.
 
     Args:
-        matrix: Shape (rows, columns), real.
-        coefficients: Of x, x^3 and x^5.
-        steps: How many iterations.
+        matrix: A real matrix, shape (rows, columns).
+        coefficients: Coefficients of x, x^3 and x^5.
+        steps: The number of iterations.
         eps: The smallest norm to divide by.
 
     Returns:
-        The matrix's shape and dtype, in which all is computed.
+        A tensor of the matrix's shape and dtype; all computations use this dtype.
 
     Example:
         >>> orthogonalized(torch.diag(torch.tensor([8.0, 4.0]))).diagonal().round(decimals=2)
@@ -141,7 +140,7 @@ def orthogonalized(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Muon(ByGroup):
-    """What `muon` makes; see there."""
+    """Optimizer returned by `muon`; see there."""
 
     lr: Scalar = 1e-3
     momentum: Scalar = 0.95
@@ -187,7 +186,7 @@ class Muon(ByGroup):
         return super().init(params)
 
     def can_move(self, param: Tensor) -> bool:
-        """Return whether a parameter is of the form that it can move: a real matrix."""
+        """Return whether the optimizer can move a parameter: it has to be a real matrix."""
         return param.ndim == 2 and not param.is_complex()
 
     @property

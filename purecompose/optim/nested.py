@@ -14,9 +14,9 @@ __all__ = ["leaves", "map_leaves", "settings_of", "with_setting"]
 
 
 def leaves(optimizer: Any) -> tuple[Any, ...]:
-    """Return the optimizers that move weights: those in the field `inner` of one, or in the patterns of `by_pattern`.
+    """Return the optimizers that move weights, looking into the field `inner` and into the patterns of `by_pattern`.
 
-    The first is that of whatever no pattern names.
+    The first is the optimizer for parameters that no pattern matches.
     """
     if isinstance(optimizer, ByPattern):
         return (*leaves(optimizer.rest), *[leaf for _, own in optimizer.groups for leaf in leaves(own)])
@@ -24,12 +24,12 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
 
 
 def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tuple[type, ...] = ()) -> Any:
-    """Return the optimizer with others in the places of its leaves.
+    """Return the optimizer with its leaves replaced.
 
     Args:
-        change: Makes another of a leaf.
+        change: Function from a leaf to its replacement.
         optimizer: The optimizer.
-        up_to: Kinds of optimizers around others that count as leaves, too.
+        up_to: Types of wrapping optimizers that also count as leaves.
 
     Example:
         >>> from purecompose.optim import by_pattern, sgd
@@ -47,7 +47,7 @@ def map_leaves(change: Callable[[Any], Any], optimizer: Any, *, up_to: type | tu
 
 
 def settings_of(leaf: Any) -> Mapping[str, Any]:
-    """Return the settings of an optimizer without others in it, less its groups; of one of a user's own, its fields."""
+    """Return the settings of a leaf optimizer without its groups; for a user's own optimizer, its fields."""
     if isinstance(leaf, ByGroup):
         return leaf.settings_by_name
     if not dataclasses.is_dataclass(leaf):
@@ -56,10 +56,10 @@ def settings_of(leaf: Any) -> Mapping[str, Any]:
 
 
 def with_setting(leaf: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    """Return an optimizer without others in it, with another value for a setting, in its groups as well.
+    """Return a leaf optimizer with one setting changed, in its groups as well.
 
     Raises:
-        KeyError: It has no such setting.
+        KeyError: The optimizer has no such setting.
     """
     changes = {name: change(settings_of(leaf)[name])}
     if not isinstance(leaf, ByGroup):

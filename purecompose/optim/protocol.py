@@ -1,4 +1,4 @@
-"""Checks that an object keeps the `Optimizer` protocol, before its first update."""
+"""Checks that an object follows the `Optimizer` protocol, before its first update."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ __all__ = ["check_optimizer", "checked_init"]
 
 
 def check_optimizer(optimizer: Any, where: str) -> None:
-    """Raise a `TypeError` for what is not an optimizer, or one whose schedules and hparams no step would find."""
+    """Raise a `TypeError` if this is not an optimizer, or a step could not find its schedules and hparams."""
     has_both = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
     if isinstance(optimizer, type) or not has_both:
         raise TypeError(
@@ -46,7 +46,7 @@ def checked_init(optimizer: Any, params: Mapping[str, Tensor]) -> Any:
     """Return the optimizer's state before the first update.
 
     Raises:
-        TypeError: It holds something else than tensors.
+        TypeError: The state contains something other than tensors.
     """
     opt_state = optimizer.init(params)
     for path, leaf in tree.leaves_with_paths(opt_state).items():
@@ -61,7 +61,7 @@ def checked_init(optimizer: Any, params: Mapping[str, Tensor]) -> Any:
 def _check_takes(method: Callable[..., Any], names: tuple[str, ...], where: str) -> None:
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # some built-in functions have none: let them try
+    except (TypeError, ValueError):  # some built-in functions have no signature: assume that they take the arguments
         return
     try:
         signature.bind(*names)

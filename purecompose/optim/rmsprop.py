@@ -39,22 +39,22 @@ def rmsprop(
         b <- momentum * b + d                         (without momentum b = d)
         p <- p - lr * b
 
-    The variance v - m^2 of a gradient that never changes goes to 0, and may be rounded to less: it counts as 0
-    then, where torch gives NaN. Gradients flow through `update`; the derivative of the root is taken as 0 at 0.
+    The variance v - m^2 of a gradient that never changes approaches 0, and may be rounded to a negative number: it then
+    counts as 0, while torch returns NaN. Gradients flow through `update`; the root's derivative is taken as 0 at 0.
 
     Args:
         lr: The learning rate, >= 0.
-        alpha: Decay of the averages, in [0, 1).
+        alpha: Decay rate of the averages, in [0, 1).
         eps: Added to the root; a number, >= 0. Float16 parameters need about 1e-4: the default rounds to 0 there.
         weight_decay: The L2 penalty's factor, >= 0, added to the gradient.
-        momentum: How much of the last move's direction stays, >= 0.
-        centered: Divide by the gradient's deviation from its mean in place of its size.
+        momentum: The factor of the previous direction, >= 0.
+        centered: Divide by the gradient's deviation from its mean instead of its magnitude.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
             the ones above: `{"*.bias": {"weight_decay": 0.0}}`.
 
     Returns:
-        A frozen, hashable optimizer. Its state is `{"square_avg": {name: tensor}}`, centered also `"grad_avg"`, with
-        momentum also `"momentum"`, all of the parameters' shapes and dtypes.
+        A frozen, hashable optimizer. Its state is `{"square_avg": {name: tensor}}`, if centered also `"grad_avg"`, and
+        with momentum also `"momentum"`, all of the parameters' shapes and dtypes.
 
     Raises:
         TypeError: A setting of the wrong kind, an unknown option in a group; from `init`, complex parameters.
@@ -78,7 +78,7 @@ def rmsprop(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RMSprop(ByGroup):
-    """What `rmsprop` makes; see there."""
+    """Optimizer returned by `rmsprop`; see there."""
 
     lr: Scalar = 1e-2
     alpha: Scalar = 0.99

@@ -36,12 +36,12 @@ def sgd(
         b <- momentum * b + (1 - dampening) * g       (b <- g in the parameter's first update)
         p <- p - lr * b                               (Nesterov: p - lr * (g + momentum * b))
 
-    A setting that is the number 0 costs nothing: without momentum nothing is remembered.
+    A setting that is the number 0 costs nothing: without momentum the state is empty.
 
     Args:
         lr: The learning rate, >= 0.
-        momentum: How much of the last buffer stays, >= 0.
-        dampening: How much of the gradient the buffer leaves out, >= 0.
+        momentum: The factor of the previous buffer, >= 0.
+        dampening: The share of the gradient that the buffer leaves out, >= 0.
         nesterov: Look ahead along the new buffer.
         weight_decay: The L2 penalty's factor, >= 0, added to the gradient and so part of the momentum.
         groups: Options for parameters by a pattern of their names (`fnmatch`, first match wins), in place of
@@ -82,16 +82,16 @@ def decoupled_sgdw(
 ) -> SGD:
     """SGD with weight decay that is decoupled from gradient and learning rate, as in Composer's DecoupledSGDW.
 
-    p <- p - s * weight_decay * p, then `sgd`'s move, whose momentum never sees the decay. The multiplier s is what
-    the schedules in `lr` have made of it: with lr = 0.1 * cosine() it is the cosine's value, whatever the 0.1 and
-    whatever the value of an hparam in its place, and 1 where `lr` has no schedule. A recipe for `sgd` is converted
-    by weight_decay * lr: `sgd(2.0, weight_decay=5e-4)` becomes `decoupled_sgdw(2.0, weight_decay=1e-3)`.
+    p <- p - s * weight_decay * p, then `sgd`'s move, whose momentum does not include the decay. The multiplier s is
+    the product of the schedules in `lr`: with lr = 0.1 * cosine() it is the cosine's value, independent of the 0.1 or
+    of the value of an hparam in its place, and 1 if `lr` has no schedule. A recipe for `sgd` is converted by
+    weight_decay * lr: `sgd(2.0, weight_decay=5e-4)` becomes `decoupled_sgdw(2.0, weight_decay=1e-3)`.
     Without a schedule a weight that gets zero gradients halves in 0.7 / weight_decay steps.
 
-    Arguments, state and errors are those of `sgd`.
+    Arguments, state and errors are the same as for `sgd`.
 
     Warns:
-        UserWarning: The decay is one of more than 1 in `sgd`'s terms: likely a number from a recipe for `sgd`.
+        UserWarning: The equivalent decay of `sgd` is above 1: likely a number from a recipe for `sgd`.
 
     Example:
         >>> params = {"w": torch.tensor([1.0])}
@@ -111,7 +111,7 @@ def decoupled_sgdw(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SGD(ByGroup):
-    """What `sgd` and `decoupled_sgdw` make; see there."""
+    """Optimizer returned by `sgd` and `decoupled_sgdw`; see there."""
 
     lr: Scalar
     momentum: Scalar = 0.0
@@ -161,9 +161,9 @@ class SGD(ByGroup):
 
 
 def _dampened(steps: list[Tensor], dampening: float | Tensor, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """New counts, and what each gradient is multiplied by: 1 in the first update, then 1 - dampening.
+    """Return new counts, and the factor of each gradient: 1 in the first update, then 1 - dampening.
 
-    Buffers start at zero, so a full first gradient makes the first buffer that gradient, as in torch.optim.
+    Buffers start at zero, so with factor 1 the first buffer equals the first gradient, as in torch.optim.
     The count is per parameter: one that is thawed late has its first update late.
     """
     started = (torch.stack(steps) > 0).to(dtype)

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 STARTED = "started"
-"""The slot that tells whether a parameter has been updated before, 0-d bool."""
+"""Name of the slot that is true for a parameter that has been updated before, 0-d bool."""
 
 _DONE_ONCE = ("_warned", "_need_device_dtype_check")
 
@@ -40,7 +40,7 @@ Settings: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 class Slot(NamedTuple):
-    """One thing that a class remembers of a parameter."""
+    """One value that an optimizer class remembers of a parameter."""
 
     name: str
     kind: type
@@ -48,29 +48,29 @@ class Slot(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     is_on_host: bool
-    """Whether the class has it on the CPU, wherever the parameter is."""
+    """True if the class keeps it on the CPU, wherever the parameter is."""
 
 
 class Memory(NamedTuple):
-    """All that a class remembers of a parameter."""
+    """All that an optimizer class remembers of a parameter."""
 
     slots: tuple[Slot, ...] = ()
-    """What is kept, beside `STARTED`."""
+    """Slots that are kept, without `STARTED`."""
     absent: tuple[str, ...] = ()
-    """What is None, then and later."""
+    """Names of entries that are None after the first step and later."""
 
     @property
     def kept(self) -> tuple[Slot, ...]:
-        """What is kept, `STARTED` included; nothing where there is nothing to remember."""
+        """Slots that are kept, including `STARTED`; empty if the class remembers nothing."""
         return (Slot(STARTED, bool, torch.Size(), torch.bool, True), *self.slots) if any(self) else ()
 
 
 class Refused(TypeError):
-    """Memory that no slot can hold."""
+    """Error for memory that no slot can hold."""
 
 
 def read(settings: Settings, value: Value) -> dict[str, Any]:
-    """Return settings as a class takes them: what moves or is learned as a float."""
+    """Return settings as the class takes them, with schedules and hparams as floats."""
 
     def plain(setting: Any) -> Any:
         if isinstance(setting, tuple):
@@ -83,7 +83,7 @@ def read(settings: Settings, value: Value) -> dict[str, Any]:
 def instance(
     optimizer: type[torch.optim.Optimizer], groups: Sequence[tuple[list[nn.Parameter], dict[str, Any]]]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer for groups of parameters with their settings, at least one."""
+    """Return an optimizer for groups of parameters, at least one, with their settings."""
     return optimizer([{"params": params, **settings} for params, settings in groups], **groups[0][1])
 
 
@@ -95,14 +95,14 @@ def memory_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Memory:
-    """Return what a class remembers of a parameter of this form, found by a step with ones.
+    """Return what a class remembers of a parameter of this form, found by a step on ones.
 
     Raises:
-        Refused: It remembers what no slot can hold.
+        Refused: The class remembers something that no slot can hold.
         Exception: Whatever the class raises for such a parameter.
     """
     if not dtype.is_floating_point and not dtype.is_complex:
-        return Memory()  # No such parameter trains.
+        return Memory()  # Parameters of these dtypes are not trained.
     with plainly():
         param = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
         param.grad = torch.ones_like(param)
@@ -129,9 +129,7 @@ def _slot(name: Any, value: Any, device: torch.device) -> Slot:
 
 
 def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer holds outside of `state`, in a comparable form: settings of groups, and its
-    attributes.
-    """
+    """Return the optimizer's data outside of `state`, in a comparable form: its groups' settings and its attributes."""
 
     def described(held: Any) -> Any:
         if isinstance(held, Tensor):
@@ -145,7 +143,7 @@ def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if name != "params"
     }
     plain = (bool, int, float, Tensor, list, tuple)
-    # Whether torch has warned of something, or looked at devices once, is not memory.
+    # The attributes by which torch notes that it has warned, or has checked devices, do not count as memory.
     own = {
         name: described(held)
         for name, held in vars(optimizer).items()
@@ -155,7 +153,7 @@ def elsewhere(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def check_elsewhere(optimizer: torch.optim.Optimizer, before: Mapping[str, Any], params: Iterable[Tensor]) -> None:
-    """Raise `Refused` where a step has left something behind that is not a parameter's own memory."""
+    """Raise `Refused` if a step has changed anything outside of the given parameters' memory."""
     after = elsewhere(optimizer)
     changed = [name for name in after if name not in before or after[name] != before[name]]
     if changed:
@@ -171,7 +169,7 @@ def put_in(
     memories: Mapping[str, Memory],
     opt_state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Give an optimizer copies of what is remembered of each parameter that has been updated before."""
+    """Put copies of the memory of each parameter that has been updated before into an optimizer."""
     places = [(name, slot.name) for name, memory in memories.items() for slot in memory.kept if slot.is_on_host]
     on_host = dict(zip(places, _on_host([opt_state[slot][name] for name, slot in places]), strict=True))
     for name, memory in memories.items():
@@ -185,7 +183,7 @@ def put_in(
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy on the CPU. Those of one form travel together: a device is waited for once for each journey."""
+    """Return copies on the CPU; tensors of one form are copied together, to wait for the device once per form."""
     copies = [tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach() for tensor in tensors]
     forms: dict[Any, list[int]] = {}
     for i, tensor in enumerate(copies):
@@ -202,7 +200,7 @@ def taken_out(state: Mapping[str, Any], memory: Memory, device: torch.device) ->
     """Return what an optimizer remembers of a parameter now, as slots on the parameter's device.
 
     Raises:
-        Refused: It is of another form than after the first step.
+        Refused: The memory has another form than after the first step.
     """
     now = [name for name, value in state.items() if value is not None]
     if set(now) != {slot.name for slot in memory.slots}:
