@@ -1,1 +1,1 @@
-"""Whole runs: the loop around the step, evaluation, stopping, checkpoints."""
+"""Whole training runs: the loop around the step, evaluation, stopping, checkpoints."""

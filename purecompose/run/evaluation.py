@@ -1,4 +1,4 @@
-"""Evaluation and prediction: programs like training's, on a state that is then discarded."""
+"""Evaluation and prediction: loop programs like the one of training, on a state that is then discarded."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -26,28 +26,29 @@ __all__ = ["Evaluator", "Observer", "evaluate", "predict", "run_evaluator", "tel
 
 _ENDLESS = (itertools.cycle, itertools.repeat, itertools.count)
 _MANY = 10_000
-"""Batches after which an evaluation on data of unknown length warns."""
+"""Number of batches after which an evaluation on data of unknown length warns."""
 
 Observer: TypeAlias = Callable[[Event, State], None]
-"""Reads states at the outer events and at BATCH_END; never changes anything."""
+"""A function that reads states at the outer events and at BATCH_END, and never changes anything."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """What to evaluate during a run, and when.
+    """An evaluation during a run: its data, its metrics and how often it runs.
 
     Args:
-        data: Batches; iterated from the start at each evaluation. Data without an end need `num_batches`.
-        metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss.
-        every: How often, as a time: after every so many epochs, batches, samples or tokens, or every fraction
-            of the run. It also runs once at the end.
-            Or a function `Timestamp -> bool`, asked after every batch and epoch whether an evaluation is due, such as
-            `lambda now: now.batch in (10, 100, 1000)` or `lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 4)`.
-        label: Names it in records: a metric appears as "label/name".
-        num_batches: How many batches an evaluation takes at most; by default all.
-        microbatch_size: The most examples that go through the network at once, to save memory; by default the whole
-            batch. Algorithms see each slice as a batch. Metrics still cover all examples; a function of yours that
-            gives one number for a batch is averaged over the slices.
+        data: Batches, iterated from the start at each evaluation. Endless data need `num_batches`.
+        metrics: Metrics, or functions `(outputs, targets)`, by name; by default the mean loss.
+        every: Interval between evaluations: a number of epochs, batches, samples or tokens, or a fraction of the run.
+            The evaluation also runs once at the end.
+            Or a function `Timestamp -> bool`, called after every batch and epoch, which returns whether an evaluation
+            is due, such as `lambda now: now.batch in (10, 100, 1000)` or
+            `lambda now: now.batch_in_epoch == 0 and now.epoch in (1, 4)`.
+        label: Name of the evaluator in records: a metric appears as "label/name".
+        num_batches: Maximal number of batches per evaluation; by default all.
+        microbatch_size: Maximal number of examples that pass through the network together, to save memory; by default
+            the whole batch. Algorithms see each slice as a batch. Metrics still cover all examples; a function of yours
+            that returns one number for a batch is averaged over the slices.
 
     Raises:
         ValueError: An interval that is not positive, or in seconds; `num_batches` or `microbatch_size` below 1;
@@ -87,7 +88,7 @@ class Evaluator:
 
     @property
     def reported(self) -> list[str]:
-        """The names of its metrics in records, "label/name"."""
+        """Names of the metrics in records, "label/name"."""
         return [f"{self.label}/{name}" for name in (self.metrics or ("loss",))]
 
 
@@ -100,22 +101,22 @@ def evaluate(
     num_batches: int | None = None,
     microbatch_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the metrics of a state on some data. The state stays as it was.
+    """Return the metrics of a state on some data. The state is not changed.
 
     Args:
-        state: The state; evaluation starts from it and throws its own copy away.
+        state: The state; evaluation starts from it and discards its own copy.
         data: Batches of the form that training uses.
-        metrics: By name: metrics, or functions `(outputs, targets)`; by default the mean loss, as `"loss"`.
-            With `losses.model_loss`, those of the library that take logits (accuracy, perplexity, ...) get the
-            outputs' `logits` and the batch's labels; a function gets the outputs and, where the batch has no target
-            at the state's `target_field`, the whole batch in its place.
-        step: The training step, if its algorithms are to act at evaluation's events (averaged weights do). For
-            stacked states their `population`, whose metrics may not read values in Python.
-        num_batches: How many batches to take at most; by default all. Data without an end need it.
-        microbatch_size: The most examples that go through the network at once; see `Evaluator`.
+        metrics: Metrics, or functions `(outputs, targets)`, by name; by default the mean loss, as `"loss"`.
+            With `losses.model_loss`, the library's metrics that take logits (accuracy, perplexity, ...) receive the
+            outputs' `logits` and the batch's labels; a function receives the outputs and the target, or the whole batch
+            if it has no target at the state's `target_field`.
+        step: The training step, if its algorithms should act at evaluation's events (averaged weights do). For
+            stacked states, their `population`, whose metrics may not read values in Python.
+        num_batches: Maximal number of batches; by default all. Endless data need it.
+        microbatch_size: Maximal number of examples that pass through the network together; see `Evaluator`.
 
     Returns:
-        The values by name: floats; for a population a list of them, one for each member.
+        The values by name: floats, or for a population lists with one float per member.
 
     Raises:
         ValueError: There is no batch.
@@ -134,14 +135,14 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
     """Run one evaluation, from EVAL_START to EVAL_END.
 
     Args:
-        evaluator: What to evaluate.
+        evaluator: The evaluator.
         state: The training state.
         step: A step over `eval_events`.
         observers: Called at EVAL_START and EVAL_END, and after every batch.
 
     Returns:
-        The evaluation's own state, whose `metrics` hold the values as "label/name", 0-d tensors on the state's
-        device; (n,) for a population of n.
+        The evaluation's own state. Its `metrics` contain the values as "label/name": 0-d tensors on the state's
+        device, or tensors of shape (n,) for a population of n.
 
     Raises:
         ValueError: There is no batch.
@@ -181,13 +182,13 @@ def run_evaluator(evaluator: Evaluator, state: State, step: Step, observers: Ite
 
 
 def predict(state: State, data: Iterable[Any], *, step: Step | None = None) -> list[Any]:
-    """Return the network's outputs, batch by batch, on the state's device. The state stays as it was.
+    """Return the network's outputs, batch by batch, on the state's device. The state is not changed.
 
     Args:
         state: The state.
         data: Batches of the form that training uses; targets are not read.
-        step: The training step, if its algorithms are to act at prediction's events. For stacked states their
-            `population`: the members come first in the outputs.
+        step: The training step, if its algorithms should act at prediction's events. For stacked states, their
+            `population`; the first dimension of the outputs is then the member.
     """
     check_batches(data, "predict: data")
     inner = _sibling(step, predict_events, state)
@@ -230,7 +231,7 @@ def _sibling(step: Step | None, program: Any, state: State) -> Step:
 
 
 def tell(observers: Iterable[Observer], event: Event, state: State) -> State:
-    """Call observers, one after the other; the state comes back as it is."""
+    """Call observers one after the other, and return the state unchanged."""
     for observer in observers:
         try:
             observer(event, state)

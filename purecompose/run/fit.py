@@ -1,7 +1,7 @@
-"""fit and training: the settings of a run, checked, around the loop of `outer`.
+"""`fit` and `training`: check the settings of a run, then run the loop of `outer`.
 
-Nothing happens here that the fifteen-line loop could not do: batches are asked for, the step is called, and the events
-that lie outside it are fired.
+Nothing happens here that the fifteen-line loop could not do: it reads batches, calls the step, and fires the events
+outside the step.
 """
 
 import inspect
@@ -56,7 +56,7 @@ def _states(
     """Yield the states of a run; see `fit` and `training`, which take the same settings.
 
     Args:
-        is_held: Whether no code of the caller runs between two batches.
+        is_held: True if no code of the caller runs between two batches.
     """
     _check_arguments(step, state)
     check_batches(data, "fit: data")
@@ -111,7 +111,7 @@ def _states(
             keeper.close()
 
 
-_states.__qualname__ = "fit"  # the name that Python gives in the error for an unknown setting
+_states.__qualname__ = "fit"  # the name in Python's error message for an unknown setting
 
 
 def _declare(states: Callable[Concatenate[bool, P], object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
@@ -127,54 +127,54 @@ def _declare(states: Callable[Concatenate[bool, P], object]) -> Callable[[Callab
 
 @_declare(_states)
 def fit(step: Any, state: Any, data: Any, **settings: Any) -> State:
-    """Train until the run's length is reached, from wherever the state stands.
+    """Train from the time of the state until the run's length is reached.
 
     Args:
         step: The training step. It is initialised here if that has not been done.
-        state: The state to start from; it stays as it was.
-        data: Batches, iterated again for every epoch; or an object with `epoch(key, epoch, start)`, which gives an
+        state: The state to start from; it is not changed.
+        data: Batches, iterated again for every epoch; or an object with `epoch(key, epoch, start)`, which returns an
             epoch's batches in an order that depends on the run's key only, as `data.arrays` and `data.loader` do. A
-            `DataLoader` over a map-style data set without a generator follows the run's key, too, and starts in the
-            middle of an epoch. What cannot is read from the epoch's start, with a `SkippingWarning`.
-            Data without an end need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
-        duration: Overrides the state's own duration, the whole run's length. In seconds it is a budget of
-            wall-clock time for this call, on top of the state's own duration if it has one.
-        evaluate: An `Evaluator`, or several, with their intervals; each has a label of its own.
-        observers: Functions `(event, state) -> None`, or one, called at every event outside the step except loading,
-            and at BATCH_END.
-        stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; asked after each evaluation.
+            `DataLoader` over a map-style data set without a generator also follows the run's key, and can start in the
+            middle of an epoch. Other data are read from the epoch's start, with a `SkippingWarning`.
+            Endless data need a duration in batches, samples, tokens or seconds, or `batches_per_epoch`.
+        duration: Length of the whole run, instead of the state's own duration. In seconds it is a budget of
+            wall-clock time for this call, in addition to the state's own duration if it has one.
+        evaluate: One or several `Evaluator`s, with their intervals. Each needs a different label.
+        observers: One or several functions `(event, state) -> None`, called at every event outside the step except
+            loading, and at BATCH_END.
+        stop: Reasons to stop before the end, such as `EarlyStopping("eval/loss")`; checked after each evaluation.
         adjust: Changes of the state after each evaluation, such as `ReduceOnPlateau("eval/loss")`.
-        checkpoints: Where to keep checkpoints, and how often. With them, SIGINT and SIGTERM end the run after the
-            current batch, when its checkpoint is written.
-        resume: Continues from a checkpoint, to the same bits as the uninterrupted run: `"auto"` from the newest whole
-            one of `checkpoints`, or from the start where there is none; or a checkpoint's folder. `state` gives the
-            structure then, and the run's length. Where there is a checkpoint, BEFORE_LOAD fires on it, and AFTER_LOAD
-            on the state that was read.
-        microbatches: `"auto"`: where the memory does not suffice, cut batches into twice as many slices, from that
+        checkpoints: Folder of the checkpoints, and how often to write one. With checkpoints, SIGINT and SIGTERM end the
+            run after the current batch, once its checkpoint is written.
+        resume: Checkpoint to continue from, to the same bits as the uninterrupted run: `"auto"` for the newest complete
+            one of `checkpoints` (if there is none, the run starts at `state`), or a checkpoint's folder. `state` then
+            defines the structure and the run's length. BEFORE_LOAD fires on `state` if there is a checkpoint, and
+            AFTER_LOAD on the loaded state.
+        microbatches: `"auto"` to cut batches into twice as many slices whenever the memory does not suffice, from that
             batch on.
 
     Returns:
         The state at the end. Calling `fit` again with a longer duration continues from there.
 
     Raises:
-        TypeError: Something that is not a step, state or evaluator.
-        ValueError: No duration anywhere, one whose counter does not move with the batches, a step without
-            `advance`, nothing left to train, no batch in the data, or fewer batches in it than the state's
-            `batches_per_epoch`; in a step of several processes, a duration in seconds or `microbatches="auto"`.
-        FileExistsError: The folder of `checkpoints` holds those of a run that has come further, without `resume`.
-        MismatchError, DamagedError: The checkpoint does not fit, or is not whole; see `load`.
+        TypeError: An argument is not a step, state or evaluator.
+        ValueError: No duration is given, or its counter does not move with the batches; the step has no `advance`;
+            nothing is left to train; the data has no batch, or fewer than the state's `batches_per_epoch`; in a step of
+            several processes, a duration in seconds or `microbatches="auto"`.
+        FileExistsError: `resume` is not given, but `checkpoints` contains checkpoints of a run that has come further.
+        MismatchError, DamagedError: The checkpoint does not fit, or is incomplete; see `load`.
     """
     states = _states(True, step, state, data, **settings)
-    del state  # whose memory the run may need
+    del state  # the run may need its memory
     return deque(states, maxlen=1).pop()
 
 
 @_declare(_states)
 def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[State]:
-    """Return the run of `fit`, batch by batch, for those who write the outer loop themselves.
+    """Return the run of `fit` as a generator of states, for an outer loop of your own.
 
-    Gives the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and at
-    last the state that `fit` returns, after FIT_END. Leaving the loop early keeps the checkpoints so far.
+    Yields the state after each batch and all that belongs to it (evaluation, the end of an epoch, a checkpoint), and
+    finally the state that `fit` returns, after FIT_END. Leaving the loop early keeps the checkpoints so far.
 
     Args and Raises: see `fit`; errors come with the first state.
 
@@ -190,7 +190,7 @@ def training(step: Any, state: Any, data: Any, **settings: Any) -> Iterator[Stat
 
 
 def _at_the_end(now: Timestamp) -> str:
-    """Return as text where a finished run stands, and how to continue it."""
+    """Return a text that describes the time of a finished run, and how to continue it."""
     duration = now.run.duration
     assert duration is not None, "a run without one is never over"
     reached = Time(now.get(duration.unit), duration.unit)
@@ -199,7 +199,7 @@ def _at_the_end(now: Timestamp) -> str:
 
 
 def _check_in_step(budget: float, microbatches: str | None) -> None:
-    """Refuse what would let one of several processes continue or end without the others."""
+    """Raise for settings with which one of several processes could continue or end without the others."""
     if microbatches:
         raise ValueError(
             "microbatches='auto': one process that tries again would leave the others waiting; give a number"
@@ -231,7 +231,7 @@ def _check_metrics(
     adjusters: Iterable[Adjuster],
     checkpoints: Checkpoints | None,
 ) -> None:
-    """Raise where a setting waits for a metric that is not reported."""
+    """Raise if a setting uses a metric that is not reported."""
     known = [name for one in evaluators for name in one.reported]
     wanted = {f"stop: {stopper.name.removeprefix('.')}": stopper.metric for stopper in stoppers}
     wanted |= {f"adjust: {adjuster.name.removeprefix('.')}": adjuster.metric for adjuster in adjusters}
@@ -241,7 +241,7 @@ def _check_metrics(
         wanted["checkpoints: best"] = checkpoints.best
     own = {"train", *(algorithm.name for algorithm in step.algorithms)}
     for where, metric in wanted.items():
-        # Which metrics algorithms report is seen at the end of the first epoch.
+        # The metrics that algorithms report are known only at the end of the first epoch.
         may_be_own = where != "checkpoints: best" and metric.partition("/")[0] in own
         if metric not in known and not may_be_own:
             raise ValueError(f"{where}: no evaluator reports {metric!r}; there are {', '.join(known) or 'no metrics'}")
@@ -251,7 +251,7 @@ def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
     """Warn if the data differ from those of the checkpoint, as far as that is known.
 
     Raises:
-        MismatchError: It stands in the middle of an epoch of another length.
+        MismatchError: The checkpoint is in the middle of an epoch of another length, or past the end of this run.
     """
     now, length = resumed.state.timestamp, like.timestamp.run.batches_per_epoch
     saved = now.run.batches_per_epoch
@@ -263,7 +263,7 @@ def _check_goes_on(resumed: Resumed, like: State, data: Any) -> None:
         other.insert(0, line)
     if other:
         warn(f"{resumed.path} continues with other data: {'; '.join(other)}", CheckpointWarning)
-    # A run in samples or tokens ends with the batch that reaches its duration, mostly a little past it.
+    # Only for another duration: a run in samples or tokens usually ends a little past its own.
     has_other_length = now.run.duration != like.timestamp.run.duration
     share = now.replace(run=like.timestamp.run).elapsed()
     if has_other_length and share is not None and share > 1:
@@ -286,7 +286,7 @@ def _check_arguments(step: Any, state: Any) -> None:
 
 
 def _members(given: Any, role: str, method: str, example: str) -> tuple[Any, ...]:
-    """Return as a tuple one or several objects that have a metric and a method of this name."""
+    """Return one or several objects, which need a metric and a method of this name, as a tuple."""
     if given is None:
         return ()
     members = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
@@ -315,7 +315,7 @@ def _as_evaluators(given: Any) -> tuple[Evaluator, ...]:
         return ()
     if isinstance(given, Evaluator):
         return (given,)
-    # Batches for the test in an evaluator's place, a common slip: not iterated, which might load a whole data set.
+    # Test batches instead of an evaluator are a common slip. They are not iterated, which might load a whole data set.
     members: Iterable[Any] = given if isinstance(given, (Collection, Iterator)) else (given,)
     evaluators = []
     for member in members:
@@ -347,7 +347,7 @@ def _with_duration(state: State, duration: Time | str | None) -> tuple[State, fl
 
 
 def _with_epoch_length(state: State, data: Any) -> State:
-    """Learn the epoch's length from sized data, or checks it."""
+    """Return the state with the epoch's length, taken from sized data if unknown, otherwise checked against them."""
     run = state.timestamp.run
     length = _length(data)
     if length == 0:
@@ -363,7 +363,7 @@ def _with_epoch_length(state: State, data: Any) -> State:
 
 
 def _length(data: Any) -> int | None:
-    """Return the number of batches. To have `__len__` is not to know it: a `DataLoader` over a stream raises."""
+    """Return the number of batches, if known; the `__len__` of a `DataLoader` over a stream raises."""
     try:
         return len(data) if hasattr(data, "__len__") else None
     except (TypeError, NotImplementedError):

@@ -17,12 +17,12 @@ __all__ = ["Adaptive"]
 class Adaptive:
     """A step that is repeated with more microbatches when it runs out of memory.
 
-    A step is a function, so the repetition computes what the first attempt would have. The number is kept for all
-    later batches.
+    A step is a pure function, so the repetition computes what the first attempt would have computed. The number is
+    kept for all later batches.
 
     Attributes:
-        step: The step with the present number of microbatches.
-        found: That number, where it is not the one that the step came with.
+        step: The step with the current number of microbatches.
+        found: That number, if it differs from the number of the original step; otherwise `None`.
     """
 
     def __init__(self, step: Step | CompiledStep, found: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """The loop around the step: batches, events outside the step, evaluation, checkpoints, stopping.
 
-A run can be cut between any two batches, after all that belongs to the first one has happened: there checkpoints are
-taken, signals obeyed, and states handed out.
+A run can be interrupted between any two batches, once everything that belongs to the first one is done. At these points
+("cuts") checkpoints are written, signals are obeyed, and states are yielded.
 """
 
 import math
@@ -42,16 +42,16 @@ class Train(Protocol):
 
 
 class EpochData(Protocol):
-    """Data that bring their own order, so that a run continues in the middle of an epoch without skipping."""
+    """Data with an order of their own, so that a run continues in the middle of an epoch without skipping batches."""
 
     def epoch(self, key: Tensor, epoch: int, start: int, /) -> Iterable[Any]:
-        """Return the batches of an epoch from batch `start` on, in an order that follows from the run's key only."""
+        """Return the batches of an epoch from batch `start` on, in an order that depends on the run's key only."""
         ...
 
 
 @dataclass
 class Run:
-    """What one call of `fit` works with. What it remembers here no state depends on."""
+    """The settings and bookkeeping of one call of `fit`. No state depends on the bookkeeping."""
 
     step: Step | CompiledStep
     eval_step: Step
@@ -64,12 +64,12 @@ class Run:
     budget: float = math.inf
     """Seconds of wall-clock time."""
     is_adaptive: bool = False
-    """Whether the number of microbatches is found by trying."""
+    """True if the number of microbatches is found by trying."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """What earlier parts of the run have left in its checkpoint: `has_begun`, whether the algorithms have seen
+    """Notes from earlier parts of the run, read from its checkpoint: `has_begun`, true if the algorithms have seen
     FIT_START, and `microbatches`, the number found by trying."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What has been measured of the state that the run continues from."""
+    """Metrics that have been measured of the state that the run continues from."""
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget
@@ -84,10 +84,10 @@ class Run:
         self._described_data = {} if self.keeper is None else describe_data(self.data)
 
     def states(self, state: State, *, is_held: bool = False) -> Iterator[State]:
-        """Return the states between batches, and at last the one that the run ends with.
+        """Yield the states between batches, and finally the state at the end of the run.
 
-        Signals are noted while the run works. In between, in the caller's code, they act as usual, unless
-        nothing happens there: then they are noted all through (`is_held`).
+        Signals are deferred while the run works. In the caller's code between two states they act as usual; if the
+        caller runs no code there (`is_held`), they are deferred throughout.
         """
         self._is_stopped = is_over(state, self.stoppers)
         self._measured_at = state.timestamp if self._metrics else None
@@ -115,12 +115,12 @@ class Run:
                 before, state = cut.timestamp, cut
                 self._unsaved = cut
                 yield cut
-        self._save(state, is_last=True)  # here, where signals are noted: after the last look for one they act at once
+        self._save(state, is_last=True)  # while signals are deferred; afterwards they would interrupt the writing
         self._obey(state)
-        self._unsaved = None  # what FIT_END makes of it is not a checkpoint, from which a longer run could continue
+        self._unsaved = None  # the state after FIT_END is not saved, because a longer run could not continue from it
         end = self._evaluate(Event.FIT_END, self._fire(Event.FIT_END, state), state.timestamp)
         if end is state:
-            self._save(state, is_last=True)  # once more, with what has been measured of it
+            self._save(state, is_last=True)  # again, with the metrics just measured
         self._obey(state)
         if self.keeper is not None:
             self.keeper.report_missing(state.timestamp)
@@ -132,17 +132,17 @@ class Run:
         return tell(self.observers, Event.FIT_START, state)
 
     def _is_over(self, state: State) -> bool:
-        """Return whether the run's length or the time budget is used up, or there is another reason to stop."""
+        """Return whether the run's length or time budget is used up, or a stopping rule has ended the run."""
         return self._is_stopped or state.timestamp.is_finished() or time.monotonic() >= self._deadline
 
     def _fire(self, event: Event, state: State) -> State:
-        """Fire an event: algorithms first, then observers, which see the result."""
+        """Fire an event for the algorithms, then for the observers, which see the result."""
         if event not in self.step.events:
             state = self.step.fire(event, state)
         return tell(self.observers, event, state)
 
     def _evaluate(self, event: Event, state: State, before: Timestamp) -> State:
-        """Run the evaluators that are due at an event; at FIT_END those that have not just run."""
+        """Run the evaluators that are due at an event; at FIT_END, those that have not just run."""
         due = [
             evaluator
             for evaluator in self.evaluators
@@ -162,7 +162,7 @@ class Run:
         return state if event is Event.FIT_END else self._decided(state, found)
 
     def _decided(self, state: State, found: Mapping[str, Tensor]) -> State:
-        """Return the state after those who stop or adjust a run have seen new metrics."""
+        """Return the state after the stoppers and adjusters have seen new metrics."""
         metrics = _plain(found)
         if self.stoppers:
             state = seen(state, self.stoppers, metrics)
@@ -172,7 +172,7 @@ class Run:
         return state
 
     def _decide_by_training(self, state: State) -> State:
-        """Show the step's own metrics to those who wait for one, at the end of an epoch."""
+        """Pass the step's own metrics to the stoppers and adjusters that use them, at the end of an epoch."""
         measured = {name for one in self.evaluators for name in one.reported}
         wanted = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)} - measured
         missing = wanted - state.metrics.keys()
@@ -186,7 +186,7 @@ class Run:
         return self._decided(state, found) if found else state
 
     def _check_decisive(self, found: Mapping[str, Tensor], state: State) -> None:
-        """Raise where a metric that a run stops by, or keeps its best checkpoint by, is not a single number."""
+        """Raise if a metric that decides about stopping, adjusting or the best checkpoint is not a single number."""
         decisive = {watcher.metric for watcher in (*self.stoppers, *self.adjusters)}
         if self.keeper is not None and self.keeper.settings.best is not None:
             decisive.add(self.keeper.settings.best)
@@ -200,7 +200,7 @@ class Run:
     # Cuts
 
     def _obey(self, state: State) -> None:
-        """End the run if a signal has come; its state is saved first."""
+        """Save the state and end the run if a signal has arrived."""
         if self.keeper is None or self._interrupts.received is None:
             return
         self._save(state, is_last=True)
@@ -212,11 +212,11 @@ class Run:
         self._interrupts.obey(f"the run could not be saved at batch {state.timestamp.batch}; {left}")
 
     def _obey_late(self) -> None:
-        """Obey a signal where no look for one follows: one to a group of processes may end those that read first."""
+        """Obey a signal after which no check follows, as when it has also ended processes that read the data."""
         if self.keeper is None or self._interrupts.received is None:
             return
         if self._unsaved is not None:
-            with suppress(SpentStateError):  # the current batch has written over it
+            with suppress(SpentStateError):  # the current batch has overwritten it
                 self._obey(self._unsaved)
         self.keeper.close()
         path = newest(self.keeper.folder)
@@ -226,7 +226,7 @@ class Run:
         if self.keeper is None:
             return
         for observer in self.observers:
-            # What is written down up to here must be on the disk before a run can continue from here.
+            # All records up to here must be on the disk before a run can continue from this checkpoint.
             flush = getattr(observer, "flush", None)
             if callable(flush):
                 flush()
@@ -238,13 +238,13 @@ class Run:
         keep(state, step, self._measured(state), memory)
 
     def _measured(self, state: State) -> dict[str, Any]:
-        """Return the metrics of this very state, as numbers."""
+        """Return the metrics measured of exactly this state, as numbers."""
         return _plain(self._metrics) if self._measured_at == state.timestamp else {}
 
     # Epochs
 
     def _epoch(self, state: State) -> Iterator[State]:
-        """Return the states between the batches of what is left of one epoch."""
+        """Yield the states between the remaining batches of one epoch."""
         start = state.timestamp
         if _begins_iteration(start):
             state = self._fire(Event.ITERATION_START, state)
@@ -266,7 +266,8 @@ class Run:
             state = self._fire(Event.BATCH_CHECKPOINT, state)
             if state.timestamp.epoch != before.epoch:
                 if not self._is_over(state) or _counts_epochs(state):
-                    state = self._fire(Event.BEFORE_DATALOADER, state)  # the one that finds the epoch exhausted
+                    # Without a known length, the loop fires it once more before it finds the epoch exhausted.
+                    state = self._fire(Event.BEFORE_DATALOADER, state)
                 yield self._end_epoch(state, before)
                 return
             state = self._end_iteration(state, before)
@@ -277,15 +278,16 @@ class Run:
                 state = self._fire(Event.ITERATION_START, state)
 
     def _end_epoch(self, state: State, before: Timestamp) -> State:
-        """Return the events after an epoch; the time has moved on already, from `before`."""
+        """Fire the events after an epoch; the state's time is already after it, `before` is still in it."""
         state = self._decide_by_training(self._fire(Event.EPOCH_END, state))
         state = self._evaluate(Event.EPOCH_END, state, before)
         state = self._fire(Event.EPOCH_CHECKPOINT, state)
         return self._end_iteration(state, before)
 
     def _end_iteration(self, state: State, before: Timestamp) -> State:
-        """Fire the events after an iteration, if one has ended since `before`; iterations of tokens may end within an
-        epoch.
+        """Fire the events after an iteration if one has ended since `before`.
+
+        Iterations counted in tokens may end within an epoch.
         """
         if state.timestamp.iteration == before.iteration:
             return state
@@ -300,7 +302,7 @@ def _begins_iteration(now: Timestamp) -> bool:
 
 
 def _check_exhausted(now: Timestamp) -> None:
-    """Raise where the data end before the epoch does."""
+    """Raise if the data end before the epoch does."""
     if now.batch_in_epoch == 0:
         raise ValueError(f"no batch came in epoch {now.epoch}: is the data empty, or an iterator used up?")
     if now.run.batches_per_epoch is not None:
@@ -311,7 +313,7 @@ def _check_exhausted(now: Timestamp) -> None:
 
 
 def _check_moved(before: Timestamp, now: Timestamp) -> None:
-    """Raise where the run's length is counted in what the batch has none of: the run would never end."""
+    """Raise if the batch has none of the units that the run's length is counted in: the run would never end."""
     run = now.run
     if run.duration is None:
         return
@@ -339,16 +341,16 @@ _EXHAUSTED = object()
 
 
 def _batches(data: Any, state: State) -> Iterator[Any]:
-    """Return the epoch's batches from where the state stands."""
+    """Return the epoch's batches, from the state's place in the epoch on."""
     now = state.timestamp
-    # A population trains on batches of one order: the first member's.
+    # All members of a population train on the same batches, in the order of the first member.
     key = state.key.reshape(-1, 2)[0]
     return watched(epoch_batches(data, key, now.epoch, now.batch_in_epoch), data)
 
 
 def _sent(data: Any, loader: Iterator[Any], state: State) -> Iterator[Any]:
-    """Return the batches on the state's device, those for a GPU sent ahead."""
-    # What is read from an iterator stays read: where this run ends, the next must find the batch that follows.
+    """Return the batches on the state's device; for a GPU they are sent ahead."""
+    # A batch read from an iterator is gone, and the next run must find the one that follows: no reading ahead.
     return prefetch(loader, state.device, size=1 if isinstance(data, Iterator) else 2)
 
 
@@ -362,11 +364,11 @@ def _is_due(interval: Any, event: Event, before: Timestamp, now: Timestamp) -> b
     if event is Event.FIT_END:
         return True
     if not isinstance(interval, Time):
-        # Asked once for each batch, and where an epoch's end was found only afterwards.
+        # Called once for each batch, and once more if the end of the epoch was found only afterwards.
         return (event is Event.BATCH_END or before.batch == now.batch) and has_passed(interval, before, now)
     unit = interval.unit
     if event is Event.EPOCH_END:
-        # Fractions too: in epochs of unknown length they move here only.
+        # Fractions of the run, too, because in epochs of unknown length they change only here.
         is_counted_here = unit in (TimeUnit.EPOCH, TimeUnit.ITERATION, TimeUnit.DURATION)
     else:
         is_inside_epoch = before.epoch == now.epoch

@@ -1,7 +1,7 @@
-"""Adjusters: change a scalar by an evaluation's metrics, such as a learning rate on a plateau.
+"""Adjusters, which change a scalar according to an evaluation's metrics, such as a learning rate on a plateau.
 
-A schedule is a function of time; this depends on what has been measured. What it remembers is in the state's slots, and
-what it moves is an hparam, so a run resumed from a checkpoint does what the uninterrupted one would have done.
+A schedule is a function of time; an adjuster depends on measurements. Its memory is in the state's slots and it changes
+an hparam, so a run resumed from a checkpoint does what the uninterrupted one would have done.
 """
 
 from collections.abc import Mapping
@@ -23,20 +23,20 @@ __all__ = ["Adjuster", "ReduceOnPlateau"]
 
 
 class Adjuster(Protocol):
-    """Changes the state after an evaluation; pure functions of states and metrics."""
+    """A change of the state after an evaluation, as pure functions of states and metrics."""
 
     @property
     def metric(self) -> str:
-        """The metric that it looks at, such as "eval/loss"."""
+        """Name of the metric that it depends on, such as "eval/loss"."""
         ...
 
     @property
     def name(self) -> str:
-        """Names its memory in the state's slots; with a dot in front, as what belongs to no algorithm."""
+        """Name of its slot in the state; it begins with a dot because it does not belong to an algorithm."""
         ...
 
     def init(self, state: State) -> State:
-        """Return the state with a slot for its memory, if it has none yet."""
+        """Return the state with a slot for its memory, unless it has one already."""
         ...
 
     def see(self, state: State, metrics: Mapping[str, Any]) -> State:
@@ -46,29 +46,30 @@ class Adjuster(Protocol):
 
 @dataclass(frozen=True)
 class ReduceOnPlateau:
-    """Multiplies an hparam by a factor when a metric has not become better for a while.
+    """An adjuster that multiplies an hparam by a factor when a metric has not improved for a while.
 
-    For `fit(..., adjust=ReduceOnPlateau("eval/loss"))`, with an optimizer such as `optim.sgd(hparam("lr", 0.1))`, or
-    `optim.sgd(0.1 * hparam("lr", 1.0) * cosine())` beside a schedule. In your own loop, `state = reduce.init(state)` at
-    the start, and `state = reduce.see(state, {"eval/loss": loss})` after each evaluation. Each member of a population
-    has its own.
+    Use it as `fit(..., adjust=ReduceOnPlateau("eval/loss"))`, with an optimizer such as `optim.sgd(hparam("lr", 0.1))`,
+    or `optim.sgd(0.1 * hparam("lr", 1.0) * cosine())` with a schedule as well. In your own loop, call
+    `state = reduce.init(state)` at the start, and `state = reduce.see(state, {"eval/loss": loss})` after each
+    evaluation. Each member of a population has its own hparam and memory.
 
     It does what `torch.optim.lr_scheduler.ReduceLROnPlateau` does with `threshold_mode="abs"`. Torch counts
-    evaluations and reduces after more than its patience; here the hparam is reduced once the patience is over, as
-    `EarlyStopping` stops: torch's patience of 2 with an evaluation each epoch is "3ep".
+    evaluations and reduces after more than its patience; here the hparam is reduced as soon as the patience is over, as
+    in `EarlyStopping`: torch's patience of 2 with an evaluation each epoch is "3ep".
 
     Args:
-        metric: Of an evaluator, such as `"eval/loss"`.
-        hparam: The name of the hparam.
-        factor: By what it is multiplied, in (0, 1).
-        patience: How long to wait for a better value, in epochs, batches, samples or tokens.
-        cooldown: How much longer to wait after it has been reduced, in the same unit.
-        min_delta: By how much a value must be better to count.
-        minimum: What it does not fall below.
-        mode: "min" or "max", what better means; by default lower for losses, errors and perplexities, else higher.
+        metric: Metric of an evaluator, such as `"eval/loss"`.
+        hparam: Name of the hparam.
+        factor: Factor by which it is multiplied, in (0, 1).
+        patience: Time to wait for a better value, in epochs, batches, samples or tokens.
+        cooldown: Additional time to wait after a reduction, in the same unit.
+        min_delta: Minimal difference for a value to count as better.
+        minimum: Lower limit of the hparam.
+        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
+            perplexities, otherwise "max".
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind or out of range. In `init`: the state lacks the hparam.
+        TypeError, ValueError: An argument has the wrong kind or is out of range. In `init`: the state lacks the hparam.
 
     Example:
         >>> ReduceOnPlateau("eval/loss", patience="5ep").mode
@@ -107,11 +108,11 @@ class ReduceOnPlateau:
 
     @property
     def name(self) -> str:
-        """As in `Adjuster`."""
+        """See `Adjuster`."""
         return f".reduce_on_plateau({self.metric}, {self.hparam})"
 
     def init(self, state: State) -> State:
-        """Return the state with its memory: the best value (NaN before the first) and the start of the patience."""
+        """Return the state with the memory: the best value (NaN before the first) and the start of the patience."""
         if self.hparam not in state.hparams:
             raise ValueError(
                 f"ReduceOnPlateau: the state has no hparam {self.hparam!r}, only {sorted(state.hparams)}; make it part "
@@ -125,7 +126,7 @@ class ReduceOnPlateau:
         return state.replace(slots={**state.slots, self.name: {"best": best, "since": since}})
 
     def see(self, state: State, metrics: Mapping[str, Any]) -> State:
-        """Return the state after an evaluation; a value that is NaN is never better."""
+        """Return the state after an evaluation; NaN is never better."""
         assert isinstance(self.patience, Time) and isinstance(self.cooldown, Time)
         best, since = state.slots[self.name]["best"], state.slots[self.name]["since"]
         value = torch.as_tensor(metrics[self.metric], dtype=torch.float32, device=state.device)

@@ -1,8 +1,8 @@
-"""Reasons to stop a run before its end, by metrics. They are asked after each evaluation and, where the metric is one
-that the step's algorithms report ("train/accuracy", "gradient_norm"), after each epoch.
+"""Reasons to stop a run before its end, based on metrics.
 
-What a reason remembers lies in the state, as an algorithm's memory does, so a run resumed from a checkpoint stops
-where the uninterrupted one would have.
+They are checked after each evaluation and, for a metric that the step's algorithms report ("train/accuracy",
+"gradient_norm"), after each epoch. Their memory is in the state, like an algorithm's, so a run resumed from a
+checkpoint stops where the uninterrupted one would have stopped.
 """
 
 import math
@@ -34,16 +34,16 @@ __all__ = [
 
 
 class Stopper(Protocol):
-    """A reason to stop: pure functions of its own memory, a dict of tensors."""
+    """A reason to stop, as pure functions of its own memory, a dict of tensors."""
 
     @property
     def metric(self) -> str:
-        """The metric that it looks at, such as "eval/loss"."""
+        """Name of the metric that it depends on, such as "eval/loss"."""
         ...
 
     @property
     def name(self) -> str:
-        """Names its memory in the state's slots; with a dot in front, as what belongs to no algorithm."""
+        """Name of its slot in the state; it begins with a dot because it does not belong to an algorithm."""
         ...
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
@@ -55,23 +55,24 @@ class Stopper(Protocol):
         ...
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Return whether the run should stop; by the memory only, so that it is the same after continuing."""
+        """Return whether the run should stop, from the memory only, so that a resumed run gets the same answer."""
         ...
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stops a run in which a metric has not become better for a while.
+    """A reason to stop: a metric has not improved for a while.
 
     Args:
-        metric: Of an evaluator, such as `"eval/loss"`, or of an algorithm, such as `"train/accuracy"` of
-            `training_metrics`, looked at after each epoch.
-        patience: How long to wait for a better value, in epochs, batches, samples or tokens.
-        min_delta: By how much a value must be better to count.
-        mode: "min" or "max", what better means; by default lower for losses, errors and perplexities, else higher.
+        metric: Metric of an evaluator, such as `"eval/loss"`, or of an algorithm, such as `"train/accuracy"` of
+            `training_metrics`, which is read after each epoch.
+        patience: Time to wait for a better value, in epochs, batches, samples or tokens.
+        min_delta: Minimal difference for a value to count as better.
+        mode: "min" if lower values are better, "max" if higher ones are; by default "min" for losses, errors and
+            perplexities, otherwise "max".
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind.
+        TypeError, ValueError: An argument has the wrong kind or is out of range.
 
     Example:
         >>> EarlyStopping("eval/loss", patience="2ep").mode
@@ -94,17 +95,17 @@ class EarlyStopping:
 
     @property
     def name(self) -> str:
-        """As in `Stopper`."""
+        """See `Stopper`."""
         return f".early_stopping({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """Return the best value so far, NaN before the first, when it was, and when the metric was last looked at."""
+        """Return the best value so far (NaN before the first), its time, and the time of the last evaluation."""
         return {"best": torch.full((), torch.nan), "at": counts(now), "last": counts(now)}
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
-        """As in `Stopper`; a value that is NaN is never better, and wears the patience out."""
+        """See `Stopper`. NaN is never better, so it uses up the patience."""
         best = memory["best"].item()
-        value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded as the best one was
+        value = torch.tensor(metrics[self.metric], dtype=torch.float32).item()  # rounded like the best value
         gain = best - value if self.mode == "min" else value - best
         is_better = not math.isnan(value) and (math.isnan(best) or gain > self.min_delta)
         return {
@@ -122,15 +123,15 @@ class EarlyStopping:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Stops a run when a metric has come as far as was wanted.
+    """A reason to stop: a metric has reached a value.
 
     Args:
-        metric: Of an evaluator, such as `"eval/accuracy"`, or of an algorithm, such as `"train/accuracy"`.
-        value: How far.
-        mode: "min" to stop at or below it, "max" at or above it; by default by the metric's name.
+        metric: Metric of an evaluator, such as `"eval/accuracy"`, or of an algorithm, such as `"train/accuracy"`.
+        value: The value to reach.
+        mode: "min" to stop at or below it, "max" at or above it; by default chosen by the metric's name.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind.
+        TypeError, ValueError: An argument has the wrong kind.
     """
 
     metric: str
@@ -144,30 +145,31 @@ class Threshold:
 
     @property
     def name(self) -> str:
-        """As in `Stopper`."""
+        """See `Stopper`."""
         return f".threshold({self.metric})"
 
     def begin(self, now: Timestamp) -> dict[str, Tensor]:
-        """Return the last value, NaN before the first."""
+        """Return the last value, which is NaN before the first evaluation."""
         del now
         return {"last": torch.full((), torch.nan, dtype=torch.float64)}
 
     def see(self, memory: dict[str, Tensor], now: Timestamp, metrics: Mapping[str, float]) -> dict[str, Tensor]:
-        """As in `Stopper`."""
+        """See `Stopper`."""
         del memory, now
         return {"last": torch.tensor(metrics[self.metric], dtype=torch.float64)}
 
     def is_over(self, memory: dict[str, Tensor]) -> bool:
-        """Return whether the last value has come as far."""
+        """Return whether the last value has reached the threshold."""
         last = memory["last"].item()
         return last <= self.value if self.mode == "min" else last >= self.value
 
 
 def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
-    """Return the state with a slot for each reason that has none yet.
+    """Return the state with a slot for each stopper that has none yet.
 
     Raises:
-        ValueError: Two reasons of one name, or a population, whose members would stop at different times.
+        ValueError: Two stoppers have the same name, or the state is a population, whose members would stop at different
+            times.
     """
     if not stoppers:
         return state
@@ -181,7 +183,7 @@ def with_memories(state: State, stoppers: tuple[Stopper, ...]) -> State:
 
 
 def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]) -> State:
-    """Return the state after the stopping rules have seen an evaluation's metrics."""
+    """Return the state after the stoppers have seen an evaluation's metrics."""
     new = {}
     for stopper in stoppers:
         if stopper.metric in metrics:
@@ -191,14 +193,14 @@ def seen(state: State, stoppers: tuple[Stopper, ...], metrics: Mapping[str, Any]
 
 
 def is_over(state: State, stoppers: tuple[Stopper, ...]) -> bool:
-    """Return whether one of the reasons holds."""
+    """Return whether one of the stoppers wants to stop."""
     return any(
         stopper.is_over({name: value.cpu() for name, value in state.slots[stopper.name].items()})
         for stopper in stoppers
     )
 
 
-# Counted in all units, so that a run may continue with patience in another one.
+# Time is stored in all of these units, so that a run may continue with a patience in another unit.
 UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
 
@@ -212,7 +214,7 @@ def _on(memory: dict[str, Tensor], state: State) -> dict[str, Tensor]:
 
 
 def check_metric(metric: Any, mode: Any, where: str) -> None:
-    """Raise for a metric that is not a name, and for an unknown mode."""
+    """Raise for a metric that is not a name, or for an unknown mode."""
     if not isinstance(metric, str) or not metric:
         raise TypeError(f"{where}: metric={metric!r}: expected a metric's name, such as 'eval/loss'")
     if mode not in (None, "min", "max"):
