@@ -1,4 +1,4 @@
-"""Axes and titles of panels: limits, ticks, numbers as text."""
+"""Axes and titles of panels: limits, ticks and formatted numbers."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def limit(axes: Any, panel: Panel, smoothed: Sequence[float], raw: Sequence[float]) -> None:
-    """Vertical limits around nearly all numbers: a few outliers do not press the rest into a line.
+    """Set vertical limits around nearly all numbers, so that a few outliers do not flatten the rest into a line.
 
-    Losses that fall by a factor of 30 have a logarithmic axis.
+    Losses that fall by a factor of more than 30 get a logarithmic axis.
     """
     line = sorted(value for value in smoothed if math.isfinite(value))
     if not line:
@@ -42,7 +42,7 @@ def limit(axes: Any, panel: Panel, smoothed: Sequence[float], raw: Sequence[floa
 
 
 def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
-    """Return the remark at the right of a panel's title, and whether it is a warning."""
+    """Return the remark to the right of a panel's title, and whether it is a warning."""
     bad = [at for series in panel.series for at, y in zip(series.x, series.y, strict=True) if not _is_finite(y)]
     total = sum(len(series.x) for series in panel.series)
     if bad:
@@ -54,7 +54,7 @@ def remark(panel: Panel, num_runs: int) -> tuple[str, bool]:
     words = f"median of {series.members}{',' if is_mean else ':'} " if series.is_population else ""
     words += f"mean of the last {series.tail}: " if is_mean else "last "
     words += _value(panel, spread([series.last]).median[0])
-    # A single batch is good by luck; an evaluation is not.
+    # The best value of single training batches would only be luck, so it is reported for evaluations only.
     if panel.kind == "metric" and len(series.y) > 1 and not series.column.startswith("train/"):
         values = spread(series.y).median
         best = min(values) if is_lower_better(panel.title) else max(values)
@@ -67,7 +67,7 @@ def _value(panel: Panel, value: float) -> str:
 
 
 def _is_share(panel: Panel) -> bool:
-    """Return whether a panel's numbers are to be read as per cent."""
+    """Return whether a panel's numbers are shown in percent."""
     values = [one for series in panel.series for y in series.y for one in (y if isinstance(y, list) else [y])]
     return "accuracy" in panel.title and all(0 <= one <= 1 for one in values if math.isfinite(one))
 
@@ -77,7 +77,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def dress(axes: Any, theme: Theme, panel: Panel, *, is_counted: bool) -> None:
-    """Axes without what carries no meaning; `is_counted`: the numbers along the horizontal one are whole."""
+    """Format the axes, without decoration; `is_counted` is true if the numbers along the horizontal axis are whole."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
     axes.set_facecolor(theme.back)
@@ -106,7 +106,7 @@ def dress(axes: Any, theme: Theme, panel: Panel, *, is_counted: bool) -> None:
 
 
 def _in_short(largest: float) -> Any:
-    """Return numbers along an axis, all in one unit: 0, 5k, 10k."""
+    """Return a formatter for an axis with all numbers in one unit: 0, 5k, 10k."""
     from matplotlib.ticker import FuncFormatter
 
     size, letter = next((one for one in _UNITS if largest >= (1e4 if one[1] == "k" else one[0])), (1.0, ""))
@@ -116,7 +116,7 @@ def _in_short(largest: float) -> Any:
 
 
 def _short(value: float) -> str:
-    """Return a number in few characters: 1,500 and 20k and 1.5M.
+    """Return a number as a short text.
 
     Example:
         >>> _short(1500), _short(20000), _short(1500000), _short(0.25)

@@ -1,4 +1,4 @@
-"""The curves of runs as a picture."""
+"""Pictures of the curves of runs."""
 
 import io
 import os
@@ -24,27 +24,27 @@ def draw_curves(
     x: str = "batch",
     dark: bool = False,
 ) -> Path:
-    """Draw one run, or several to be compared.
+    """Draw the curves of one run, or compare several runs.
 
     There is a panel for the training loss, for each metric of evaluations and of training, for the learning rate and
-    for the throughput, as far as there are such numbers. Of many batches a mean over a thirtieth of them is drawn over
-    the faint numbers themselves. Populations appear as the median member in a band from the lowest to the highest.
+    for the throughput, as far as such numbers exist. With many batches, a mean over a thirtieth of them is drawn over
+    the faint original numbers. Populations are drawn as the median member in a band from the lowest to the highest.
     Numbers that are not finite leave gaps, which the panel mentions.
 
     Args:
-        runs: One or several; their folders, or what `read_run` gives.
-        path: The picture, `*.png`, `*.svg` or `*.pdf`; it appears when it is whole.
-        x: The column along which they are drawn: "batch", "epoch", "time/sample", "time/token", or "time/seconds" for
+        runs: One or several runs: their folders, or results of `read_run`.
+        path: The picture, `*.png`, `*.svg` or `*.pdf`. The file appears only when it is complete.
+        x: The column along the horizontal axis: "batch", "epoch", "time/sample", "time/token", or "time/seconds" for
             wall-clock time.
-        dark: Light on dark.
+        dark: True for light curves on a dark background.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: Another suffix, no run, no records yet, or a column that they do not have.
+        ValueError: The suffix is unknown, there is no run, or the runs have no records or no such column.
         ImportError: Matplotlib is not installed.
-        FileNotFoundError, NotADirectoryError: No folder of a run; see `read_run`.
+        FileNotFoundError, NotADirectoryError: There is no such run folder; see `read_run`.
     """
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:
@@ -58,7 +58,7 @@ def draw_curves(
 def curves_as_png(run: RunRecords, *, dark: bool, narrow: bool = False) -> bytes:
     """Return the curves of one run along its batches, as the bytes of a PNG file; `narrow` is for narrow screens.
 
-    Raises as `draw_curves` does.
+    Raises the same errors as `draw_curves`.
     """
     return _picture([run], "batch", dark, "png", narrow)
 
@@ -84,7 +84,7 @@ def _as_runs(given: object) -> list[RunRecords]:
 
 
 def _names(runs: Sequence[RunRecords]) -> list[str]:
-    """Return the runs' names, with those of the folders above where the names are equal."""
+    """Return the runs' names, preceded by the names of parent folders if they are equal."""
     names = [run.name for run in runs]
     depth = 2
     while len(set(names)) < len(names) and depth <= max(len(run.path.resolve().parts) for run in runs):
@@ -94,7 +94,7 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def _members(panels: Sequence[Panel], run: int) -> str:
-    """Return the remark about a run that is a population."""
+    """Return the number of members of a run as a remark; empty if it is not a population."""
     members = max((one.members for panel in panels for one in panel.series if one.run == run), default=1)
     return f" (median of {members})" if members > 1 else ""
 

@@ -14,12 +14,12 @@ __all__ = ["SMOOTHED_FROM", "Drawing", "drawn"]
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 _WIDTH, _ROW, _DPI = 10.0, 2.75, 160
-# Inches; with letters of one size, what is read on a phone has to be narrow.
+# In inches. The letters have a fixed size, so a picture for a phone has to be narrow.
 _NARROW, _NARROW_ROW = 4.4, 2.3
 _FEW = 40
-"""Up to so many points each has a dot."""
+"""Maximal number of points at which each one is marked by a dot."""
 SMOOTHED_FROM = 80
-"""From so many points on noisy lines are smoothed."""
+"""Number of points from which on noisy lines are smoothed."""
 _AXES = {
     "batch": "batch",
     "epoch": "epoch",
@@ -36,9 +36,9 @@ class Drawing:
         self._figure = figure
 
     def savefig(self, file: Any, kind: str) -> None:
-        """Write it to a binary file."""
+        """Write the figure to a binary file."""
         with warnings.catch_warnings():
-            # Of characters in a run's name that the font does not have.
+            # Matplotlib warns of characters in a run's name that the font lacks.
             warnings.simplefilter("ignore", UserWarning)
             self._figure.savefig(file, format=kind, dpi=_DPI, facecolor=self._figure.get_facecolor())
 
@@ -49,12 +49,12 @@ def drawn(
     """Return a picture of panels.
 
     Args:
-        panels: At least one.
-        names: Of the runs.
-        breaks: The batches at which the run continued.
+        panels: The panels, at least one.
+        names: Names of the runs.
+        breaks: Batches at which the run continued.
         x: The column along the horizontal axis.
-        dark: Light on dark.
-        narrow: One panel below the other, for narrow screens.
+        dark: True for light curves on a dark background.
+        narrow: True for one panel below the other, for narrow screens.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -76,13 +76,13 @@ def drawn(
     figure.set_facecolor(theme.back)
     end = max((max(one.x) for panel in panels for one in panel.series), default=1.0) or 1.0
     grid = figure.add_gridspec(rows, columns)
-    # Of an odd number the first one, the loss, is as wide as two.
+    # If the number of panels is odd, the first one, the loss, is as wide as two.
     wide = len(panels) % columns
     for i, panel in enumerate(panels):
         place = i + wide * (i > 0)
         row, column = divmod(place, columns)
         axes = figure.add_subplot(grid[row, :] if wide and i == 0 else grid[row, column])
-        # In points: what remains of a column beside the numbers along the axis.
+        # Width of the panel without the numbers along its axis, in points.
         room = 72 * (width if columns == 1 or (wide and i == 0) else width / 2) - 60
         _draw_panel(axes, panel, theme, len(names), breaks, room)
         axes.set_xlim(-0.012 * end, 1.012 * end)
@@ -95,7 +95,7 @@ def drawn(
 
 
 def _legend_columns(names: Sequence[str]) -> int:
-    if sum(map(len, names)) + 8 * len(names) <= 130:  # characters beside each other
+    if sum(map(len, names)) + 8 * len(names) <= 130:  # characters in one row
         return len(names)
     most = max(int(130 / (min(max(map(len, names)), 60) + 8)), 1)
     return math.ceil(len(names) / math.ceil(len(names) / most))
@@ -120,7 +120,7 @@ def _add_legend(figure: Any, names: Sequence[str], theme: Theme) -> None:
 
 
 def _say(text: Any, words: str) -> None:
-    """Set words as they are: no formulas between dollars, no special first characters."""
+    """Set a text literally: dollar signs do not enclose formulas, and no first character is special."""
     text.set_parse_math(False)
     text.set_text(words)
 
@@ -137,7 +137,7 @@ def _draw_panel(axes: Any, panel: Panel, theme: Theme, num_runs: int, breaks: Se
         style = _style(series.run if num_runs > 1 else i, theme)
         is_noisy = panel.kind in ("loss", "speed") or series.column.startswith("train/")
         if panel.kind == "lr" and num_runs > 1:
-            # Runs often have the same schedule: the one below looks out at the sides of the one above.
+            # Runs often have the same schedule. A covered line is wider, so that it shows on both sides of the upper.
             above = sum((other.x, other.y) == (series.x, series.y) for other in panel.series[i + 1 :])
             style["linewidth"] = 1.4 + 1.4 * min(above, 3)
         line, around = _draw_series(axes, series, style, is_noisy=is_noisy, is_faint=num_runs > 3)
@@ -153,8 +153,8 @@ def _draw_panel(axes: Any, panel: Panel, theme: Theme, num_runs: int, breaks: Se
 
 
 def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room: float) -> None:
-    """Draw a panel's title and remark side by side, or the remark below where there is no room (in points)."""
-    fits = 7 * len(title) + 5 * len(words) + 10 <= room  # letters' widths, on average, at these sizes
+    """Draw a panel's title and remark side by side, or the remark below if there is not enough `room` (in points)."""
+    fits = 7 * len(title) + 5 * len(words) + 10 <= room  # average widths of letters at these font sizes
     head = axes.set_title("", loc="left", fontsize=10, fontweight="bold", color=theme.text, pad=7 if fits else 20)
     _say(head, title)
     look = {"fontsize": 8.5, "color": theme.alarm if is_alarm else theme.faint}
@@ -168,10 +168,10 @@ def _head(axes: Any, title: str, words: str, theme: Theme, is_alarm: bool, room:
 def _draw_series(
     axes: Any, series: Series, style: dict[str, Any], *, is_noisy: bool, is_faint: bool
 ) -> tuple[list[float], list[float]]:
-    """Draw one line, with its band or with the numbers behind it; return what decides the limits of the axes."""
+    """Draw one line with its band or the original numbers; return the line's and the original values, for limits."""
     parts = spread(series.y)
     window = max(len(series.x) // 30, 7) if is_noisy and len(series.x) >= SMOOTHED_FROM else 1
-    # More points than pixels would only take time.
+    # More points than pixels would only cost time.
     stride = len(series.x) // 2000 if window > 1 and len(series.x) > 2000 else 1
     low, median, high = ((smooth(side, window, stride) if window > 1 else side) for side in parts)
     x, marker = series.x[::stride], {"marker": "o", "markersize": 3.2} if len(series.x) <= _FEW else {}
@@ -184,7 +184,7 @@ def _draw_series(
         return median, []
     alpha = 0.12 if is_faint else 0.25
     axes.plot(series.x, parts.median, color=style["color"], linewidth=0.6, alpha=alpha, zorder=2)
-    # Where a number is not finite the smoothed line has its gap as well, however wide the window.
+    # The smoothed line has a gap, too, wherever a number is not finite, however wide the window.
     single = parts.median[::stride]
     shown = [mean if math.isfinite(one) else math.nan for mean, one in zip(median, single, strict=True)]
     axes.plot(x, shown, **style, linewidth=1.6, zorder=3)
@@ -192,7 +192,7 @@ def _draw_series(
 
 
 def _name_lines(axes: Any, series: Sequence[Series], theme: Theme) -> None:
-    """Return a small legend for the lines of one run."""
+    """Add a small legend for the lines of one run."""
     legend = axes.legend(
         axes.get_lines()[: len(series)],
         [str(i) for i in range(len(series))],

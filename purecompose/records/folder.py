@@ -1,4 +1,4 @@
-"""RunFolder: a folder that holds all there is to know of a run, from its settings to its report."""
+"""RunFolder: a folder with everything about a run, from its settings to its report."""
 
 import os
 import platform
@@ -50,50 +50,52 @@ __all__ = ["RunFolder"]
 class RunFolder:
     """The folder of a run: settings, versions, plan, records and checkpoints; afterwards curves, result and report.
 
-    | file | what it holds |
+    | file | content |
     | --- | --- |
-    | `config.toml` | the settings |
-    | `command.txt` | the command that reproduces the run |
-    | `versions.json` | what the bits of the run depend on beside its settings: versions, device, threads |
-    | `plan.txt` | which algorithms act at which events, in what order and why |
-    | `history.json` | when the run started and continued, and how long that took |
-    | `records.jsonl` | its records, with learning rate, speed and memory |
-    | `checkpoints/` | its checkpoints |
+    | `config.toml` | settings |
+    | `command.txt` | command that reproduces the run |
+    | `versions.json` | everything else that the bits of the run depend on: versions, device, threads |
+    | `plan.txt` | algorithms that act at each event, with the reasons for their order |
+    | `history.json` | times at which the run started and continued, and how long it took |
+    | `records.jsonl` | records, with learning rate, speed and memory |
+    | `checkpoints/` | checkpoints |
     | `result.json` | after the run: the last metrics, batches, seconds |
-    | `curves.png`, `report.html` | after the run: pictures, and one page with everything |
+    | `curves.png`, `report.html` | after the run: curves, and one page with everything |
 
-    Each file is written whole or not at all. After the first batch a full disk, a missing matplotlib or a picture
-    that cannot be drawn brings a warning, and everything else is written. Where a run continues, nothing in its folder
-    changes before its checkpoint has been found to fit, and the settings, versions and plan not before a batch has
-    been trained with them: a run that was at its end already keeps its own.
+    Each file is written completely or not at all. After the first batch, a full disk, a missing matplotlib or a picture
+    that cannot be drawn causes a warning, and everything else is written. When a run continues, nothing in its folder
+    changes until its checkpoint is known to fit, and settings, versions and plan change only after a batch has been
+    trained with them: a run that was already at its end keeps its own.
 
-    One process at a time has the folder, from here to `finish` or `stop`; what a killed one left is taken over.
+    One process at a time owns the folder, from the constructor to `finish` or `stop`; the folder of a killed process is
+    taken over.
 
-    As a context manager it calls `finish` at the end, and `stop` where an exception ends the run.
+    As a context manager it calls `finish` at the end, and `stop` if an exception ends the run.
 
     Args:
-        path: The folder; it is made if need be.
-        config: The settings, flat or one level nested, with strings, numbers, bools and lists of them; `None` values
-            are left out. Where the run continues, by default those that are there.
-        command: The command that reproduces the run, as a string or a list of arguments. By default the one that
-            started this process, but for notebooks.
-        resume: Whether to continue in the folder of a run. Where there is none, it starts.
-        every: How often a batch has a record: "10ba", "1ep", ...
+        path: The folder; it is created if necessary.
+        config: The settings, flat or one level nested: strings, numbers, bools and lists of them; `None` values are
+            left out. If the run continues, the default is the settings in the folder.
+        command: The command that reproduces the run, as a string or a list of arguments. By default the command that
+            started this process, except in notebooks.
+        resume: True to continue the run in the folder, or to start one if there is none.
+        every: Interval between the batches with a record: "10ba", "1ep", ...
 
     Attributes:
-        path: The folder, from the root of the file system.
-        goes_on: Whether the folder was that of a run before.
-        unwritten: After `finish` or `stop`, the names of the files that could not be written, or not to their end.
+        path: The folder, as an absolute path.
+        goes_on: True if the folder already contained a run.
+        unwritten: After `finish` or `stop`, the names of the files that could not be written completely.
 
     Raises:
-        FileExistsError: The folder holds a run, without `resume`; or something else.
-        BlockingIOError: Another process is in the folder.
+        FileExistsError: The folder contains a run, but `resume` is not given; or it contains something else.
+        BlockingIOError: Another process uses the folder.
         NotADirectoryError: The path is a file.
-        TypeError, ValueError: A setting or another argument of the wrong kind.
-        OSError: The folder cannot be made.
+        TypeError, ValueError: A setting or another argument has the wrong kind.
+        OSError: The folder cannot be created.
 
     Warns:
-        RuntimeWarning: The folder was left by a process of another machine or container, which may still be there.
+        RuntimeWarning: The folder was left by a process on another machine or in another container, which may still
+            run.
 
     Example:
         >>> import tempfile, torch
@@ -120,28 +122,28 @@ class RunFolder:
         resume: bool = False,
         every: TimeLike | int = "1ba",
     ) -> None:
-        self.path = Path(path).absolute()  # wherever the process goes
+        self.path = Path(path).absolute()  # valid after a change of the working directory
         self.unwritten: tuple[str, ...] = ()
         settings = None if config is None else checked_settings(config, "RunFolder: config")
         self._command = _as_command(command)
         check_flag(resume, "RunFolder: resume")
-        # Refused here rather than at the first batch; the file itself is opened when the run begins.
+        # Created here to check the arguments before the first batch; the file itself is opened when the run begins.
         self._records = Records(
             self.path / RECORDS, every=every, monitors=[learning_rate(), speed(), memory(), self._clock]
         )
-        _goes_on(self.path, resume)  # or is refused, untouched
+        _goes_on(self.path, resume)  # raises before anything in the folder is changed
         self.path.mkdir(parents=True, exist_ok=True)
         if (earlier := _OPEN.pop(self.path.resolve(), None)) is not None:
-            earlier._records.close()  # what it still holds would come in between ours
+            earlier._records.close()  # otherwise its waiting records would be written between ours
             earlier._lock.release()
         self._lock = Lock(self.path)
-        # What waits, where the run continues, for its beginning and for its first batch.
+        # Functions that are called, if the run continues, when it begins and after its first batch.
         self._at_start: list[Callable[[], None]] = []
         self._at_batch: list[Callable[[], None]] = []
         try:
             self._lock.take()
             _OPEN[self.path.resolve()] = self
-            self.goes_on = _goes_on(self.path, resume)  # by now: another process may have been here
+            self.goes_on = _goes_on(self.path, resume)  # again, because another process may have changed the folder
             trained, self._starts = read_history(self.path) if self.goes_on else ({}, [])
             self._changed = self._write_settings(settings)
         except BaseException:
@@ -160,31 +162,31 @@ class RunFolder:
 
     @property
     def observer(self) -> Observer:
-        """What `fit` is given as an observer: it writes records, and how the run continues in time."""
+        """The observer to pass to `fit`; it writes the records and the history."""
         return self._watch
 
     @property
     def resume(self) -> str | None:
-        """What `fit` is given as `resume`: "auto" where the folder is a run's that continues."""
+        """The value of `resume` to pass to `fit`: "auto" if the run continues."""
         return "auto" if self.goes_on else None
 
     def checkpoints(self, **options: Any) -> Checkpoints:
-        """Checkpoints in this folder; options as for `Checkpoints`."""
+        """Return `Checkpoints` in this folder, with the given options."""
         return Checkpoints(self.path / CHECKPOINTS, **options)
 
     def begin(self, step: Any, state: State, batch: Any = None) -> None:
-        """Write down what is going to be trained: the plan, and what the bits of the run depend on.
+        """Record what is going to be trained: the plan, and everything that the bits of the run depend on.
 
         Args:
             step: The training step.
-            state: The state that `fit` is given.
-            batch: A batch, where a `match` asks for shapes.
+            state: The state that is passed to `fit`.
+            batch: A batch, needed if a `match` reads shapes.
 
         Raises:
             OSError: A file cannot be written.
         """
         now = {**environment(state, step), "platform": platform.platform(), "processor": _processor()}
-        with suppress(ValueError, OSError):  # none before, or one that is damaged
+        with suppress(ValueError, OSError):  # the file is missing or damaged
             self._changed |= _changes(read_json(self.path / VERSIONS), now)
         plan = f"{_plan(step, state, batch)}\n"
         self._when_trained(lambda: write_json(self.path / VERSIONS, now))
@@ -206,18 +208,18 @@ class RunFolder:
             self._watch.note()
 
     def finish(self, result: Mapping[str, Any] | None = None) -> None:
-        """Close the records and writes result, curves and report. A second call writes them again.
+        """Close the records and write result, curves and report. A second call writes them again.
 
-        Where a run was to continue and has not, because it was at its end or its checkpoint was refused, the folder
-        stays as it was; but what is given here is added to a result that is there.
+        If a run should have continued and has not, because it was at its end or its checkpoint was rejected, the folder
+        is left unchanged; only `result` is added to an existing result.
 
         Args:
-            result: What else belongs to the result, such as `{"checksum": ...}`: names and plain values.
+            result: Additional entries of the result, such as `{"checksum": ...}`: names and plain values.
         """
         self._end("finished", result or {})
 
     def stop(self, reason: str) -> None:
-        """Finish a run that was cut short: it has no result, and its history gives the reason."""
+        """Finish a run that was cut short: it has no result, and its history names the reason."""
         self._end(reason, None)
 
     def __enter__(self) -> "RunFolder":
@@ -258,7 +260,7 @@ class RunFolder:
         if problems:
             reported = (f"{name} was not written: {type(error).__name__}: {error}" for name, error in problems.items())
             warnings.warn(f"{self.path}: {'; '.join(reported)}", RuntimeWarning, stacklevel=4)
-        # Without matplotlib the curves are not missing.
+        # Without matplotlib there are no curves, but that is not a loss.
         lost = [name for name, error in problems.items() if not isinstance(error, ImportError)]
         started = {RECORDS: self._records.num_unwritten > 0, HISTORY: not self._watch.is_noted}
         self.unwritten = tuple(dict.fromkeys([*(name for name, is_lost in started.items() if is_lost), *lost]))
@@ -280,28 +282,29 @@ class RunFolder:
         write_json(self.path / RESULT, {**found, **given})
 
     def _write_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
-        """Write what is known before the run; return what differs from the settings that were there."""
+        """Write what is known before the run; return the differences to the settings in the folder."""
         changed: dict[str, Any] = {}
         self._when(self._at_start, self._tidy)
         if self.goes_on:
-            self._at_start.append(lambda: (self.path / RESULT).unlink(missing_ok=True))  # of a run that ended earlier
+            # The result of a run that ended earlier is out of date.
+            self._at_start.append(lambda: (self.path / RESULT).unlink(missing_ok=True))
             if settings is not None:
                 before = _flat(tomllib.loads((self.path / CONFIG).read_text("utf-8")))
                 changed = _changes(before, _flat(settings))
         if settings is not None or not self.goes_on:
             text = to_toml(settings or {})
-            self._when_trained(lambda: write_text(self.path / CONFIG, text))  # first: it makes the folder a run's
+            self._when_trained(lambda: write_text(self.path / CONFIG, text))  # first, as it marks the folder as a run's
         if self._command is not None and not (self.goes_on and (self.path / COMMAND).exists()):
             command = f"{self._command}\n"
             self._when_trained(lambda: write_text(self.path / COMMAND, command))
         return changed
 
     def _tidy(self) -> None:
-        with suppress(OSError):  # what was half-written when a process was killed does no harm
+        with suppress(OSError):  # half-written files of a killed process do no harm
             clear(self.path)
 
     def _when_trained(self, act: Callable[[], None]) -> None:
-        """Write something down; where the run continues, not before a batch has been trained on."""
+        """Call `act` now or, if the run continues, after its first batch."""
         self._when(self._at_batch, act)
 
     def _when(self, pending: list[Callable[[], None]], act: Callable[[], None]) -> None:
@@ -311,7 +314,7 @@ class RunFolder:
             act()
 
     def _new_start(self, batch: int, started: str) -> Start:
-        self._lock.take()  # once more, for a run after `finish`
+        self._lock.take()  # again, for a run after `finish`
         _carry_out(self._at_start)
         return Start(batch, started, until=batch, command=self._command)
 
@@ -329,13 +332,13 @@ def _carry_out(pending: list[Callable[[], None]]) -> None:
         pending.pop(0)()
 
 
-# The folders that are in use in this process: one that was left by an exception may hold records yet.
+# The folders in use in this process. One that was left by an exception may still have unwritten records.
 _OPEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
 
 
 @contextmanager
 def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
-    """Record what keeps a file from being written: it is not a reason to lose the others, or the run."""
+    """Collect the error that keeps a file from being written, which is not a reason to lose the others, or the run."""
     try:
         yield
     except Exception as error:
@@ -343,14 +346,14 @@ def _noted(name: str, problems: dict[str, Exception]) -> Iterator[None]:
 
 
 def _goes_on(path: Path, resume: bool) -> bool:
-    """Return whether the folder is a run's.
+    """Return whether the folder contains a run.
 
     Raises:
-        FileExistsError, NotADirectoryError: It is not to be used.
+        FileExistsError, NotADirectoryError: The folder cannot be used.
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"RunFolder: {path} is a file; a run wants a folder of its own")
-    # Hidden files may be anybody's: a desktop's, or what a killed process was about to write.
+    # Hidden files do not count: they may be from the desktop, or half-written by a killed process.
     inside = sorted(one.name for one in path.iterdir() if not one.name.startswith(".")) if path.is_dir() else []
     if not inside:
         return False
@@ -383,12 +386,12 @@ def _plan(step: Any, state: State, batch: Any) -> str:
     except Exception as error:
         if batch is not None:
             raise
-        # A match that asks for shapes, most likely; the run itself has batches.
+        # Most likely a `match` reads shapes. The run itself has batches.
         return f"The plan needs a batch, begin(step, state, batch): {error}"
 
 
 def _processor() -> str:
-    """Return the processor's name, which `platform` does not know on Linux."""
+    """Return the processor's name, which `platform` does not report on Linux."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith("model name"):
@@ -397,7 +400,7 @@ def _processor() -> str:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings by names with dots."""
+    """Return nested settings as flat ones, with dots in the names."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The files in a run's folder, each written completely or not at all."""
+"""The files in a run's folder; each is written completely or not at all."""
 
 import json
 import math
@@ -35,18 +35,20 @@ def write_text(path: Path, text: str) -> None:
     """Write a file as UTF-8, in one move.
 
     Raises:
-        OSError: It cannot be written; an old one stays as it was.
+        OSError: The file cannot be written; an old one is left unchanged.
     """
     with written(path) as new:
         new.write_bytes(text.encode("utf-8", "replace"))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON, in one move. Numbers that are not finite become the strings "nan", "inf" and "-inf"; tensors, lists.
+    """Write JSON, in one move.
+
+    Numbers that are not finite become the strings "nan", "inf" and "-inf"; tensors become lists.
 
     Raises:
-        OSError: It cannot be written; an old one stays as it was.
-        TypeError: Something in it that JSON has no words for.
+        OSError: The file cannot be written; an old one is left unchanged.
+        TypeError: A value cannot be represented in JSON.
     """
     write_text(path, json.dumps(_finite(content), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
@@ -56,6 +58,6 @@ def _finite(value: Any) -> Any:
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
-    if hasattr(value, "tolist"):  # a tensor, or a number of NumPy
+    if hasattr(value, "tolist"):  # a tensor, or a NumPy number
         return _finite(value.tolist())
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

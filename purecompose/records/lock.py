@@ -17,7 +17,7 @@ from purecompose.run.saving.process import is_alive, place, token
 
 try:
     import fcntl
-except ImportError:  # a system without; `_alone` says what that means
+except ImportError:  # not available on Windows; see `_alone`
     fcntl = None
 
 
@@ -25,13 +25,13 @@ __all__ = ["Lock"]
 
 
 class Lock:
-    """Whose a run's folder is, written down in the folder; released at last when this object is dropped.
+    """A lock on a run's folder, a file that names the owning process; released at the latest with this object.
 
-    A lock whose process has ended is taken over. One of another machine or container cannot be asked whether it
-    is still there: it is taken over, too, with a warning, so that a job that is started again elsewhere continues.
+    A lock whose process has ended is taken over. Whether a process on another machine or in another container is still
+    running cannot be determined: its lock is taken over, too, with a warning, so that a job can be restarted elsewhere.
 
     Args:
-        folder: The run's folder, an existing one.
+        folder: The run's folder, which must exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,13 +39,14 @@ class Lock:
         self._finalizer: weakref.finalize | None = None
 
     def take(self) -> None:
-        """Make the folder this process's; nothing happens where it is so already.
+        """Take the lock for this process, unless this object has it already.
 
         Raises:
-            BlockingIOError: Another process has it.
+            BlockingIOError: Another process has the lock.
 
         Warns:
-            RuntimeWarning: It may be in use elsewhere; or the disk is full, and no process is kept out.
+            RuntimeWarning: The folder may be in use elsewhere; or the lock cannot be written, so it keeps no process
+                out.
         """
         if self._finalizer is not None and self._finalizer.alive:
             return
@@ -64,15 +65,15 @@ class Lock:
             warnings.warn(f"RunFolder: {reported}", RuntimeWarning, stacklevel=3)
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the lock."""
         if self._finalizer is not None:
             self._finalizer()
 
     def _judged(self, holder: dict[str, Any] | None) -> str | None:
-        """Return a description of the process that has the folder, if it can be taken over.
+        """Return a warning if the lock of a process that may still run is taken over; `None` if it can be taken safely.
 
         Raises:
-            BlockingIOError: It cannot.
+            BlockingIOError: The process still runs.
         """
         if holder is None or holder.items() >= _own(self._folder).items():
             return None
@@ -92,10 +93,10 @@ class Lock:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let processes look and write in turn.
+    """Let only one process at a time read and write the lock file.
 
-    Where a file system knows no locks, two that begin within a millisecond do not see each other. The system's
-    locks do not keep the folder itself: children inherit them, and would hold them after a kill.
+    On a file system without locks, two processes that begin within a millisecond do not see each other. A system lock
+    is not used for the folder itself, because child processes inherit it and would keep it after the run is killed.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -111,7 +112,7 @@ def _holder(folder: Path) -> dict[str, Any] | None:
     """Return the process that has the folder; `None` if there is none."""
     with suppress(FileNotFoundError, ValueError):
         found = read_json(folder / LOCK)
-        # One that was copied with its folder belongs to no process, and neither does a file that is not a lock.
+        # A lock that was copied with its folder belongs to no process, nor does a file that is not a lock.
         if isinstance(found.get("process"), int) and found.get("folder") == folder.stat().st_ino:
             return {"place": "somewhere", "token": None, "since": "some time", **found}
     return None
@@ -122,7 +123,7 @@ def _own(folder: Path) -> dict[str, Any]:
 
 
 def _release(folder: Path, mine: dict[str, Any]) -> None:
-    # Not a fork's to release; nor is it ours any more where another process has taken it over.
+    # A forked child must not release the lock, nor this process if another one has taken it over.
     with suppress(OSError):
         if mine["process"] == os.getpid() and _holder(folder) == mine:
             (folder / LOCK).unlink()

@@ -26,42 +26,42 @@ _NO_EVALUATION = ("lr", "loss", "speed/", "memory/", "time/seconds")
 
 @dataclass(frozen=True)
 class Series:
-    """A column of a run's records. Numbers of a population are lists, one for each member."""
+    """A column of a run's records. The values of a population are lists, with a number for each member."""
 
     run: int
-    """Which run, counted from 0."""
+    """Index of the run, from 0."""
     column: str
     x: list[float]
     y: list[Any]
     tail: int = 1
-    """How many of the newest numbers tell how it stands: of losses more than one, as a batch's is a matter of luck."""
+    """Number of newest values that `last` averages; more than one for losses, because those of single batches vary."""
 
     @property
     def is_population(self) -> bool:
-        """Whether it has numbers of several members."""
+        """True if the values are those of a population."""
         return any(isinstance(value, list) for value in self.y)
 
     @property
     def members(self) -> int:
-        """How many members it has numbers of."""
+        """Number of members of the population; 1 for a single run."""
         return max((len(_listed(value)) for value in self.y), default=0)
 
     @property
     def last(self) -> Any:
-        """The mean of the newest numbers, those that are finite; of a population for each member. Wants a number."""
+        """The mean of the finite ones among the newest values, or a list with one for each member. Needs a value."""
         means = [smooth(one, 2 * len(one))[-1] for one in zip(*map(_listed, self.y[-self.tail :]), strict=False)]
         return means if self.is_population else means[0]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What shares a pair of axes."""
+    """The series that share a pair of axes."""
 
     title: str
     kind: str
     """"loss", "metric", "lr" or "speed"."""
     unit: str
-    """What the values are counted in."""
+    """Unit of the values."""
     series: tuple[Series, ...]
 
 
@@ -70,7 +70,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
 
     Args:
         runs: The runs.
-        x: The column along which they are drawn.
+        x: The column along the horizontal axis.
 
     Raises:
         ValueError: No run has this column.
@@ -79,7 +79,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
     evaluated = list(dict.fromkeys(name for run in runs for name in evaluation_columns(run.records)))
     trained = [name for name in _columns(runs) if name.startswith("train/") and name not in evaluated]
     rates = [name for name in ("speed/samples", "speed/batches") if any(_has(run, name) for run in runs)]
-    # Groups of parameters are distinguished for one run; for several there would be too many lines.
+    # The rates of parameter groups are drawn for a single run only; with several there would be too many lines.
     lrs = [name for name in _columns(runs) if name == "lr" or (len(runs) == 1 and name.startswith("lr/"))]
     wanted = [("training loss", "loss", "", ["loss"])]
     wanted += [(name, "metric", "", [name]) for name in (*evaluated, *trained)]
@@ -94,7 +94,7 @@ def panels_of(runs: Sequence[RunRecords], x: str) -> list[Panel]:
 
 
 def check_axis(runs: Sequence[RunRecords], x: str) -> None:
-    """Raise a ValueError where no record has the column along which runs are to be drawn."""
+    """Raise a ValueError if no record has the column for the horizontal axis."""
     if not any(run.records for run in runs):
         raise ValueError("draw_curves: the runs have no records yet")
     known = [name for name in _columns(runs) if name in ("batch", "epoch") or name.startswith("time/")]
@@ -103,7 +103,7 @@ def check_axis(runs: Sequence[RunRecords], x: str) -> None:
 
 
 def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
-    """Return a column of a run. Where a record lacks x, such as that of an evaluation, the one before it tells."""
+    """Return a column of a run. A record without x, as of an evaluation, has the x of the record before it."""
     xs, ys, at = [], [], math.nan
     fraction = _fractions(run.records) if x == "epoch" else None
     for record in run.records:
@@ -115,19 +115,19 @@ def series_of(run: RunRecords, index: int, column: str, x: str) -> Series:
 
 
 def _tail(records: Sequence[dict[str, Any]]) -> int:
-    """Return over how many of the newest losses to average: an epoch's, but at most a quarter of the run's.
+    """Return the number of newest losses to average: those of an epoch, but at most a quarter of the run's.
 
-    Of a run of one epoch the first losses would be in the mean otherwise.
+    Without the limit, the mean of a run of one epoch would include its first losses.
     """
     epochs = [record["epoch"] for record in records if "loss" in record]
-    # The record of an epoch's last batch counts the epoch as over.
+    # The record of an epoch's last batch already counts that epoch.
     ends = [i for i in range(len(epochs)) if epochs[i] > (epochs[i - 1] if i else 0)]
     epoch = ends[-1] - (ends[-2] if len(ends) > 1 else -1) if ends else len(epochs)
     return max(min(epoch, len(epochs) // 4), 1)
 
 
 class Spread(NamedTuple):
-    """The middle and the extremes of a population's numbers, over those that are finite; NaN where none is."""
+    """Lowest, median and highest of a population's finite numbers; NaN if there are none."""
 
     low: list[float]
     median: list[float]
@@ -135,7 +135,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[Any]) -> Spread:
-    """Return the spread at each point; a single number is its own middle.
+    """Return the spread at each point; for a single number, all three are that number.
 
     Example:
         >>> spread([[3.0, 1.0, 2.0, float("nan")], 5.0])
@@ -152,9 +152,9 @@ def spread(values: Iterable[Any]) -> Spread:
 
 
 def smooth(values: Sequence[float], window: int, stride: int = 1) -> list[float]:
-    """Means over a window around each point, or each `stride`-th one, over numbers that are finite.
+    """Return the means of the finite numbers in a window around each point, or each `stride`-th one.
 
-    At the ends the window is shorter. NaN where it holds nothing finite.
+    At the ends the window is shorter. The mean is NaN if the window has no finite number.
 
     Example:
         >>> smooth([0.0, 3.0, 6.0, float("nan")], 3)
@@ -163,7 +163,7 @@ def smooth(values: Sequence[float], window: int, stride: int = 1) -> list[float]
     half = window // 2
     result = []
     for i in range(0, len(values), stride):
-        # Not from running sums, in which one huge number would swallow all that come after it.
+        # Not computed from running sums, in which one huge number would absorb all later ones.
         around = [value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)]
         result.append(sum(around) / len(around) if around else math.nan)
     return result
@@ -174,7 +174,7 @@ def _columns(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def evaluation_columns(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Return the names of the metrics of evaluations: those in records without values of batches."""
+    """Yield the names of evaluation metrics, which are in records without values of batches; names may repeat."""
     for record in records:
         if not any(name.startswith(_NO_EVALUATION) for name in record):
             yield from (name for name in record if "/" in name and not name.startswith("time/"))
@@ -185,9 +185,10 @@ def _has(run: RunRecords, column: str) -> bool:
 
 
 def _fractions(records: Iterable[dict[str, Any]]) -> Callable[[float], float]:
-    """From a batch to the epoch with its fraction: records count whole epochs, in which all batches would be one dot.
+    """Return a function from a batch to the fractional epoch.
 
-    Epochs are distinguished where the count goes up, and taken to be evenly filled.
+    Records count whole epochs, so all batches of an epoch would be drawn at one point. An epoch ends where the count
+    increases, and its batches are evenly distributed over it.
     """
     batches, epochs = [0.0], [0.0]
     for record in records:

@@ -1,4 +1,4 @@
-"""Reading a run's folder."""
+"""Readers for a run's folder."""
 
 import json
 import os
@@ -26,12 +26,12 @@ class Kept:
     epoch: int
     num_bytes: int
     metrics: dict[str, Any]
-    """The last evaluation's."""
+    """Metrics of the last evaluation."""
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run's folder tells. Of a run that is not over, or was killed, `result` is `None`."""
+    """The content of a run's folder. `result` is `None` for a run that is not over or was killed."""
 
     name: str
     """The folder's name."""
@@ -39,26 +39,27 @@ class RunRecords:
     config: dict[str, Any] = field(default_factory=dict)
     """The settings."""
     records: list[dict[str, Any]] = field(default_factory=list)
-    """As `read_records` gives them: dicts of numbers, lists of them for a population."""
+    """The records, as `read_records` returns them: dicts of numbers, or of lists of numbers for a population."""
     result: dict[str, Any] | None = None
     plan: str = ""
     command: str | None = None
     versions: dict[str, Any] = field(default_factory=dict)
     trained: dict[str, Any] = field(default_factory=dict)
-    """What was trained: `model`, `weights` (their number), `optimizer`, `loss`, `algorithms`, `duration`."""
+    """Description of the training: `model`, `weights` (their number), `members` (of a population), `optimizer`, `loss`,
+    `algorithms`, `duration`."""
     starts: tuple[Start, ...] = ()
-    """When the run started and continued."""
+    """The starts of the run: when it started and continued."""
     checkpoints: tuple[Kept, ...] = ()
-    """Those that are there, the newest first."""
+    """The checkpoints in the folder, newest first."""
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time of all starts together."""
+        """Wall-clock time of all starts together, in seconds."""
         return sum(start.seconds for start in self.starts)
 
     @property
     def last_metrics(self) -> dict[str, Any]:
-        """The last value of the loss, and of each metric that was evaluated or trained with."""
+        """The last value of the loss and of each metric of evaluations and of training."""
         found: dict[str, Any] = {}
         for record in self.records:
             found |= {name: value for name, value in record.items() if not name.startswith(_NO_METRICS)}
@@ -66,7 +67,7 @@ class RunRecords:
 
 
 _MOST_BYTES, _MOST_NESTED = 2**26, 64
-"""The largest settings, plan, history, ... that are read, and how deep they may be nested."""
+"""Maximal size of the settings, plan, history, ... that are read, and maximal depth of nesting."""
 _NO_METRICS = ("time/", "speed/", "memory/", "lr/")
 
 
@@ -75,8 +76,8 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
 
     Raises:
         FileNotFoundError: There is no such folder.
-        NotADirectoryError: It is a file.
-        ValueError: It is not a run's folder, or a file in it is damaged; the message says which.
+        NotADirectoryError: The path is a file.
+        ValueError: The folder is not a run's, or a file in it is damaged; the message names the file.
     """
     path = Path(path)
     if not path.exists():
@@ -104,7 +105,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecords:
 
 
 def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
-    """Return what was trained in a folder, and the starts of the run; empty if it has no history.
+    """Return the description of the training in a folder, and its starts; both are empty if it has no history.
 
     Raises:
         ValueError: The history is damaged.
@@ -120,11 +121,11 @@ def read_history(path: Path) -> tuple[dict[str, Any], list[Start]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object, with numbers that are not finite.
+    """Return a JSON object, with "nan", "inf" and "-inf" as numbers.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It holds something else.
+        ValueError: The file does not contain a JSON object, or is too large or too deeply nested.
     """
     try:
         content = json.loads(read_whole(file, _MOST_BYTES).decode("utf-8"))
@@ -138,7 +139,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Turn "nan" and the like back into numbers."""
+    """Convert "nan", "inf" and "-inf" back to numbers."""
     if isinstance(value, dict):
         return {name: _numbers(one) for name, one in value.items()}
     if isinstance(value, list):

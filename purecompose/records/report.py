@@ -1,6 +1,6 @@
 """The report of a run: one self-contained HTML page.
 
-This module collects what the page says; `report.html.jinja` and `report.css` say how it looks.
+This module collects the content; `report.html.jinja` and `report.css` define the appearance.
 """
 
 import base64
@@ -34,22 +34,22 @@ _MOST_TILES = 8
 def write_report(
     run: RunRecords | str | os.PathLike[str], path: str | os.PathLike[str], *, curves: bool = True
 ) -> Path:
-    """Write a page with what was trained, the result, curves, plan, times, checkpoints, versions and the command.
+    """Write a page with the model, result, curves, plan, times, checkpoints, versions and the command of a run.
 
-    The page is a single file: no scripts, nothing fetched from elsewhere, for light and dark screens and for paper.
-    Curves that cannot be drawn bring a warning, and the page says so.
+    The page is a single file without scripts or external resources, for light and dark screens and for paper. If the
+    curves cannot be drawn, there is a warning and the page mentions it.
 
     Args:
-        run: The folder of a run, or what `read_run` returned; also of an unfinished run.
+        run: The folder of a run, or a result of `read_run`. The run may be unfinished.
         path: The file, usually `report.html`. It is written in one move.
-        curves: Whether to draw the curves.
+        curves: True to draw the curves.
 
     Returns:
         The path.
 
     Raises:
         OSError: The file cannot be written.
-        FileNotFoundError, NotADirectoryError, ValueError: Not the folder of a run; see `read_run`.
+        FileNotFoundError, NotADirectoryError, ValueError: The folder is not a run's; see `read_run`.
     """
     run = run if isinstance(run, RunRecords) else read_run(run)
     drawn = _curves(run) if check_flag(curves, "write_report: curves") else _Curves(None, "They were not drawn.")
@@ -59,7 +59,7 @@ def write_report(
 
 
 def _page(run: RunRecords, curves: "_Curves") -> str:
-    """Return the page of a run; everything that the run says is escaped."""
+    """Return the page of a run; all texts of the run are escaped."""
     environment = Environment(
         loader=PackageLoader("purecompose.records", "."),
         autoescape=lambda name: name is not None and not name.endswith(".css"),
@@ -91,18 +91,18 @@ def _page(run: RunRecords, curves: "_Curves") -> str:
 
 
 def breakable(value: object, after: str = ",(") -> Markup:
-    """Return text in which lines may end after signs that stand between words, as in `checkpoint_every`."""
+    """Return text with optional line breaks before words that follow a character of `after`, such as a comma."""
     return Markup("<wbr>").join(re.split(rf"(?<=[{re.escape(after)}])(?=[^\W\d])", _printable(str(value))))
 
 
 def _unbroken_options(command: str) -> Markup:
-    """Return a command in which lines do not end within an option."""
+    """Return a command without line breaks inside its options."""
     option = r"(?<!\S)--?[\w-]{1,30}(?!\S)"
     return Markup(re.sub(option, r'<span class="whole">\g<0></span>', str(escape(_printable(command)))))
 
 
 def _printable(value: Any) -> Any:
-    """Return text without control characters, which have no place in HTML, not even escaped."""
+    """Return text without control characters, which HTML does not allow even if escaped."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     return "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" if c != "\r" else "" for c in value)
@@ -128,9 +128,9 @@ def _summary(run: RunRecords) -> str:
 
 
 def _result(run: RunRecords) -> tuple[list[Any], Rows]:
-    """Return the facts that are shown large, and the rows below them."""
+    """Return the facts that are shown as tiles, and the rows below them."""
     facts = facts_of(run)
-    # The last two tell how far the run came.
+    # The last two facts are the batches and the wall-clock time.
     tiles, rest = [*facts[:-2][:_MOST_TILES], *facts[-2:]], facts[:-2][_MOST_TILES:]
     rows: Rows = [(one.name, "; ".join(filter(None, (one.value, one.note)))) for one in rest]
     own = {name: value for name, value in (run.result or {}).items() if name not in _KNOWN}
@@ -141,7 +141,7 @@ _KNOWN = ("metrics", "batches", "epochs", "samples", "tokens", "seconds", "evalu
 
 
 class _Pictures(NamedTuple):
-    """One picture as URLs of data: for wide and narrow screens, light and dark ones."""
+    """One picture as data URLs, for wide and narrow, light and dark screens."""
 
     light: str
     dark: str
@@ -150,7 +150,7 @@ class _Pictures(NamedTuple):
 
 
 class _Curves(NamedTuple):
-    """The curves with their caption; without pictures the words say why."""
+    """The curves with their caption; without pictures, the words give the reason."""
 
     pictures: _Pictures | None
     words: str
@@ -169,7 +169,7 @@ def _curves(run: RunRecords) -> _Curves:
 
 
 def _caption(run: RunRecords) -> str:
-    """Return a remark on the curves."""
+    """Return the caption of the curves."""
     words = []
     is_smoothed = sum("loss" in record for record in run.records) >= SMOOTHED_FROM
     if any(isinstance(value, list) for record in run.records for value in record.values()):
@@ -246,7 +246,7 @@ def _counted(value: Any) -> str:
 
 
 def _shown(value: Any, name: str = "") -> str:
-    """Return a value as it was given; lists without brackets, a population's numbers as median and range."""
+    """Return a value as text; lists without brackets, the numbers of a population as median and range."""
     if isinstance(value, list):
         is_population = bool(name) and all(isinstance(one, int | float) for one in value)
         return number(value, name) if is_population else ", ".join(map(str, value))

@@ -1,4 +1,4 @@
-"""The settings of a run as a file in TOML, written so that `tomllib` reads back what was given."""
+"""The settings of a run as a TOML file, from which `tomllib` reads the same values back."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a copy of settings, flat or one level nested, with paths as text, tuples as lists, and `None` left out.
 
     Raises:
-        TypeError: A name that is not a string, or a value that TOML has no words for.
+        TypeError: A name is not a string, or TOML cannot represent a value.
     """
     settings: dict[str, Any] = {}
     for name, value in _named(config, where):
@@ -32,7 +32,7 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
-    """Checked settings as TOML: the flat ones first, then a table for each nested one.
+    """Return checked settings as TOML: the flat ones first, then a table for each nested one.
 
     Example:
         >>> print(to_toml({"lr": 0.1, "model": {"name": "cnn", "widths": [8, 16]}}), end="")
@@ -60,14 +60,14 @@ def _named(config: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return the value as TOML knows it."""
+    """Return the value as a type that TOML can represent."""
     if isinstance(value, bool):
         return value
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
     if isinstance(value, list | tuple):
         return [_plain(one, f"{where}[{i}]") for i, one in enumerate(value)]
-    # Of a subclass, such as an enum's member, what is underneath.
+    # Values of a subclass, such as members of an enum, become plain.
     if isinstance(value, str):
         return str.__str__(value)
     for kind in (int, float):
@@ -96,10 +96,10 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, float) and math.isnan(value):
         return "nan"
-    return repr(value)  # of floats the shortest form that reads back to the same bits, and inf
+    return repr(value)  # the shortest form of a float that reads back to the same bits; also valid for inf
 
 
 def _text(text: str) -> str:
-    # JSON's escapes are TOML's, which wants one more character escaped. Half a surrogate pair has no form in UTF-8.
+    # TOML has the escapes of JSON, but requires one for DEL as well. Unpaired surrogates do not exist in UTF-8.
     whole = text.encode("utf-8", "replace").decode("utf-8")
     return json.dumps(whole, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""The starts of a run: when it began, where it was resumed, and how long it took in all."""
+"""The starts of a run: when it began, where it was resumed, and how long it took in total."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,52 +13,52 @@ RUNNING, KILLED = "running", "killed"
 
 @dataclass
 class Start:
-    """One stretch of a run, from a call of `fit` to where it ended."""
+    """One part of a run, from a call of `fit` to its end."""
 
     batch: int
-    """The number of batches trained on before it."""
+    """Number of batches trained on before it."""
     started: str
     """Date and time in ISO 8601, with the offset from UTC."""
     until: int = 0
-    """The number of batches at its end, or when it was last heard of."""
+    """Number of batches at its end, or at its last known time."""
     seconds: float = 0.0
-    """Wall-clock time, as far as it is known: to within some seconds where the process was killed."""
+    """Seconds of wall-clock time; accurate to within some seconds if the process was killed."""
     evaluation_seconds: float = 0.0
-    """The part of it that evaluations took."""
+    """Seconds of wall-clock time spent in evaluations."""
     outcome: str = RUNNING
-    """"finished", "running" (or killed, if nothing came after it), "killed", or what it was stopped by."""
+    """"finished", "running" (the last start may also have been killed), "killed", or the reason why it was stopped."""
     command: str | None = None
-    """The command that was given."""
+    """The command that started it, if known."""
     changed: dict[str, Any] = field(default_factory=dict)
-    """What differs from the start before: for each setting or version the old and the new value."""
+    """Differences to the previous start: the old and the new value of each changed setting or version."""
 
     @property
     def training_seconds(self) -> float:
-        """Wall-clock time without evaluations."""
+        """Seconds of wall-clock time without evaluations."""
         return self.seconds - self.evaluation_seconds
 
     @property
     def batches(self) -> int:
-        """How many batches were trained on."""
+        """Number of batches trained on."""
         return self.until - self.batch
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """Return the fields as values that JSON can represent."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def of_plain(plain: Mapping[str, Any]) -> "Start":
-        """Return the inverse of `to_plain`; what it does not know is left out.
+        """Return a start from the values of `to_plain`; unknown names are ignored.
 
         Raises:
-            TypeError, KeyError: It is not a start.
+            TypeError, KeyError: The values are not a start.
         """
         names = {one.name for one in dataclasses.fields(Start)}
         return Start(**{name: value for name, value in plain.items() if name in names})
 
 
 def in_words(starts: Sequence[Start]) -> str:
-    """When a run started and where it continued.
+    """Return a sentence about when a run started and where it continued.
 
     Example:
         >>> in_words([Start(0, "2026-05-01T10:00:00+00:00"), Start(40, "2026-05-01T11:00:00+00:00")])
@@ -66,7 +66,7 @@ def in_words(starts: Sequence[Start]) -> str:
     """
     if not starts:
         return "Not started."
-    # A start at batch 0 is a new beginning: what was there before it has come to nothing.
+    # A start at batch 0 is a new beginning: nothing of the earlier starts remains.
     first = max(i for i, start in enumerate(starts) if start.batch == 0 or i == 0)
     later = starts[first + 1 :]
     text = f"Started {_moment(starts[first].started)}"

@@ -1,4 +1,4 @@
-"""The results of a run: its numbers, each with what it measures."""
+"""The results of a run as named numbers."""
 
 import math
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ class Fact(NamedTuple):
     name: str
     value: str
     note: str = ""
-    """Of what batch or batches it is; of a population, that it is the median, and the range."""
+    """The batch or batches it was measured on; for a population, also a note that it is the median, and the range."""
 
 
 def facts_of(run: RunRecords) -> list[Fact]:
-    """Return the metrics of a run, how far it came and how long that took.
+    """Return the metrics of a run, the number of its batches and its wall-clock time.
 
     Evaluations come first, then the training loss, the metrics of training and other numbers.
     """
@@ -47,7 +47,7 @@ def _fact(run: RunRecords, name: str, value: Any) -> Fact:
         value, when = series.last, _over(series)
     elif name == "loss":
         when = "of the last batch"
-    elif series.x and series.y[-1] == value:  # not where the result has been given another one
+    elif series.x and series.y[-1] == value:  # false if the result was given another value
         when = f"at batch {series.x[-1]:,.0f}"
     shown = "training loss" if name == "loss" else name
     if not isinstance(value, list):
@@ -61,7 +61,7 @@ def _fact(run: RunRecords, name: str, value: Any) -> Fact:
 
 
 def _over(series: Series) -> str:
-    """Return what a loss is averaged over."""
+    """Return a text about the batches that a loss is averaged over."""
     if series.tail == 1:
         return "of the last batch"
     newest = series.x[-series.tail :]

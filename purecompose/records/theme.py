@@ -7,7 +7,7 @@ __all__ = ["DARK", "LIGHT", "Theme"]
 
 
 class Theme(NamedTuple):
-    """Colours of a picture, and of its lines in their order."""
+    """Colours of a picture, with those of its lines in order."""
 
     back: str
     text: str
@@ -17,7 +17,7 @@ class Theme(NamedTuple):
     lines: tuple[str, ...]
 
 
-# The colours of Okabe and Ito (2008), which people with any colour vision tell apart; on dark the lighter of them.
+# The colours of Okabe and Ito (2008), which people with any colour vision can distinguish; lighter ones on dark.
 LIGHT = Theme(
     "#ffffff",
     "#1f2328",

@@ -1,4 +1,4 @@
-"""The observer of a run's folder: writes records and measures time."""
+"""The observer of a run's folder, which writes records and measures time."""
 
 import time
 import warnings
@@ -17,7 +17,7 @@ from purecompose.time.event import Event
 
 __all__ = ["Watch"]
 
-# How long a killed run's history may be out of date, in seconds. A note costs a file that is forced onto the disk.
+# Seconds between two writes of the history, so that a killed run's is at most this old. A write syncs a file to disk.
 _BETWEEN_NOTES = 10.0
 
 
@@ -27,16 +27,16 @@ class Watch:
     Args:
         records: The records, called at every event.
         folder: The run's folder.
-        trained: What was trained so far.
-        starts: The starts so far; a new one is added where the run begins.
-        new_start: Makes a start from the number of batches and the time.
-        on_first_batch: Called with the start when its first batch has been trained on.
-        goes_on: Whether the folder holds an earlier part of the run. Nothing is written then before there is a batch to
-            train on: a run that was at its end already leaves the folder as it is.
+        trained: Description of the training so far.
+        starts: The starts so far; a new one is added when the run begins.
+        new_start: Function that returns a start, given the number of batches and the time.
+        on_first_batch: Function that is called with the start after its first batch.
+        goes_on: True if the folder contains an earlier part of the run. Nothing is then written before there is a batch
+            to train on, so a run that was already at its end leaves the folder unchanged.
 
     Attributes:
-        trained: What is trained, for the history.
-        is_noted: Whether the history was written the last time.
+        trained: Description of the training, for the history.
+        is_noted: True if the last attempt to write the history succeeded.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class Watch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a run has been seen."""
+        """True if a run has begun."""
         return self._start is not None
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time from the run's first batch, without what was trained in vain before it continued."""
+        """Seconds of wall-clock time since the run's start, without training that was lost before it continued."""
         return self._seconds_before + self._stopwatch.seconds
 
     @property
     def reached(self) -> dict[str, int]:
-        """How far the run has come, in batches, epochs, samples and, where there are any, tokens."""
+        """Progress of the run in batches, epochs, samples and, if there are any, tokens."""
         return dict(self._reached)
 
     def __call__(self, event: Event, state: State) -> None:
-        """Take an event."""
+        """Handle an event."""
         if self._waits and event not in _BEGINS_WORK:
             return
         self._waits = False
@@ -101,7 +101,7 @@ class Watch:
             self.note()
 
     def note(self) -> None:
-        """Write the history; a disk that is full brings one warning."""
+        """Write the history; if that fails, as on a full disk, there is one warning."""
         self._noted_at = time.monotonic()
         if self._start is not None:
             self._start.seconds = self._stopwatch.seconds
@@ -120,11 +120,11 @@ class Watch:
                 )
 
     def flush(self) -> None:
-        """Write down all records so far: a checkpoint is about to be written, from which the run may continue."""
+        """Write all records so far, because the run may continue from the checkpoint that is written next."""
         self._records.flush()
 
     def end(self, outcome: str) -> None:
-        """Close the records, and note how the run ended."""
+        """Close the records, and write the outcome to the history."""
         self._records.close()
         if self._start is not None:
             self._start.outcome = outcome
@@ -132,7 +132,7 @@ class Watch:
 
     def _begin(self, event: Event, state: State) -> None:
         if self._start is not None and self._start.batches == 0:
-            self._starts.remove(self._start)  # an evaluation before the run
+            self._starts.remove(self._start)  # it was only an evaluation before the run
         elif self._start is not None:
             self._start.outcome = "finished"  # another call of fit in the same folder
             self.note()
@@ -140,7 +140,7 @@ class Watch:
         batch = state.timestamp.batch - (event is Event.BATCH_END)
         times = self._times() if self._starts else []
         for earlier in self._starts:
-            if earlier.outcome == RUNNING:  # it had no time to say more than its records do
+            if earlier.outcome == RUNNING:  # it was killed, so its records may be newer than its history
                 earlier.outcome, last = KILLED, times[-1] if times else (0, 0.0)
                 earlier.until = max(earlier.until, last[0])
                 earlier.seconds = max(earlier.seconds, last[1] - _seconds_at(earlier.batch, times))
@@ -152,8 +152,8 @@ class Watch:
         self.note()
 
     def _times(self) -> list[tuple[int, float]]:
-        """Return from the records the numbers of batches and the wall-clock times at which they were trained on."""
-        with suppress(OSError, ValueError):  # no file yet, or one that the records themselves will complain of
+        """Return the batches in the records, with the wall-clock time of each."""
+        with suppress(OSError, ValueError):  # no file yet, or a damaged one, for which `Records` raises
             name = "time/seconds"
             return [(one["batch"], one[name]) for one in read_records(self._records.path) if name in one]
         return []

@@ -1,4 +1,4 @@
-"""Numbers and times as text."""
+"""Formatting of numbers and times."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ __all__ = ["duration", "number"]
 
 
 def number(value: Any, name: str = "") -> str:
-    """Return a number as text; for a list, one number per member of a population, the median and the range.
+    """Return a number as text; for a list with one number per member of a population, the median and the range.
 
     Example:
         >>> number(0.98765, "eval/accuracy"), number(12345), number(1.5e-05), number([0.5, 0.25, 1.0])
