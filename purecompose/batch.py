@@ -1,12 +1,12 @@
 """Batches of any structure: read and replace a member, count, split and select examples.
 
-A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested at will. A
-*field* names one member: an index, a key of a mapping, an attribute, a list of these (several members at once), a
-getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A tensor alone has one member,
-itself, by the field 0: its rows are examples. Nothing here edits a batch in place.
+A batch is a tensor, a tuple, a list, a mapping, a dataclass or any object with attributes, nested to any depth. A
+*field* identifies one member: an index, a key of a mapping, an attribute, a list of these (several members), a
+getter, or a pair (getter, setter) where a setter is `(batch, value) -> new batch`. A single tensor has one member,
+itself, with the field 0: its rows are examples. No function here edits a batch in place.
 
-Examples are rows: they lie along the first dimension. Where `dim` is not 0, as for sequences (T, N, ...), they lie
-along that dimension of every tensor that has it, and along the first of the others.
+Examples are rows: they are indexed by the first dimension. If `dim` is not 0, as for sequences (T, N, ...), they are
+indexed by that dimension in every tensor that has it, and by the first dimension in the others.
 """
 
 import copy
@@ -40,7 +40,7 @@ __all__ = [
 Field = int | str | list | tuple | Callable[[Any], Any]
 
 WHOLE = "*"
-"""The field of the whole batch: a mapping reaches the model as keyword arguments, anything else as it is."""
+"""The field of the whole batch: a mapping is passed to the model as keyword arguments, anything else unchanged."""
 
 
 def _as_argument(batch: Any) -> list[Any]:
@@ -57,21 +57,21 @@ AS_ARGUMENT = (_as_argument, _of_argument)
 
 
 def get(batch: Any, field: Field) -> Any:
-    """Return the member of `batch` that `field` names.
+    """Return the member of `batch` identified by `field`.
 
     Args:
         batch: The batch.
         field: See the module's docstring.
 
     Raises:
-        KeyError: The batch has no such member; the message lists what it has.
+        KeyError: The batch has no such member; the message lists its members.
 
     Example:
         >>> get({"image": 1, "label": 2}, "label")
         2
     """
     if type(batch) is tuple and isinstance(field, int) and -len(batch) <= field < len(batch):
-        return batch[field]  # the common case, and on the path of every step
+        return batch[field]  # the common case, which runs in every step
     if isinstance(field, str) and field == WHOLE:
         return batch
     if callable(field):
@@ -93,7 +93,7 @@ def get(batch: Any, field: Field) -> Any:
 
 
 def put(batch: Any, field: Field, value: Any) -> Any:
-    """Return a copy of `batch` with `value` in the place that `field` names; the other members are shared.
+    """Return a copy of `batch` with `value` as the member identified by `field`; the other members are shared.
 
     Raises:
         KeyError: The batch has no such member.
@@ -118,23 +118,23 @@ def put(batch: Any, field: Field, value: Any) -> Any:
         for part, member in zip(field, value, strict=True):
             batch = put(batch, part, member)
         return batch
-    get(batch, field)  # raises where there is no such member
+    get(batch, field)  # raises if there is no such member
     return _put_one(batch, field, value)
 
 
 def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
-    """Return the number of examples: the size that the batch's tensors share along the dimension of the examples.
+    """Return the number of examples: the common size of the batch's tensors along the dimension of the examples.
 
     Args:
         batch: The batch.
-        field: Names the input, for batches with tensors that are not per example (weights of the classes, position
-            ids of shape (1, L)): where the tensors disagree, the leading dimension of the input counts, that of
-            its first tensor where it has several.
+        field: The field of the input, for batches with tensors that are not per example (weights of the classes,
+            position ids of shape (1, L)): if the tensors disagree, the leading dimension of the input counts, or of
+            its first tensor if it has several.
         dim: The dimension of the examples; see the module's docstring.
 
     Raises:
-        ValueError: There is no tensor with a leading dimension, or they disagree and there is no field; or those of the
-            input have three sizes or more.
+        ValueError: There is no tensor with a leading dimension, the tensors disagree and there is no field, or the
+            input's tensors have three sizes or more.
 
     Example:
         >>> import torch
@@ -165,16 +165,14 @@ def num_examples(batch: Any, field: Field | None = None, dim: int = 0) -> int:
 
 
 def leading_size(inputs: Any, dim: int = 0) -> int | None:
-    """Return the size along the dimension of the examples that all tensors share; `None` where they have none in
-    common.
-    """
+    """Return the size of all tensors along the dimension of the examples; `None` without tensors or a common size."""
     sizes = _leading_sizes(inputs, dim)
-    # Compared one by one: symbolic sizes have no hash.
+    # Compared one by one, because symbolic sizes cannot be hashed.
     return sizes[0] if sizes and all(size == sizes[0] for size in sizes) else None
 
 
 def num_tokens(batch: Any) -> int:
-    """Return the tokens of a language batch: the size of its `input_ids`, padding included; other batches have none."""
+    """Return the number of tokens: the size of `input_ids`, padding included, or 0 for batches without them."""
     if type(batch) is tuple or not isinstance(batch, Mapping):
         return 0
     ids = batch.get("input_ids")
@@ -184,15 +182,16 @@ def num_tokens(batch: Any) -> int:
 def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) -> list[Any]:
     """Cut the batch along the dimension of the examples into `num_parts` parts of (nearly) equal size.
 
-    Sizes differ by at most one, larger parts first. What is *per example* is cut: tensors and arrays whose leading
-    dimension is the number of examples, and lists and tuples of that length without a tensor in them, such as the
-    examples' names. All else, a 0-d tensor, a text, settings, goes into each part whole. Where something common
-    has that length by chance, give it another form, such as a named tuple or a leading dimension of 1.
+    Sizes differ by at most one, larger parts first. Members that are *per example* are cut: tensors and arrays whose
+    leading dimension is the number of examples, and lists and tuples of that length without a tensor in them, such as
+    the examples' names. All other members (a 0-d tensor, a text, settings) are contained whole in each part. If a
+    member that is not per example has that length by chance, give it another form, such as a named tuple or a leading
+    dimension of 1.
 
     Args:
         batch: The batch.
-        num_parts: From 1 to the number of examples.
-        field: Names the input, as for `num_examples`.
+        num_parts: The number of parts, from 1 to the number of examples.
+        field: The field of the input, as for `num_examples`.
         dim: The dimension of the examples; see the module's docstring.
 
     Raises:
@@ -213,7 +212,7 @@ def split(batch: Any, num_parts: int, field: Field | None = None, dim: int = 0) 
 
 
 def bounds(total: int, num_parts: int) -> list[int]:
-    """Return where the parts of `total` examples begin, and where the last one ends.
+    """Return the index of the first example of each part of `total` examples, and `total`.
 
     Raises:
         ValueError: There are fewer examples than parts.
@@ -224,23 +223,23 @@ def bounds(total: int, num_parts: int) -> list[int]:
     """
     if not 1 <= num_parts <= total:
         raise ValueError(f"cannot cut a batch of {total} examples into {num_parts} microbatches")
-    size, num_larger = total // num_parts, total % num_parts  # divmod knows no symbolic sizes
+    size, num_larger = total // num_parts, total % num_parts  # divmod does not support symbolic sizes
     return [i * size + min(i, num_larger) for i in range(num_parts + 1)]
 
 
 def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
-    """Return the chosen examples, in that order; what is per example is as in `split`, all else stays.
+    """Return the chosen examples, in that order; members that are not per example (see `split`) are unchanged.
 
-    Lists and arrays are chosen from on the host: a batch that has some waits for the device, and does so under
-    neither `vmap` nor tracing.
+    Examples of lists and arrays are chosen on the host: this waits for the device, and is not possible under `vmap` or
+    while tracing.
 
     Args:
         batch: The batch.
         indices: (K,), int64: positions in the batch.
-        num: How many examples the batch holds, by default `num_examples(batch)`.
+        num: The number of examples in the batch, by default `num_examples(batch)`.
 
     Raises:
-        TypeError: The batch has per-example lists, and the indices have no values to read.
+        TypeError: The batch has per-example lists, and the values of the indices cannot be read.
         ValueError: The tensors disagree on the number of examples, and `num` is not given.
 
     Example:
@@ -265,7 +264,7 @@ def take(batch: Any, indices: Tensor, num: int | None = None) -> Any:
 def map_tensors(fn: Callable[[Tensor], Any], batch: Any) -> Any:
     """Apply `fn` to every tensor of the batch, also inside dataclasses, mappings and objects.
 
-    What is not a tensor stays; an object without tensors is shared.
+    Other leaves are unchanged; an object without tensors is shared.
     """
 
     def on_leaf(leaf: Any) -> Any:
@@ -291,7 +290,7 @@ def tensors(batch: Any) -> list[Tensor]:
 
 
 def check_field(field: Field, role: str) -> None:
-    """Raise a `TypeError` for what cannot be a field."""
+    """Raise a `TypeError` if `field` is not a valid field."""
     is_pair = isinstance(field, tuple) and len(field) == 2 and all(callable(part) for part in field)
     if isinstance(field, bool) or not (isinstance(field, (int, str, list)) or is_pair or callable(field)):
         raise TypeError(
@@ -304,18 +303,18 @@ def _leading_sizes(batch: Any, dim: int) -> list[int]:
 
 
 def _dim(rows: Any, dim: int) -> int:
-    """Return the dimension of the examples in a tensor or array; lists have one."""
+    """Return the dimension of the examples in a tensor or array, or 0 for a list."""
     return dim if len(getattr(rows, "shape", ())) > dim else 0
 
 
 def _place(rows: Any, part: slice, dim: int) -> Any:
-    """Return the index of a part of the examples."""
+    """Return the index expression that selects a part of the examples."""
     own = _dim(rows, dim)
     return (slice(None),) * own + (part,) if own else part
 
 
 def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> Any:
-    """Apply `fn` to all that has one row for each of `num` examples; see `split`."""
+    """Apply `fn` to every member with one row for each of `num` examples; see `split`."""
 
     def is_rows(node: Any) -> bool:
         return _is_rows(node, num, dim)
@@ -324,7 +323,7 @@ def _map_rows(fn: Callable[[Any], Any], batch: Any, num: int, dim: int = 0) -> A
         if _is_rows(leaf, num, dim):
             return fn(leaf)
         members = {} if isinstance(leaf, Tensor) else tree.members(leaf)
-        # An object's attributes are data only where some are tensors: a tokenizer's lists are its own.
+        # An object's attributes are data only if some are tensors: lists of a tokenizer are not per example.
         is_data = isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf) or tensors(members)
         if not members or not is_data:
             return leaf
@@ -367,8 +366,8 @@ def _with_members(leaf: Any, members: dict[Any, Any]) -> Any:
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if not isinstance(mapping, MutableMapping):
         return type(mapping)({**mapping, **items})  # pyright: ignore[reportCallIssue]
-    # A copy keeps what a constructor would lose: a defaultdict's factory, a tokenizer's encodings. Item by
-    # item, since the outputs of Hugging Face models refuse `update`.
+    # A copy keeps data that a constructor would lose: a defaultdict's factory, a tokenizer's encodings. Items are set
+    # one by one because the outputs of Hugging Face models refuse `update`.
     successor = copy.copy(mapping)
     for key, value in items.items():
         successor[key] = value

@@ -1,8 +1,8 @@
 """Pytree helpers in the library's namespace.
 
-Two registries see every node of the library: torch's own, because `torch.func` knows no other, and
-optree's under the namespace `"purecompose"`, because it is fast and names key paths well. Dictionaries keep
-their insertion order in both, so both give the same leaves in the same order.
+Every node of the library is registered twice: with torch, because `torch.func` uses no other registry, and with
+optree under the namespace `"purecompose"`, because it is fast and has readable key paths. Dictionaries keep their
+insertion order in both, so both return the same leaves in the same order.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ __all__ = [
 
 NAMESPACE = "purecompose"
 
-# optree sorts dictionaries unless its namespace is set otherwise; the setting holds for the whole process.
+# optree sorts dictionaries unless this is set for the namespace; the setting applies to the whole process.
 _settings = ExitStack()
 _settings.enter_context(optree.dict_insertion_ordered(True, namespace=NAMESPACE))
 
@@ -55,8 +55,8 @@ def register_node(
 
     Args:
         cls: The class.
-        flatten: Gives the children's names, the children and what is static (hashable).
-        unflatten: Builds an instance from names, children and static part.
+        flatten: Function that returns the children's names, the children and the static part (hashable).
+        unflatten: Function that builds an instance from names, children and static part.
     """
 
     def torch_flatten(node: T) -> tuple[list[Any], Any]:
@@ -91,7 +91,7 @@ def register_node(
 def map(  # noqa: A001
     fn: Callable[..., Any], tree: Any, *rests: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Apply `fn` to corresponding leaves; `None` is a leaf, and so is a node of which `is_leaf` says so."""
+    """Apply `fn` to corresponding leaves; `None` is a leaf, and so is a node for which `is_leaf` returns true."""
     return optree.tree_map(fn, tree, *rests, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -135,7 +135,7 @@ def leaves_with_paths(tree: Any, *, into_objects: bool = False) -> dict[str, Any
 def members(leaf: Any) -> dict[Any, Any]:
     """Return the members of a leaf that is also a container: a mapping, a dataclass, an object with attributes.
 
-    Empty for plain values, and for what can be called: a module's weights are not members.
+    The result is empty for plain values and for callables, so a module's weights are not members.
 
     Example:
         >>> import types
@@ -152,13 +152,13 @@ def members(leaf: Any) -> dict[Any, Any]:
 
 
 class Difference(NamedTuple):
-    """One leaf, or its place, in which two trees differ; `str` says it in words."""
+    """A difference between two trees in one leaf or its place; `str` describes it in words."""
 
     path: str
     what: str
-    """What differs, such as "2 of 3 elements differ, first at 0"; empty where the values say it."""
+    """Description such as "2 of 3 elements differ, first at 0"; empty if the values are enough."""
     first: Any = None
-    """The first element that differs, or the whole leaf; `None` where there is nothing to show."""
+    """The first element that differs, or the whole leaf; `None` if there is nothing to show."""
     second: Any = None
 
     def __str__(self) -> str:
@@ -167,26 +167,26 @@ class Difference(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """How far two floating leaves may lie apart: by `share` of their largest finite magnitude, and by `floor`."""
+    """The largest difference of two floating leaves: `share` of their largest finite magnitude, plus `floor`."""
 
     share: float
     floor: float = 0.0
 
 
 ToleranceLike: TypeAlias = float | Callable[[torch.dtype], Tolerance]
-"""A share for all leaves, or the tolerance for each dtype."""
+"""A share for all leaves, or a function that returns the tolerance for a dtype."""
 
 
 def equal(first: Any, second: Any) -> bool:
     """Return whether containers, key paths, shapes, dtypes and every bit agree.
 
-    NaN equals NaN, 0.0 differs from -0.0. The static part of a state is not a leaf and plays no part.
+    NaN equals NaN, 0.0 differs from -0.0. The static part of a state is not a leaf and is ignored.
     """
     return next(differences(first, second), None) is None
 
 
 def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
-    """Say in words where two trees differ, at most `limit` lines, pairing leaves by key path.
+    """Describe in at most `limit` lines where two trees differ, pairing leaves by key path.
 
     Example:
         >>> diff({"a": torch.zeros(2)}, {"a": torch.ones(2)})
@@ -196,13 +196,13 @@ def diff(first: Any, second: Any, limit: int = 10) -> list[str]:
 
 
 def differences(first: Any, second: Any, *, tolerance: ToleranceLike = 0.0) -> Iterator[Difference]:
-    """Return where two trees differ, leaf by leaf, paired by key path; see `equal`.
+    """Yield the differences of two trees, leaf by leaf, paired by key path; see `equal`.
 
     Args:
         first: One tree.
         second: The other.
-        tolerance: Floating and complex leaves may differ by this share of their largest finite magnitude, or by
-            what a function of their dtype gives; 0 compares bits.
+        tolerance: Floating and complex leaves may differ by this share of their largest finite magnitude, or by the
+            `Tolerance` that a function of their dtype returns; 0 compares bits.
     """
     ours, theirs = _nodes_above_leaves(first), _nodes_above_leaves(second)
     yield from (Difference(path, "only in the first") for path in ours if path not in theirs)
@@ -219,7 +219,7 @@ def differences(first: Any, second: Any, *, tolerance: ToleranceLike = 0.0) -> I
 
 
 def describe(tensor: Tensor, *, with_device: bool = True) -> str:
-    """Return a tensor's dtype and shape, and its device where that is not the CPU.
+    """Return a tensor's dtype and shape, and its device if it is not the CPU.
 
     Example:
         >>> describe(torch.zeros(2, 3))
@@ -232,8 +232,9 @@ def describe(tensor: Tensor, *, with_device: bool = True) -> str:
 
 
 def global_norm(tree: Any) -> Tensor:
-    """Return the Euclidean norm of all tensor leaves together, 0-d (0 for an empty tree); that of half precision is
-    float32.
+    """Return the Euclidean norm of all tensor leaves together, 0-d; 0 for an empty tree.
+
+    Leaves of half precision are converted to float32.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0], dtype=torch.float16), "b": torch.tensor([0.0, 4.0])})
@@ -242,21 +243,21 @@ def global_norm(tree: Any) -> Tensor:
     tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
     if not tensors:
         return torch.zeros(())
-    # Squares of half-precision numbers soon leave its range.
+    # Squares of half-precision numbers easily overflow or underflow.
     half = (torch.float16, torch.bfloat16)
     norms = [torch.linalg.vector_norm(leaf.float() if leaf.dtype in half else leaf) for leaf in tensors]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _nodes_above_leaves(tree: Any) -> dict[str, tuple[Any, tuple[type, ...]]]:
-    """Return by key path the leaf, or empty container, and the types of the nodes that lead to it."""
+    """Return by key path each leaf or empty container, and the types of the nodes above it."""
     return {path: (leaf, above) for path, leaf, above in _entries(tree, is_leaf=_is_empty_container)}
 
 
 def _entries(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any, tuple[type, ...]]]:
-    """Yield key path, leaf and the types above it, also inside objects that hold tensors unknown to the registries.
+    """Yield key path, leaf and the types above it, also inside unregistered objects that contain tensors.
 
-    Those must be taken apart: `==` on them would ask a tensor for its truth.
+    These objects must be taken apart, because `==` on them would convert a tensor to a bool.
     """
     accessors, found, _ = optree.tree_flatten_with_accessor(
         tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
@@ -318,12 +319,12 @@ def _are_same_values(first: Any, second: Any) -> bool:
         return False
     if isinstance(first, (float, complex)):
         return first == second or (first != first and second != second)
-    if hasattr(first, "dtype") and hasattr(first, "tolist"):  # arrays of numpy compare to arrays
+    if hasattr(first, "dtype") and hasattr(first, "tolist"):  # comparing NumPy arrays returns an array
         is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)
         return is_alike and equal(first.tolist(), second.tolist())
     try:
         return bool(first == second)
-    except (RuntimeError, TypeError, ValueError):  # objects that keep tensors or arrays out of sight
+    except (RuntimeError, TypeError, ValueError):  # objects with hidden tensors or arrays
         return False
 
 
@@ -331,7 +332,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a floating tensor's bits as integers, so that signed zeros differ; complex ones as pairs."""
+    """Return a floating tensor's bits as integers, so that signed zeros differ; complex numbers become pairs."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

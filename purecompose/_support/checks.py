@@ -1,4 +1,4 @@
-"""Argument checks with messages of one form: "where: expected what, got value (type); hint".
+"""Argument checks with messages of the form "where: expected what, got value (type); hint".
 
 `where` names the function and the argument, such as "sgd: lr". Each check returns the value.
 """
@@ -28,7 +28,7 @@ def check_flag(value: Any, where: str) -> bool:
     """Require an actual bool; 0 and 1 are rejected.
 
     Raises:
-        TypeError: No bool.
+        TypeError: The value is not a bool.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{where}: expected True or False, got {shown(value)}")
@@ -36,14 +36,13 @@ def check_flag(value: Any, where: str) -> bool:
 
 
 def check_whole(value: Any, where: str, low: float = -math.inf, high: float = math.inf, *, hint: str = "") -> int:
-    """Require an int or an object with `__index__`; floats are rejected, and tensors, whose value may be on a
-    device.
+    """Require an int or an object with `__index__`, but not a float or a tensor, whose value may be on a device.
 
     Raises:
-        TypeError: No int.
-        ValueError: Outside of [low, high].
+        TypeError: The value is not an int.
+        ValueError: The value is outside of [low, high].
     """
-    if type(value) is int and low <= value <= high:  # nearly always, and in every step
+    if type(value) is int and low <= value <= high:  # the usual case, which runs in every step
         return value
     is_int = hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
     if is_int and low <= operator.index(value) <= high:
@@ -65,16 +64,16 @@ def check_number(
 
     Args:
         value: The value.
-        where: Opens the message.
+        where: The function and the argument, at the start of the message.
         low: The lower bound.
         high: The upper bound.
-        above: Whether the lower bound is excluded.
-        below: Whether the upper bound is excluded.
-        hint: Ends the message.
+        above: True if the lower bound is excluded.
+        below: True if the upper bound is excluded.
+        hint: The end of the message.
 
     Raises:
-        TypeError: No number.
-        ValueError: Not finite, or out of range.
+        TypeError: The value is not a number.
+        ValueError: The value is not finite, or out of range.
     """
     if is_number(value) and math.isfinite(value) and low <= value <= high:
         if not (above and value == low) and not (below and value == high):

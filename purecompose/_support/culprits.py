@@ -15,7 +15,7 @@ _TORCH = str(pathlib.Path(torch.__file__).parent)
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line outside of torch and of the machinery here: an algorithm's, a loss's, a network's."""
+    """Return the innermost line of an algorithm, a loss or a network: outside of torch and the rest of the library."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename.startswith(_ALGORITHMS) or not f.filename.startswith((_TORCH, _OURS))]
     own = [f for f in own if "contextlib" not in f.filename]
@@ -30,7 +30,7 @@ def layer_of(error: BaseException) -> str:
     running = [layer for layer in found if isinstance(layer, torch.nn.Module)]
     if not running:
         return ""
-    # The outermost is the network; a part of it has its name there.
+    # The outermost module is the network, in which a layer has its name.
     name = next((name for name, child in running[0].named_modules() if child is running[-1]), "")
     kind = type(running[-1]).__name__
     return f", in the layer {name!r} ({kind})" if name else f", in the layer {kind}"

@@ -11,40 +11,41 @@ from torch import Tensor
 __all__ = ["AUTOCAST", "PRECISIONS", "arithmetic", "as_scalar", "building", "sent"]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype of the forward pass, of the precisions under which it runs under autocast."""
+"""Dtype of the forward pass, for each precision that uses autocast."""
 
 PRECISIONS = ("fp32", "tf32", *AUTOCAST)
-"""How a state computes: in full float32; with float32 products rounded on a GPU; the forward pass in half precision."""
+"""Precisions of a state: full float32; float32 with products rounded on a GPU; a forward pass in half precision."""
 
 _AS_IT_IS = nullcontext()
-_BACKENDS: Any = torch.backends  # pyright knows few of its members
+_BACKENDS: Any = torch.backends  # pyright does not know all of its members
 _ON_CUDA = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn)
 _ALL = (*_ON_CUDA, _BACKENDS.mkldnn.matmul)
 
 
 @contextmanager
 def building(seed: int) -> Iterator[None]:
-    """Return a scope in which modules are built on the CPU, with first weights from a seed; torch's generators stay
-    put.
+    """Return a context manager for building modules on the CPU, with initial weights from a seed.
+
+    The states of torch's generators are the same afterwards.
     """
-    # torch.manual_seed would seed the accelerators' generators as well, which no one would set back.
+    # torch.manual_seed would also seed the accelerators' generators, which would not be restored.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def as_scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number or a 0-d tensor as a tensor, without copying from the host, which would wait."""
+    """Return a number or a 0-d tensor as a tensor, without a copy from the host, which would wait for the device."""
     if isinstance(value, Tensor):
         return value.to(dtype=dtype, device=device)
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers of the host as a tensor on a device, without synchronizing with a GPU.
+    """Return numbers on the host as a tensor on a device, without synchronizing with a GPU.
 
-    `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits until the GPU has done all that
-    it was given before. From pinned memory the copy takes its turn; torch's allocator keeps the memory until then.
+    `torch.tensor(numbers, device="cuda")` copies from pageable memory, and so waits until the GPU has finished its
+    queued work. A copy from pinned memory is queued; torch's allocator keeps the memory until then.
 
     Example:
         >>> sent([1, 2], torch.float64, torch.device("cpu"))
@@ -57,18 +58,18 @@ def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a scope in which numbers are computed as the precision says, backward passes included.
+    """Return a context manager for computing in a precision, backward passes included.
 
-    An autocast around the scope has no effect in it: the state says how it computes.
+    An autocast around it has no effect inside: the state determines the precision.
 
-    TensorFloat-32 keeps 10 bits of a float32's 23 in the factors of matrix products and convolutions. torch leaves it
-    on for convolutions and recurrent layers; here only "tf32" has it, for matrix products too. Afterwards the switches
-    are as they were. They are the process's own: who trains in several threads sets them right before, and then they
-    are left alone. On other devices there is no such switch.
+    TensorFloat-32 keeps 10 of a float32's 23 mantissa bits in the factors of matrix products and convolutions. torch
+    enables it by default for convolutions and recurrent layers; here only "tf32" uses it, also for matrix products. The
+    switches are restored afterwards. They belong to the process: to train in several threads, set them beforehand, since
+    switches that already have the right values are not changed. Other devices than CUDA have no such switch.
 
     Args:
         precision: One of `PRECISIONS`.
-        device: Where the work is done.
+        device: The device of the computation.
     """
     if torch._C._is_any_autocast_enabled():
         return _without_autocast(precision, device)
@@ -85,14 +86,14 @@ def _without_autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def _multiplies(tf32: bool) -> bool:
-    """Return whether the switches stand so already; read by the new names, whose reading never raises."""
+    """Return whether the switches already have these values; only the new names can be read without errors."""
     return all((operator.fp32_precision == "tf32") is tf32 for operator in _ON_CUDA)
 
 
 @contextmanager
 def _multiplying(tf32: bool) -> Iterator[None]:
-    # torch has two sets of names for the switches and raises where the older ones are read (Inductor does, torch 2.13)
-    # while they contradict the newer: so both are set, the older first, since they write into the newer.
+    # torch has two sets of names for the switches, and reading the older ones (as Inductor does in torch 2.13) raises
+    # if they contradict the newer ones. So both are set, the older first, since setting these changes the newer ones.
     matmul = _read(torch.get_float32_matmul_precision)
     cudnn = _read(lambda: torch.backends.cudnn.allow_tf32)
     before = [operator.fp32_precision for operator in _ALL]
@@ -112,7 +113,7 @@ def _multiplying(tf32: bool) -> Iterator[None]:
 
 
 def _read(switch: Callable[[], Any]) -> Any:
-    """Return a switch by its older name; None where the caller has set the newer ones to what it cannot say."""
+    """Return a switch by its older name, or None if the newer names have values that the older one cannot express."""
     try:
         return switch()
     except RuntimeError:

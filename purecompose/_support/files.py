@@ -1,4 +1,4 @@
-"""Read files from untrusted sources: regular ones only, and of a bounded size."""
+"""Functions that read files from untrusted sources: only regular files of a bounded size."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ def read_whole(file: Path, most: int) -> bytes:
 
 
 def is_nested_deeper(value: object, most: int) -> bool:
-    """Return whether lists and dicts of JSON lie deeper in each other than this, without recursion."""
+    """Return whether lists and dicts of JSON are nested deeper than `most`, without recursion."""
     level, depth = [value], 0
     while level:
         if depth > most:

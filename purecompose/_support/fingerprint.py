@@ -23,20 +23,20 @@ _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.Modul
 def fingerprint(thing: Any) -> Hashable:
     """Return a hashable description of type, configuration, arrays and tensors.
 
-    Tensors on `meta` stand for the weights of a skeleton and count by shape, others by their bytes. Two separately
-    built networks of one architecture have one fingerprint. Functions count by identity.
+    Tensors on `meta` stand for the weights of a skeleton and are described by shape, others by their bytes. Two
+    separately built networks of one architecture have the same fingerprint. Functions are described by identity.
     """
     return _describe(thing, ())
 
 
 def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
     if isinstance(thing, float):
-        return (type(thing).__qualname__, thing.hex())  # 0.0 == -0.0, and they compute different things
+        return (type(thing).__qualname__, thing.hex())  # 0.0 == -0.0, but computations with them differ
     if isinstance(thing, _PLAIN):
         return (type(thing).__qualname__, thing)
     if isinstance(thing, Tensor):
         return ("Tensor", tuple(thing.shape), thing.dtype, thing.requires_grad, _tensor_value(thing))
-    if hasattr(thing, "tobytes") and hasattr(thing, "dtype"):  # an array or number of NumPy, which need not be there
+    if hasattr(thing, "tobytes") and hasattr(thing, "dtype"):  # an array or number of NumPy, which may not be installed
         value = _describe(thing.tolist(), above) if thing.dtype.hasobject else _digest(thing.tobytes())
         return (type(thing).__qualname__, thing.shape, str(thing.dtype), value)
     if isinstance(thing, _BY_IDENTITY):
@@ -58,12 +58,12 @@ def _describe(thing: Any, above: tuple[int, ...]) -> Hashable:
         return ("method", thing.__func__, _describe(thing.__self__, inside))
     if isinstance(thing, nn.Module):
         attributes = {
-            # Hooks stand under numbers that a global counter gave them.
+            # The keys of hooks are numbers from a global counter.
             key: list(value.values()) if "_hooks" in key and isinstance(value, Mapping) else value
             for key, value in vars(thing).items()
             if key not in _BOOKKEEPING
         }
-        # A parametrized module has a class of its own, made on the spot.
+        # A parametrized module has its own class, created dynamically.
         return (parametrize.type_before_parametrizations(thing), _describe(attributes, inside))
     slots = _slots(thing)
     if hasattr(thing, "__dict__"):
@@ -90,7 +90,7 @@ def _tensor_value(tensor: Tensor) -> Hashable:
     try:
         flat = tensor.detach().cpu().to_dense().contiguous().resolve_conj().resolve_neg()
         return str(tensor.layout), _digest(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
-    except (RuntimeError, NotImplementedError):  # traced or quantized ones show no bytes
+    except (RuntimeError, NotImplementedError):  # the bytes of traced or quantized tensors cannot be read
         return id(tensor)
 
 
@@ -98,7 +98,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-# Parts of nn.Module that say nothing about what it computes.
+# Attributes of nn.Module that do not affect what it computes.
 _BOOKKEEPING = frozenset(
     {
         "_version",

@@ -25,16 +25,17 @@ def is_transforming() -> bool:
 
 
 def only_maps() -> bool:
-    """Return whether there is no transform around the caller but `vmap`."""
+    """Return whether no transform other than `vmap` is active around the caller."""
     return all(level.key() is TransformType.Vmap for level in retrieve_all_functorch_interpreters())
 
 
-# torch.compile asks while it traces, with the transforms around it. The public way to say so imports the compiler.
+# torch.compile evaluates it while tracing, under the active transforms, and keeps the result as a constant. The
+# public decorator for this imports the compiler.
 only_maps._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has a form and no numbers, as while a step is traced, inside of transforms as well."""
+    """Return whether a tensor is fake (without numbers), as while a step is traced, also inside transforms."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return isinstance(tensor, FakeTensor)
@@ -42,6 +43,6 @@ def is_fake(tensor: Tensor) -> bool:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Return a scope in which tensors are made as if no transform, mode or `inference_mode` were around the caller."""
+    """Return a context manager for making tensors as if no transform, mode or `inference_mode` were active."""
     with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes(), torch.no_grad():
         yield

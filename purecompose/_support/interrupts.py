@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: recorded when they arrive, obeyed between two batches."""
+"""Signals to end a run: recorded when they arrive, and obeyed between two batches."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """A scope, entered as often as one likes, in which SIGINT and SIGTERM are noted; a second one acts at once.
+    """A reusable context manager that records SIGINT and SIGTERM; a second signal takes effect immediately.
 
-    Only Python's main thread may set handlers; in others the scope does nothing.
+    Only Python's main thread may set handlers; in other threads it does nothing.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class Interrupts:
         self._restore()
 
     def obey(self, message: str) -> None:
-        """End the process as the signal asks: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143.
+        """End the process according to the signal: SIGINT by `KeyboardInterrupt`, SIGTERM by `SystemExit` with 143.
 
         Args:
-            message: What was done first.
+            message: A description of what was done before the end.
         """
         assert self.received is not None
         self._restore()
@@ -51,7 +51,7 @@ class Interrupts:
         self._restore()
         if os.getpid() == self._process:
             self.received = signal.Signals(number)
-        else:  # a child that was forked within the scope is not a run of ours
+        else:  # a child process forked within the scope: its earlier handler acts
             signal.raise_signal(number)
 
     def _restore(self) -> None:

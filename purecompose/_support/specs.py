@@ -1,4 +1,4 @@
-"""Calls written as text, such as `mixup(alpha=0.2),label_smoothing`: parsed, never run as code.
+"""Calls written as text, such as `mixup(alpha=0.2),label_smoothing`, which are parsed and never run as code.
 
 A name may have a module in front, `my_module:name`.
 
@@ -33,8 +33,8 @@ __all__ = [
 OWN_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A name with a module in front."""
 
-# A string, to be passed over; a name with a module; or a number with a unit. The latter two are nothing in Python:
-# `1e5` and `2j` are not among them.
+# A string, which is skipped; a name with a module; or a number with a unit. Names with a module and numbers with a
+# unit are not valid Python; `1e5` and `2j`, which are, do not match.
 _STRING_OR_TIME = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
     rf"(?<![\w.])(?P<own>{OWN_NAME.pattern})|"
@@ -45,12 +45,12 @@ _STRING_OR_TIME = re.compile(
 
 
 class SpecError(ValueError):
-    """A text that names no known thing, or a thing that does not take these arguments, in one line."""
+    """A text contains an unknown name, or arguments that its factory does not accept; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A name with literal arguments; `str` gives a text that parses to the same call."""
+    """A name with literal arguments; `str` returns a text that parses to the same call."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -62,16 +62,16 @@ class Call:
 
 
 def parse(text: str) -> tuple[Call, ...]:
-    """Return the calls that a text lists; the empty text and `none` list nothing.
+    """Return the calls listed in a text; the empty text and `none` list no calls.
 
     Raises:
-        SpecError: The text has another form, or an argument is not a literal; the message gives the column.
+        SpecError: The text has another form, or an argument is not a literal; the message contains the column.
 
     Example:
         >>> [str(call) for call in parse("mixup(alpha=0.2), label_smoothing")]
         ['mixup(alpha=0.2)', 'label_smoothing()']
     """
-    # Of equal length, so that columns stay what the user sees; at a line's end Python would stop reading.
+    # Line breaks, at which Python would stop reading, become spaces; the length stays equal, so columns are correct.
     line = "".join(" " if character.isspace() else character for character in text)
     if line.strip().lower() in ("", "none"):
         return ()
@@ -85,7 +85,7 @@ def parse_one(text: str) -> Call:
     """Return the only call in a text.
 
     Raises:
-        SpecError: As `parse`, or there is none or more than one.
+        SpecError: As `parse`, or there is not exactly one call.
 
     Example:
         >>> parse_one("adam(lr=2e-3)").kwargs
@@ -98,12 +98,12 @@ def parse_one(text: str) -> Call:
 
 
 def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) -> Any:
-    """Call the factory of that name with the arguments.
+    """Call the factory with the call's name and arguments.
 
     Args:
         call: The call.
         factories: Functions by name.
-        kind: What they make, in a word, for messages.
+        kind: A word for what they make, for messages.
 
     Raises:
         SpecError: No factory has the name, it has no such parameter, or it refuses a value.
@@ -127,7 +127,7 @@ def build(call: Call, factories: Mapping[str, Callable[..., Any]], kind: str) ->
 
 
 def by_name(call: Call, factories: Mapping[str, Callable[..., Any]]) -> Call:
-    """Return the call with all arguments by their names; as it is where that cannot be, which `build` then reports.
+    """Return the call with all arguments by their names, or unchanged if that is impossible, as `build` then reports.
 
     Example:
         >>> def scaled(alpha, power=2): ...
@@ -184,9 +184,9 @@ def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | 
     """Return the start of a hint if a name is close to one or two known ones, else "".
 
     Args:
-        name: What was given.
-        known: What there is.
-        shown: How the known ones are shown, where that is not as they are compared.
+        name: The given name.
+        known: The known names.
+        shown: Known names in the form to be shown, if it differs from the form that is compared.
 
     Example:
         >>> did_you_mean("mixpu", ["mixup", "sam"])
@@ -200,7 +200,7 @@ def did_you_mean(name: str, known: Iterable[str], *, shown: Mapping[str, str] | 
 def _expression(line: str, indent: int) -> ast.expr:
     try:
         with warnings.catch_warnings():
-            # What Python thinks of an odd escape in a string is not concern of ours.
+            # Ignore Python's warnings about odd escapes in strings.
             warnings.simplefilter("ignore")
             expression = ast.parse(_without_times(line).strip(), mode="eval").body
             return _Times(_Where(line, indent)).visit(expression)
@@ -219,18 +219,18 @@ _HINTS = {
 
 
 def _without_times(line: str) -> str:
-    """Put a name of equal length in place of names with a module and of times without quotes, so that columns stay."""
+    """Replace names with a module and times without quotes by names of equal length, so that columns are kept."""
     return _STRING_OR_TIME.sub(lambda found: "_" * len(found[0]) if found["time"] or found["own"] else found[0], line)
 
 
 class _Times(ast.NodeTransformer):
-    """Puts times back, as the strings that they stand for."""
+    """A transformer that replaces the placeholders of times by strings."""
 
     def __init__(self, where: "_Where") -> None:
         self._where = where
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return the time, where one was written there."""
+        """Return the time as a string constant if the placeholder stands for one."""
         found = _STRING_OR_TIME.fullmatch(self._where.text(node))
         return ast.copy_location(ast.Constant(found[0]), node) if found and found["time"] else node
 
@@ -271,7 +271,7 @@ def _literal(node: ast.expr, role: str, where: "_Where") -> Any:
 
 @dataclass(frozen=True)
 class _Where:
-    """Finds nodes in the line that the user typed."""
+    """A locator of nodes in the line that the user typed."""
 
     line: str
     indent: int
@@ -280,5 +280,5 @@ class _Where:
         return ast.get_source_segment(self.line.strip(), node) or ast.dump(node)
 
     def column(self, node: ast.expr) -> int:
-        """From 1, in characters; the parser counts bytes."""
+        """Return the column, from 1, in characters; the parser counts bytes."""
         return self.indent + len(self.line.strip().encode()[: node.col_offset].decode()) + 1

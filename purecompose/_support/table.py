@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[\d.,]+")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
-    """Columns under a header; the last one is wrapped so that lines stay within `width` (by default the terminal's).
+    """Return columns under a header; the last is wrapped so that lines fit in `width` (by default the terminal's).
 
     Columns of numbers between the first and the last are aligned on the right.
 
@@ -49,7 +49,7 @@ def terminal_width() -> int:
 
 
 def _printable(cells: Sequence[str]) -> list[str]:
-    """Return the cells on one line each, whatever control characters are in them."""
+    """Return the cells on one line each, with control characters escaped."""
     return [
         cell if cell.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in cell) for cell in cells
     ]

@@ -1,4 +1,4 @@
-"""Warnings that point at the caller's line, outside the library's frames."""
+"""Warnings that report the caller's line, outside the library's frames."""
 
 import pathlib
 import sys
@@ -11,7 +11,7 @@ _OURS = str(pathlib.Path(__file__).parents[1])
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line outside of the library."""
+    """Warn with the innermost line outside of the library."""
     level, frame = 1, sys._getframe(0)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back

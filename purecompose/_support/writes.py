@@ -1,4 +1,4 @@
-"""Scopes in which given tensors cannot be written into or moved to other memory."""
+"""Context managers in which given tensors cannot be written into or moved to other memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ __all__ = ["DataGuard", "WriteGuard", "kept_in_place", "memory_of", "storage_of"
 
 
 class WriteGuard(TorchDispatchMode):
-    """Stops what would write into a tensor's memory, also through `.data`, a view or a tie.
+    """A mode that raises before an operation writes into a tensor's memory, also through `.data`, a view or a tie.
 
     Args:
-        tensors: By name.
-        error: What is raised, from the tensor's name and the operation.
+        tensors: The tensors by name.
+        error: Function that returns the error to raise, from the tensor's name and the operation.
 
     Example:
         >>> import torch
@@ -53,11 +53,11 @@ class WriteGuard(TorchDispatchMode):
 
 
 class DataGuard(TorchFunctionMode):
-    """Refuses `tensor.data = other`, which torch does not dispatch: a traced graph would keep the old value.
+    """A mode that refuses `tensor.data = other`, which torch does not dispatch: a graph would keep the old value.
 
     Args:
-        tensors: By name.
-        error: What is raised for one of these, from its name and what was done.
+        tensors: The tensors by name.
+        error: Function that returns the error to raise for one of these, from its name and what was done.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> None:
@@ -83,11 +83,11 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 @contextmanager
 def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exception]) -> Iterator[None]:
-    """Return a scope at whose end tensors must have the memory and the `requires_grad` that they had at its start.
+    """Return a context manager that raises if tensors have other memory or `requires_grad` at its end than before.
 
     Args:
-        tensors: By name. They are put back before the error is raised.
-        error: What is raised, from the names and what was done to them.
+        tensors: The tensors by name. They are restored before the error is raised.
+        error: Function that returns the error to raise, from the names and what was done to them.
     """
     before = [(memory_of(tensor), tensor.detach(), tensor.requires_grad) for tensor in tensors.values()]
     moved, switched = [], []
@@ -107,16 +107,16 @@ def kept_in_place(tensors: Mapping[str, Tensor], error: Callable[[str, str], Exc
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor's elements are, and how they are read from there."""
+    """Return the location of a tensor's elements in memory, and their layout there."""
     form = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
     return storage_of(tensor), tensor.dtype, tensor.shape, tensor.is_conj(), tensor.is_neg(), *form
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number by which tensors on the same memory are known, while one of them is there."""
+    """Return a number that is equal for tensors on the same memory; valid while one of them exists."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
         return id(tensor)

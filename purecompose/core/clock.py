@@ -48,8 +48,7 @@ class Clock:
         domain: str = "",
         draw: int | None = None,
     ) -> "Clock":
-        """Return the clock of a step from `now` to `later`; `draw` identifies its draws, by default the batch's number.
-        """
+        """Return the clock of a step from `now` to `later`; `draw`, by default the batch, identifies its draws."""
         draw = now.batch if draw is None else draw
         return cls(_Source(now, later, schedules, draw, device), schedules, domain)
 

@@ -1,4 +1,4 @@
-"""Passes: pure functions `(algorithms, event) -> algorithms` that order what acts at an event.
+"""Passes: pure functions `(algorithms, event) -> algorithms` that order the algorithms at an event.
 
 A pass receives the algorithms that matched at one event, in the order they were listed, and may reorder, drop or
 add algorithms. Passes know algorithms by traits and names, never by import. The default passes first reverse the

@@ -1,7 +1,7 @@
 """Training time: durations such as "90ep" or "0.5dur", run lengths and timestamps.
 
-All of it is host arithmetic on immutable values. The counters of a `Timestamp` are the only source of time in
-the library; whatever traced code sees of it (`state.clock`) is filled from here.
+Everything here is host arithmetic on immutable values. The counters of a `Timestamp` are the only source of time in
+the library; the time in traced code (`state.clock`) is filled from them.
 """
 
 from purecompose.time.timestamp import RunLength, Timestamp

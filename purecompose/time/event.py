@@ -1,7 +1,7 @@
 """The named points of the training loop.
 
-Every algorithm acts at events and every loop program is a tuple of them. An event's facts are read off its
-name, so that no list of pairs can fall out of step with the members.
+Every algorithm acts at events, and every loop program contains events. An event's properties are derived from its
+name, so that no separate list has to be kept consistent with the members.
 """
 
 import difflib
@@ -17,12 +17,11 @@ class Event(enum.Enum):
 
     `Event(text)` looks a member up by its name in any case. Members are plain: hashable, printed as
     `Event.INIT`, and not to be compared with strings (convert first). INIT and the three checkpoint events have
-    no partner; each of the others opens or closes something, and the two halves of a pair share a
-    `canonical_name`.
+    no partner; each other event opens or closes something, and the two halves of a pair share a `canonical_name`.
 
     Raises:
         ValueError: No event has that name; close ones are listed.
-        TypeError: Neither a string nor an event; or an event was compared with a string.
+        TypeError: The argument is neither a string nor an event, or an event was compared with a string.
 
     Example:
         >>> Event("Batch_End")
@@ -96,26 +95,26 @@ class Event(enum.Enum):
 
     @property
     def is_before_event(self) -> bool:
-        """Whether the event opens something: BEFORE_* and *_START, in training, evaluation and prediction."""
+        """True if the event opens something: BEFORE_* and *_START, in training, evaluation and prediction."""
         return "BEFORE_" in self.name or self.name.endswith("_START")
 
     @property
     def is_after_event(self) -> bool:
-        """Whether the event closes something: AFTER_* and *_END, in training, evaluation and prediction."""
+        """True if the event closes something: AFTER_* and *_END, in training, evaluation and prediction."""
         return "AFTER_" in self.name or self.name.endswith("_END")
 
     @property
     def is_reversed(self) -> bool:
-        """Whether algorithms run in reverse order here, so that the first one in is the last one out.
+        """True if algorithms run in reverse order here, so that the first one in is the last one out.
 
-        True for every AFTER_* event, EVAL_AFTER_* and PREDICT_AFTER_* included. *_END events keep the listed
-        order: nothing that an algorithm did at *_START is still held open there.
+        This applies to every AFTER_* event, including EVAL_AFTER_* and PREDICT_AFTER_*. *_END events keep the listed
+        order, because nothing that an algorithm did at *_START is still open there.
         """
         return "AFTER_" in self.name
 
     @property
     def canonical_name(self) -> str:
-        """What the two halves of a pair share: 'epoch' for EPOCH_START and EPOCH_END.
+        """The name shared by the two halves of a pair: 'epoch' for EPOCH_START and EPOCH_END.
 
         A checkpoint event is not half of a pair and keeps its whole name.
         """
@@ -126,12 +125,12 @@ class Event(enum.Enum):
 
     @property
     def is_eval(self) -> bool:
-        """Whether the event belongs to evaluation."""
+        """True if the event belongs to evaluation."""
         return self.name.startswith("EVAL_")
 
     @property
     def is_predict(self) -> bool:
-        """Whether the event belongs to prediction."""
+        """True if the event belongs to prediction."""
         return self.name.startswith("PREDICT_")
 
     def lower(self, place: Any) -> Any:
@@ -140,9 +139,9 @@ class Event(enum.Enum):
 
     @property
     def sees_new_time(self) -> bool:
-        """Whether the timestamp has advanced past the batch, epoch or iteration that the event is about.
+        """True if the timestamp has advanced past the batch, epoch or iteration that the event is about.
 
-        Evaluation and prediction see whatever time training stands at, so False for them.
+        Evaluation and prediction do not advance the time of training, so it is False for their events.
         """
         if self.is_eval or self.is_predict:
             return False

@@ -1,4 +1,4 @@
-"""When an interval is due: a multiple of it lies between two times."""
+"""Intervals, which are due when a multiple of them lies between two times."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from purecompose.time.units import named_time
 __all__ = ["Interval", "checked_interval", "has_passed"]
 
 Interval: TypeAlias = Time | Callable[[Timestamp], bool]
-"""A time, of which every multiple is due; or a function that says of a point of the run whether it is."""
+"""A time, of which every multiple is due, or a function that returns whether a point of the run is due."""
 
 
 @overload
@@ -27,17 +27,17 @@ def checked_interval(value: Any, name: str, default_unit: TimeUnit | None = None
 def checked_interval(
     value: Any, name: str, default_unit: TimeUnit | None = None, *, seconds: bool = False, functions: bool = False
 ) -> Interval:
-    """Return an interval as a time, or as the function that it is.
+    """Return an interval as a time, or unchanged if it is a function.
 
     Args:
-        value: What was given.
-        name: Names the function and the argument in errors, such as "Evaluator: every".
-        default_unit: That of a bare number.
-        seconds: Whether seconds of wall-clock time will do.
-        functions: Whether functions are accepted.
+        value: The argument.
+        name: The function and the argument, for errors, such as "Evaluator: every".
+        default_unit: The unit of a bare number.
+        seconds: True to accept seconds of wall-clock time.
+        functions: True to accept functions.
 
     Raises:
-        TypeError, ValueError: It is not a time, not positive, or in seconds where those will not do.
+        TypeError, ValueError: The value is not a time, not positive, or in seconds without `seconds`.
     """
     if functions and callable(value) and not isinstance(value, type):
         return cast(Interval, value)
@@ -49,11 +49,11 @@ def checked_interval(
 
 
 def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
-    """Return whether the run has passed a multiple of the interval after `before`, and by `now`; not for seconds.
+    """Return whether a multiple of the interval lies after `before` and not after `now`; not for seconds.
 
     Raises:
-        ValueError: A fraction of a run without a duration.
-        TypeError: A function that returns something other than a bool.
+        ValueError: The interval is a fraction of a run without a duration.
+        TypeError: The function does not return a bool.
 
     Example:
         >>> has_passed(Time.of("10ba"), Timestamp(batch=9), Timestamp(batch=10))
@@ -70,5 +70,5 @@ def has_passed(interval: Interval, before: Timestamp, now: Timestamp) -> bool:
     past, present = before.elapsed(), now.elapsed()
     if past is None or present is None:
         raise ValueError(f"interval {str(interval)!r}: fractions of the run need a run with a duration")
-    # A fraction's multiples round: 3 * 0.1 is above 0.3.
+    # Multiples of a fraction have rounding errors: 3 * 0.1 is above 0.3.
     return math.floor(past / interval.value + 1e-9) != math.floor(present / interval.value + 1e-9)

@@ -1,4 +1,4 @@
-"""The length of a run, and the point that a run has reached."""
+"""The length of a run, and the point that it has reached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from purecompose.time.units import Time, TimeLike, TimeUnit, snapped
 __all__ = ["RunLength", "Timestamp"]
 
 
-# Above the classes, since the default of a field of Timestamp is made while the class is.
+# Defined above the classes, because the class body of Timestamp creates a RunLength as a default.
 def _positive(name: str, time: TimeLike | None) -> Time | None:
     if time is None:
         return None
@@ -31,16 +31,16 @@ def _positive(name: str, time: TimeLike | None) -> Time | None:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class RunLength:
-    """How long a run is, and what is needed to count its times in batches.
+    """The length of a run, and the lengths needed to count its times in batches.
 
     Args:
-        duration: When the run is finished, in any unit but `dur`; None for never. In iterations it needs an
-            `iteration_length`.
-        batches_per_epoch: Batches in an epoch; None where the loader cannot tell.
-        iteration_length: Epochs or tokens in an iteration; None for a run without iterations.
+        duration: The time at which the run is finished, in any unit but `dur`; None for never. In iterations it needs
+            an `iteration_length`.
+        batches_per_epoch: Number of batches in an epoch; None if the loader does not know it.
+        iteration_length: Number of epochs or tokens in an iteration; None for a run without iterations.
 
     Raises:
-        TypeError, ValueError: A value that is not of this kind or not positive, or a duration in iterations
+        TypeError, ValueError: A value is not of this kind or not positive, or the duration is in iterations
             without their length.
     """
 
@@ -74,14 +74,14 @@ class RunLength:
 
     @functools.cached_property
     def total_batches(self) -> float | None:
-        """The run's duration in batches; None without a duration or where it is not known."""
+        """The run's duration in batches; None without a duration or if it is not known."""
         return None if self.duration is None else self.in_batches(self.duration)
 
     def in_batches(self, time: TimeLike) -> float | None:
         """Return a time as a number of batches from the start of the run.
 
         Returns:
-            Batches, not rounded; None where it is not known (samples, tokens and seconds; epochs of unknown
+            Batches, not rounded; None if it is not known (samples, tokens and seconds; epochs of unknown
             length; a `dur` of a duration of these kinds).
 
         Example:
@@ -113,15 +113,15 @@ _COUNTERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Timestamp:
-    """The point that a run has reached: what it has gone through so far, and the run's length. Immutable.
+    """The point that a run has reached: its counters so far, and the run's length. Immutable.
 
     Samples and tokens are sums over ranks. The `*_wct` fields are seconds of wall-clock time; the training
-    step never moves them, since it reads no clock: they move only where a caller passes `duration`.
+    step never changes them, since it reads no clock: they change only if a caller passes `duration`.
     `timestamp < "5ep"` compares the counter of that unit.
 
     Raises:
-        TypeError: A counter that is not an int, a `*_wct` that is not a number, a `run` that is not a RunLength.
-        ValueError: A negative counter.
+        TypeError: A counter is not an int, a `*_wct` is not a number, or `run` is not a RunLength.
+        ValueError: A counter is negative.
 
     Example:
         >>> Timestamp(run=RunLength("2ep", batches_per_epoch=3)).advance(samples=8)
@@ -161,7 +161,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         """Return the timestamp one batch later; `duration` is the batch's wall-clock time in seconds.
 
         Raises:
-            ValueError: Negative samples, tokens or duration.
+            ValueError: `samples`, `tokens` or `duration` is negative.
         """
         if samples < 0 or tokens < 0 or duration < 0:
             raise ValueError(f"expected counts >= 0, got samples={samples}, tokens={tokens}, duration={duration}")
@@ -203,9 +203,9 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new
 
     def advance(self, samples: int = 0, tokens: int = 0) -> Timestamp:
-        """Return the point after one more batch, into the next epoch and iteration where the run's lengths say so.
+        """Return the point after one more batch; the run's lengths determine whether an epoch or iteration ends.
 
-        An iteration of tokens may end within an epoch. The data continue there, and so do the in-epoch counters.
+        An iteration of tokens may end within an epoch. The epoch's data continue, and so do the in-epoch counters.
         """
         new = self.to_next_batch(samples, tokens)
         run = self.run
@@ -214,13 +214,13 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return new if run.iteration_length is None else new._roll_iteration(run.iteration_length)
 
     def advance_by(self, batches: int, samples: int = 0, tokens: int = 0) -> Timestamp:
-        """Return the point after so many more batches of so many samples and tokens each; see `advance`.
+        """Return the point after `batches` more batches of `samples` and `tokens` each; see `advance`.
 
-        The time this takes grows with the number of batches only in runs with iterations.
+        The cost grows with the number of batches only in runs with iterations.
 
         Raises:
-            TypeError: No whole number of batches.
-            ValueError: A negative number of batches, samples or tokens.
+            TypeError: `batches` is not a whole number.
+            ValueError: `batches`, `samples` or `tokens` is negative.
 
         Example:
             >>> point = Timestamp(run=RunLength(batches_per_epoch=10)).advance_by(1_000_005, samples=8)
@@ -239,7 +239,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return point
 
     def advance_epoch(self) -> Timestamp:
-        """Return the point after the end of an epoch, for loops where only the loader knows that it is over."""
+        """Return the point after the end of an epoch, for loops in which only the loader knows where an epoch ends."""
         new = self.to_next_epoch()
         return new if self.run.iteration_length is None else new._roll_iteration(self.run.iteration_length)
 
@@ -247,7 +247,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         """Return the counter of a unit; for `sec` the total wall-clock time in seconds.
 
         Raises:
-            ValueError: `dur`, which is not a counter.
+            ValueError: The unit is `dur`, which is not a counter.
         """
         unit = unit if isinstance(unit, TimeUnit) else TimeUnit(unit)
         if unit is TimeUnit.DURATION:
@@ -255,9 +255,9 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return getattr(self, _COUNTERS[unit])
 
     def elapsed(self) -> float | None:
-        """Return the fraction of the run gone by; above 1 when training continues, None for a run without a duration.
+        """Return the elapsed fraction of the run; above 1 if training continues, None for a run without a duration.
 
-        It moves with every batch where the duration can be counted in batches, otherwise with the counter of
+        It changes with every batch if the duration can be counted in batches, otherwise with the counter of
         the duration's unit (for epochs of unknown length, at their ends).
         """
         total = self.run.total_batches
@@ -267,10 +267,10 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return None if duration is None else self.get(duration.unit) / duration.value
 
     def reached(self, time: TimeLike) -> bool:
-        """Return whether the run has come to this point, given in any unit but `sec`, `dur` included.
+        """Return whether the run has reached this point, given in any unit but `sec`, including `dur`.
 
         Raises:
-            ValueError: Seconds, or a fraction of a run that has no duration or is limited in seconds.
+            ValueError: The time is in seconds, or a fraction of a run that has no duration or is limited in seconds.
 
         Example:
             >>> Timestamp(batch=5, run=RunLength("10ba")).reached("0.5dur")
@@ -280,7 +280,7 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return self.get(unit) >= value
 
     def passed(self, time: TimeLike) -> bool:
-        """Return whether the run is beyond this point, by a batch at least; otherwise as `reached`.
+        """Return whether the run is beyond this point by at least a batch; otherwise as `reached`.
 
         Example:
             >>> [Timestamp(batch=batch).passed("5ba") for batch in (5, 6)]
@@ -316,15 +316,15 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return unit, value
 
     def is_finished(self) -> bool:
-        """Return whether the run has come to its duration; never for a run without one."""
+        """Return whether the run has reached its duration; always False without a duration."""
         duration = self.run.duration
         return duration is not None and self.get(duration.unit) >= duration.value
 
     def replace(self, **changes: Any) -> Timestamp:
-        """Return a copy with other values in some fields.
+        """Return a copy with new values in some fields.
 
         Raises:
-            TypeError: A field that a timestamp does not have; otherwise as at construction.
+            TypeError: A timestamp has no such field; otherwise as at construction.
         """
         for name in changes.keys() - vars(self).keys():
             close = difflib.get_close_matches(name, vars(self)) or list(vars(self))
@@ -350,8 +350,8 @@ TimeUnit.EPOCH), batches_per_epoch=3, iteration_length=None))
         return compare(self.get(time.unit), time.value)
 
     def _copy(self) -> tuple[Timestamp, dict[str, Any]]:
-        # A training step makes one of these; __init__, with its checks and fifteen guarded assignments, would
-        # cost ten times as much.
+        # Every training step makes a copy; __init__, with its checks and fifteen guarded assignments, would cost ten
+        # times as much.
         new = object.__new__(Timestamp)
         fields = new.__dict__
         fields.update(self.__dict__)

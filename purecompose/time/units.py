@@ -17,7 +17,7 @@ from purecompose._support.checks import check_number, check_whole, is_number
 __all__ = ["Time", "TimeLike", "TimeUnit", "UnitError", "named_time", "snapped"]
 
 _CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\s*", re.IGNORECASE | re.ASCII)
-# Exponents of at most three digits: "1e999999999sp" would otherwise be a number with a billion digits.
+# Exponents have at most three digits: "1e999999999sp" would otherwise be a number with a billion digits.
 _NUMBER_AND_UNIT = re.compile(
     r"\s*(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?)\s*(?P<unit>[a-z]*)\s*",
     re.IGNORECASE | re.ASCII,
@@ -29,7 +29,7 @@ class UnitError(RuntimeError):
 
 
 class TimeUnit(enum.Enum):
-    """What a time counts. `TimeUnit(text)` finds a member by value or name, in any case."""
+    """The unit of a time. `TimeUnit(text)` finds a member by value or name, in any case."""
 
     ITERATION = "iter"  # groups of epochs or tokens, of the length the run sets
     EPOCH = "ep"
@@ -56,16 +56,16 @@ _UNITS = ", ".join(unit.value for unit in TimeUnit)
 class Time:
     """A span of training: a value and a unit, as in `Time(5, "ep")` or `Time.parse("5ep")`.
 
-    The value is an int, and a float for `dur` only. Sums, differences, remainders and order are defined
-    within one unit; a bare number takes the unit of the time beside it and a string is parsed. `time / time`
-    is a `dur`, `time * dur` keeps the unit of the time, and what must be whole again is cut toward zero.
-    Equality is plain: values of different units, strings and numbers are unequal, so that what holds times
-    can be compared. A time of value 0 is false.
+    The value is an int, or a float for `dur`. Sums, differences, remainders and order are defined
+    within one unit; a bare number gets the unit of the other operand, and a string is parsed. `time / time`
+    is a `dur`, `time * dur` keeps the unit of the time, and results that must be whole are rounded toward zero.
+    Equality never converts or raises: times of different units, strings and numbers are unequal, so that containers of
+    times can be compared. A time of value 0 is false.
 
     Raises:
-        TypeError: A value that is not whole, in another unit than `dur`.
-        ValueError: An unknown unit, or a `dur` that is not finite.
-        UnitError: (from operators) two different units.
+        TypeError: The value is not whole, in another unit than `dur`.
+        ValueError: The unit is unknown, or a `dur` is not finite.
+        UnitError: Two times in an operation have different units.
 
     Example:
         >>> Time.parse("2ep") * 1.5, str(Time(1, "ep") / Time(4, "ep"))
@@ -87,8 +87,8 @@ class Time:
         """Read "90ep", "3e4tok", "0.5dur" or "1h20m40s" (seconds), in any case, with blanks around the parts.
 
         Raises:
-            ValueError: A text of neither form, or without a unit.
-            TypeError: A number that is not whole, as in "1.5ep"; or not a string.
+            ValueError: The text has none of these forms, or no unit.
+            TypeError: The number is not whole, as in "1.5ep", or `text` is not a string.
 
         Example:
             >>> Time.parse("1h30m"), Time.parse("4_000 tok")
@@ -117,7 +117,7 @@ class Time:
         """Return a time from a Time, a string, a pair (value, unit), or a number of `default_unit`.
 
         Raises:
-            TypeError: None of these, or a number without a `default_unit`.
+            TypeError: `time` is none of these, or a number without a `default_unit`.
 
         Example:
             >>> Time.of("5ep") == Time.of((5, "ep")) == Time.of(5, "ep")
@@ -240,10 +240,11 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
     """Return a time, as `Time.of` reads it, with errors that name the argument.
 
     Args:
-        value: What was given.
+        value: The argument.
         where: The function and the argument, such as "ema: half_life".
-        default_unit: That of a bare number.
-        share: What a number between 0 and 1 may have been meant for, in words before it, if not a share of the run.
+        default_unit: The unit of a bare number.
+        share: For the hint about a number between 0 and 1: the words to put before it, by default about a share of the
+            run.
 
     Raises:
         TypeError, ValueError: As `Time.of`.
@@ -262,11 +263,11 @@ def named_time(value: Any, where: str, default_unit: TimeUnit | None = None, *, 
 
 
 def named_point(value: Any, where: str) -> Time:
-    """Return a point of a run, with errors that name the argument: a share of the run in [0, 1], or a time from 0 on.
+    """Return a point of a run, a share in [0, 1] or a time of at least 0, with errors that name the argument.
 
     Raises:
-        TypeError, ValueError: It is not a time, negative, a share above 1, or in seconds: wall-clock time is not part
-            of a state.
+        TypeError, ValueError: The value is not a time, negative, a share above 1, or in seconds: wall-clock time is not
+            part of a state.
 
     Example:
         >>> named_point(0.5, "after: time"), named_point("10ep", "after: time")
@@ -286,11 +287,11 @@ def named_point(value: Any, where: str) -> Time:
 
 
 def _share_hint(value: Any) -> str:
-    """Return a hint on what a number between 0 and 1 may have meant."""
+    """Return a hint about the likely meaning of a number between 0 and 1."""
     return f"a share of the run is '{value}dur'" if isinstance(value, float) and 0 < value < 1 else ""
 
 
 def snapped(value: float) -> float:
-    """Return the nearest whole number where only rounding kept `value` from it: 0.07 * 100 is 7.000000000000001."""
+    """Return the nearest whole number if `value` differs by a rounding error only: 0.07 * 100 is 7.000000000000001."""
     nearest = round(value)
     return float(nearest) if math.isclose(value, nearest, rel_tol=1e-15) else value

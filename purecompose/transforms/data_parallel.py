@@ -246,7 +246,8 @@ def shared_program(program: Program, ranks: Ranks | None, *, is_checked: bool = 
         is_checked: As for `Shared`.
 
     Raises:
-        ValueError: The program is shared already, a gradient is outside of `Microbatches`, or there is nothing to divide.
+        ValueError: The program is shared already, a gradient is outside of `Microbatches`, or there is nothing to
+            divide.
     """
     if any(isinstance(node, Shared) for node in program):
         raise ValueError("data_parallel: the step's batch is divided among processes already")

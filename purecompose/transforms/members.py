@@ -82,8 +82,8 @@ def stacked(members: Sequence[Any], *, with_shared: bool = False) -> Any:
 def mapped(fn: Callable[..., Any], chunk_size: int | None = None) -> Callable[..., Any]:
     """Map `fn` of single members' trees over all members' trees by `torch.vmap`.
 
-    Trees may contain leaves that vmap refuses: constants, and objects that only `purecompose.batch` can traverse. Leaves
-    that `fn` returns unchanged are returned as they were given, also if they are common to all members.
+    Trees may contain leaves that vmap refuses: constants, and objects that only `purecompose.batch` can traverse.
+    Leaves that `fn` returns unchanged are returned as they were given, also if they are common to all members.
 
     Args:
         fn: Function from trees to a tree.

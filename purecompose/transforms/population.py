@@ -76,7 +76,7 @@ class Stacked:
         return member(batch, 0)
 
     def spread(self, batch: Any) -> Any:
-        """Return the batch as it enters the state: with a leading member dimension, or marked as shared by all members."""
+        """Return the batch with a leading member dimension, or marked as shared by all members."""
         return batch if self.batches == "each" else shared(batch)
 
     def adapt(self, lowered: Lowered) -> Lowered:
@@ -169,15 +169,15 @@ def population(step: Step, n: int, chunk_size: int | None = None, batches: str =
             leading dimension of n, with a batch for each member.
 
     Returns:
-        A `Step` over stacked states, whose tensors have a leading member dimension (see `stack_states`); static part and
-        time are the same for all. `loss` has shape (n,). Members draw by their own keys. Host algorithms act on one
-        member after the other.
+        A `Step` over stacked states, whose tensors have a leading member dimension (see `stack_states`); static part
+        and time are the same for all. `loss` has shape (n,). Members draw by their own keys. Host algorithms act on
+        one member after the other.
 
     Raises:
         TypeError: `step` is not a step.
-        ValueError: `n` or `chunk_size` is below 1, `batches` has another value, the step is of a population or of several
-            processes, or a host algorithm acts inside a scope of the program or has a `match` that reads more than the
-            time.
+        ValueError: `n` or `chunk_size` is below 1, `batches` has another value, the step is of a population or of
+            several processes, or a host algorithm acts inside a scope of the program or has a `match` that reads more
+            than the time.
 
     Example:
         >>> import torch, purecompose as pc

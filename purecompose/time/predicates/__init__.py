@@ -1,9 +1,9 @@
-"""When an algorithm acts: predicates over events and time that combine with `&`, `|`, `~` and print.
+"""Predicates over events and time, which decide when an algorithm acts; they combine with `&`, `|` and `~`.
 
-A predicate is a plain function `(event, state) -> bool` that also knows two things about itself: what is left
-of it once the event is known (`at`), and what is left of it for the batches to come (`during`). "From
-halfway on" is then a constant for half a run, and a training step asks only what is still open. An ordinary
-function works in a predicate's place and is asked in every step.
+A predicate is a function `(event, state) -> bool` that can also be simplified in two ways: for a known event (`at`),
+and for the next batches (`during`). "From halfway on" is then a constant for half a run, and a training step
+evaluates only predicates that are not constant. An ordinary function can be used as a predicate and is evaluated in
+every step.
 """
 
 from purecompose.time.predicates.logic import ALWAYS, NEVER, Custom, Predicate, as_predicate

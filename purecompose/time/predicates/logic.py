@@ -13,27 +13,27 @@ __all__ = ["ALWAYS", "NEVER", "Custom", "Predicate", "Timed", "as_predicate"]
 
 
 class Predicate:
-    """The shared part of all predicates: the operators, and the most careful answers about itself."""
+    """The base class of predicates, with the operators and conservative defaults of the other methods."""
 
     @property
     def is_timed(self) -> bool:
-        """Whether it reads the event and `state.timestamp` only, and nothing else of the state."""
+        """True if it reads only the event and `state.timestamp`, and nothing else of the state."""
         return False
 
     def __call__(self, event: Event, state: Any) -> bool:
-        """Return whether it holds at this event, for a state (anything with a `timestamp`)."""
+        """Return whether the predicate is true at this event, for a state (any object with a `timestamp`)."""
         raise NotImplementedError
 
     def at(self, event: Event) -> "Predicate":
-        """Return what remains of the predicate once the event is known."""
+        """Return the predicate simplified for a known event."""
         del event
         return self
 
     def during(self, timestamp: Timestamp) -> "tuple[Predicate, float]":
-        """Return what remains of the predicate from `timestamp` on, and the batch count at which that ends.
+        """Return the predicate simplified from `timestamp` on, and the batch count at which this ends.
 
-        The remainder agrees with the predicate at every timestamp of the same run, epoch and iteration whose
-        `batch` is at least `timestamp.batch` and below the second result. `ALWAYS` or `NEVER` remain of what
+        The simplified predicate agrees with this one at every timestamp of the same run, epoch and iteration whose
+        `batch` is at least `timestamp.batch` and below the second result. It is `ALWAYS` or `NEVER` if the predicate
         cannot change in that stretch.
         """
         del timestamp
@@ -83,10 +83,10 @@ class _Constant(Timed):
 
 
 ALWAYS: Predicate = _Constant(True)
-"""Holds at every event and time."""
+"""Predicate that is always true."""
 
 NEVER: Predicate = _Constant(False)
-"""Holds nowhere: what neutral settings match."""
+"""Predicate that is never true; the `match` of algorithms with neutral settings."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,10 +159,10 @@ class Custom(Predicate):
 
 
 def as_predicate(match: Predicate | Callable[[Event, Any], bool]) -> Predicate:
-    """Return a predicate from a plain function `(event, state) -> bool`; a predicate comes back as it is.
+    """Return a predicate from a plain function `(event, state) -> bool`; a predicate is returned unchanged.
 
     Raises:
-        TypeError: Neither a predicate nor callable.
+        TypeError: `match` is neither a predicate nor callable.
     """
     if isinstance(match, Predicate):
         return match

@@ -1,4 +1,4 @@
-"""Predicates of event and time: which events, from when on, every how many batches."""
+"""Predicates of event and time: at certain events, before or after a point of the run, every n batches."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,12 @@ from purecompose.time.units import named_point, named_time, snapped
 __all__ = ["after", "before", "between", "epoch_ends", "every", "first_turn", "on", "through"]
 
 
-# How many batches an event's timestamp lags behind its own batch, counted from 1. Read many times a step.
+# Number of batches by which an event's timestamp is behind its own batch, which is counted from 1. It is precomputed
+# because it is read many times in a step.
 _LAG = {event: 0 if event.sees_new_time else 1 for event in Event}
 
-# From how many batches on an interval is settled between its turns. Settling again at both ends of a turn costs some
-# ten times what asking costs, so in short intervals asking in every step is the cheaper way.
+# Intervals of at least this many batches are simplified to `NEVER` between their turns. Simplifying again before and
+# after a turn costs about ten evaluations, so for short intervals evaluating in every step is cheaper.
 _LONG_INTERVAL = 64
 
 
@@ -41,7 +42,7 @@ class _On(Timed):
 
 @dataclass(frozen=True, repr=False)
 class _From(Timed):
-    """Holds from the first batch at which `time` is reached or, with `is_strict`, passed."""
+    """A predicate that is true from the first batch at which `time` is reached or, with `is_strict`, passed."""
 
     time: Time
     is_strict: bool = False
@@ -89,7 +90,7 @@ class _Every(Timed):
             return False
         if type(length) is int:
             return (number - first) % length == 0
-        # Snapped, so that the third of three thirds is passed at the end, not a batch later.
+        # Snapped, so that the last of three thirds is passed at the end, not a batch later.
         number += length - first
         return math.floor(snapped(number / length)) != math.floor(snapped((number - 1) / length))
 
@@ -101,7 +102,7 @@ class _Every(Timed):
         settled = _Settled(length, first, self.in_epoch)
         if length < _LONG_INTERVAL:
             return settled, math.inf
-        # Which event asks is not known here: before the time advances the turn comes one batch count earlier.
+        # The event is not known here: at events before the time advances, the turn is one batch count earlier.
         passed = ((timestamp.batch_in_epoch if self.in_epoch else timestamp.batch) - first) % length
         if passed == length - 1:
             return settled, timestamp.batch + 2
@@ -110,7 +111,7 @@ class _Every(Timed):
         return NEVER, timestamp.batch + length - 1 - passed
 
     def _first(self, run: RunLength, length: int | float) -> int | float:
-        """Return the first batch, counted from 1, in which it holds; after the first interval where it is not known."""
+        """Return the first batch, from 1, in which it is true; if not known, the one that ends the first interval."""
         return length if self.since is None else first_turn(self.since, self.interval, run) or length
 
     def _length(self, run: RunLength) -> int | float:
@@ -131,7 +132,7 @@ class _Every(Timed):
 
 @dataclass(frozen=True, repr=False)
 class _Settled(Timed):
-    """`_Every` of a run, in plain numbers: asked in every step, where those would be worked out again."""
+    """`_Every` for one run, with numbers computed once because it is evaluated in every step."""
 
     length: int
     first: int
@@ -147,7 +148,7 @@ class _Settled(Timed):
 
 
 def _number(event: Event, timestamp: Timestamp, in_epoch: bool) -> int:
-    """Return the number of the batch that the event belongs to, counted from 1; 0 before the first one is done."""
+    """Return the number of the batch that the event belongs to, counted from 1; 0 before the first batch ends."""
     lag = _LAG[event]
     if not in_epoch:
         return timestamp.batch + lag
@@ -172,10 +173,10 @@ class _EpochEnds(Timed):
 
 
 def on(*events: Event | str) -> Predicate:
-    """Hold at these events.
+    """Return a predicate that is true at these events.
 
     Raises:
-        ValueError: No event given, or a name that is none.
+        ValueError: No event is given, or a name is not the name of an event.
 
     Example:
         >>> on(Event.BATCH_END, "init")
@@ -187,25 +188,25 @@ def on(*events: Event | str) -> Predicate:
 
 
 def after(time: float | Time | str) -> Predicate:
-    """Hold from this point of the run on, the point included.
+    """Return a predicate that is true from this point of the run on, the point included.
 
     Args:
         time: A fraction of the run in [0, 1], or a time such as `"10ep"` or `"0.5dur"`.
 
     Raises:
-        TypeError, ValueError: It is not a time, negative, a fraction above 1, or in seconds, which are not part of a
-            state.
+        TypeError, ValueError: `time` is not a time, negative, a fraction above 1, or in seconds, which are not part of
+            a state.
     """
     return _From(named_point(time, "after: time"))
 
 
 def before(time: float | Time | str) -> Predicate:
-    """Hold up to this point of the run, the point excluded; see `after`."""
+    """Return a predicate that is true up to this point of the run, the point excluded; see `after`."""
     return ~_From(named_point(time, "before: time"))
 
 
 def through(time: float | Time | str) -> Predicate:
-    """Hold up to this point of the run, the point included; see `after`.
+    """Return a predicate that is true up to this point of the run, the point included; see `after`.
 
     Example:
         >>> through("10ba"), ~through("10ba")
@@ -215,10 +216,10 @@ def through(time: float | Time | str) -> Predicate:
 
 
 def between(start: float | Time | str, end: float | Time | str) -> Predicate:
-    """Hold from `start` (included) to `end` (excluded); see `after`. Nowhere, when both are the same.
+    """Return a predicate that is true from `start` (included) to `end` (excluded); never if both are the same.
 
     Raises:
-        ValueError: As `after`; or two points in one unit of which the second comes first.
+        ValueError: As `after`; or `end` is before `start`, in the same unit.
 
     Example:
         >>> on(Event.AFTER_DATALOADER) & between(0.5, 0.9) & ~every(2)
@@ -231,21 +232,21 @@ def between(start: float | Time | str, end: float | Time | str) -> Predicate:
 
 
 def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | Time | str | None = None) -> Predicate:
-    """Hold in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
+    """Return a predicate that is true in every n-th batch: in the n-th, the 2n-th and so on, counted from 1.
 
-    It picks the same batches at events before and after the time advances.
+    It selects the same batches at events before and after the time advances.
 
     Args:
         interval: A number of batches, or a time in batches, epochs, iterations or fractions of the run. A fractional
-            number of batches picks those batches in which a multiple of it is passed.
-        in_epoch: Count from the start of each epoch instead of the start of the run.
-        since: Count from the first batch that comes to this point of the run, or that ends an epoch or an iteration
-            there where the interval is in these; that batch is the first turn. As for `after`. A point that the run
-            cannot tell in batches leaves the count from the start of the run.
+            number of batches selects the batches in which a multiple of it is passed.
+        in_epoch: True to count from the start of each epoch instead of the start of the run.
+        since: A point of the run, as for `after`, from which to count. The first turn is the first batch that reaches
+            it or, if the interval is in epochs or iterations, the first end of one of these from there on. If the run
+            cannot express the point in batches, counting starts at the start of the run.
 
     Raises:
-        ValueError: An interval that is not positive, or in a unit that batches cannot count; `since` together with
-            `in_epoch`.
+        ValueError: The interval is not positive, or in a unit that cannot be counted in batches, or `since` is given
+            together with `in_epoch`.
 
     Example:
         >>> every("2ep", since=0.7)
@@ -266,8 +267,10 @@ def every(interval: int | Time | str, *, in_epoch: bool = False, since: float | 
 
 
 def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
-    """Return the first batch, counted from 1, that comes to a point, or ends an epoch or an iteration there where the
-    interval is in these; `None` where it is not a number of batches.
+    """Return the first turn of an interval from a point of the run on, as a batch counted from 1.
+
+    It is the first batch that reaches the point or, if the interval is in epochs or iterations, the first end of one of
+    these from there on; `None` if this is not a number of batches.
 
     Example:
         >>> first_turn(Time.of("0.6dur"), Time.of("2ep"), RunLength("10ba", batches_per_epoch=4))
@@ -279,7 +282,7 @@ def first_turn(since: Time, interval: Time, run: RunLength) -> int | None:
 
 
 def epoch_ends() -> Predicate:
-    """Hold in the last batch of each epoch. Needs a run that knows its `batches_per_epoch`."""
+    """Return a predicate that is true in the last batch of each epoch; the run must have `batches_per_epoch`."""
     return _EpochEnds()
 
 

@@ -1,7 +1,7 @@
 """Compiled steps: one flat graph, forward to update, without guards, with donation.
 
-`compile` is the way in. `segments` says where a step may be cut, `capture` turns a part into a graph, `backends`
-makes that fast, `graphs` keeps what was compiled, and `flight` is one step through it.
+`compile` is the entry point. `segments` decides where a step may be cut, `capture` traces a part to a graph, `backends`
+compiles the graph, `graph_cache` keeps compiled graphs, and `execution` runs one step.
 """
 
 from purecompose.transforms.compilation.capture import TraceError

@@ -1,9 +1,9 @@
-"""Backends: compile a flat graph; the only module that calls Inductor.
+"""Backends, which compile a flat graph; the only module that calls Inductor.
 
-Inductor's inner entry takes a graph of aten operations and gives a function of a list of tensors. It is private to
-torch but has had this signature for years, and it is where the speed is: what torch's public ways add around it costs
-240 us a call for 600 arguments (`standalone_compile`) or 450 (`torch.compile`, with guards), where this costs 18.
-Should it change, `torch.compile` of the same graph takes its place.
+Inductor's inner entry takes a graph of aten operations and returns a function of a list of tensors. It is private to
+torch, but has had this signature for years and is much faster to call: a call with 600 arguments costs 18 us, against
+240 us with the public `standalone_compile` and 450 us with `torch.compile`, which checks guards. If the inner entry
+changes, `torch.compile` of the same graph is used instead.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 __all__ = ["BACKENDS", "Compiled", "MODES", "compile_graph", "ensure_cache"]
 
 Compiled: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
-"""A compiled graph. It may empty the list that it is given."""
+"""A compiled graph. It may empty the list passed to it."""
 
 BACKENDS = ("inductor", "eager")
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -36,9 +36,9 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
     """Compile a graph whose placeholders carry fake tensors (`meta["val"]`).
 
     Args:
-        graph: Pure but for `copy_` into placeholders.
-        backend: `"inductor"`, `"eager"` (the graph as Python, for looking at what was traced), or anything that
-            `torch.compile(backend=...)` takes.
+        graph: The graph, pure except for `copy_` into placeholders.
+        backend: `"inductor"`, `"eager"` (the graph as Python, for inspecting what was traced), or anything that
+            `torch.compile(backend=...)` accepts.
         mode: As in `torch.compile`.
 
     Raises:
@@ -46,7 +46,7 @@ def compile_graph(graph: fx.GraphModule, backend: str | Callable[..., Any], mode
     """
     is_empty = all(node.op in ("placeholder", "output") for node in graph.graph.nodes)
     if backend == "eager" or is_empty or not _placeholders(graph):
-        return torch.no_grad()(lambda args: graph(*args))  # a constant in it may ask for a gradient
+        return torch.no_grad()(lambda args: graph(*args))  # a constant in the graph may require a gradient
     if backend != "inductor":
         return _by_torch_compile(graph, backend, None)
     ensure_cache()
@@ -81,10 +81,10 @@ _INDUCTOR = tuple(f"torch._inductor{name}" for name in ("", ".compile_fx", ".dec
 
 @functools.cache
 def _imports() -> Future[list[Any]]:
-    """Inductor's modules, imported when first asked for: it takes seconds, and eager runs never need it.
+    """Return a future of Inductor's modules, which are imported on first use because it takes seconds.
 
-    In a thread of its own, which no Ctrl-C reaches: its kernels write themselves into a table as they are imported, and
-    an import that was broken off and begun again would leave the table without some of them.
+    The import runs in a separate thread, which Ctrl-C does not interrupt: Inductor's kernels are registered in a table
+    during import, and an import that is interrupted and started again would leave some of them out.
     """
     pool = ThreadPoolExecutor(1)
     future = pool.submit(lambda: [importlib.import_module(name) for name in _INDUCTOR])
@@ -96,16 +96,16 @@ def _by_inductor(graph: fx.GraphModule, mode: str | None) -> Compiled:
     inductor, inner, decomposition, *_ = _imports().result()
     decompositions = decomposition.select_decomp_table()
     options = dict(inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
-    options["triton.cudagraphs"] = False  # graphs are captured in a room of their own, around the whole call
-    # Our key has compared sizes already.
+    options["triton.cudagraphs"] = False  # CUDA graphs are captured around the whole call, by `Replay`
+    # The look-up key has compared sizes already.
     options |= {name: False for name in ("size_asserts", "alignment_asserts") if hasattr(inductor.config, name)}
     mode_of_fakes = _placeholders(graph)[0].meta["val"].fake_mode
     # Without a tracing context nothing would be kept on disk.
     context = _guards.tracing(_guards.TracingContext(mode_of_fakes))
     with inductor.config.patch(options), context, mode_of_fakes:
         graph = _functional(graph, decompositions)
-        # What comes next reads each result by the strides that were traced. Inductor keeps those of results that it
-        # is given; others it lays out as suits it, convolutions with the channels last.
+        # The code after the graph reads each result by its traced strides. Inductor keeps the strides of the results
+        # listed here; it chooses the layout of others, such as channels last for convolutions.
         (output,) = graph.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = [
             i for i, one in enumerate(output.args[0]) if isinstance(one, fx.Node)
@@ -131,10 +131,9 @@ def _by_torch_compile(graph: fx.GraphModule, backend: Any, mode: str | None) -> 
 
 
 def _without_lost_copies(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[int]]:
-    """Return a graph that gives out, at its end, what it copied into 0-d float64 inputs, and the places of those
-    inputs.
+    """Return a graph that also returns the values it copied into 0-d float64 inputs, and the places of those inputs.
 
-    `torch.compile` takes such a tensor of the host for a number, and drops what is written into it.
+    `torch.compile` treats such a tensor on the host as a number, and drops what is written into it.
     """
     copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     lost = [node for node in copies if (to := node.args[0].meta["val"]).dim() == 0 and to.dtype == torch.float64]
@@ -153,9 +152,10 @@ def _without_lost_copies(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[in
 
 
 def _functional(graph: fx.GraphModule, decompositions: Any) -> fx.GraphModule:
-    """Return the graph without in-place operations on its way, in the operations that Inductor knows.
+    """Return the graph without intermediate in-place operations, in the operations that Inductor supports.
 
-    Decomposed first: batch norm writes into its running statistics without saying so, and only its parts do say.
+    The graph is decomposed first: batch norm writes into its running statistics without declaring it in its schema, but
+    the operations it is decomposed into declare their writes.
     """
     fakes = [node.meta["val"] for node in _placeholders(graph)]
     options: dict[str, Any] = {
@@ -172,11 +172,11 @@ def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def ensure_cache() -> None:
-    """Point Inductor's cache on disk to a folder of this user only, unless the environment names one.
+    """Set Inductor's cache on disk to a folder that only this user can write to, unless the environment names one.
 
-    What is found there is run. The usual place is a fixed name under the shared temporary folder, where another user
-    could have put something first. Entries are keyed by the graph and the versions of torch and compiler, and not by
-    what Inductor is given about the results: that has a number in the folder's name.
+    Code found in the cache is run. By default the cache has a fixed name under the shared temporary folder, where
+    another user could have placed files first. Entries are keyed by the graph and the versions of torch and compiler,
+    but not by the options for results that are passed to Inductor: a number in the folder's name stands for these.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return

@@ -1,4 +1,4 @@
-"""Boundaries: what is known of the state between two compiled parts, before its tensors exist."""
+"""Boundaries: the known facts about the state between two compiled parts, before its tensors exist."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,34 +13,34 @@ from purecompose.transforms.signature import Signature
 __all__ = ["FIELDS", "Boundary", "Source", "Writes"]
 
 FIELDS = (*LASTING, *fields_where(keeps_form=False))
-"""The fields of a state, those in donated buffers first."""
+"""Names of the fields of a state, those in donated buffers first."""
 
 
 class Source(NamedTuple):
-    """Where a tensor is: in a field of the state or, with an empty name, among a part's results."""
+    """The location of a tensor: in a field of the state or, with an empty name, among a part's results."""
 
     field: str
     place: int
 
 
 Writes = Mapping[str, tuple[Signature, tuple[Source, ...]]]
-"""The fields that a part replaced: what they are now, and where their tensors come from."""
+"""The fields that a part replaced, with their new signatures and the sources of their tensors."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A place between two parts of a step: the signatures of all fields there, and what memory they share."""
+    """A place between two parts of a step: the signatures of all fields there, and the memory they share."""
 
     static: Static
     """The static part of the state, its time sealed."""
     signatures: dict[str, Signature]
     used: frozenset[str] = frozenset()
-    """The gradients that updates have applied."""
+    """Names of the gradients that updates have applied."""
     donated: dict[str, Signature] | None = None
     """With donation: the signatures of the buffers that the end of the step writes into."""
     held: dict[Source, Source] = field(default_factory=dict)
-    """With donation: the places whose tensor is a donated buffer, and which one it is. Several places may hold the same
-    buffer; a compiler that did not know would write over it while another place is still to be read."""
+    """With donation: the places whose tensor is a donated buffer, with the place of that buffer. Several places may
+    hold the same buffer; without this, a compiler would overwrite it while another place is still to be read."""
 
     @classmethod
     def start(cls, static: Static, signatures: Mapping[str, Signature], *, is_donated: bool) -> "Boundary":
@@ -60,7 +60,7 @@ class Boundary:
         return Boundary(self.static, signatures, used, self.donated, held)
 
     def inputs(self) -> dict[Source, Source]:
-        """Return the place to take each tensor of the state from; places that share memory have one source."""
+        """Return the source of each tensor of the state; places that share memory have one source."""
         shared: dict[Source, Source] = {}
         found: dict[Source, Source] = {}
         for name in FIELDS:
@@ -69,6 +69,6 @@ class Boundary:
                 to = self.held.get(place)
                 if to is None:
                     found[place] = place
-                else:  # where it belongs, if it is still there
+                else:  # the buffer's own place, if it still contains the buffer
                     found[place] = to if self.held.get(to) == to else shared.setdefault(to, place)
         return found

@@ -1,7 +1,7 @@
 """Capture: trace a part of a step to a flat graph of tensor operations.
 
 The part runs once on fake tensors, which have shapes and dtypes but no numbers. The fields of the state that it reads
-are recorded: these, and no others, decide later whether the graph may be used again.
+are recorded: only these decide later whether the graph may be used again.
 """
 
 import contextlib
@@ -45,35 +45,35 @@ class Captured(NamedTuple):
     """A part of a step as a flat graph."""
 
     graph: fx.GraphModule
-    """Takes the tensors of `takes`, returns those that `writes` asks for; writes into `targets` before it returns."""
+    """Graph from the tensors of `takes` to the results that `writes` refers to; it also writes into `targets`."""
     takes: tuple[Source, ...]
     targets: tuple[Source, ...]
-    """The donated buffers that are written but not read, after those of `takes`."""
+    """Donated buffers that are written but not read; as inputs they follow those of `takes`."""
     reads: dict[str, Signature]
-    """The signatures of the fields that the part read."""
+    """Signatures of the fields that the part read."""
     writes: Writes
-    """The fields that it replaced."""
+    """Fields that it replaced."""
     copies: frozenset[int]
-    """The results that share memory with donated buffers; they are copied before they leave the step."""
+    """Indices of the results that share memory with donated buffers; they are copied before they leave the step."""
     used: frozenset[str]
-    """The gradients that updates have applied by the end."""
+    """Names of the gradients that updates have applied by the end."""
     size: Size | None = None
-    """The number of examples, where it is left open."""
+    """Symbolic number of examples, if it is left open."""
     writes_buffers: bool = False
-    """Whether it writes all donated fields into the buffers."""
+    """True if it writes all donated fields into the buffers."""
 
 
 def fake_mode() -> FakeTensorMode:
     """Return the mode that makes fake tensors; constants in closures are accepted."""
-    # Imported here: it brings sympy along, which eager runs never need.
+    # Imported here because it imports sympy, which eager runs never need.
     symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    # Numbers read from tensors would become symbols, and waits for the device.
+    # Otherwise a number read from a tensor would become a symbol, and reading it would wait for the device.
     env = symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
 
 
 class _Recorder:
-    """Takes the place of a lease while tracing: returns fields, and records which were read."""
+    """A replacement for a lease while tracing: returns fields, and records which were read."""
 
     def __init__(self, signatures: Mapping[str, Signature], tensors: Mapping[str, list[Tensor]]) -> None:
         self.signatures, self.tensors = signatures, tensors
@@ -86,7 +86,7 @@ class _Recorder:
 
 
 def state_of(static: Static, reader: Any, fields: Mapping[str, Any] | None = None) -> State:
-    """Return a state with these fields, which asks the reader for the others."""
+    """Return a state with these fields, which reads the others from `reader`."""
     state = object.__new__(State)
     state.__dict__.update(fields or {}, static=static, _lease=reader)
     return state
@@ -97,9 +97,9 @@ def capture(body: Operation, boundary: Boundary, *, is_last: bool = False, is_op
 
     Args:
         body: The part.
-        boundary: The state that comes in. If it travels on donated buffers, the last part writes there.
-        is_last: Whether the step ends here: what is temporary is left out.
-        is_open: Leave the number of examples open.
+        boundary: The incoming state. If its fields are in donated buffers, the last part writes there.
+        is_last: True if the step ends here: temporary fields are left out.
+        is_open: True to leave the number of examples open.
 
     Raises:
         TraceError: The part cannot be traced; the message names algorithm and line.
@@ -136,7 +136,7 @@ def capture(body: Operation, boundary: Boundary, *, is_last: bool = False, is_op
 
 
 def _check_constants(graph: fx.GraphModule) -> None:
-    """Raise a `TraceError` for a tensor that does not come from the state: the graph would keep an old value of it."""
+    """Raise a `TraceError` for a tensor that is not from the state: the graph would keep its value while tracing."""
     for node in graph.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(graph, str(node.target), None), FakeTensor):
             raise TraceError(
@@ -189,18 +189,18 @@ class _Draft:
         nodes = self.graph.find_nodes(op="placeholder")
         self.inputs: dict[Source, fx.Node] = dict(zip(sources, nodes, strict=True))
         self.donated = {boundary.held[source]: node for source, node in self.inputs.items() if source in boundary.held}
-        """The inputs that are donated buffers, by their place."""
+        """Inputs that are donated buffers, by their place."""
         (self.output,) = self.graph.find_nodes(op="output")
         self.results: list[fx.Node] = list(self.output.args[0])  # pyright: ignore[reportArgumentType]
         self.targets: list[Source] = []
         self.read_first: list[fx.Node] = []
-        """Copies of what is about to be written over. They are results too: a compiler takes a copy of an input that is
-        no result for the input itself."""
+        """Copies of tensors about to be overwritten. They are also results, because a compiler treats a copy of an
+        input that is not a result as the input itself."""
         self.copies: set[int] = set()
         """Results that the backend may return in the memory of a donated buffer."""
 
     def keep_out_of_buffers(self) -> None:
-        """Copy results that are views of donated buffers: the end of the step will write there."""
+        """Copy results that are views of donated buffers, because the end of the step will write there."""
         donated = {_storage(node) for node in self.donated.values()}
         with self.graph.inserting_before(self.output):
             for index, node in enumerate(self.results):
@@ -212,7 +212,7 @@ class _Draft:
                     self.writes[name] = signature, tuple(self._out_of_buffers(source) for source in where)
 
     def fits(self, donated: Mapping[str, Signature]) -> bool:
-        """Return whether the donated fields have the signatures of the buffers, which a host algorithm may change."""
+        """Return whether the donated fields fit the signatures of the buffers; a host algorithm may change them."""
         return all(
             (self.writes[name][0] if name in self.writes else self.signatures[name]).is_alike(donated[name])
             for name in donated
@@ -233,7 +233,7 @@ class _Draft:
         values = {_storage(value) for _, value in moves}
         self.copies = {index for index, node in enumerate(self.results) if _storage(node) in values}
         with self.graph.inserting_before(self.output):
-            # All reading comes before all writing: one tensor's new value may be another's old one.
+            # All reads precede all writes: one tensor's new value may be another's old one.
             moves = [(to, self._clone(value) if _storage(value) in written else value) for to, value in moves]
             self.read_first += [value for _, value in moves if value.target is torch.ops.aten.clone.default]
             for to, value in moves:
@@ -263,7 +263,7 @@ class _Draft:
         )
 
     def _input(self, place: Source) -> fx.Node:
-        """Return the input for a place, which may be that of another place with the same memory."""
+        """Return the input for a place, which may belong to another place with the same memory."""
         return self.inputs[self.taken_from[place]]
 
     def _out_of_buffers(self, source: Source) -> Source:
@@ -303,12 +303,12 @@ _UNTRACEABLE = (
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Return a scope for tracing: what cannot be traced is reported with algorithm, line and remedy.
+    """Return a context manager for tracing that reports untraceable operations with algorithm, line and remedy.
 
-    Every other error stays as it is. Anomaly detection, which reads numbers, is off.
+    Every other error is raised unchanged. Anomaly detection, which reads numbers, is off.
 
     Raises:
-        TraceError: Something read a number that a graph does not have yet, or has a result of unknown shape.
+        TraceError: An operation read a number, which a graph does not have, or has a result of unknown shape.
     """
     try:
         with torch.autograd.set_detect_anomaly(False):  # it reads numbers
@@ -338,7 +338,7 @@ def _is_untraceable(error: Exception) -> bool:
     text = str(error)
     if isinstance(error, _UNTRACEABLE):
         return True
-    # "unsupported operand type(s) for +: 'FakeTensor' and 'NoneType'" is wrong in an eager step, too.
+    # "unsupported operand type(s) for +: 'FakeTensor' and 'NoneType'" would be an error in an eager step, too.
     is_told = isinstance(error, (RuntimeError, TypeError, ValueError)) and not text.startswith("unsupported operand")
     return is_told and any(word in text for word in words)
 

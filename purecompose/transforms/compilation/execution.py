@@ -1,4 +1,4 @@
-"""Execution of a plan: call its parts in order, with host algorithms between them, and make the new state."""
+"""Execution of a plan: its parts are called in order, with host algorithms between them, and return a new state."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,15 +23,15 @@ __all__ = ["Launch", "execute"]
 
 
 class Launch(NamedTuple):
-    """What a step is about to execute with; nothing has been changed yet."""
+    """The inputs of a step that is about to be executed; nothing has been changed yet."""
 
     buffers: DonatedBuffers
     entry: Entry
     state: State
     copies: list[tuple[Tensor, Tensor]] = []
-    """Pairs (buffer, new value) for what the user has replaced, to be copied into the buffers."""
+    """Pairs (buffer, new value) for tensors that the user has replaced, to be copied into the buffers."""
     spends: DonatedBuffers | None = None
-    """Earlier buffers, some of which these ones take over."""
+    """Earlier buffers, of which `buffers` reuses some tensors."""
 
 
 _UNFINISHED = "was being written over by a step that did not finish"
@@ -88,7 +88,7 @@ def _through(graphs: GraphCache, launch: Launch, prepared: Prepared, values: Val
 def _finished(
     graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: DonatedBuffers, values: Values, later: Timestamp
 ) -> State:
-    """Return the state at the end, with a lease on the buffers that hold its donated fields."""
+    """Return the state at the end, with a lease on the buffers of its donated fields."""
     assert plan.end is not None
     signatures, context, is_usual = plan.end.signatures, static.context.rested(), True
     if not buffers.is_donated:
@@ -136,7 +136,7 @@ def _settled(signatures: dict[str, Signature], buffers: DonatedBuffers, values: 
     ]
     if moves:
         buffers.spend(_UNFINISHED)
-        # All reading comes before all writing: one tensor's new value may be another's old one.
+        # All reads precede all writes: one tensor's new value may be another's old one.
         for to, new in [(to, new.detach().clone()) for to, new in moves]:
             to.copy_(new)
     return buffers
@@ -145,7 +145,7 @@ def _settled(signatures: dict[str, Signature], buffers: DonatedBuffers, values: 
 def _host(
     graphs: GraphCache, plan: ExecutionPlan, static: Static, buffers: DonatedBuffers, values: Values, bits: int
 ) -> tuple[ExecutionPlan, State, frozenset[str]]:
-    """Run a host algorithm on a plain state and find the plan from there; `values` are changed in place.
+    """Run a host algorithm on a plain state and find the plan from there; `values` is changed in place.
 
     Returns:
         The plan, the state that the algorithm returned, and the gradients that updates have applied by then.
@@ -153,7 +153,8 @@ def _host(
     assert plan.host is not None and plan.end is not None
     lease = BufferLease(buffers, None, ())
     is_own = {name: values[name] is buffers.values[name] for name in LASTING}
-    # It may keep what it sees, and the end of the step writes into the buffers, in whatever place they are now.
+    # The algorithm may keep the tensors it sees, but the end of the step writes into the buffers: pass copies of
+    # those that are buffers.
     others = [name for name in FIELDS if not is_own.get(name, False)]
     in_buffers = {id(t) for tensors in buffers.values.values() for t in tensors} if buffers.is_donated else frozenset()
     seen = {
@@ -180,13 +181,13 @@ def _host(
 
 
 def _held(buffers: DonatedBuffers, values: Values) -> dict[Source, Source]:
-    """Return the places whose tensor is a donated buffer, and which one it is."""
+    """Return the places whose tensor is a donated buffer, with the place of that buffer."""
     in_buffers = {id(tensor): Source(name, i) for name in LASTING for i, tensor in enumerate(buffers.values[name])}
     places = ((Source(name, i), id(tensor)) for name in FIELDS for i, tensor in enumerate(values[name]))
     return {place: in_buffers[tensor] for place, tensor in places if tensor in in_buffers}
 
 
 _MOST_KEPT = 64
-"""A host algorithm that puts a different number into the metrics in every step makes a plan for each."""
+"""Largest number of plans kept after a host algorithm, which needs one for each number that it puts into metrics."""
 _EMPTY: Values = {name: [] for name in FIELDS}
 _IDLE_FIELDS = dict.fromkeys(name for name in FIELDS if name not in LASTING)

@@ -1,4 +1,4 @@
-"""The graph cache: a step's compiled graphs and the plans made of them."""
+"""The graph cache: a step's compiled graphs and the plans built from them."""
 
 import contextlib
 import threading
@@ -41,7 +41,7 @@ __all__ = ["GraphCache", "Options", "environment"]
 
 @dataclass(frozen=True)
 class Options:
-    """How a step is compiled; see `purecompose.compile`."""
+    """Options for compiling a step; see `purecompose.compile`."""
 
     donate: bool
     backend: str | Callable[..., Any]
@@ -63,11 +63,11 @@ def environment() -> tuple[Any, ...]:
 
 
 _BUILDING = threading.RLock()
-"""Tracing patches torch for the whole process: one thread at a time."""
+"""A lock for tracing, which patches torch for the whole process, so that only one thread can trace at a time."""
 
 
 class GraphCache:
-    """All that a compiled step has compiled."""
+    """All graphs and plans of a compiled step."""
 
     def __init__(self, step: Step, options: Options) -> None:
         """Start empty."""
@@ -80,8 +80,8 @@ class GraphCache:
         self._refused: set[str] = set()
 
     def entry(self, context: Context, signatures: Mapping[str, Signature]) -> Entry:
-        """Return the entry for states of a context and signatures, of which there is one."""
-        schedules = context.schedules  # not part of the equality: they only say what is where in the clock
+        """Return the single entry for states of a context and signatures."""
+        schedules = context.schedules  # not part of a context's equality; they decide the order of values in the clock
         context = self._contexts.setdefault(context, context)
         place = (context, schedules, *[signatures[name] for name in (*LASTING, "key", "loss")])
         if place not in self._entries:
@@ -92,7 +92,7 @@ class GraphCache:
         """Return the plan from a boundary to the end of the step, or to the next host algorithm.
 
         Args:
-            boundary: Where it begins.
+            boundary: The start of the plan.
             bits: The schedule.
             first_stretch: The stretch of the step that begins there.
         """
@@ -110,13 +110,13 @@ class GraphCache:
     def plan_or_eager(
         self, boundary: Boundary, bits: int, first_stretch: int = 0, start: State | None = None
     ) -> ExecutionPlan:
-        """Return the plan as `plan` does; with `fallback`, `EAGER` for what cannot be traced.
+        """Return the plan as `plan` does, or `EAGER` if it cannot be traced and `fallback` is set.
 
         Args:
-            boundary: Where it begins.
+            boundary: The start of the plan.
             bits: The schedule.
             first_stretch: The stretch of the step that begins there.
-            start: The step's beginning, for a first run without host algorithms: it is watched.
+            start: The state at the start of the step, for a first run without host algorithms, which is watched.
         """
         try:
             with _BUILDING:
@@ -137,7 +137,7 @@ class GraphCache:
             warn(f"{text}. As fallback=True asks, such steps run eagerly")
 
     def operation(self, bits: int, first_stretch: int = 0) -> Operation:
-        """Return a schedule's operations from a stretch on, as one."""
+        """Return one operation that runs a schedule's operations from a stretch on."""
         stretches = self.segments.stretches(self.step.lowered(bits), bits)[first_stretch:]
         return self.step.members.in_order([lowered for stretch in stretches for lowered in stretch.lowered])
 
@@ -164,7 +164,7 @@ class GraphCache:
         for part in known:
             if part.fits(boundary.signatures):
                 return part
-        is_open = self.options.dynamic and size_of(boundary.signatures) >= 2  # torch takes sizes of 0 and 1 for special
+        is_open = self.options.dynamic and size_of(boundary.signatures) >= 2  # torch treats sizes 0 and 1 as constants
         if torch.is_anomaly_enabled():
             warn(
                 "anomaly detection does not see into a compiled step: to find where a NaN comes from, run the step "
@@ -191,7 +191,7 @@ class GraphCache:
         return self._scopes[place]
 
     def _place(self, stretch: Stretch, boundary: Boundary, *rest: Any) -> tuple[Any, ...]:
-        """Return all that a part depends on except the signatures of the fields that it reads."""
+        """Return everything that a part depends on except the signatures of the fields that it reads."""
         context = boundary.static.context
         settings = (self._contexts.setdefault(context, context), context.schedules, environment())
         acting = tuple((lowered.node, lowered.algorithm and lowered.algorithm.name) for lowered in stretch.lowered)
@@ -228,7 +228,7 @@ class GraphCache:
         if is_open:
             try:
                 return capture(body, boundary, is_last=is_last, is_open=True)
-            except Exception:  # whatever it is, a fixed size has it too, or can do without
+            except Exception:  # if a fixed size fails too, that error is raised
                 pass
         return capture(body, boundary, is_last=is_last)
 
@@ -246,11 +246,11 @@ class GraphCache:
 
 
 def _fill_caches(start: State) -> None:
-    """Run forward once on real tensors: what it caches in a function or a global would otherwise be a fake tensor."""
-    if start.model.skeleton(train=True).is_fixed:  # torch's layers cache nothing there
+    """Run forward once on real tensors, so that tensors it caches in a function or a global are not fake ones."""
+    if start.model.skeleton(train=True).is_fixed:  # such a network has only torch's layers, which cache nothing
         return
     one = member(start, 0) if start.key.ndim > 1 else start
-    with contextlib.suppress(Exception), torch.no_grad():  # what is wrong is reported by the step itself
+    with contextlib.suppress(Exception), torch.no_grad():  # errors are reported by the step itself
         one.run_model(one.inputs, train=True)
 
 

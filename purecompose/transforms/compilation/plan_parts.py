@@ -44,7 +44,7 @@ class CompiledPart:
     )
 
     def __init__(self, captured: Captured, call: Compiled, variant: Variant, *, replays: bool = False) -> None:
-        """Keep what is needed to run; with `replays` it is recorded as a CUDA graph for each buffers."""
+        """Store the compiled part; with `replays` it is recorded as a CUDA graph, one for each set of buffers."""
         self.call, self.variant, self._replays = call, variant, replays
         self.takes, self.targets, self.reads = captured.takes, captured.targets, captured.reads
         self.writes, self.copies, self.used = captured.writes, captured.copies, captured.used
@@ -55,7 +55,7 @@ class CompiledPart:
         self.is_plain = taken <= {"", *LASTING, "key", "loss", "batch"}
 
     def fits(self, signatures: Mapping[str, Signature]) -> bool:
-        """Return whether all that the part reads has the signature that it was built for."""
+        """Return whether every field that the part reads has the signature that the part was built for."""
         if self._size is None:
             return all(signatures[name] == signature for name, signature in self.reads.items())
         size = size_of(signatures)
@@ -81,8 +81,8 @@ class CompiledPart:
 
         Args:
             values: The tensors of each field.
-            buffers: Where the step writes at its end.
-            is_first: Whether the donated fields in `values` are the buffers themselves.
+            buffers: The buffers that the step writes into at its end.
+            is_first: True if the donated fields in `values` are the buffers themselves.
         """
         if is_first:
             bound = buffers.bound.get(self) or self._bind(buffers)
@@ -109,13 +109,13 @@ class CompiledPart:
 
 
 class _Bound(NamedTuple):
-    """A part on certain buffers: what is the same in every step."""
+    """A part bound to certain buffers, with the arguments that are the same in every step."""
 
     call: Compiled
     args: list[Tensor]
     """The arguments that are buffers."""
     free: tuple[Source, ...]
-    """Where the others come from."""
+    """Sources of the other arguments."""
 
 
 def _gathered(values: Values, sources: Any) -> list[Tensor]:
@@ -140,7 +140,7 @@ class PlanPart(Protocol):
 
 @dataclass(eq=False)
 class ExecutionPlan:
-    """What a step executes for one schedule and one signature of state and batch, up to the next host algorithm."""
+    """The parts of a step for one schedule and one signature of state and batch, up to the next host algorithm."""
 
     parts: "list[PlanPart]"
     end: Boundary | None = None
@@ -149,9 +149,9 @@ class ExecutionPlan:
     next_part: int = 0
     """The part after that."""
     writes_buffers: bool = False
-    """Whether the last part writes all donated fields into the buffers."""
+    """True if the last part writes all donated fields into the buffers."""
     after_host: dict[Any, "ExecutionPlan"] = field(default_factory=dict)
-    """The plans after the host algorithm, by the signature of what it returned."""
+    """The plans after the host algorithm, by the signature of the state it returned."""
     exit: "Entry | None" = None
     """The entry of the next step, once it is known."""
 
@@ -165,12 +165,12 @@ class ExecutionPlan:
 
 
 EAGER = ExecutionPlan([])
-"""The plan of a step that cannot be compiled and runs as it was composed."""
+"""The plan of a step that cannot be compiled and runs as composed."""
 
 
 @dataclass(eq=False)
 class Entry:
-    """The signature of states that steps start from, with the plans that are known from there."""
+    """The signature of states at the start of steps, with the plans known for it."""
 
     context: Context
     signatures: dict[str, Signature]

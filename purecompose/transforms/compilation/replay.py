@@ -1,7 +1,7 @@
-"""CUDA graphs: a compiled part is recorded once for its buffers, and replayed from then on.
+"""CUDA graphs: a compiled part is recorded once for its buffers, and replayed afterwards.
 
 The step of a small network is a hundred short kernels, and launching them costs more than running them. Nothing in a
-step reads a host clock or a generator, and donated buffers stay where they are, so that the launches can be recorded.
+step reads a host clock or a generator, and donated buffers keep their addresses, so the launches can be recorded.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ class Replay:
 
     Args:
         call: The part.
-        num_bound: How many of its arguments, the first ones, are the same tensors in every call. The others are
-            copied to fixed places.
+        num_bound: The number of leading arguments that are the same tensors in every call. The others are copied to
+            fixed places.
     """
 
     def __init__(self, call: Compiled, num_bound: int) -> None:
@@ -54,14 +54,14 @@ class Replay:
 
 
 def _alike(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, which the part relies on; `clone` would close gaps and expand repeats."""
+    """Return a copy with the same strides, which the part relies on; `clone` would close gaps and copy repeats."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     _stretch(copy).copy_(_stretch(tensor))
     return copy
 
 
 def _stretch(tensor: Tensor) -> Tensor:
-    """Return all memory between a tensor's first and last element, which can be copied whatever the strides are."""
+    """Return the memory between a tensor's first and last element, which can be copied for any strides."""
     if tensor.is_contiguous():
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

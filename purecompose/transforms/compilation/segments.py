@@ -1,4 +1,4 @@
-"""Segments: where a step may be cut, so that the variants of its parts add up instead of multiplying."""
+"""Segments: places to cut a step so that the numbers of variants of its parts add up instead of multiplying."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,27 +15,27 @@ class Stretch(NamedTuple):
     """Consecutive operations of a step: compiled as one graph, or run between two graphs."""
 
     segment: int
-    """The segment of the program that it belongs to."""
+    """Segment of the program that it belongs to."""
     number: int
-    """Its place in the step: host algorithms may divide a segment."""
+    """Place in the step; differs from `segment` if host algorithms divide a segment."""
     lowered: tuple[Lowered, ...]
     kind: str
     """"graph"; "host", a host algorithm or a scope in which one acts; or "sliced", a scope whose body runs compiled on
     slice after slice."""
     bits: int
-    """The part of the schedule that decides what is in it."""
+    """Part of the schedule that decides which algorithms act in it."""
 
 
 class Segments:
     """The cuts of one step.
 
-    A scope, an update, and what lies between them may each be a segment. A boundary costs some microseconds, so a cut
-    is made only between two pieces whose content both depends on the schedule: what varies in one piece only makes as
-    many variants of the whole as of the piece.
+    A scope, an update, and the nodes between them may each be a segment. A boundary costs some microseconds, so a cut
+    is made only between two pieces that both depend on the schedule: if only one piece varies, the whole has as many
+    variants as the piece.
     """
 
     def __init__(self, step: Step) -> None:
-        """Decide the cuts from the program and the conditions that the step's algorithms are matched by."""
+        """Determine the cuts from the program and the predicates of the step's algorithms."""
         varying = {question.event for question in step.matcher.questions if not question.algorithm.host}
         self._of_node: list[int] = []
         segment, is_varying = 0, False

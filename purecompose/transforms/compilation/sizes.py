@@ -1,7 +1,7 @@
-"""Open sizes: a graph that serves batches of any number of examples.
+"""Open sizes: one graph for batches of any number of examples.
 
-The number is a symbol while tracing. What the trace had to assume about it (that it is at least 2, that a division
-leaves no rest) is kept, and asked before a batch of another size is let in.
+The number is a symbol while tracing. Assumptions that the trace made about it (that it is at least 2, that a division
+has no remainder) are kept, and checked before the graph is used for a batch of another size.
 """
 
 import importlib
@@ -22,12 +22,12 @@ OPEN_FIELDS = ("batch", "outputs")
 
 
 def size_of(signatures: Mapping[str, Signature]) -> int:
-    """Return how many examples the batch has, as far as its signature tells: the first leading dimension."""
+    """Return the number of examples in the batch according to its signature: the first leading dimension."""
     return next((spec.shape[0] for spec in signatures["batch"].specs if spec.shape), 0)
 
 
 def opened(signature: Signature, size: int) -> Signature:
-    """Return the signature with this leading dimension left out, for comparing."""
+    """Return the signature with leading dimensions of this size replaced by -1, for comparisons."""
     return signature.with_specs(
         [spec._replace(shape=(-1, *spec.shape[1:])) if _has(spec, size) else spec for spec in signature.specs]
     )
@@ -42,7 +42,7 @@ class Size:
     """The open number of examples in one graph."""
 
     def __init__(self, mode: FakeTensorMode, example: int) -> None:
-        """Make the symbol; `example` is a size that will come."""
+        """Create the symbol; `example` is the size of the batch being traced."""
         symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         source = importlib.import_module("torch._dynamo.source").ConstantSource("num_examples")
         assert mode.shape_env is not None
@@ -52,21 +52,21 @@ class Size:
         self._node = self._env.create_symintnode(self._symbol, hint=example, source=source)
 
     def empty(self, spec: Spec) -> Tensor:
-        """Return a tensor of a signature, with the number of examples left open."""
+        """Return a tensor of a spec, with the number of examples left open."""
         if not _has(spec, self.example):
             return spec.empty()
         shape = (self._node, *spec.shape[1:])
         return torch.empty_strided(shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
     def allows(self, size: int) -> bool:
-        """Return whether the graph is right for a number of examples."""
+        """Return whether the graph is valid for a number of examples."""
         bounds = self._env.var_to_range[self._symbol]
         if not max(2, bounds.lower) <= size <= bounds.upper:
             return False
         return all(bool(guard.expr.subs(self._symbol, size)) for guard in self._env.guards)
 
     def settle(self, signature: Signature, size: int) -> Signature:
-        """Return a signature that the graph leaves, for a number of examples."""
+        """Return the signature of a result of the graph for a given number of examples."""
 
         def number(value: Any) -> int:
             return int(value.node.expr.subs(self._symbol, size)) if isinstance(value, torch.SymInt) else value

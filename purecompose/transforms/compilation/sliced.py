@@ -19,25 +19,25 @@ from purecompose.transforms.signature import Signature, spec_of
 __all__ = ["SlicedPart"]
 
 _TERMS = ".terms"
-"""The metric under which a slice's graph returns how many terms its loss is a mean of."""
+"""Name of the metric in which a slice's graph returns the number of terms that its loss is a mean of."""
 
 
 class SlicedPart:
-    """A scope that cuts the batch: runs as composed, but for the slices, which run compiled.
+    """A scope that cuts the batch: it runs as composed, except for the slices, which run compiled.
 
-    Averaging and cutting are the composed step's own; what they cost is small beside a slice that had to be cut off
-    from a batch too large for the memory. One graph for all slices would be as many times as long.
+    Averaging and cutting run as in the composed step; their cost is small compared with a slice of a batch that is too
+    large for the memory. One graph for all slices would be longer by the number of slices.
     """
 
     takes_clock, is_plain, writes_buffers = True, False, False
 
     def __init__(self, scope: Lowered, boundary: Boundary, find: Callable[[Operation, Boundary], CompiledPart]) -> None:
-        """Build the slices' graphs for what comes in.
+        """Build the slices' graphs for an incoming state.
 
         Args:
             scope: The scope.
-            boundary: What comes in.
-            find: Gives the compiled signature of a body, for what comes in there.
+            boundary: The incoming state.
+            find: Function that returns the compiled part of a body for the boundary at its start.
         """
         assert scope.with_slices is not None
         self._find, self._seam, self._is_building = find, boundary, True
@@ -53,7 +53,7 @@ class SlicedPart:
         buffers = {_storage(fakes[name][i]) for name, i in boundary.held if name}
         self.writes: dict[str, Any] = {}
         self._views: list[tuple[str, int]] = []
-        """Results that are views of donated buffers: the end of the step will write there."""
+        """Results that are views of donated buffers and are copied, because the end of the step will write there."""
         for name in FIELDS:
             if getattr(end, name) is not before[name]:
                 signature, tensors = Signature.of(getattr(end, name))
@@ -61,7 +61,7 @@ class SlicedPart:
                 if name in (
                     "loss",
                     "metrics",
-                ):  # these outlive the step, and may be donated buffers
+                ):  # these outlive the step and must not be donated buffers
                     where = tuple(Source("", 0) if source in boundary.held else source for source in where)
                 views = [i for i, t in enumerate(tensors) if not where[i].field and _storage(t) in buffers]
                 specs = [spec_of(t.clone()) if i in views else spec_of(t) for i, t in enumerate(tensors)]

@@ -1,4 +1,4 @@
-"""compile: a step that runs as compiled graphs."""
+"""`compile`: a step that runs as compiled graphs."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -42,35 +42,35 @@ def compile(  # noqa: A001
 
     Each schedule (which algorithms act) and each form of batch (its structure, shapes, dtypes and devices) is traced
     once into a flat graph of tensor operations, forward, backward and update together, and compiled; from then on a
-    step is one look-up and one call. No guards run: the key of the look-up holds everything that the graph takes for
-    granted.
+    step is one look-up and one call. No guards run: the key of the look-up contains everything that the graph
+    assumes.
 
     With `donate`, the new parameters are written into the old ones' memory, and the state that a step was given is
-    *spent*, if it came from this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
-    `SpentStateError`. The first state that is given stays whole, and so does every tensor that was read from a state:
-    reading copies out. `state.copy()` keeps a state.
+    *spent* if it was returned by this step: reading its `params`, `buffers`, `opt_state`, `slots` or `hparams` raises a
+    `SpentStateError`. The first state is not affected, nor is any tensor that was read from a state, because reading
+    returns a copy. `state.copy()` keeps a state.
 
-    Under a transform of `torch.func`, and where a leaf requires a gradient, the step runs as it was composed.
+    Under a transform of `torch.func`, and if a leaf requires a gradient, the step runs as composed.
 
     Args:
-        step: What `compose` or `population` gave.
-        donate: Write new values over old ones.
-        mode: As in `torch.compile`: `"max-autotune"` tries kernels out, `"reduce-overhead"` replays CUDA graphs.
-        backend: `"inductor"`; `"eager"`, which runs the traced graph as it is, to tell faults of tracing from faults
-            of compiling; or any other backend of `torch.compile`.
-        fallback: Run steps that cannot be traced as they were composed, with one warning, instead of raising.
+        step: A step made by `compose`, `population` or `data_parallel`.
+        donate: True to write new values over old ones.
+        mode: As in `torch.compile`: `"max-autotune"` benchmarks kernels, `"reduce-overhead"` replays CUDA graphs.
+        backend: `"inductor"`; `"eager"`, which runs the traced graph without compiling it, to distinguish errors of
+            tracing from errors of compiling; or any other backend of `torch.compile`.
+        fallback: True to run a step as composed, with one warning, instead of raising if it cannot be traced.
         eager_below: Batches with fewer examples run as composed: for the short last batch of an epoch, which is not
-            worth a variant. A fixed rule, so that a resumed run does the same.
-        dynamic: Leave the number of examples open: one variant serves all sizes from 2 on, where the algorithms let it.
-            Good for batches whose size changes often; code for a fixed size is faster.
-        max_variants: How many parts may be compiled before a `VariantLimitError` says what makes so many.
-        quiet: Do not announce compilations on standard error.
+            worth a variant. The rule is fixed, so that a resumed run does the same.
+        dynamic: True to leave the number of examples open: one variant serves all sizes from 2 on, if the algorithms
+            permit it. Useful for batches whose size changes often; code for a fixed size is faster.
+        max_variants: Number of parts that may be compiled before a `VariantLimitError` reports the cause of so many.
+        quiet: True to suppress announcements of compilations on standard error.
 
     Returns:
-        A step with `variants()` and `warmup(state, batch)` beside all that it had.
+        The same step with additional methods `variants()` and `warmup(state, batch)`.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind.
+        TypeError, ValueError: An argument is of the wrong kind.
 
     Example:
         >>> from purecompose import State, compose, loop_events, losses, optim
@@ -100,15 +100,15 @@ def compile(  # noqa: A001
 
 
 class CompiledStep(Step):
-    """A step that runs compiled; made by `compile`. Everything but a call of the step runs as composed.
+    """A step whose calls run compiled; made by `compile`. Its other methods run as composed.
 
     Attributes:
-        step: The step as it was composed.
-        options: How it is compiled.
+        step: The composed step.
+        options: The options for compiling it.
     """
 
     def __init__(self, step: Step, options: Options) -> None:
-        """Take the step's data; nothing is compiled yet."""
+        """Copy the step's data; nothing is compiled yet."""
         super().__init__(step.program, step.algorithms, step.passes, step.cut, step.members)
         self.step, self.options = step, options
         self._graphs = GraphCache(step, options)
@@ -119,10 +119,10 @@ class CompiledStep(Step):
         """Return the state after one batch; see `compile`.
 
         Raises:
-            SpentStateError: The state was given to an earlier step, which wrote over its memory.
-            TypeError: It is not a state, or state or batch hold sparse tensors, which compiled code does not read.
+            SpentStateError: The state was given to an earlier step, which has overwritten its memory.
+            TypeError: `state` is not a state, or state or batch contain sparse tensors, which cannot be compiled.
             TraceError: The step cannot be compiled.
-            VariantLimitError: It wants more variants than `max_variants`.
+            VariantLimitError: The step needs more variants than `max_variants`.
         """
         if not isinstance(state, State):
             raise TypeError(f"step(state, batch): expected a State first, got {type(state).__name__}")
@@ -149,7 +149,7 @@ class CompiledStep(Step):
             if plan is not EAGER:
                 with self.guarded(state, batch, is_first=False):
                     return execute(self._graphs, launch, prepared, tensors, plan)
-        self._eager[place] = state.static.context  # the next step need not set up buffers to find this out
+        self._eager[place] = state.static.context  # so that the next step does not set up buffers in vain
         return self.step(state, batch)
 
     def variants(self) -> Variants:
@@ -157,18 +157,18 @@ class CompiledStep(Step):
         return Variants(self._graphs.variants)
 
     def warmup(self, state: State, *examples: Any) -> Variants:
-        """Compile ahead what a run from this state will need.
+        """Compile all variants that a run from this state will need.
 
         Args:
-            state: Where the run starts; it is not changed, nor is it spent.
-            examples: Batches, one of each signature that will come.
+            state: The state at the start of the run; it is neither changed nor spent.
+            examples: Batches, one of each signature that will occur.
 
         Returns:
-            As `variants`. What comes after a host algorithm is not built ahead: its result decides the signature.
+            As `variants`. Parts after a host algorithm are not compiled ahead: its result decides the signature.
 
         Raises:
-            TypeError: No state comes first.
-            ValueError: No batch; or the run has neither a duration nor an epoch's length.
+            TypeError: The first argument is not a state.
+            ValueError: There is no batch, or the run has neither a duration nor an epoch's length.
         """
         if not isinstance(state, State):
             raise TypeError(f"warmup(state, *batches): expected a State first, got {type(state).__name__}")
@@ -202,7 +202,7 @@ class CompiledStep(Step):
         if shape.is_differentiated or is_transforming() or torch.is_inference_mode_enabled():
             return True
         fields = state.__dict__
-        # Only the composed step reads temporary fields that are set from outside. A loop costs less than any(...).
+        # Temporary fields that the caller set are read by the composed step only. A loop costs less than any(...).
         for name in NO_TEMPORARY:
             if fields.get(name) is not None:
                 return True
@@ -212,7 +212,7 @@ class CompiledStep(Step):
     def _is_watched_first(self, prepared: Prepared) -> bool:
         """Return whether this is the first step of a schedule with host algorithms, which cannot run on fake tensors.
 
-        It runs as composed, which watches it: they would act twice if it were run for that only.
+        It runs as composed, and is watched in that run: in a separate run for the checks, they would act twice.
         """
         variant = prepared.bits, prepared.num_examples
         if variant in self._met or not self._graphs.has_host(prepared.bits):
@@ -230,10 +230,10 @@ class CompiledStep(Step):
         return plan
 
     def _launch(self, state: State, lease: BufferLease | None) -> Launch | None:
-        """Return what the step will execute with; `None` where a tensor of the state requires a gradient."""
+        """Return the inputs of the step's execution, or `None` if a tensor of the state requires a gradient."""
         fields, is_donated = state.__dict__, self.options.donate
         if lease is not None and lease.entry is None:
-            lease = None  # it belongs to a host algorithm: the step around it will write into the buffers
+            lease = None  # a host algorithm's lease: the enclosing step will write into the buffers
         if (
             lease is not None
             and lease.buffers.is_donated is is_donated
@@ -273,7 +273,7 @@ class _Shape(NamedTuple):
 
     signature: Hashable
     is_differentiated: bool
-    """Whether a tensor in it requires a gradient."""
+    """True if a tensor in it requires a gradient."""
 
 
 def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
@@ -294,7 +294,7 @@ def _shape_of(batch: Any) -> tuple[_Shape, list[Tensor]]:
 def _new_buffers(
     found: dict[str, tuple[Signature, list[Tensor]]], old: DonatedBuffers | None, *, is_donated: bool
 ) -> DonatedBuffers:
-    """Return new buffers, which take over from earlier ones the fields that are not given."""
+    """Return new buffers, with fields missing in `found` taken over from earlier buffers."""
     signatures, values = {}, {}
     for name in LASTING:
         if name not in found:
@@ -304,7 +304,7 @@ def _new_buffers(
         signature, tensors = found[name]
         tensors = [tensor.detach() for tensor in tensors]
         if is_donated:
-            # One by one: a slot may alias a parameter, and each needs memory of its own.
+            # Each tensor is cloned separately: a slot may alias a parameter, and each needs its own memory.
             tensors = [tensor.clone() for tensor in tensors]
             signature = signature.with_specs(map(spec_of, tensors))
         signatures[name], values[name] = signature, tensors
@@ -312,7 +312,7 @@ def _new_buffers(
 
 
 def _moments(step: Step, state: State, batch: Any) -> Iterator[Prepared]:
-    """Yield what the host decides for each schedule that the rest of the run will have, with batches like this one."""
+    """Yield the prepared step of each schedule in the rest of the run, with batches like this one."""
     run, seen = state.timestamp.run, set()
     if run.duration is None and run.batches_per_epoch is None:
         raise ValueError(

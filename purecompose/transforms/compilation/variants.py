@@ -1,4 +1,4 @@
-"""Variants: the table of what has been compiled, and the error for too many."""
+"""Variants: the table of compiled parts, and the error for too many of them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ class VariantLimitError(RuntimeError):
 
 @dataclass
 class Variant:
-    """One compiled part of a step, and what it cost."""
+    """One compiled part of a step, and its cost."""
 
     segment: int
-    """Which part of the step, from 0."""
+    """Index of the part of the step, from 0."""
     acting: tuple[str, ...]
-    """Which algorithms act in it, as "name at event"."""
+    """Algorithms that act in it, as "name at event"."""
     batch: str
-    """The shapes of the batch that comes in."""
+    """Shapes of the incoming batch."""
     nodes: int = 0
-    """Operations in its graph."""
+    """Number of operations in its graph."""
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
     hits: int = 0
-    """How often it has run."""
+    """Number of times it has run."""
 
     @property
     def seconds(self) -> float:
-        """How long it took to trace and to compile."""
+        """Seconds spent tracing and compiling it."""
         return self.trace_seconds + self.compile_seconds
 
     @property
     def title(self) -> str:
-        """For an announcement."""
+        """Description for announcements."""
         acting = ", ".join(self.acting) or "no algorithm"
         return f"part {self.segment} of the step ({acting}; batch {self.batch or 'gone'})"
 
@@ -50,7 +50,7 @@ class Variants(tuple[Variant, ...]):
 
     @property
     def seconds(self) -> float:
-        """How long it took to trace and to compile all of them."""
+        """Seconds spent tracing and compiling all of them."""
         return sum(variant.seconds for variant in self)
 
     def __str__(self) -> str:
@@ -67,8 +67,9 @@ def _row(variant: Variant) -> list[str]:
 
 
 def too_many(variants: Sequence[Variant], refused: Variant, limit: int) -> VariantLimitError:
-    """Return the error for one variant more; it names what makes them."""
-    # By segment: a batch that one segment has changed is not another batch, and each has at least one variant.
+    """Return the error for one variant too many, which names the cause of the variants."""
+    # Count by segment: a batch that a segment has changed is not a new form of batch, and each segment has at least
+    # one variant.
     wanted = (*variants, refused)
     segments = [[v for v in wanted if v.segment == segment] for segment in dict.fromkeys(v.segment for v in wanted)]
     most = max(segments, key=lambda segment: (len(segment), segment[-1] is refused))
