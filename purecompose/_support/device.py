@@ -64,8 +64,8 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[N
 
     TensorFloat-32 keeps 10 of a float32's 23 mantissa bits in the factors of matrix products and convolutions. torch
     enables it by default for convolutions and recurrent layers; here only "tf32" uses it, also for matrix products. The
-    switches are restored afterwards. They belong to the process: to train in several threads, set them beforehand, since
-    switches that already have the right values are not changed. Other devices than CUDA have no such switch.
+    switches are restored afterwards. They belong to the process: to train in several threads, set them beforehand,
+    since switches that already have the right values are not changed. Other devices than CUDA have no such switch.
 
     Args:
         precision: One of `PRECISIONS`.

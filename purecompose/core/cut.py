@@ -1,4 +1,4 @@
-"""How a batch is cut into slices."""
+"""The number of slices into which a batch is cut."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""The layout of a batch: where its examples lie, how they are counted and split."""
+"""The layout of a batch: the dimension of its examples, and how they are counted and split."""
 
 import itertools
 from collections.abc import Callable

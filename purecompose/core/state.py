@@ -143,7 +143,7 @@ class State:
             input_field: The field of a batch with the model's input; by default the first member, or the whole batch
                 for `losses.model_loss`. See `purecompose.batch`.
             target_field: The field of a batch with the target.
-            batch_dim: The dimension of the batch's tensors along which the examples lie: 1 for sequences (T, N, ...),
+            batch_dim: The dimension of the batch's tensors that indexes the examples: 1 for sequences (T, N, ...),
                 as torch's recurrent layers have them by default. Tensors without this dimension have their examples
                 along the first. Methods that change single examples expect 0.
             splitter: A `purecompose.core.layout.Splitter`, instead of `batch_dim`: it counts and cuts batches whose
